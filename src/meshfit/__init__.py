@@ -1,0 +1,30 @@
+"""meshfit: train any PyTorch module over many devices, proven equal to one.
+
+import meshfit
+
+result = meshfit.fit(model, (x, y), loss=F.cross_entropy, optimizer=torch.optim.AdamW, epochs=5, plan="data=4")
+"""
+
+from meshfit.errors import DataError, JobError, MeshfitError, NonFiniteError, PlanError, RankError
+from meshfit.fit import fit, steps
+from meshfit.job import Job
+from meshfit.plan import Plan
+from meshfit.result import Result
+from meshfit.step import Step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DataError",
+    "Job",
+    "JobError",
+    "MeshfitError",
+    "NonFiniteError",
+    "Plan",
+    "PlanError",
+    "RankError",
+    "Result",
+    "Step",
+    "fit",
+    "steps",
+]

@@ -1,0 +1,28 @@
+"""The best weights so far, by a metric, and when to give up waiting for better ones."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Best:
+    """Watches ``metric``: "accuracy" for the highest, "-loss" for the lowest. Keeps the weights of the best."""
+
+    def __init__(self, metric: str, patience: int | None):
+        self.metric, self.patience = metric, patience
+        self.value: float | None = None
+        self.weights: dict[str, Tensor] = {}
+        self.misses = 0
+
+    def consider(self, measured: dict[str, float], model: nn.Module) -> None:
+        name = self.metric.lstrip("-")
+        value = -measured[name] if self.metric.startswith("-") else measured[name]
+        if self.value is not None and not value > self.value:
+            self.misses += 1
+            return
+        self.value, self.misses = value, 0
+        with torch.no_grad():
+            self.weights = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
+
+    @property
+    def given_up(self) -> bool:
+        return self.patience is not None and self.misses >= self.patience

@@ -1,0 +1,86 @@
+"""Batches and outputs are trees: tensors in tuples, lists, dicts and dataclasses. What is done to one
+tensor is done to all of them, and the containers keep their types."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in ``tree`` that is not a container, in order."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            yield from leaves(value)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from leaves(getattr(tree, field.name))
+    else:
+        yield tree
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """``fn`` of every leaf of ``tree`` (and of the leaves of ``rest`` that stand in the same places)."""
+    if isinstance(tree, Mapping):
+        new = {key: map_leaves(fn, value, *(r[key] for r in rest)) for key, value in tree.items()}
+        return new if type(tree) is dict else _like(tree, new)
+    if isinstance(tree, tuple | list):
+        items = [map_leaves(fn, *values) for values in zip(tree, *rest, strict=True)]
+        if hasattr(tree, "_fields"):  # a named tuple
+            return type(tree)(*items)
+        return type(tree)(items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree)]
+        return dataclasses.replace(
+            tree,
+            **{
+                name: map_leaves(fn, getattr(tree, name), *(getattr(r, name) for r in rest)) for name in names
+            },
+        )
+    return fn(tree, *rest)
+
+
+def _like(tree: Mapping, new: dict) -> Any:
+    try:
+        return type(tree)(**new)  # Hugging Face's outputs are dicts and dataclasses at once
+    except TypeError:
+        return type(tree)(new)  # type: ignore[call-arg]
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """``tree`` with its tensors on ``device``; copies from pinned memory do not wait."""
+    if device.type == "cpu":
+        return tree
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
+
+
+def to_tensors(tree: Any) -> Any:
+    """``tree`` with its NumPy arrays as tensors over the same memory."""
+    return map_leaves(lambda leaf: torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
+def concatenate(trees: list[Any]) -> Any:
+    """Trees of per-sample tensors joined along the first dim; other leaves become lists."""
+    first = trees[0]
+    if len(trees) == 1:
+        return first
+
+    def join(*parts: Any) -> Any:
+        if isinstance(parts[0], torch.Tensor) and parts[0].dim():
+            return torch.cat(parts)
+        return parts[0] if all(part is None for part in parts) else list(parts)
+
+    return map_leaves(join, first, *trees[1:])

@@ -1,0 +1,122 @@
+"""Losses and metrics over a data set, every sample once, under any plan.
+
+Each rank works through its share of every batch, ranks without a sample skip it, and the sums and counts are
+added up at the end in one collective: nothing is padded, nothing counted twice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshfit.data import tree
+from meshfit.data.loader import Loader
+from meshfit.errors import DataError
+from meshfit.layout.precision import Precision
+from meshfit.objective import Objective, Over, call, check_scalar, split
+
+Metric = Callable[[Any, Any], Any]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, without gradients; afterwards as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def measure(
+    model: nn.Module,
+    loader: Loader,
+    *,
+    objective: Objective | None,
+    over: Over,
+    metrics: Mapping[str, Metric],
+    precision: Precision,
+) -> dict[str, float]:
+    """Means over all samples of ``loader``, on every rank: the loss (if there is one) and each metric."""
+    sums: dict[str, tuple[Any, Any]] = {"loss": (0.0, 0.0)} if objective is not None else {}
+    sums |= dict.fromkeys(metrics, (0.0, 0.0))
+
+    def add(name: str, total: Any, count: Any) -> None:
+        sums[name] = (sums[name][0] + total, sums[name][1] + count)
+
+    with evaluating(model), precision.arithmetic(loader.device):
+        for batch in loader.epoch(0):
+            for part in batch.microbatches:
+                if not part.samples:
+                    continue
+                if objective is not None:
+                    loss, outputs, targets = objective.outputs(model, part.content)
+                    add("loss", *_weighed(loss, over, part.content, part.samples))
+                else:
+                    inputs, targets = split(part.content)
+                    outputs = call(model, inputs)
+                for name, metric in metrics.items():
+                    add(name, *_reduced(name, metric(outputs, targets), part.samples))
+    return _mean_over_ranks(sums, loader)
+
+
+def _weighed(loss: Any, over: Over, content: Any, samples: int) -> tuple[Any, Any]:
+    if isinstance(loss, tuple | list):
+        return loss[0], loss[1]
+    loss = check_scalar(loss)
+    if over.kind == "targets":
+        count = over.count(content)
+        return torch.where(count > 0, loss, 0.0) * count, count
+    return (loss, 0.0) if over.kind == "sum" else (loss * samples, samples)
+
+
+def _reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return value[0], value[1]
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == samples:
+        return value.double().sum(), samples
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise DataError(
+            f"the metric {name!r} gave a tensor of shape {tuple(value.shape)} for {samples} samples",
+            "return a mean, one number a sample, or (sum, count)",
+        )
+    return (value.double() if isinstance(value, Tensor) else value) * samples, samples
+
+
+def _mean_over_ranks(sums: dict[str, tuple[Any, Any]], loader: Loader) -> dict[str, float]:
+    flat = torch.tensor([float(value) for pair in sums.values() for value in pair], dtype=torch.float64)
+    if loader.ranks > 1:
+        flat = flat.to(loader.device)
+        dist.all_reduce(flat)
+    totals = flat.view(-1, 2).tolist()
+    return {
+        name: total / count if count else total for name, (total, count) in zip(sums, totals, strict=True)
+    }
+
+
+def outputs_of(
+    model: nn.Module, loader: Loader, precision: Precision, inputs_only: bool
+) -> Iterator[tuple[int, Any]]:
+    """(position of its first sample, outputs on the CPU) of every part that this rank runs."""
+    with evaluating(model), precision.arithmetic(loader.device):
+        seen = 0
+        for batch in loader.epoch(0):
+            at = seen + batch.size * loader.rank // loader.ranks
+            for part in batch.microbatches:
+                if part.samples:
+                    inputs = part.content if inputs_only else split(part.content)[0]
+                    yield (
+                        at,
+                        tree.map_tensors(
+                            lambda t: t.float().cpu() if t.is_floating_point() else t.cpu(),
+                            call(model, inputs),
+                        ),
+                    )
+                    at += part.samples
+            seen += batch.size

@@ -1,0 +1,232 @@
+"""Gradients summed over ranks while backward still runs.
+
+Gradients live in flat buckets, filled in the order in which backward makes them. A hook on each parameter
+counts; a full bucket is summed at once, in the background, buckets always in the same order on every rank.
+A few numbers ride along in the last bucket: the loss, what it is a mean over, whether to stop, whose loss was
+not finite. So no step needs a collective of its own for them.
+
+    memory    the buckets are the gradients: nothing beside them
+    traffic   2P(n-1)/n bytes a step for P bytes of gradients, in ceil(P / 25 MiB) calls or a few more
+
+Why not torch's DDP: it wraps the forward, so a step function that calls parts of the model, or calls it twice,
+escapes it; it rebuilds its buckets after the first step, so a restarted run sums in another order (not
+bit-identical at 3 ranks and more); it must be told of unused parameters. Hooks on parameters need none of it.
+
+[Note: unused parameters]
+One device leaves the gradient of a parameter that took no part at None, and optimizers then skip it. Here a
+parameter has a gradient if any rank reached it. Whether each was reached rides along too. A rank that reached
+all of them need not look: what it reached was reached somewhere. A rank that did not waits for the sums (its
+last bucket cannot have gone before it knows) and drops the gradients that nobody made.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshfit.cost import Cost
+
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20  # small, so that the first sum starts early
+
+
+@dataclass(slots=True)
+class _Bucket:
+    flat: Tensor
+    parameters: list[nn.Parameter]
+    gradients: list[Tensor]  # views of flat, shaped like the parameters
+    waiting: int = 0
+    work: dist.Work | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Riders:
+    """What travels with the gradients. Sums over ranks once ``AllReduce.finish`` has returned them."""
+
+    numbers: Tensor
+    """loss, count, stop, then one flag a rank: its loss was not finite."""
+
+    @property
+    def loss(self) -> Tensor:
+        return self.numbers[0]
+
+    @property
+    def count(self) -> Tensor:
+        return self.numbers[1]
+
+    @property
+    def stop(self) -> bool:
+        return bool(self.numbers[2])
+
+    @property
+    def broken(self) -> Tensor:
+        """One flag a rank: its loss was not finite."""
+        return self.numbers[3:]
+
+
+class AllReduce:
+    """Sums the gradients of ``parameters`` over ``group``. Without a group it leaves them as they are."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, device: torch.device
+    ):
+        self.group = group
+        self.degree = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        self.numbers = torch.zeros(3 + self.degree, device=device)
+        self._buckets: list[_Bucket] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._reached: set[int] = set()
+        self._armed = False
+        self._next = 0
+        if group is not None:
+            self._build(device)
+
+    def _build(self, device: torch.device) -> None:
+        riders = self.numbers.numel() + len(self.parameters)
+        grouped = split_buckets(self.parameters)
+        if not grouped or grouped[-1][0].dtype is not torch.float32:
+            grouped.append([])  # the riders travel alone
+        for group in grouped:
+            kind = {"dtype": group[0].dtype, "device": group[0].device} if group else {"device": device}
+            extra = riders if group is grouped[-1] else 0
+            flat = torch.zeros(sum(p.numel() for p in group) + extra, **kind)
+            self._buckets.append(_Bucket(flat, group, _views(flat, group)))
+        self.numbers, self._reached_flags = flat[-riders:].split([self.numbers.numel(), len(self.parameters)])
+        for bucket in self._buckets:
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                parameter.grad = gradient
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._counter(bucket)))
+
+    def _counter(self, bucket: _Bucket):
+        def count(parameter: nn.Parameter) -> None:
+            if not self._armed:
+                return
+            key = id(parameter)
+            if key in self._reached:
+                return
+            self._reached.add(key)
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._launch()
+
+        return count
+
+    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
+        """The next backward is the last of this step: gradients that it completes may go."""
+        numbers = self.numbers
+        if numbers.is_cpu:
+            values = [0.0] * numbers.numel()
+            values[:3], values[3 + self.rank] = [float(loss), float(count), float(stop)], float(broken)
+            numbers.copy_(torch.tensor(values))
+        else:
+            numbers.zero_()
+            numbers[0], numbers[1], numbers[2], numbers[3 + self.rank] = loss, count, float(stop), broken
+        self._next, self._armed = 0, True
+        self._reached.clear()
+        for bucket in self._buckets:
+            bucket.waiting, bucket.work = len(bucket.parameters), None
+        if self._buckets:
+            self._reached_flags.fill_(1.0)
+
+    def _launch(self) -> None:
+        """Start the sums of all buckets that are complete, in order."""
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+            bucket = self._buckets[self._next]
+            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            self._next += 1
+
+    def finish(self) -> Riders:
+        """Wait until every gradient is summed. Call after the backward that ``arm`` announced."""
+        self._armed = False
+        if self.group is None:
+            return Riders(self.numbers)
+        missing = (
+            [i for i, p in enumerate(self.parameters) if id(p) not in self._reached] if self._behind else []
+        )
+        if missing:
+            self._reached_flags[missing] = 0.0
+            for bucket in self._buckets:
+                bucket.waiting = 0
+        self._launch()
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+        for i in missing:  # see [Note: unused parameters]
+            if not self._reached_flags[i]:
+                self.parameters[i].grad = None
+        return Riders(self.numbers)
+
+    @property
+    def _behind(self) -> bool:
+        return len(self._reached) < len(self.parameters)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Tensors that together hold every gradient once; they may be scaled in place."""
+        if self.group is None:
+            return [p.grad for p in self.parameters if p.grad is not None]
+        kept = []
+        for bucket in self._buckets:
+            size = sum(p.numel() for p in bucket.parameters)
+            if size:
+                kept.append(bucket.flat[:size])
+        return kept
+
+    def clear(self) -> None:
+        """Forget the gradients, ready for the next step."""
+        if self.group is None:
+            for parameter in self.parameters:
+                parameter.grad = None
+            return
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
+
+    def remove(self) -> None:
+        """Leave the parameters as they were found."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def cost(self) -> Cost:
+        gradients = sum(p.numel() * p.element_size() for p in self.parameters)
+        if self.group is None:
+            return Cost(held={"gradients": gradients})
+        moved = gradients + (self.numbers.numel() + len(self.parameters)) * self.numbers.element_size()
+        return Cost(
+            held={"gradients": moved}, calls={"all_reduce": len(self._buckets)}, moved={"all_reduce": moved}
+        )
+
+
+def split_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters grouped for summing: in reverse, as backward reaches them, one dtype and device a bucket."""
+    buckets: list[list[nn.Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
+        bucket, size = filling.get(kind, ([], 0))
+        limit = BUCKET_BYTES if buckets and bucket is not buckets[0] else FIRST_BUCKET_BYTES
+        if not bucket or size >= limit:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = (bucket, size + parameter.numel() * parameter.element_size())
+    return buckets
+
+
+def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """``flat`` cut into tensors shaped, and laid out, like ``parameters``."""
+    views, at = [], 0
+    for p in parameters:
+        part = flat[at : at + p.numel()]
+        channels_last = p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last)
+        views.append(part.as_strided(p.size(), p.stride(), at) if channels_last else part.view(p.shape))
+        at += p.numel()
+    return views

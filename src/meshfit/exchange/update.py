@@ -1,0 +1,150 @@
+"""The step: from summed gradients to new weights.
+
+In order: the true global norm, the factor (loss scale, true count, clipping) in one multiplication, the
+decision whether the step counts, the optimizer, the schedule, the averaged weights. All ranks hold the same
+gradients here, so all decide alike without a word.
+
+On a GPU nothing waits: with a fused optimizer the factor and the decision are handed to its kernel, and the
+host reads what happened one step later.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.layout.precision import LossScale
+from meshfit.torch_compat import FUSED_OPTIMIZERS
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What a step did: tensors on GPUs, numbers on CPUs."""
+
+    norm: Tensor | float
+    """Of the gradient, before clipping."""
+
+    taken: Tensor | bool
+    """False: loss or gradient was not finite, and the weights are as they were."""
+
+
+class Update:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        *,
+        clip: float | None = None,
+        scale: LossScale | None = None,
+        average: "Average | None" = None,
+    ):
+        self.optimizer, self.scheduler, self.clip, self.scale, self.average = (
+            optimizer,
+            scheduler,
+            clip,
+            scale,
+            average,
+        )
+        self.fused = fuse(optimizer)
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def __call__(self, gradients: list[Tensor], loss: Tensor, correction: Tensor | float = 1.0) -> Updated:
+        """``correction`` is what the gradients must be multiplied by to be those of the true mean."""
+        if self.scale is not None:
+            correction = correction / self.scale.value
+        norm = total_norm(gradients) * correction
+        if loss.is_cpu:
+            updated = self._on_host(gradients, float(norm), float(loss), float(correction))
+        else:
+            updated = self._on_device(gradients, norm, loss, correction)
+        if self.scale is not None:
+            self.scale.update(~torch.as_tensor(updated.taken, device=self.scale.value.device))
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.average is not None:
+            self.average.update()
+        return updated
+
+    def _on_host(self, gradients: list[Tensor], norm: float, loss: float, factor: float) -> Updated:
+        taken = abs(norm) < float("inf") and abs(loss) < float("inf")
+        if taken:
+            if self.clip is not None:
+                factor *= min(1.0, self.clip / (norm + 1e-6))
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            self.optimizer.step()
+        return Updated(norm, taken)
+
+    def _on_device(
+        self, gradients: list[Tensor], norm: Tensor, loss: Tensor, factor: Tensor | float
+    ) -> Updated:
+        taken = norm.isfinite() & loss.isfinite()
+        if self.clip is not None:
+            factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        if self.fused:
+            optimizer: Any = self.optimizer
+            optimizer.found_inf = (~taken).float()
+            optimizer.grad_scale = (1.0 / factor).float() if isinstance(factor, Tensor) else None
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf, optimizer.grad_scale
+        elif taken:  # the host waits here: this optimizer cannot be told on the device
+            if isinstance(factor, Tensor):
+                torch._foreach_mul_(gradients, factor)
+            self.optimizer.step()
+        return Updated(norm, taken)
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    if not gradients:
+        return torch.zeros(())
+    if len(gradients) == 1:
+        return torch.linalg.vector_norm(gradients[0], dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Let torch's own optimizers take their fused kernel unless the user chose otherwise: the same numbers up to
+    rounding, one call instead of several for each parameter. True if the optimizer is fused now."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    if all(group.get("fused") for group in groups):
+        return True
+    parameters = [p for group in groups for p in group["params"]]
+    chosen = any(
+        group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+        for group in groups
+    )
+    if chosen or type(optimizer) not in FUSED_OPTIMIZERS or optimizer.state:
+        return False
+    if not all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters):
+        return False
+    for group in groups:
+        group["fused"] = True
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return True
+
+
+class Average:
+    """An exponential moving average of the weights and buffers: ``ema=0.999``."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.model, self.decay = model, decay
+        with torch.no_grad():
+            self.weights = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(self.weights, list(self.model.parameters()), 1.0 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the model's weights and the averaged ones; call again to undo."""
+        for mine, theirs in zip(self.weights, self.model.parameters(), strict=True):
+            held = theirs.detach().clone()
+            theirs.copy_(mine)
+            mine.copy_(held)

@@ -1,0 +1,58 @@
+"""``meshfit.fit``: train a model over many devices. The training step itself is in ``loop.py``.
+
+    fit      train, and return what came of it
+    steps    the same as a generator, for a loop of one's own
+
+On one device both run in the caller's process. On several, ranks are started and each runs the
+loop on its share; the caller gets every ``Step`` as it happens. Leaving the loop, or a callback that returns "stop", ends
+the training with exactly the weights that it had after that step, on one device and on many.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from meshfit.drive import begin
+from meshfit.job import Job
+from meshfit.observe.progress import Progress
+from meshfit.result import Result, new_folder
+from meshfit.step import Step
+
+Callback = Callable[[Step], Any]
+"""Called in the caller's process after every step; returning "stop" ends the training there."""
+
+asked_through: Callable[[dict[str, Any]], dict[str, Any]] = lambda asked: asked
+"""The command line looks at what a script asks of ``fit``, and may change it, by putting a function here."""
+
+
+def fit(
+    model: Any, data: Any, *, callbacks: Sequence[Callback] = (), progress: bool | None = None, **asked: Any
+) -> Result:
+    """Train ``model`` on ``data``. The keywords are those of ``Job``: loss, optimizer, batch_size, epochs, plan, ...
+
+    The caller's model ends with the trained weights (the best ones with ``best=``, the averaged ones with
+    ``ema=``). ``progress`` shows a bar; by default on terminals only.
+    """
+    job = Job.of(asked_through({"model": model, "data": data, **asked})).training()
+    history: list[Step] = []
+    folder = None if job.out is None else new_folder(job.out)
+    training = begin(job, lockstep=bool(callbacks), folder=folder)
+    with Progress(training, shown=progress) as bar:
+        for step in training:
+            history.append(step)
+            bar.show(step)
+            if "stop" in [callback(step) for callback in callbacks]:
+                training.stop()
+    return Result.of(training, history, folder)
+
+
+def steps(model: Any, data: Any, **asked: Any) -> Iterator[Step]:
+    """Train, yielding after every optimizer step; the keywords are those of ``fit``.
+
+    The ranks wait for the caller at each step. Leaving the loop ends the training with the weights it has then,
+    and puts them into the caller's model.
+    """
+    training = begin(Job.of(asked_through({"model": model, "data": data, **asked})).training(), lockstep=True)
+    try:
+        yield from training
+    finally:
+        training.finish()

@@ -1,0 +1,261 @@
+"""What the user asked for: one value, checked before anything starts."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from meshfit.data.source import sample_count
+from meshfit.errors import JobError, PlanError, did_you_mean
+from meshfit.launch.devices import Devices, find
+from meshfit.objective import Objective
+from meshfit.plan import Plan, settle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training: a model, its data, and how to go about it. The keywords of ``meshfit.fit``."""
+
+    model: Any
+    """An nn.Module, or a function that builds one. Called as model(x), model(*x) or model(**x) by what data yields."""
+
+    data: Any
+    """Tensors, arrays, a Dataset, an IterableDataset; or a function, called in each rank, that returns one."""
+
+    loss: Callable[..., Any] | None = None
+    """loss(outputs, targets): a mean, or (sum, count). None: the model returns its own (Hugging Face's .loss)."""
+
+    step: Callable[..., Any] | None = None
+    """Instead of loss: step(model, batch) returns the loss, for distillation and the like."""
+
+    optimizer: Any = None
+    """A function of the parameters: lambda params: torch.optim.AdamW(params, lr=3e-4). One whose argument is
+    named ``model`` is given the model: for groups of parameters."""
+
+    scheduler: Callable[..., Any] | None = None
+    """A function of the optimizer (and, if it takes two arguments, of the number of steps), stepped every step."""
+
+    batch_size: int | str = 32
+    """Samples an optimizer step sees over all devices; "32/device" derives it."""
+
+    epochs: float | None = None
+    """Passes over the data. One of epochs and steps is needed; with both, the shorter ends it."""
+
+    steps: int | None = None
+    """Optimizer steps."""
+
+    valid: Any = None
+    """Data to evaluate on, in the form of ``data``; every sample counts once."""
+
+    valid_every: int | None = None
+    """Steps between evaluations; at the end of each epoch by default."""
+
+    metrics: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions of outputs and targets: a mean over samples, one number a sample, or (sum, count)."""
+
+    best: str | None = None
+    """Keep the weights of the best evaluation by this metric: "accuracy" (highest), "-loss" (lowest)."""
+
+    patience: int | None = None
+    """Stop after so many evaluations without a new best."""
+
+    ema: float | None = None
+    """Also keep an exponential moving average of the weights with this decay; evaluated and returned."""
+
+    clip: float | None = None
+    """Largest norm of the gradient; longer ones are scaled down to it."""
+
+    on_nan: str = "stop"
+    """A NaN or infinite loss or gradient: "stop" the run, or "skip" the step. The weights stay finite either way."""
+
+    precision: str | None = None
+    """Short for precision= in the plan."""
+
+    microbatches: int | None = None
+    """Short for microbatches= in the plan."""
+
+    batchnorm: str | None = None
+    """Short for batchnorm= in the plan."""
+
+    compile: str | None = None
+    """Short for compile= in the plan."""
+
+    shuffle: bool = True
+    """Visit the samples in a new order each epoch, the same under every plan."""
+
+    seed: int = 0
+    """Of initial weights (of a model function), order of samples, dropout."""
+
+    plan: Plan | str = "auto"
+    """How to spread it: "data=4". "auto" takes every device for the data."""
+
+    devices: Devices | str | int = "auto"
+    """ "auto" (every GPU; without GPUs as many CPU ranks as the plan names), a number, "cpu:4", "cuda:0,2"."""
+
+    out: Path | str | None = None
+    """Folder for what the run writes; a new one beside it if it holds a run already."""
+
+    @classmethod
+    def of(cls, asked: dict[str, Any]) -> Self:
+        """From keywords, with a word on unknown ones."""
+        known = [f.name for f in fields(cls)]
+        for key in asked:
+            if key not in known:
+                raise JobError(f"fit has no argument {key!r}", did_you_mean(key, known))
+        return cls(**asked)
+
+    def __post_init__(self) -> None:
+        _check(
+            isinstance(self.model, nn.Module) or callable(self.model),
+            "model",
+            self.model,
+            "an nn.Module or a function",
+        )
+        if self.loss is not None and self.step is not None:
+            raise JobError(
+                "loss= and step= were both given", "step(model, batch) computes the loss itself: keep one"
+            )
+        for name in ("loss", "step", "scheduler"):
+            value = getattr(self, name)
+            _check(value is None or callable(value), name, value, "a function")
+        for name in ("epochs", "steps", "clip", "valid_every", "patience"):
+            value = getattr(self, name)
+            _check(value is None or (_number(value) and value > 0), name, value, "a number above 0")
+        _check(
+            self.ema is None or (_number(self.ema) and 0 < self.ema < 1),
+            "ema",
+            self.ema,
+            "a decay between 0 and 1",
+        )
+        _check(self.on_nan in ("stop", "skip"), "on_nan", self.on_nan, '"stop" or "skip"')
+        _check(isinstance(self.metrics, Mapping), "metrics", self.metrics, 'a dict: {"accuracy": function}')
+        for name in ("best", "patience", "metrics"):
+            if getattr(self, name) and self.valid is None:
+                raise JobError(f"{name}= needs valid=, data to evaluate on")
+        if self.best and self.best.lstrip("-") not in (*self.metrics, "loss"):
+            raise JobError(
+                f"best={self.best!r} is not measured", did_you_mean(self.best, ["-loss", *self.metrics])
+            )
+        if self.patience and not self.best:
+            raise JobError("patience= needs best=, the metric to watch", 'best="-loss", say')
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.loss, self.step)
+
+    def training(self) -> Self:
+        """The same job, with what training needs checked too."""
+        if self.optimizer is None:
+            raise JobError(
+                "optimizer= is missing", "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), say"
+            )
+        _check(
+            callable(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer),
+            "optimizer",
+            self.optimizer,
+            "a function of the parameters",
+        )
+        if self.epochs is None and self.steps is None:
+            raise JobError("neither epochs= nor steps= was given", "epochs=5, say")
+        return self
+
+    def settled(self, *, count: int | None = None, kind: str | None = None) -> Self:
+        """The same job with devices found, the plan read and checked, the batch size a number.
+
+        ``count`` and ``kind``: the world that is given already (by torchrun), instead of ``devices``.
+        """
+        devices = self.devices if isinstance(self.devices, Devices) else find(self.devices)
+        if count is not None:
+            devices = Devices(kind or devices.kind, tuple(range(count)))
+        plan = settle(
+            self.plan,
+            devices.count,
+            precision=self.precision,
+            microbatches=self.microbatches,
+            batchnorm=self.batchnorm,
+            compile=self.compile,
+        )
+        return replace(self, devices=devices, plan=plan, batch_size=self._samples_a_batch(plan))
+
+    def _samples_a_batch(self, plan: Plan) -> int:
+        size = self.batch_size
+        if isinstance(size, str):
+            each, _, unit = size.partition("/")
+            if not each.isdecimal() or unit != "device":
+                raise JobError(f"batch_size={size!r} is not understood", 'write 256, or "32/device"')
+            size = int(each) * plan.data
+        _check(isinstance(size, int) and size > 0, "batch_size", size, "a number of samples above 0")
+        parts = plan.data * plan.microbatches
+        if size < parts:
+            raise PlanError(
+                f"a batch of {size} samples cannot be shared by {plan}",
+                f"that is {parts} parts: data={plan.data} x microbatches={plan.microbatches}",
+                f"batch_size={parts} would do, or data={max(1, size // plan.microbatches)}",
+            )
+        samples = sample_count(self.data)
+        if samples == 0:
+            raise JobError("data= holds no sample")
+        return size
+
+    def build(self) -> nn.Module:
+        """The model: built under ``seed`` if a function was given, so it starts the same under every plan."""
+        if isinstance(self.model, nn.Module):
+            return self.model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = self.model()
+        if not isinstance(model, nn.Module):
+            raise JobError(f"model= is a function that returned a {type(model).__name__}, not an nn.Module")
+        return model
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            mine = {id(p) for p in model.parameters()}
+            if not all(id(p) in mine for group in self.optimizer.param_groups for p in group["params"]):
+                raise JobError(
+                    "optimizer= holds parameters that are not the model's",
+                    "pass a function: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+                )
+            return self.optimizer
+        first = next(iter(_parameters(self.optimizer)), None)
+        optimizer = self.optimizer(model if first == "model" else list(model.parameters()))
+        if not hasattr(optimizer, "param_groups"):
+            raise JobError(
+                f"optimizer= is a function that returned a {type(optimizer).__name__}, not an optimizer"
+            )
+        return optimizer
+
+    def make_scheduler(self, optimizer: torch.optim.Optimizer, steps: int | None) -> Any:
+        if self.scheduler is None:
+            return None
+        return (
+            self.scheduler(optimizer, steps)
+            if len(_parameters(self.scheduler)) > 1
+            else self.scheduler(optimizer)
+        )
+
+
+def _parameters(function: Callable) -> list[str]:
+    """Names of the arguments that must be given."""
+    try:
+        given = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ["params"]
+    return [
+        p.name
+        for p in given
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check(right: bool, name: str, value: Any, wanted: str) -> None:
+    if not right:
+        raise JobError(f"{name}={value!r} is not {wanted}")

@@ -1,0 +1,13 @@
+"""Starting ranks and finding devices: the only room that reads the environment.
+
+    devices.py    which devices a run may use
+    local.py      ``Ranks``: start ranks on this machine, talk with them, end them
+    world.py      who a rank is, and its process group; torchrun's ranks are read here
+    rank.py       what a rank does from its first breath to its last
+    warm.py       the caller's hold on the template
+    template.py   the template: a process with torch imported, from which ranks are forked
+    channel.py    messages between the caller and one rank
+    arena.py      a message as bytes, its large tensors in memory that all ranks share
+
+Nothing is imported here, so that ``warm.warm()`` can run before torch is imported.
+"""

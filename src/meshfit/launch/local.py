@@ -1,0 +1,185 @@
+"""Ranks on this machine: started, listened to, and ended without a trace.
+
+    with Ranks(work, size=4, devices=devices) as ranks:
+        for rank, message in ranks.messages():      # what ranks send, as it comes
+            ...
+        results = ranks.results                      # what work returned, by rank
+
+The caller's script is not imported again: ``work`` travels by value. Whatever ends the block early (an
+exception, a ``break``, Ctrl-C) ends the ranks; so does the death of the caller. When a rank fails, the
+first cause is raised here: ranks that merely lost their connection to it do not hide it.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any, NoReturn, Self
+
+from meshfit.errors import RankError
+from meshfit.launch import warm
+from meshfit.launch.channel import encode
+from meshfit.launch.devices import Devices
+from meshfit.launch.rank import Raised, Returned, Start, Work
+from meshfit.launch.world import World
+
+SECOND_THOUGHT = 0.3  # seconds in which the true cause of a lost connection may still show
+
+
+class Ranks:
+    """``size`` processes, each running ``work(world, channel)``. Use it as a context."""
+
+    def __init__(self, work: Work, *, size: int, devices: Devices, timeout: float = 600.0):
+        """``timeout``: seconds after which a collective that waits for another rank is an error."""
+        self.size = size
+        self._work, self._devices, self._timeout = work, devices, timeout
+        self._returned: dict[int, Any] = {}
+        self._exited: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        warm.warm()  # imports torch while we pickle
+        with encode(self._work, what="work") as work:
+            self._run, self._channels = warm.fork(self.size)
+            self._open = set(range(self.size))
+            try:
+                for rank, channel in enumerate(self._channels):
+                    with suppress(ConnectionError):  # messages() tells why
+                        channel.send(Start(World(rank, self.size, self._devices.device(rank)), self._timeout))
+                        channel.send_encoded(work)
+            except BaseException:
+                self._end()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def messages(self, timeout: float | None = None) -> Iterator[tuple[int, Any]]:
+        """What ranks send, with the rank it is from; ends when the work of all has returned.
+
+        Raises the first failure of a rank, and ``TimeoutError`` when no rank has sent, returned or ended
+        for ``timeout`` seconds.
+        """
+        suspect: tuple[int, Raised] | None = None  # lost its connection: the cause is elsewhere, perhaps
+        suspected = math.inf
+        while len(self._returned) < self.size:
+            channels = {self._channels[rank].fileno(): rank for rank in self._open}
+            patience = timeout if suspect is None else max(0.0, suspected + SECOND_THOUGHT - time.monotonic())
+            ready = wait([self._run.fileno(), *channels], patience)
+            if not ready and suspect is None:
+                raise TimeoutError(f"no rank has sent anything for {timeout:g} s")
+            if not ready and suspect is not None:
+                _fail(*suspect)
+            ranks = [rank for fd, rank in channels.items() if fd in ready]
+            if self._run.fileno() in ready and (ended := self._exit()) is not None:
+                ranks = [ended, *(rank for rank in ranks if rank != ended)]
+            for rank in ranks:
+                for message in self._heard(rank):
+                    if not isinstance(message, Raised):
+                        yield rank, message
+                    elif not message.peer_gone:
+                        _fail(rank, message)
+                    elif suspect is None:
+                        suspect, suspected = (rank, message), time.monotonic()
+                if rank in self._exited and rank not in self._returned:
+                    raise RankError(*_death(rank, self._exited[rank]))
+
+    @property
+    def results(self) -> list[Any]:
+        """What work returned, by rank. Waits for it; messages not yet taken are dropped."""
+        for _ in self.messages():
+            pass
+        return [self._returned[rank] for rank in range(self.size)]
+
+    def send(self, rank: int, message: Any) -> None:
+        """Send to one rank. One that has ended hears nothing; ``messages`` says why it ended."""
+        with suppress(ConnectionError):
+            self._channels[rank].send(message)
+
+    def send_all(self, message: Any) -> None:
+        """Send to every rank; what is large lies in memory once."""
+        with encode(message) as encoded:
+            for channel in self._channels:
+                with suppress(ConnectionError):
+                    channel.send_encoded(encoded)
+
+    def stacks(self) -> None:
+        """Let every rank print its Python stack on stderr, even one that hangs."""
+        self._run.send("stacks")
+        while self._exit() is not None:
+            pass
+
+    def _heard(self, rank: int) -> Iterator[Any]:
+        """The next message of a rank, or all that is left of one that has ended."""
+        channel = self._channels[rank]
+        while rank in self._open and channel.poll():
+            try:
+                message = channel.recv()
+            except (EOFError, ConnectionError):
+                self._open.discard(rank)
+                return
+            if isinstance(message, Returned):
+                self._returned[rank] = message.value
+            else:
+                yield message
+            if rank not in self._exited:
+                return
+
+    def _exit(self) -> int | None:
+        """Note the next rank to end; None when the template has answered instead."""
+        try:
+            report = self._run.recv()
+        except (EOFError, ConnectionError):
+            headline = "the process that ranks are forked from has ended"
+            raise RankError(headline, "what it said last is on stderr") from None
+        if report == "stacks":
+            return None
+        rank, self._exited[rank] = report
+        return rank
+
+    def _end(self) -> None:
+        """Let ranks go that have returned; end the others. None is left after it."""
+        try:
+            if len(self._returned) == self.size:
+                for channel in self._channels:
+                    with suppress(OSError):
+                        channel.finish()
+                if self._gone(within=1.0):
+                    return
+            with suppress(ConnectionError):
+                self._run.send("end")
+                self._gone(within=1.5)
+        finally:
+            for channel in (self._run, *self._channels):  # a template still busy kills what is left now
+                channel.close()
+
+    def _gone(self, *, within: float) -> bool:
+        """Wait for all ranks to end."""
+        deadline = time.monotonic() + within
+        while len(self._exited) < self.size:
+            if not self._run.poll(max(0.0, deadline - time.monotonic())):
+                return False
+            try:
+                self._exit()
+            except RankError:  # the kernel has killed them with the template
+                return True
+        return True
+
+
+def _fail(rank: int, raised: Raised) -> NoReturn:
+    if raised.error is not None:
+        raise raised.error
+    raise RankError(f"rank {rank} raised {raised.headline}", trace=raised.trace)
+
+
+def _death(rank: int, code: int) -> tuple[str, str]:
+    if code >= 0:
+        return f"rank {rank} left with exit code {code} before its work was done", ""
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else "unknown"
+    out_of_memory = code == -signal.SIGKILL
+    return (
+        f"rank {rank} was killed by signal {-code} ({name})",
+        "if nobody sent it, the machine ran out of memory" if out_of_memory else "",
+    )

@@ -1,0 +1,108 @@
+"""What a rank does, from the fork to its last breath.
+
+It takes over the caller's surroundings (sys.path, folder, environment), joins the others, works, and
+sends what the work returned, or how it failed. Then it waits until the caller lets go of it: ranks leave
+together, so none sees a connection close while it still works.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from meshfit.errors import MeshfitError
+from meshfit.launch.channel import Channel
+from meshfit.launch.world import World, connect, disconnect
+
+# How gloo and NCCL say that another rank is gone: rarely the first cause of anything.
+PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited")
+
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+Work = Callable[[World, Channel], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The caller's surroundings, and the rank's place in the world."""
+
+    world: World
+    timeout: float
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    argv: list[str] = field(default_factory=lambda: list(sys.argv))
+    folder: str = field(default_factory=os.getcwd)
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception, as text; a ``MeshfitError`` also as itself."""
+
+    headline: str
+    trace: str
+    error: MeshfitError | None
+    peer_gone: bool
+    """Probably no more than a consequence of what another rank met."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        trace = "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
+        last = traceback.format_exception_only(error)[-1].strip()
+        gone = isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_GONE)
+        return cls(last, trace, error if isinstance(error, MeshfitError) else None, gone)
+
+
+def main(end: socket.socket, folder: str) -> NoReturn:
+    """Be a rank. ``folder`` is where the ranks of this run meet."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if random := sys.modules.get("numpy.random"):
+        random.seed()  # else every rank forked from one template draws the same
+    channel = Channel(end)
+    try:
+        start: Start = channel.recv()
+        os.chdir(start.folder)
+        os.environ.clear()
+        os.environ.update(start.environ)
+        sys.path[:], sys.argv[:] = start.path, start.argv
+        work: Work = channel.recv()
+        connect(start.world, folder=folder, timeout=start.timeout)
+        value = work(start.world, channel)
+        _flush()
+        channel.send(Returned(value))
+    except SystemExit as leave:
+        _flush()
+        os._exit(leave.code if isinstance(leave.code, int) else int(leave.code is not None))
+    except BaseException as error:
+        _flush()
+        channel.send(Raised.of(error))
+        channel.until_finished()  # nothing is torn down before the caller knows
+        os._exit(1)
+    channel.until_finished()
+    disconnect()
+    _flush()
+    os._exit(0)
+
+
+def _outside(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` from the first frame that is not meshfit's own; all of it if there is none."""
+    inner = trace
+    while inner and inner.tb_frame.f_code.co_filename.startswith(OURS):
+        inner = inner.tb_next
+    return inner or trace
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

@@ -1,0 +1,73 @@
+"""Who a rank is among all ranks, and the process group that joins them.
+
+Ranks started on this machine meet over a file in a private folder and talk over the loopback interface
+alone: nothing listens where others could reach it. Under torchrun its own rendezvous is used. A world of
+one has no process group at all.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank's place: which of how many, and the device it works on."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def from_environment() -> World | None:
+    """This process's place if torchrun started it, else None."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return None
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local % torch.cuda.device_count()) if gpu else torch.device("cpu")
+    return World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+
+
+def connect(world: World, *, folder: str | None = None, timeout: float = 600.0) -> None:
+    """Take the device, and join the other ranks; blocks until all have come.
+
+    They meet in ``folder``, which only ranks of this run share; without one, through torchrun's
+    environment, unless the group exists already. A collective that waits longer than ``timeout`` seconds
+    is an error.
+    """
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    else:
+        here = world.size if folder else int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        torch.set_num_threads(max(1, cores() // here))
+    if world.size == 1 or dist.is_initialized():
+        return
+    store = None
+    if folder is not None:
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+        store = dist.FileStore(os.path.join(folder, "store"), world.size)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        init_method="env://" if store is None else None,
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,42 @@
+"""The arithmetic of forward and backward.
+
+    fp32   as the model is built
+    bf16   matrix products and convolutions in bfloat16 (autocast)
+    fp16   likewise in float16; the loss is scaled so that small gradients survive, and the scale follows
+           overflows: halved when a gradient overflows (the step is skipped), doubled after 2,000 good steps
+
+What stays fp32 under both: weights, gradients, optimizer state, BatchNorm statistics, softmax, norms,
+losses and sums, and everything that travels between ranks. The scale is the same on every rank, because
+all of them see the same summed gradients.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    word: str = "fp32"
+
+    def arithmetic(self, device: torch.device) -> AbstractContextManager:
+        """Within it, operations run in this precision."""
+        if self.word == "fp32":
+            return nullcontext()
+        return torch.autocast(device.type, DTYPES[self.word])
+
+
+class LossScale:
+    """The factor on the loss under fp16, on the device: it changes without the host waiting for it."""
+
+    def __init__(self, device: torch.device, *, start: float = 2.0**16, growth_interval: int = 2000):
+        self.value = torch.full((), start, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._interval = growth_interval
+
+    def update(self, overflow: torch.Tensor) -> None:
+        """Halve after an overflow (1.0), double after enough steps without."""
+        torch._amp_update_scale_(self.value, self._good_steps, overflow.float(), 2.0, 0.5, self._interval)

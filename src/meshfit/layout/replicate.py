@@ -1,0 +1,59 @@
+"""Data parallelism: every device holds the whole model and takes its share of each batch.
+
+memory    weights and gradients whole on every device (optimizer state too: see exchange)
+traffic   none of its own; exchange sums the gradients. BatchNorm: see layout/batchnorm.py
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshfit.cost import Cost
+from meshfit.layout import batchnorm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicate:
+    degree: int
+
+    global_batchnorm: bool = True
+    """BatchNorm over the whole batch, not over each device's share."""
+
+    def apply(self, model: nn.Module, group: dist.ProcessGroup | None, *, same: bool) -> None:
+        """``same`` says that the ranks' weights are known to be equal; else the first rank's are sent."""
+        if group is None:
+            return
+        if not same:
+            first = dist.get_global_rank(group, 0)
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), first, group)
+        if self.global_batchnorm:
+            batchnorm.apply(model, group)
+
+    def cost(self, model: nn.Module) -> Cost:
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        return Cost(held={"weights": weights, "gradients": trained})
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Parameters that are one tensor: each further name, and the name it is first known by."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    return ties
+
+
+def check_ties(model: nn.Module, ties: dict[str, str]) -> None:
+    """A tie that a transform undid would train silently wrong."""
+    now = tied(model)
+    assert now == ties, f"tied parameters came apart: {sorted(ties.items() ^ now.items())}"
+
+
+def parameter_device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -1,0 +1,56 @@
+"""The training step, in time order: data, forward and backward, exchange, update, yield.
+
+Every rank runs this loop; on one device it is the whole training. Logging, progress and callbacks belong to
+whoever iterates.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from meshfit.nonfinite import Watch
+from meshfit.run import Run
+from meshfit.step import Reading, Step
+
+
+def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
+    """Train in this rank, yielding after every optimizer step.
+
+    ``stop`` is asked before each backward; if it says so on any rank, the step under way is dropped on all.
+    """
+    events, batches, watch = run.events, run.batches(), Watch(run)
+    while True:
+        events.step = run.step + 1
+        with events.span("data"):
+            batch = next(batches, None)
+        if batch is None:
+            break
+        with events.span("forward_backward"):
+            run.schedule(batch, stop)
+        with events.span("exchange"):
+            riders = run.exchange.finish()
+        if run.may_stop and riders.stop:
+            run.exchange.clear()
+            break
+        with events.span("update"):
+            correction = run.schedule.correction(batch, riders.count)
+            loss, lr = riders.loss * correction, run.update.learning_rate
+            run.tap(correction)
+            updated = run.update(run.exchange.gradients, loss, correction)
+            run.exchange.clear()
+            reading = Reading(loss, updated.norm, updated.taken, *riders.broken)
+        run.step, run.samples = run.step + 1, run.samples + batch.size
+        watch.see(reading, batch)
+        step = Step(
+            step=run.step,
+            epoch=batch.epoch,
+            last=batch.last,
+            lr=lr,
+            samples=run.samples,
+            seconds=time.perf_counter() - run.started,
+            reading=reading,
+            valid=run.evaluate() if run.evaluation_is_due(batch) else None,
+        )
+        yield step
+        if run.out_of_patience:
+            break
+    watch.finish()

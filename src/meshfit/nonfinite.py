@@ -1,0 +1,82 @@
+"""What happens when a loss or gradient is NaN or infinite.
+
+All ranks see it in the same step, because it is in the gradients they summed, and none of them changes its
+weights by it. The watch then stops the run, or lets it go on without that step, and says which samples it was:
+those with a NaN in them, where that is so; else the share of the rank whose loss broke; else the batch. On a
+GPU the news arrives a step later.
+"""
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshfit.data import tree
+from meshfit.data.loader import Batch
+from meshfit.data.order import share
+from meshfit.errors import NonFiniteError
+from meshfit.step import Reading
+
+if TYPE_CHECKING:
+    from meshfit.run import Run
+
+
+class Watch:
+    def __init__(self, run: "Run"):
+        self.run = run
+        self.coming: deque[tuple[int, Reading, Batch]] = deque()
+        self.skipped = 0
+
+    def see(self, reading: Reading, batch: Batch) -> None:
+        """Look at the readings that have arrived; all but the newest must have."""
+        self.coming.append((self.run.step, reading, batch))
+        while self.coming and (self.coming[0][1].ready or len(self.coming) > 1):
+            self._judge(*self.coming.popleft())
+
+    def finish(self) -> None:
+        while self.coming:
+            self._judge(*self.coming.popleft())
+
+    def _judge(self, step: int, reading: Reading, batch: Batch) -> None:
+        loss, norm, taken, *broken = reading.values
+        if taken:
+            return
+        overflow = self.run.precision.word == "fp16" and loss == loss and abs(loss) != float("inf")
+        self.skipped += 1
+        if overflow or self.run.job.on_nan == "skip":
+            return
+        what = f"the loss is {loss}" if any(broken) or loss != loss else f"the gradient's norm is {norm}"
+        raise NonFiniteError(
+            f"step {step}: {what}",
+            self._samples(batch, [rank for rank, flag in enumerate(broken) if flag]),
+            "the weights are as they were before that step",
+            'on_nan="skip" would leave such steps out; a smaller learning rate or clip=1.0 may prevent them',
+        )
+
+    def _samples(self, batch: Batch, ranks: list[int]) -> str:
+        bad = self._samples_with_nan(batch)
+        if bad:
+            return f"data holds NaN or Inf in sample{'s' * (len(bad) > 1)} {_listed(bad)}"
+        world = self.run.world.size
+        if world > 1 and 0 < len(ranks) < world:
+            ids = [i for rank in ranks for i in batch.ids[share(batch.size, rank, world)].tolist()]
+            who = f"rank {', '.join(map(str, ranks))}"
+            return f"it came from {who}, samples {_listed(ids)} of epoch {batch.epoch}"
+        return f"samples {_listed(batch.ids.tolist())} of epoch {batch.epoch}"
+
+    def _samples_with_nan(self, batch: Batch) -> list[int]:
+        """Samples of the whole batch that are not finite themselves; read again, since it happens once."""
+        fetch = getattr(self.run.loader.source, "fetch", None)
+        if fetch is None:
+            return []
+        bad: set[int] = set()
+        for tensor in tree.tensors(fetch(batch.ids)):
+            if tensor.is_floating_point() and len(tensor) == batch.size:
+                broken = ~torch.isfinite(tensor.reshape(batch.size, -1)).all(1)
+                bad.update(batch.ids[broken.cpu().numpy()].tolist())
+        return sorted(bad)
+
+
+def _listed(ids: list[int], most: int = 12) -> str:
+    shown = ", ".join(map(str, ids[:most]))
+    return shown if len(ids) <= most else f"{shown} and {len(ids) - most} more"

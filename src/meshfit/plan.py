@@ -1,0 +1,141 @@
+"""How a training is spread over devices, as one value.
+
+A plan is words and degrees, nothing else. Its text form is the same in Python, on the command line, in
+the checkpoint and in the report:
+
+    data=4                          four copies of the model, gradients all-reduced
+    data=4 microbatches=2           each share of the batch in two passes
+    data=2 precision=bf16           bfloat16 arithmetic, weights kept in fp32
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+from meshfit.errors import PlanError, did_you_mean
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+COMPILES = ("auto", "none", "whole")
+BATCHNORMS = ("global", "local")
+
+# Words of the plan language that this version can read but not yet carry out.
+LATER = [
+    "shard",
+    "zero",
+    "tensor",
+    "branch",
+    "context",
+    "expert",
+    "pipeline",
+    "schedule",
+    "chunks",
+    "cut",
+    "server",
+    "staleness",
+    "exchange",
+    "every",
+    "recompute",
+    "offload",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Degrees along the axes of the mesh, and how each device works."""
+
+    data: int = 1
+    """Copies of the model; each takes its share of every batch, gradients are summed over them."""
+
+    microbatches: int = 1
+    """Passes in which a device works through its share of a batch."""
+
+    precision: str = "fp32"
+    """Arithmetic of forward and backward: fp32, bf16, or fp16 with loss scaling. Weights stay as built."""
+
+    compile: str = "auto"
+    """torch.compile over model and loss together: "whole", "none", or "auto" where it pays for itself."""
+
+    batchnorm: str = "global"
+    """BatchNorm statistics over the whole batch ("global") or over each device's share ("local")."""
+
+    def __post_init__(self) -> None:
+        for key in ("data", "microbatches"):
+            if not isinstance(degree := getattr(self, key), int) or degree < 1:
+                raise PlanError(f"{key}={degree} is not a degree", f"{key} counts from 1: {key}=2, say")
+        for key, words in (("precision", PRECISIONS), ("compile", COMPILES), ("batchnorm", BATCHNORMS)):
+            if (word := getattr(self, key)) not in words:
+                raise PlanError(f"{key}={word} is not known", did_you_mean(str(word), words))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the text form. Unknown words and unreadable numbers are a ``PlanError``."""
+        known = [field.name for field in fields(cls)]
+        given: dict[str, int | str] = {}
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            if key in LATER:
+                raise PlanError(
+                    f"{word}: this version of meshfit cannot carry out {key}= yet",
+                    f"it can: {', '.join(f'{name}=' for name in known)}",
+                )
+            if key not in known:
+                raise PlanError(f"the plan has no key {key!r}", did_you_mean(key, known))
+            if not equals or not value:
+                raise PlanError(
+                    f"{word!r} in the plan has no value", f"write {key}={getattr(cls(), key)}, say"
+                )
+            if key in given:
+                raise PlanError(f"the plan names {key} twice", f"{key}={given[key]} and {word}")
+            given[key] = value
+            if isinstance(getattr(cls(), key), int):
+                if not value.isdecimal():
+                    raise PlanError(f"{word} is not a number", f"{key} counts from 1: {key}=2, say")
+                given[key] = int(value)
+        return cls(**given)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        default = type(self)()
+        words = [
+            f.name
+            for f in fields(self)
+            if f.name == "data" or getattr(self, f.name) != getattr(default, f.name)
+        ]
+        return " ".join(f"{word}={getattr(self, word)}" for word in words)
+
+    @property
+    def devices(self) -> int:
+        """Devices that the plan takes: the product of its degrees."""
+        return self.data
+
+
+def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:
+    """The plan to run: read from text, "auto" filled in, and checked against the devices there are.
+
+    ``devices`` is None where any number of CPU ranks may be started. ``given`` holds what ``fit`` was told
+    beside the plan (``precision="bf16"``); saying something else in both places is an error.
+    """
+    if isinstance(plan, Plan):
+        settled = plan
+    elif plan.split()[:1] == ["auto"]:
+        settled = replace(Plan.parse(plan.partition("auto")[2]), data=devices or 1)
+    else:
+        settled = Plan.parse(plan)
+    for key, value in given.items():
+        if value is None:
+            continue
+        stated = getattr(settled, key)
+        if stated not in (value, getattr(Plan(), key)):
+            raise PlanError(
+                f"{key} is given twice", f"plan: {key}={stated}", f"fit: {key}={value!r}", "keep one of them"
+            )
+        settled = replace(settled, **{key: value})
+    if devices is not None and settled.devices != devices:
+        n = settled.devices
+        raise PlanError(
+            f"the plan needs {n} device{'s' * (n != 1)} but there {'is' if devices == 1 else 'are'} {devices}",
+            f"{settled} takes {n}",
+            f"data={devices} would use all of them"
+            if devices > 1
+            else 'devices="cpu:2" starts two CPU ranks, say',
+            f"or devices={n} takes the first {n}" if n < devices else "",
+        )
+    return settled

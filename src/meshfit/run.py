@@ -1,0 +1,203 @@
+"""One rank's training, assembled from a job: model, batches, schedule, exchange, update.
+
+The parts are put together in the order that ``layout/__init__.py`` gives. What the loop then does with them
+is in ``fit.py``.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshfit.best import Best
+from meshfit.data import tree
+from meshfit.data.loader import Batch, Loader
+from meshfit.data.order import mix
+from meshfit.data.source import Stream, open_source
+from meshfit.evaluation import measure
+from meshfit.events import Events
+from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.update import Average, Update
+from meshfit.job import Job
+from meshfit.launch.world import World
+from meshfit.layout import batchnorm
+from meshfit.layout.compile import Compile, expected_step_seconds
+from meshfit.layout.precision import LossScale, Precision
+from meshfit.layout.replicate import Replicate, check_ties, tied
+from meshfit.objective import Over, find_over
+from meshfit.plan import Plan
+from meshfit.schedule.passes import Passes
+
+
+class Run:
+    """A training under way in one rank.
+
+    ``same`` says that all ranks were handed the same weights; under torchrun each built its own, and the first
+    rank's are sent to the others.
+    """
+
+    def __init__(self, job: Job, world: World, *, folder: Path | None = None, same: bool = True):
+        assert isinstance(job.plan, Plan) and isinstance(job.batch_size, int)
+        self.job, self.world, self.plan = job, world, job.plan
+        self.notes: list[str] = []
+        """What was decided for the user, in words."""
+        self.events = Events(folder, world.rank)
+        group = dist.group.WORLD if world.size > 1 else None
+
+        self.model = job.build().to(world.device).train()
+        ties = tied(self.model)
+        replicate = Replicate(degree=self.plan.data, global_batchnorm=self.plan.batchnorm == "global")
+        replicate.apply(self.model, group, same=same)
+        self.precision = Precision(self.plan.precision)
+        scale = LossScale(world.device) if self.plan.precision == "fp16" else None
+
+        self.loader = self.loader_of(job.data, microbatches=self.plan.microbatches, shuffle=job.shuffle)
+        self.valid = None if job.valid is None else self.loader_of(job.valid)
+        self.over = self._find_over()
+
+        self.last_step = self._last_step()
+        optimizer = job.make_optimizer(self.model)
+        average = None if job.ema is None else Average(self.model, job.ema)
+        scheduler = job.make_scheduler(optimizer, self.last_step)
+        self.update = Update(optimizer, scheduler, clip=job.clip, scale=scale, average=average)
+        self.exchange = AllReduce(self.model.parameters(), group, world.device)
+        self.schedule = Passes(
+            self.model, job.objective, self.over, self.precision, scale, self.exchange, world.device
+        )
+        self._decide_compile()
+        check_ties(self.model, ties)
+
+        self.best = None if job.best is None else Best(job.best, job.patience)
+        self.may_stop = False
+        """Whether somebody may ask to stop: only then is that flag read, which on a GPU means waiting."""
+        self.tap: Callable[[Tensor | float], None] = lambda correction: None
+        """Called before each update, for whoever wants to see the gradients; times ``correction`` they are the mean's."""
+        torch.manual_seed(_stream(job.seed, world.rank))
+        self.step = self.samples = 0
+        self.started = time.perf_counter()
+
+    def loader_of(self, data: object, *, microbatches: int = 1, shuffle: bool = False) -> Loader:
+        assert isinstance(self.job.batch_size, int)
+        return Loader(
+            source=open_source(data),
+            batch_size=self.job.batch_size,
+            rank=self.world.rank,
+            ranks=self.world.size,
+            device=self.world.device,
+            microbatches=microbatches,
+            seed=self.job.seed,
+            shuffle=shuffle,
+        )
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of the whole run, epoch after epoch."""
+        made, epoch = 0, 0
+        while self.last_step is None or made < self.last_step:
+            if self.last_step is None and epoch >= (self.job.epochs or math.inf):
+                return
+            empty = True
+            for batch in self.loader.epoch(epoch):
+                yield batch
+                empty, made = False, made + 1
+                if self.last_step is not None and made >= self.last_step:
+                    return
+            if empty:
+                return
+            epoch += 1
+
+    def evaluation_is_due(self, batch: Batch) -> bool:
+        if self.valid is None:
+            return False
+        every = self.job.valid_every
+        return self.step == self.last_step or (batch.last if every is None else self.step % every == 0)
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics on the validation data, the same on every rank; of the averaged weights if there are."""
+        assert self.valid is not None
+        with self.events.span("evaluate"), self._averaged():
+            measured = measure(
+                self.model,
+                self.valid,
+                objective=self.job.objective,
+                over=self.over,
+                metrics=self.job.metrics,
+                precision=self.precision,
+            )
+            if self.best is not None:
+                self.best.consider(measured, self.model)
+        return measured
+
+    @property
+    def out_of_patience(self) -> bool:
+        return self.best is not None and self.best.given_up
+
+    def final_weights(self) -> dict[str, Tensor]:
+        """What the training came to: the best, or the averaged, or the last weights."""
+        if self.best is not None and self.best.weights:
+            return self.best.weights
+        with self._averaged():
+            return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        average = self.update.average
+        if average is not None:
+            average.swap()
+        try:
+            yield
+        finally:
+            if average is not None:
+                average.swap()
+
+    def close(self) -> None:
+        """Leave the user's model as it was found, but trained."""
+        self.exchange.remove()
+        batchnorm.undo(self.model)
+        self.events.close()
+
+    def _last_step(self) -> int | None:
+        """None: until the stream has ended ``epochs`` times."""
+        per_epoch = self.loader.batches_per_epoch
+        limits = [] if self.job.steps is None else [int(self.job.steps)]
+        if self.job.epochs is not None and per_epoch is not None:
+            limits.append(max(1, math.ceil(self.job.epochs * per_epoch)))
+        return min(limits) if limits else None
+
+    def _find_over(self) -> Over:
+        """What the loss is a mean over; not asked where the whole batch always goes through at once."""
+        split = self.world.size > 1 or self.plan.microbatches > 1 or self.valid is not None
+        source = self.loader.source
+        if not split or isinstance(source, Stream):
+            return Over(kind="samples")
+        few = source.fetch(np.arange(min(4, len(source))))
+        with self.precision.arithmetic(self.world.device):
+            return find_over(self.job.objective, self.model, few, self.world.device)
+
+    def _decide_compile(self) -> None:
+        source, device = self.loader.source, self.world.device
+        seconds = 0.0
+        if device.type == "cuda" and not isinstance(source, Stream):
+            first = next((t for t in tree.tensors(source.fetch(np.arange(1)))), None)
+            tokens = first.numel() if first is not None and not first.is_floating_point() else 1
+            seconds = expected_step_seconds(
+                self.model, tokens * self.loader.batch_size // self.world.size, device
+            )
+        splits = self.world.size > 1 and bool(batchnorm.batch_norms(self.model))
+        choice = Compile(self.plan.compile)
+        whole, why = choice.decide(device=device, step_seconds=seconds, steps=self.last_step, splits=splits)
+        if device.type == "cuda" or whole:
+            self.notes.append(why)
+        if whole:
+            self.schedule.objective = choice.apply(self.schedule.objective)
+
+
+def _stream(seed: int, rank: int) -> int:
+    """The seed of a rank's own random numbers (dropout): another for each, the same each time."""
+    mixed = mix(np.array([rank], np.uint64), np.uint64(seed % 2**64))
+    return int(mixed[0] >> np.uint64(1))

@@ -1,0 +1,82 @@
+"""All devices at once: each runs forward and backward over its own microbatches, one after another.
+
+The gradients of the last backward are final, so exchange may sum them while it still runs.
+
+    memory    activations of one microbatch
+    bubble    none; devices meet only to sum gradients
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.data.loader import Batch, Microbatch
+from meshfit.exchange.allreduce import AllReduce
+from meshfit.layout.batchnorm import counting
+from meshfit.layout.precision import LossScale, Precision
+from meshfit.objective import Over, check_scalar
+
+
+@dataclass(slots=True)
+class Passes:
+    """Runs one batch: ``schedule(batch)`` leaves summed gradients in the exchange, up to ``correction``."""
+
+    model: nn.Module
+    objective: Callable[[nn.Module, Any], Any]
+    over: Over
+    precision: Precision
+    scale: LossScale | None
+    exchange: AllReduce
+    device: torch.device
+
+    def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
+        total: Tensor | float = 0.0
+        counted: Tensor | float = 0.0
+        for part in batch.microbatches:
+            with counting(part.samples > 0), self.precision.arithmetic(self.device):
+                loss = self.objective(self.model, part.content)
+            share, count = self._share(loss, part, batch)
+            value = share.detach()
+            if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
+                value = torch.where(count > 0, value, 0.0)
+            total, counted = total + value * (part.samples > 0), counted + count
+            if part is batch.microbatches[-1]:
+                self.exchange.arm(total, counted, stop=stop(), broken=~torch.isfinite(total))
+            (share if self.scale is None else share * self.scale.value).backward()
+
+    def _share(self, loss: Any, part: Microbatch, batch: Batch) -> tuple[Tensor, Tensor | float]:
+        """What this microbatch adds to the batch's loss, and what it counts for in the mean."""
+        if isinstance(loss, tuple | list):
+            self.over = self.over if self.over.kind == "pair" else Over(kind="pair")
+            total, count = check_scalar(loss[0]), loss[1]
+            if self._alone(batch):
+                return total / count, 1.0
+            return total / self._nominal(batch) * (part.samples > 0), count * (part.samples > 0)
+        loss = check_scalar(loss)
+        if self._alone(batch):
+            return loss, 1.0
+        if not part.samples:
+            return loss * 0.0, 0.0
+        if self.over.kind == "sum":
+            return loss, part.samples
+        if self.over.kind == "samples":
+            return loss * (part.samples / batch.size), part.samples
+        count = self.over.count(part.content)
+        return loss * (count / self._nominal(batch)), count
+
+    def _alone(self, batch: Batch) -> bool:
+        """The whole batch goes through at once here: its loss needs no weight."""
+        return self.exchange.degree == 1 and len(batch.microbatches) == 1
+
+    def _nominal(self, batch: Batch) -> float:
+        """What the mean would be over if every sample had its usual number of targets."""
+        return batch.size * self.over.unit
+
+    def correction(self, batch: Batch, count: Tensor) -> Tensor | float:
+        """The factor from what was summed to the true mean, once the count over all ranks is known."""
+        if self.over.known or self._alone(batch):
+            return 1.0
+        return self._nominal(batch) / count

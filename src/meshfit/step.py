@@ -1,0 +1,85 @@
+"""What one optimizer step was."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Reading:
+    """A few numbers on their way from the device. Asking for them waits until they are there."""
+
+    __slots__ = ("_event", "_numbers", "_values")
+
+    def __init__(self, *numbers: Tensor | float | bool):
+        self._event: Any = None
+        device = next((n.device for n in numbers if isinstance(n, Tensor) and n.is_cuda), None)
+        if device is None:
+            self._values = [float(n) for n in numbers]
+            return
+        self._values: list[float] | None = None
+        packed = torch.stack([torch.as_tensor(n, dtype=torch.float32, device=device) for n in numbers])
+        self._numbers = torch.empty(len(numbers), pin_memory=True)
+        self._numbers.copy_(packed, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    @property
+    def ready(self) -> bool:
+        return self._values is not None or self._event.query()
+
+    @property
+    def values(self) -> list[float]:
+        if self._values is None:
+            self._event.synchronize()
+            self._values = self._numbers.tolist()
+        return self._values
+
+    def __reduce__(self):
+        return Reading, tuple(self.values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step. On a GPU ``loss`` and ``grad_norm`` are read when they are asked for."""
+
+    step: int
+    """Counted from 1."""
+
+    epoch: int
+    """Counted from 0."""
+
+    lr: float
+    samples: int
+    """Seen by all devices since the run began."""
+
+    seconds: float
+    """Since the run began."""
+
+    reading: Reading = field(repr=False)
+
+    valid: dict[str, float] | None = None
+    """What an evaluation after this step gave."""
+
+    last: bool = False
+    """Whether an epoch ends here."""
+
+    @property
+    def loss(self) -> float:
+        """Of the whole batch, before this step's update."""
+        return self.reading.values[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the whole gradient, before clipping."""
+        return self.reading.values[1]
+
+    @property
+    def taken(self) -> bool:
+        """False: the step was skipped, because loss or gradient was not finite."""
+        return bool(self.reading.values[2])
+
+    def __repr__(self) -> str:
+        valid = "".join(f" valid {name} {value:.4g}" for name, value in (self.valid or {}).items())
+        return f"step {self.step} loss {self.loss:.4g}{valid}"
