@@ -95,14 +95,10 @@ def _mean_over_ranks(sums: dict[str, tuple[Any, Any]], loader: Loader) -> dict[s
         flat = flat.to(loader.device)
         dist.all_reduce(flat)
     totals = flat.view(-1, 2).tolist()
-    return {
-        name: total / count if count else total for name, (total, count) in zip(sums, totals, strict=True)
-    }
+    return {name: total / count if count else total for name, (total, count) in zip(sums, totals, strict=True)}
 
 
-def outputs_of(
-    model: nn.Module, loader: Loader, precision: Precision, inputs_only: bool
-) -> Iterator[tuple[int, Any]]:
+def outputs_of(model: nn.Module, loader: Loader, precision: Precision, inputs_only: bool) -> Iterator[tuple[int, Any]]:
     """(position of its first sample, outputs on the CPU) of every part that this rank runs."""
     with evaluating(model), precision.arithmetic(loader.device):
         seen = 0

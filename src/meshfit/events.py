@@ -44,9 +44,7 @@ class Events:
             self.seconds[name] += ended - began
             if self._file is not None:
                 at, took = began - self.start, ended - began
-                self._lines.append(
-                    f'{{"span": "{name}", "step": {self.step}, "at": {at:.6f}, "for": {took:.6f}}}\n'
-                )
+                self._lines.append(f'{{"span": "{name}", "step": {self.step}, "at": {at:.6f}, "for": {took:.6f}}}\n')
 
     def numbers(self, **values: Any) -> None:
         if self._file is not None:

@@ -116,9 +116,7 @@ class Job:
             "an nn.Module or a function",
         )
         if self.loss is not None and self.step is not None:
-            raise JobError(
-                "loss= and step= were both given", "step(model, batch) computes the loss itself: keep one"
-            )
+            raise JobError("loss= and step= were both given", "step(model, batch) computes the loss itself: keep one")
         for name in ("loss", "step", "scheduler"):
             value = getattr(self, name)
             _check(value is None or callable(value), name, value, "a function")
@@ -137,9 +135,7 @@ class Job:
             if getattr(self, name) and self.valid is None:
                 raise JobError(f"{name}= needs valid=, data to evaluate on")
         if self.best and self.best.lstrip("-") not in (*self.metrics, "loss"):
-            raise JobError(
-                f"best={self.best!r} is not measured", did_you_mean(self.best, ["-loss", *self.metrics])
-            )
+            raise JobError(f"best={self.best!r} is not measured", did_you_mean(self.best, ["-loss", *self.metrics]))
         if self.patience and not self.best:
             raise JobError("patience= needs best=, the metric to watch", 'best="-loss", say')
 
@@ -150,9 +146,7 @@ class Job:
     def training(self) -> Self:
         """The same job, with what training needs checked too."""
         if self.optimizer is None:
-            raise JobError(
-                "optimizer= is missing", "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), say"
-            )
+            raise JobError("optimizer= is missing", "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), say")
         _check(
             callable(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer),
             "optimizer",
@@ -224,19 +218,13 @@ class Job:
         first = next(iter(_parameters(self.optimizer)), None)
         optimizer = self.optimizer(model if first == "model" else list(model.parameters()))
         if not hasattr(optimizer, "param_groups"):
-            raise JobError(
-                f"optimizer= is a function that returned a {type(optimizer).__name__}, not an optimizer"
-            )
+            raise JobError(f"optimizer= is a function that returned a {type(optimizer).__name__}, not an optimizer")
         return optimizer
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, steps: int | None) -> Any:
         if self.scheduler is None:
             return None
-        return (
-            self.scheduler(optimizer, steps)
-            if len(_parameters(self.scheduler)) > 1
-            else self.scheduler(optimizer)
-        )
+        return self.scheduler(optimizer, steps) if len(_parameters(self.scheduler)) > 1 else self.scheduler(optimizer)
 
 
 def _parameters(function: Callable) -> list[str]:
@@ -245,11 +233,7 @@ def _parameters(function: Callable) -> list[str]:
         given = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return ["params"]
-    return [
-        p.name
-        for p in given
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    return [p.name for p in given if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _number(value: Any) -> bool:

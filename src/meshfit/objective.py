@@ -132,11 +132,7 @@ def find_over(objective: Objective, model: nn.Module, batch: Any, device: torch.
     if stated is not None and stated.kind == "targets":
         targets = split(batch)[1]
         if isinstance(targets, Tensor):
-            unit = (
-                targets.numel()
-                / max(1, len(targets))
-                / (targets.shape[1] if targets.is_floating_point() else 1)
-            )
+            unit = targets.numel() / max(1, len(targets)) / (targets.shape[1] if targets.is_floating_point() else 1)
             return Over(kind="targets", unit=unit, ignore=stated.ignore, weight=stated.weight)
     elif stated is not None:
         return stated
@@ -157,23 +153,17 @@ def _stated(objective: Objective) -> Over | None:
         nn.CrossEntropyLoss,
         nn.NLLLoss,
     )
-    torch_loss = mean_over_targets or (
-        isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn")
-    )
+    torch_loss = mean_over_targets or (isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn"))
     if not torch_loss:
         return None
     reduction = keywords.get("reduction", getattr(loss, "reduction", "mean"))
     if reduction == "none":
-        raise JobError(
-            'the loss has reduction="none", so it is no single number', 'use reduction="mean" or "sum"'
-        )
+        raise JobError('the loss has reduction="none", so it is no single number', 'use reduction="mean" or "sum"')
     if reduction == "sum":
         return Over(kind="sum")
     if mean_over_targets:
         ignore = keywords.get("ignore_index", getattr(loss, "ignore_index", -100))
-        return Over(
-            kind="targets", ignore=ignore, weight=keywords.get("weight", getattr(loss, "weight", None))
-        )
+        return Over(kind="targets", ignore=ignore, weight=keywords.get("weight", getattr(loss, "weight", None)))
     return Over(kind="samples") if isinstance(loss, nn.MSELoss | nn.L1Loss | nn.BCEWithLogitsLoss) else None
 
 
@@ -187,14 +177,10 @@ class _CrossEntropies(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func in (F.cross_entropy, F.nll_loss):
-            given = dict(
-                zip(("input", "target", "weight", "size_average", "ignore_index"), args, strict=False)
-            )
+            given = dict(zip(("input", "target", "weight", "size_average", "ignore_index"), args, strict=False))
             given |= kwargs or {}
             if given.get("reduction", "mean") == "mean":
-                self.seen.append(
-                    (result, given["target"], given.get("ignore_index", -100), given.get("weight"))
-                )
+                self.seen.append((result, given["target"], given.get("ignore_index", -100), given.get("weight")))
         return result
 
 
@@ -202,9 +188,7 @@ def _tried(objective: Objective, model: nn.Module, batch: Any, samples: int) -> 
     if samples < 2:
         return Over(kind="samples")
     half = samples // 2
-    halves = [
-        tree.map_tensors(lambda t, at=at: t[at], batch) for at in (slice(0, half), slice(half, samples))
-    ]
+    halves = [tree.map_tensors(lambda t, at=at: t[at], batch) for at in (slice(0, half), slice(half, samples))]
     training = {module: module.training for module in model.modules()}
     devices = [next(model.parameters()).device] if torch.cuda.is_available() else []
     with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), torch.no_grad():
@@ -221,9 +205,7 @@ def _tried(objective: Objective, model: nn.Module, batch: Any, samples: int) -> 
     return _explain(float(whole), parts, [half, samples - half], batch, halves, heard, whole)
 
 
-def _explain(
-    whole: float, parts: list[float], sizes: list[int], batch: Any, halves: list, heard, loss
-) -> Over:
+def _explain(whole: float, parts: list[float], sizes: list[int], batch: Any, halves: list, heard, loss) -> Over:
     def explains(weights: list[float]) -> bool:
         mean = sum(w * part for w, part in zip(weights, parts, strict=True) if w) / (sum(weights) or 1)
         return abs(mean - whole) <= 1e-3 * abs(whole) + 1e-6
@@ -271,7 +253,5 @@ def check_scalar(loss: Any) -> Tensor:
     """The loss as a scalar tensor, or an error that says what came instead."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
-    what = (
-        f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    )
+    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     raise DataError(f"the loss is {what}, not one number", "return a mean, or (sum, count)")

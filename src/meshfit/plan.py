@@ -80,9 +80,7 @@ class Plan:
             if key not in known:
                 raise PlanError(f"the plan has no key {key!r}", did_you_mean(key, known))
             if not equals or not value:
-                raise PlanError(
-                    f"{word!r} in the plan has no value", f"write {key}={getattr(cls(), key)}, say"
-                )
+                raise PlanError(f"{word!r} in the plan has no value", f"write {key}={getattr(cls(), key)}, say")
             if key in given:
                 raise PlanError(f"the plan names {key} twice", f"{key}={given[key]} and {word}")
             given[key] = value
@@ -94,11 +92,7 @@ class Plan:
 
     def __str__(self) -> str:
         default = type(self)()
-        words = [
-            f.name
-            for f in fields(self)
-            if f.name == "data" or getattr(self, f.name) != getattr(default, f.name)
-        ]
+        words = [f.name for f in fields(self) if f.name == "data" or getattr(self, f.name) != getattr(default, f.name)]
         return " ".join(f"{word}={getattr(self, word)}" for word in words)
 
     @property
@@ -133,9 +127,7 @@ def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:
         raise PlanError(
             f"the plan needs {n} device{'s' * (n != 1)} but there {'is' if devices == 1 else 'are'} {devices}",
             f"{settled} takes {n}",
-            f"data={devices} would use all of them"
-            if devices > 1
-            else 'devices="cpu:2" starts two CPU ranks, say',
+            f"data={devices} would use all of them" if devices > 1 else 'devices="cpu:2" starts two CPU ranks, say',
             f"or devices={n} takes the first {n}" if n < devices else "",
         )
     return settled

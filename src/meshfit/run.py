@@ -67,9 +67,7 @@ class Run:
         scheduler = job.make_scheduler(optimizer, self.last_step)
         self.update = Update(optimizer, scheduler, clip=job.clip, scale=scale, average=average)
         self.exchange = AllReduce(self.model.parameters(), group, world.device)
-        self.schedule = Passes(
-            self.model, job.objective, self.over, self.precision, scale, self.exchange, world.device
-        )
+        self.schedule = Passes(self.model, job.objective, self.over, self.precision, scale, self.exchange, world.device)
         self._decide_compile()
         check_ties(self.model, ties)
 
@@ -185,9 +183,7 @@ class Run:
         if device.type == "cuda" and not isinstance(source, Stream):
             first = next((t for t in tree.tensors(source.fetch(np.arange(1)))), None)
             tokens = first.numel() if first is not None and not first.is_floating_point() else 1
-            seconds = expected_step_seconds(
-                self.model, tokens * self.loader.batch_size // self.world.size, device
-            )
+            seconds = expected_step_seconds(self.model, tokens * self.loader.batch_size // self.world.size, device)
         splits = self.world.size > 1 and bool(batchnorm.batch_norms(self.model))
         choice = Compile(self.plan.compile)
         whole, why = choice.decide(device=device, step_seconds=seconds, steps=self.last_step, splits=splits)

@@ -68,11 +68,7 @@ class Loader:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from batch ``start`` on, each on the device when it is handed over."""
-        made = (
-            self._stream(epoch)
-            if isinstance(self.source, Stream)
-            else self._indexed(self.source, epoch, start)
-        )
+        made = self._stream(epoch) if isinstance(self.source, Stream) else self._indexed(self.source, epoch, start)
         if self.device.type == "cpu":
             return made
         return self._ahead(made)

@@ -35,9 +35,7 @@ class Memory:
         lengths = {len(t) if t.dim() else 0 for t in tree.tensors(self.arrays)}
         if len(lengths) != 1:
             shapes = ", ".join(str(tuple(t.shape)) for t in tree.tensors(self.arrays)) or "no tensor at all"
-            raise DataError(
-                "the tensors of data= differ in length", f"shapes: {shapes}", "the first dim is the sample"
-            )
+            raise DataError("the tensors of data= differ in length", f"shapes: {shapes}", "the first dim is the sample")
         (self.length,) = lengths
 
     def __len__(self) -> int:

@@ -42,9 +42,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         names = [field.name for field in dataclasses.fields(tree)]
         return dataclasses.replace(
             tree,
-            **{
-                name: map_leaves(fn, getattr(tree, name), *(getattr(r, name) for r in rest)) for name in names
-            },
+            **{name: map_leaves(fn, getattr(tree, name), *(getattr(r, name) for r in rest)) for name in names},
         )
     return fn(tree, *rest)
 

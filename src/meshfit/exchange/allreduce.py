@@ -69,9 +69,7 @@ class Riders:
 class AllReduce:
     """Sums the gradients of ``parameters`` over ``group``. Without a group it leaves them as they are."""
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, device: torch.device
-    ):
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, device: torch.device):
         self.group = group
         self.degree = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -144,9 +142,7 @@ class AllReduce:
         self._armed = False
         if self.group is None:
             return Riders(self.numbers)
-        missing = (
-            [i for i, p in enumerate(self.parameters) if id(p) not in self._reached] if self._behind else []
-        )
+        missing = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached] if self._behind else []
         if missing:
             self._reached_flags[missing] = 0.0
             for bucket in self._buckets:
@@ -200,9 +196,7 @@ class AllReduce:
         if self.group is None:
             return Cost(held={"gradients": gradients})
         moved = gradients + (self.numbers.numel() + len(self.parameters)) * self.numbers.element_size()
-        return Cost(
-            held={"gradients": moved}, calls={"all_reduce": len(self._buckets)}, moved={"all_reduce": moved}
-        )
+        return Cost(held={"gradients": moved}, calls={"all_reduce": len(self._buckets)}, moved={"all_reduce": moved})
 
 
 def split_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

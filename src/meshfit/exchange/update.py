@@ -79,9 +79,7 @@ class Update:
             self.optimizer.step()
         return Updated(norm, taken)
 
-    def _on_device(
-        self, gradients: list[Tensor], norm: Tensor, loss: Tensor, factor: Tensor | float
-    ) -> Updated:
+    def _on_device(self, gradients: list[Tensor], norm: Tensor, loss: Tensor, factor: Tensor | float) -> Updated:
         taken = norm.isfinite() & loss.isfinite()
         if self.clip is not None:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)

@@ -140,7 +140,7 @@ class _Pickler(cloudpickle.Pickler):
             if first is not obj:
                 return _same, (first,)
             flat = torch.empty(0, dtype=torch.uint8).set_(obj.cpu())
-            return _storage, (pickle.PickleBuffer(flat.numpy()),)
+            return _storage, (pickle.PickleBuffer(flat.numpy().data),)
         return super().reducer_override(obj)
 
 

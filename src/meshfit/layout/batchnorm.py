@@ -91,9 +91,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         inverse = (var + eps).rsqrt()
         ctx.save_for_backward(x, mean, inverse, weight, total)
         ctx.group, ctx.axes, ctx.counted = group, axes, _counted
-        return torch.batch_norm(
-            x, weight, bias, mean, var, False, 0.0, eps, False
-        )  # one kernel, given statistics
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)  # one kernel, given statistics
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]

@@ -22,9 +22,7 @@ class Compile:
     word: str = "auto"
     """"whole", "none", or "auto"."""
 
-    def decide(
-        self, *, device: torch.device, step_seconds: float, steps: int | None, splits: bool
-    ) -> tuple[bool, str]:
+    def decide(self, *, device: torch.device, step_seconds: float, steps: int | None, splits: bool) -> tuple[bool, str]:
         """Whether to compile, and why, in words. ``splits``: something in the model cannot be compiled whole."""
         if self.word != "auto":
             return self.word == "whole", f"compile={self.word}, as asked"

@@ -1,0 +1,529 @@
+"""Ranks are started, heard and ended: real processes, real signals."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshfit.errors import DataError, JobError, RankError
+from meshfit.launch.arena import LARGE, decode, encode
+from meshfit.launch.devices import Devices
+from meshfit.launch.local import Ranks
+from meshfit.launch.world import World, connect, cores, disconnect, from_environment
+from tests.distributed import distributed
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+CPU = Devices("cpu", None)
+
+
+def gone(pids: list[int], within: float = 0.0) -> bool:
+    deadline = time.monotonic() + within
+    while any(psutil.pid_exists(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def through(message):
+    with encode(message) as encoded:
+        return decode(encoded.inline, encoded.arena)
+
+
+def start_script(folder: Path, text: str) -> subprocess.Popen:
+    script = folder / "train.py"
+    script.write_text(
+        "import os, sys, time, signal, threading\n"
+        "from meshfit.launch.local import Ranks\n"
+        "from meshfit.launch.devices import Devices\n"
+        "CPU = Devices('cpu', None)\n" + text
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)}
+    return subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environ, cwd=folder
+    )
+
+
+# Talking
+
+
+def test_messages_and_results_come_from_every_rank():
+    def work(world, channel):
+        channel.send(("born", world.rank))
+        return channel.recv() * world.rank
+
+    heard = []
+    with Ranks(work, size=3, devices=CPU) as ranks:
+        for rank, message in ranks.messages():
+            heard.append((rank, message))
+            ranks.send(rank, 10 + rank)
+        assert ranks.results == [0, 11, 24]
+    assert sorted(heard) == [(rank, ("born", rank)) for rank in range(3)]
+
+
+def test_ranks_are_one_process_group_on_loopback_alone():
+    def work(world, channel):
+        total = torch.tensor(world.rank)
+        dist.all_reduce(total)
+        listening = {
+            c.laddr[0] for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN
+        }
+        return world, dist.get_backend(), int(total), torch.get_num_threads(), listening
+
+    with Ranks(work, size=4, devices=CPU) as ranks:
+        for rank, (world, backend, total, threads, listening) in enumerate(ranks.results):
+            assert world == World(rank, 4, torch.device("cpu"))
+            assert (backend, total, threads) == ("gloo", 6, max(1, cores() // 4))
+            assert listening <= {"127.0.0.1"}
+
+
+def test_a_world_of_one_has_no_process_group():
+    with Ranks(lambda world, _: (world.size, dist.is_initialized()), size=1, devices=CPU) as ranks:
+        assert ranks.results == [(1, False)]
+
+
+def test_what_ranks_print_goes_where_the_caller_prints(capfd):
+    with Ranks(lambda world, _: print(f"rank {world.rank} was here"), size=2, devices=CPU) as ranks:
+        assert ranks.results == [None, None]
+    assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0 was here", "rank 1 was here"]
+
+
+def test_ranks_see_the_surroundings_of_now(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLOUR", "green")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_module.py").write_text(
+        "def where(world, channel): return __import__('os').environ['COLOUR']"
+    )
+    from late_module import where  # type: ignore[import-not-found]
+
+    with Ranks(where, size=1, devices=CPU) as ranks:
+        assert ranks.results == ["green"]
+    with Ranks(lambda *_: os.getcwd(), size=1, devices=CPU) as ranks:
+        assert ranks.results == [str(tmp_path)]
+
+
+# Starting
+
+
+def test_a_script_without_guard_runs_once(tmp_path):
+    script = start_script(
+        tmp_path,
+        """
+open("runs", "a").write("x")
+import torch
+class Scale:
+    def __init__(self, by): self.by = by
+def double(x): return 2 * x
+by = Scale(3)
+with Ranks(lambda world, channel: Scale(double(by.by) + world.rank), size=2, devices=CPU) as ranks:
+    print([(type(r) is Scale, r.by) for r in ranks.results])
+print("after")
+""",
+    )
+    out, _ = script.communicate(timeout=60)
+    assert out.splitlines() == ["[(True, 6), (True, 7)]", "after"]
+    assert (tmp_path / "runs").read_text() == "x"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "train.py"]  # no folder is left
+
+
+def test_the_template_is_kept_and_replaced_when_it_dies():
+    def work(world, channel):
+        return os.getppid(), os.getpid()
+
+    def run():
+        began = time.monotonic()
+        with Ranks(work, size=2, devices=CPU) as ranks:
+            (template, first), (same, second) = ranks.results
+        assert template == same
+        assert first != second
+        return template, time.monotonic() - began
+
+    template, _ = run()
+    again, seconds = run()
+    assert again == template
+    assert seconds < 1  # importing torch alone takes longer
+    os.kill(template, signal.SIGKILL)
+    psutil.Process(template).wait(5)
+    assert run()[0] != template
+
+
+def test_two_runs_at_once_meet_as_torchrun_says():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def work(rank):
+        def work(world, channel):
+            assert from_environment() is None
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            world = from_environment()
+            assert world is not None
+            connect(world, timeout=30)
+            connect(world, timeout=30)  # the group exists already
+            total = torch.tensor(world.rank + 1)
+            dist.all_reduce(total)
+            disconnect()
+            return int(total)
+
+        return work
+
+    with Ranks(work(0), size=1, devices=CPU) as one, Ranks(work(1), size=1, devices=CPU) as two:
+        assert one.results + two.results == [3, 3]
+
+
+# What travels
+
+
+@pytest.mark.parametrize("elements", [10, LARGE])
+def test_aliases_survive(elements):
+    base = torch.arange(float(elements))
+    head, tail = base[: elements // 2], base[elements // 2 :].view(torch.int32)
+    model = nn.ModuleDict({"a": nn.Linear(elements, 1), "b": nn.Linear(elements, 1)})
+    model["a"].weight = model["b"].weight
+    array = np.zeros(elements)
+    got = through({"base": base, "head": head, "tail": tail, "model": model, "arrays": (array, array)})
+    got["base"][0], got["base"][-1] = 7, 0
+    assert got["head"][0] == 7
+    assert got["tail"][-1] == 0
+    assert got["base"].untyped_storage()._cdata == got["tail"].untyped_storage()._cdata
+    assert got["model"]["a"].weight is got["model"]["b"].weight
+    assert got["arrays"][0] is got["arrays"][1]
+    assert base[0] == 0  # the sender's own is another
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(300, 300, dtype=torch.bfloat16),
+        torch.randn(300, 300).t(),
+        torch.randn(300, 300, dtype=torch.complex64),
+        torch.zeros(70_000, dtype=torch.uint16),
+        torch.randn(300, 300).to_sparse(),
+        nn.Parameter(torch.randn(300, 300), requires_grad=False),
+        torch.empty(0),
+        torch.tensor(3),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
+)
+def test_tensors_arrive_as_they_are(tensor):
+    got = through(tensor)
+    assert type(got) is type(tensor)
+    assert got.requires_grad == tensor.requires_grad
+    torch.testing.assert_close(got, tensor, rtol=0, atol=0)
+    if not tensor.is_sparse:
+        assert got.stride() == tensor.stride()
+
+
+def test_arrays_and_long_pickles_arrive_as_they_are():
+    frozen = np.arange(LARGE)
+    frozen.flags.writeable = False
+    sent = [
+        frozen,
+        np.asfortranarray(np.ones((300, 300))),
+        np.array([{}, None]),
+        list(range(LARGE)),
+        "x" * LARGE,
+    ]
+    got = through(sent)
+    assert [not value.flags.writeable for value in got[:3]] == [True, False, False]
+    assert got[1].flags.f_contiguous
+    for one, other in zip(got[:3], sent[:3], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert got[3:] == sent[3:]
+
+
+def test_ranks_share_what_is_large():
+    data, size = torch.ones(32, 1024, 1024), 4  # 128 MiB
+
+    def work(world, channel):
+        copy = channel.recv()
+        assert copy.sum() == data.sum() == data.numel()  # read every page, of both
+        dist.barrier()
+        rollup = dict(
+            line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+        )
+        private = sum(int(rollup[key].split()[0]) for key in ("Private_Clean", "Private_Dirty"))
+        dist.barrier()
+        return private / 1024
+
+    with Ranks(work, size=size, devices=CPU) as ranks:
+        ranks.send_all(data + 0)
+        assert max(ranks.results) < 64
+
+
+def test_what_a_rank_writes_is_its_own():
+    data = torch.zeros(LARGE)
+
+    def work(world, channel):
+        data[world.rank] = 1
+        dist.barrier()
+        return int(data.sum()), data
+
+    with Ranks(work, size=2, devices=CPU) as ranks:
+        (one, first), (other, second) = ranks.results
+    assert (one, other, int(data.sum())) == (1, 1, 0)
+    assert (first[0], second[0], first[1], second[1]) == (1, 0, 0, 1)
+
+
+def test_what_cannot_travel_is_named_before_any_process_starts():
+    class Reader:
+        def __init__(self):
+            self.name, self.lock = "reader", threading.Lock()
+
+    reader = Reader()
+    with pytest.raises(JobError) as caught, Ranks(lambda *_: reader.name, size=2, devices=CPU):
+        pass
+    headline, where, why, remedy = str(caught.value).split("\n  ")
+    assert headline == "work cannot be sent to another process"
+    assert where == "'reader', used by work,.lock is a _thread.lock"
+    assert why == "TypeError: cannot pickle '_thread.lock' object"
+    assert remedy == "pass a function that builds it"
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_the_job():
+    with (
+        pytest.raises(JobError, match="cannot pickle"),
+        Ranks(lambda *_: open(os.devnull), size=2, devices=CPU) as ranks,
+    ):
+        _ = ranks.results
+
+
+# Failing
+
+
+def fail(how, *, size: int = 3) -> tuple[BaseException, list[int], float]:
+    """Run ranks of which rank 1 does ``how`` and the others wait for it; the error, and who was there."""
+
+    def work(world, channel):
+        channel.send(os.getpid())
+        dist.barrier()
+        if world.rank == 1:
+            how()
+        dist.all_reduce(torch.ones(1))
+
+    pids: list[int] = []
+    with pytest.raises(Exception) as caught, Ranks(work, size=size, devices=CPU) as ranks:  # noqa: PT011
+        for _, pid in ranks.messages():
+            pids.append(pid)
+            began = time.monotonic()
+    seconds = time.monotonic() - began
+    assert len(pids) == size
+    assert gone(pids)
+    return caught.value, pids, seconds
+
+
+def test_a_rank_that_raises_is_named_with_its_own_traceback():
+    def how():
+        raise ValueError("bad sample 7")
+
+    error, _, seconds = fail(how)
+    assert isinstance(error, RankError)
+    assert error.headline == "rank 1 raised ValueError: bad sample 7"
+    assert error.trace.splitlines()[0] == "Traceback (most recent call last):"
+    assert 'test_launch.py", line' in error.trace.splitlines()[1]
+    assert "in work" in error.trace.splitlines()[1]
+    assert 'raise ValueError("bad sample 7")' in error.trace
+    assert seconds < 3
+
+
+def test_meshfits_own_errors_arrive_as_themselves():
+    def how():
+        raise DataError("the file is empty", "data.csv has 0 rows")
+
+    error, *_ = fail(how)
+    assert type(error) is DataError
+    assert error.facts == ("data.csv has 0 rows",)
+
+
+@pytest.mark.parametrize(
+    ("how", "headline"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by signal 9 (SIGKILL)"),
+        (lambda: sys.exit(0), "rank 1 left with exit code 0 before its work was done"),
+        (lambda: os._exit(3), "rank 1 left with exit code 3 before its work was done"),
+    ],
+    ids=["killed", "exit", "_exit"],
+)
+def test_a_rank_that_dies_is_the_cause_not_those_that_lost_it(how, headline):
+    error, _, seconds = fail(how)
+    assert isinstance(error, RankError)
+    assert error.headline == headline
+    assert seconds < 3
+
+
+def test_the_first_cause_wins_over_lost_connections():
+    def how():
+        dist.destroy_process_group()  # the others lose their connection, and say so
+        time.sleep(0.1)
+        raise ValueError("the true cause")
+
+    assert isinstance(error := fail(how)[0], RankError)
+    assert error.headline == "rank 1 raised ValueError: the true cause"
+
+
+def test_a_lost_connection_without_another_cause_is_the_error():
+    def how():
+        dist.destroy_process_group()
+        time.sleep(60)
+
+    assert isinstance(error := fail(how)[0], RankError)
+    assert "closed by peer" in error.headline or "reset by peer" in error.headline
+
+
+# Ending
+
+
+@pytest.mark.parametrize("leave", ["break", "raise"])
+def test_leaving_early_ends_even_stubborn_ranks(leave):
+    def work(world, channel):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "100"])
+        channel.send([os.getpid(), child.pid])
+        time.sleep(100)
+
+    pids: list[int] = []
+    try:
+        with Ranks(work, size=2, devices=CPU) as ranks:
+            for _, message in ranks.messages():
+                pids += message
+                if len(pids) == 4:
+                    began = time.monotonic()
+                    if leave == "break":
+                        break
+                    raise LookupError("mine")
+    except LookupError:
+        assert leave == "raise"
+    assert time.monotonic() - began < 3
+    assert len(pids) == 4
+    assert gone(pids, within=1)  # a rank's own children are nobody's to wait for but init's
+
+
+WAITING = """
+def work(world, channel):
+    import subprocess
+    channel.send([os.getpid(), os.getppid(), subprocess.Popen(["sleep", "100"]).pid])
+    time.sleep(100)
+
+def run():
+    with Ranks(work, size=2, devices=CPU) as ranks:
+        for rank, pids in ranks.messages():
+            print(*pids, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "run", ["run()", "thread = threading.Thread(target=run); thread.start(); thread.join()"]
+)
+def test_nothing_outlives_a_killed_caller(tmp_path, run):
+    caller = start_script(tmp_path, WAITING + run)
+    assert caller.stdout
+    pids = [int(pid) for _ in range(2) for pid in caller.stdout.readline().split()]
+    assert len(pids) == 6
+    caller.kill()
+    caller.communicate()
+    assert gone(pids, within=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_ctrl_c_ends_ranks_and_goes_on(tmp_path):
+    text = "try: run()\nexcept KeyboardInterrupt: print('interrupted')\n"
+    caller = start_script(tmp_path, WAITING + text)
+    assert caller.stdout
+    pids = [int(pid) for _ in range(2) for pid in caller.stdout.readline().split()]
+    began = time.monotonic()
+    caller.send_signal(signal.SIGINT)
+    assert caller.communicate(timeout=10)[0] == "interrupted\n"
+    assert time.monotonic() - began < 5
+    assert caller.returncode == 0
+    assert gone(pids, within=1)
+
+
+def test_a_template_outlives_the_thread_that_started_it(tmp_path):
+    text = """
+def run():
+    with Ranks(lambda *_: os.getppid(), size=1, devices=CPU) as ranks:
+        print(*ranks.results, flush=True)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+time.sleep(0.2)
+run()
+"""
+    out, _ = start_script(tmp_path, text).communicate(timeout=60)
+    first, second = out.split()
+    assert first == second
+
+
+# Hanging
+
+
+def test_stacks_say_where_each_rank_stands(capfd):
+    def stuck(world, channel):
+        channel.send("ready")
+        channel.recv()
+
+    with Ranks(stuck, size=2, devices=CPU) as ranks:
+        messages = ranks.messages(timeout=1)
+        assert next(messages)
+        assert next(messages)
+        with pytest.raises(TimeoutError):
+            next(messages)
+        ranks.stacks()
+        err = capfd.readouterr().err
+        ranks.send_all("go on")
+        assert ranks.results == [None, None]
+    _, first, second = err.split("\nrank ")
+    assert first.startswith("0:\n")
+    assert second.startswith("1:\n")
+    assert "in stuck" in first
+    assert "in stuck" in second
+
+
+# The decorator of distributed tests
+
+
+@pytest.mark.parametrize("add", [0, 5])
+@distributed(world=4)
+def test_distributed_bodies_run_in_every_rank(add, tmp_path):
+    total = torch.tensor(dist.get_rank() + add)
+    dist.all_reduce(total)
+    assert total == 6 + 4 * add
+    (tmp_path / str(dist.get_rank())).touch()
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@distributed(world=2)
+def body_that_fails(expected):
+    assert dist.get_rank() != expected
+
+
+@distributed(world=2, timeout=1)
+def body_that_hangs():
+    if dist.get_rank() == 1:
+        time.sleep(100)  # here it stands
+
+
+def test_a_failing_rank_of_a_distributed_test_is_named():
+    with pytest.raises(pytest.fail.Exception, match=r"rank 1 raised AssertionError") as caught:
+        body_that_fails(expected=1)
+    assert "assert dist.get_rank() != expected" in str(caught.value)
+
+
+def test_a_distributed_test_that_hangs_is_cut(capfd):
+    with pytest.raises(pytest.fail.Exception, match="cut after 1 s"):
+        body_that_hangs()
+    assert "in body_that_hangs" in capfd.readouterr().err.split("rank 1:")[1]
