@@ -47,9 +47,7 @@ class Trial:
 
     @property
     def devices(self) -> int:
-        return math.prod(
-            int(degree) for key, degree in re.findall(r"(\w+)=(\d+)", self.plan) if key in DEGREES
-        )
+        return math.prod(int(degree) for key, degree in re.findall(r"(\w+)=(\d+)", self.plan) if key in DEGREES)
 
 
 DEGREES = ("data", "shard", "tensor", "branch", "context", "expert", "pipeline")
@@ -139,9 +137,7 @@ def judge(case: Case, trial: Trial, train: Callable[[Case, Trial], Trained]) -> 
         return Outcome(model=case.name, plan=trial.plan, seconds=seconds, remarks=(remark,))
     parameters = [name for name, _ in model.named_parameters()]
     buffers = [name for name, _ in model.named_buffers() if name in state]
-    off = [
-        abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in zip(got_losses, losses, strict=True)
-    ]
+    off = [abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in zip(got_losses, losses, strict=True)]
     outcome = Outcome(
         model=case.name,
         plan=trial.plan,
@@ -181,9 +177,7 @@ def distance(
 
 def table(outcomes: list[Outcome], cases: list[Case], trials: list[Trial]) -> Table:
     at = {(outcome.model, outcome.plan): outcome for outcome in outcomes}
-    rows = Table(
-        "model", *(f"{t.plan} ({t.samples} by {t.batch_size})" for t in trials), title="loss / weights"
-    )
+    rows = Table("model", *(f"{t.plan} ({t.samples} by {t.batch_size})" for t in trials), title="loss / weights")
     for case in cases:
         row = [at[case.name, trial.plan] for trial in trials]
         rows.add_row(case.name, *(str(o) if o.ok else f"[red]{o}[/red]" for o in row))
@@ -207,9 +201,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(ZOO), help="names, with commas between")
     parser.add_argument("--axes", default="data", choices=sorted({trial.axis for trial in TRIALS}))
     parser.add_argument("--plans", help='plans, with semicolons between: "data=2;data=3"')
-    parser.add_argument(
-        "--rounding", action="store_true", help="compare one device with itself, summing in reverse"
-    )
+    parser.add_argument("--rounding", action="store_true", help="compare one device with itself, summing in reverse")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     options = parser.parse_args()
 
@@ -234,13 +226,8 @@ def main() -> int:
     else:
         console.print(table(outcomes, cases, trials))
         for outcome in (outcome for outcome in outcomes if not outcome.ok):
-            console.print(
-                f"{outcome.model}, {outcome.plan}",
-                *outcome.remarks,
-                sep="\n  ",
-                markup=False,
-                highlight=False,
-            )
+            told = "\n  ".join((f"{outcome.model}, {outcome.plan}", *outcome.remarks[:5]))
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
         console.print(summary(outcomes), highlight=False, soft_wrap=True)
     return 0 if all(outcome.ok for outcome in outcomes) else 1
 

@@ -9,6 +9,7 @@ frozen or at times unused, losses with a count of their own.
 """
 
 import contextlib
+import copyreg
 import functools
 import importlib.util
 import os
@@ -191,9 +192,23 @@ def torchvision() -> ModuleType:
                 for name in ("nms", "qnms"):
                     _OPERATORS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
                 import torchvision
+
+                for model in (torchvision.models.ResNet, torchvision.models.MobileNetV3, torchvision.models.DenseNet):
+                    copyreg.pickle(model, _with_torchvision)
             return torchvision
     finally:
         sys.path[:] = path
+
+
+def _with_torchvision(model: nn.Module) -> tuple:
+    """A pickle that has torchvision loaded, in the way above, before it names a class of its own."""
+    return _blank, (type(model).__module__, type(model).__qualname__), model.__dict__
+
+
+def _blank(module: str, name: str) -> nn.Module:
+    torchvision()
+    kind = getattr(sys.modules[module], name)
+    return kind.__new__(kind)
 
 
 def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -296,9 +311,7 @@ def point_pairs(n: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
 def masked_points(n: int) -> tuple[Tensor, Tensor]:
     """Half the samples have no label, in runs as long as a rank's whole share of a batch."""
     x, targets = points(n)
-    return x, targets.masked_fill(torch.arange(n) // 4 % 2 == 0, IGNORED).index_fill(
-        0, torch.tensor([n - 1]), 1
-    )
+    return x, targets.masked_fill(torch.arange(n) // 4 % 2 == 0, IGNORED).index_fill(0, torch.tensor([n - 1]), 1)
 
 
 def rare_points(n: int) -> tuple[Tensor, Tensor]:
@@ -450,9 +463,7 @@ def vit() -> nn.Module:
 def convnext() -> nn.Module:
     hf = transformers()
     return hf.ConvNextForImageClassification(
-        hf.ConvNextConfig(
-            hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], num_labels=CLASSES, drop_path_rate=0.0
-        )
+        hf.ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], num_labels=CLASSES, drop_path_rate=0.0)
     )
 
 
@@ -500,9 +511,7 @@ class TiedGPT(nn.Module):
         self.blocks = nn.ModuleList(
             # No biases: softmax cancels that of the keys, and AdamW would turn its gradient, which is nothing
             # but rounding, into steps of full size: 2e-4 of these small weights.
-            nn.TransformerEncoderLayer(
-                width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True, bias=False
-            )
+            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True, bias=False)
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)

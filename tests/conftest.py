@@ -4,4 +4,6 @@ from meshfit.launch.warm import warm
 
 
 def pytest_configure() -> None:
-    warm("_pytest.assertion.rewrite")  # what pytest's rewritten asserts call, in ranks too
+    # What pytest's rewritten asserts call; and what cloudpickle believes a test needs that names both
+    # ``dist`` and ``torch.tensor``.
+    warm("_pytest.assertion.rewrite", "torch.distributed.tensor")

@@ -31,15 +31,18 @@ def distributed(world: int = 4, timeout: float = 60) -> Callable[[Callable[..., 
             __tracebackhide__ = True
             cloudpickle.register_pickle_by_value(sys.modules[test.__module__])  # ranks need not import it
             work = lambda world, channel: test(**arguments)
+            failure = None
             with Ranks(work, size=world, devices=Devices("cpu", None), timeout=timeout) as ranks:
                 try:
                     for _ in ranks.messages(timeout):
                         pass
                 except TimeoutError:
                     ranks.stacks()
-                    pytest.fail(f"cut after {timeout} s: see on stderr where each rank stood", pytrace=False)
+                    failure = f"cut after {timeout} s: see on stderr where each rank stood"
                 except MeshfitError as error:
-                    pytest.fail(str(error), pytrace=False)
+                    failure = str(error)
+            if failure:
+                pytest.fail(failure, pytrace=False)
 
         return run
 

@@ -6,11 +6,13 @@ result = meshfit.fit(model, (x, y), loss=F.cross_entropy, optimizer=torch.optim.
 """
 
 from meshfit.errors import DataError, JobError, MeshfitError, NonFiniteError, PlanError, RankError
+from meshfit.evaluate import evaluate, predict
 from meshfit.fit import fit, steps
 from meshfit.job import Job
 from meshfit.plan import Plan
 from meshfit.result import Result
 from meshfit.step import Step
+from meshfit.verify import Verdict, verify
 
 __version__ = "0.1.0"
 
@@ -25,6 +27,10 @@ __all__ = [
     "RankError",
     "Result",
     "Step",
+    "Verdict",
+    "evaluate",
     "fit",
+    "predict",
     "steps",
+    "verify",
 ]

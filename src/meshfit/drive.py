@@ -6,18 +6,23 @@ both end with exactly the weights of that step: ranks may already be at the next
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.job import Job
+from meshfit.launch.channel import Channel
+from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
 from meshfit.plan import Plan
 from meshfit.run import Run
 from meshfit.step import Step
 
+RANK_MODULES = ("torch._dynamo", "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
 FEED_SECONDS = 0.1  # how often ranks tell of their steps when nobody waits for each
 
 
@@ -31,6 +36,8 @@ class Outcome:
     phases: list[dict[str, float]]
     """By rank: seconds in data, forward_backward, exchange, update, evaluate."""
     best: float | None = None
+    captured: dict[str, Any] = field(default_factory=dict)
+    """What a tap put aside in the first rank."""
 
 
 Tap = Callable[[Run], None]
@@ -44,8 +51,9 @@ def begin(job: Job, *, lockstep: bool, folder: Path | None = None, tap: Tap | No
         return Here(job.settled(count=given.size, kind=given.device.type), given, lockstep, folder, tap)
     job = job.settled()
     assert isinstance(job.plan, Plan)
+    assert isinstance(job.devices, Devices)
     if job.plan.devices == 1:
-        return Here(job, World(0, 1, job.devices.device(0)), lockstep, folder, tap)  # type: ignore[union-attr]
+        return Here(job, World(0, 1, job.devices.device(0)), lockstep, folder, tap)
     return Ranked(job, lockstep, folder, tap)
 
 
@@ -59,8 +67,14 @@ class Here:
         self._lockstep, self._folder, self._tap = lockstep, folder, tap
         self._stop = False
         self.model = job.build()
+        self.last_step: int | None = None
+        self.iterator: Iterator[Step] | None = None
 
     def __iter__(self) -> Iterator[Step]:
+        self.iterator = self._steps()
+        return self.iterator
+
+    def _steps(self) -> Iterator[Step]:
         from meshfit.loop import train
 
         was_on = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -77,16 +91,18 @@ class Here:
                 yield step
                 if self._stop and self.world.size == 1:
                     break
-        finally:
             self.outcome = outcome_of(run)
+        finally:
             run.close()
-            load(self.model.to(was_on), self.outcome.weights)
+            self.model.to(was_on)
+        load(self.model, self.outcome.weights)
 
     def stop(self) -> None:
         self._stop = True
 
     def finish(self) -> None:
-        self.stop()
+        """Stop, and take the weights."""
+        _finish(self)
 
 
 class Ranked:
@@ -106,18 +122,19 @@ class Ranked:
         self._stop = False
         self._lockstep = lockstep
         self._work = Work(replace(job, model=self.model), lockstep, folder, tap)
-        self._iterator: Iterator[Step] | None = None
+        self.iterator: Iterator[Step] | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        self._iterator = self._steps()
-        return self._iterator
+        self.iterator = self._steps()
+        return self.iterator
 
     def _steps(self) -> Iterator[Step]:
         from meshfit.launch.local import Ranks
 
         assert isinstance(self.job.plan, Plan)
-        with Ranks(self._work, size=self.job.plan.devices, devices=self.job.devices) as ranks:  # type: ignore[arg-type]
-            for rank, message in ranks.messages():
+        assert isinstance(self.job.devices, Devices)
+        with Ranks(self._work, size=self.job.plan.devices, devices=self.job.devices) as ranks:
+            for _, message in ranks.messages():
                 if isinstance(message, Begun):
                     self.notes, self.last_step = message.notes, message.last_step
                     continue
@@ -135,10 +152,14 @@ class Ranked:
 
     def finish(self) -> None:
         """Stop, wait for the ranks, and take their weights."""
-        self.stop()
-        if self._iterator is not None and self.outcome is None:
-            for _ in self._iterator:
-                pass
+        _finish(self)
+
+
+def _finish(training: "Here | Ranked") -> None:
+    training.stop()
+    if training.iterator is not None:
+        for _ in training.iterator:
+            pass
 
 
 @dataclass(frozen=True)
@@ -158,7 +179,7 @@ class Work:
     folder: Path | None
     tap: Tap | None
 
-    def __call__(self, world: World, channel) -> Outcome | None:
+    def __call__(self, world: World, channel: Channel) -> Outcome | None:
         from meshfit.loop import train
 
         run = Run(self.job, world, folder=self.folder)
@@ -183,7 +204,7 @@ class Work:
 class Feed:
     """Tells the caller of steps: each at once in lockstep, else a few at a time."""
 
-    def __init__(self, channel, lockstep: bool):
+    def __init__(self, channel: Channel, lockstep: bool):
         self.channel, self.lockstep = channel, lockstep
         self.held: list[Step] = []
         self.sent = time.perf_counter()
@@ -209,9 +230,38 @@ class Feed:
         return asked
 
 
-def outcome_of(run: Run) -> Outcome:
-    import torch.distributed as dist
+def everywhere(job: Job, work: Callable[[World], Any]) -> list[Any]:
+    """What ``work`` returns in each rank of the job's plan, by rank; the job must be settled."""
+    assert isinstance(job.plan, Plan)
+    assert isinstance(job.devices, Devices)
+    given = from_environment()
+    if given is not None and given.size > 1:
+        connect(given)
+        results: list[Any] = [None] * given.size
+        dist.all_gather_object(results, work(given))
+        return results
+    if job.plan.devices == 1:
+        return [work(World(0, 1, job.devices.device(0)))]
+    from meshfit.launch.local import Ranks
+    from meshfit.launch.warm import warm
 
+    warm(*RANK_MODULES)
+    with Ranks(_Silent(work), size=job.plan.devices, devices=job.devices) as ranks:
+        return ranks.results
+
+
+@dataclass(frozen=True)
+class _Silent:
+    """Work that tells the caller nothing until it returns."""
+
+    work: Callable[[World], Any]
+
+    def __call__(self, world: World, channel: Channel) -> Any:
+        return self.work(world)
+
+
+def outcome_of(run: Run) -> Outcome:
+    run.at_end()
     mine = dict(run.events.seconds)
     phases: list = [mine]
     if run.world.size > 1:
@@ -223,6 +273,7 @@ def outcome_of(run: Run) -> Outcome:
         seconds=time.perf_counter() - run.started,
         phases=phases,
         best=None if run.best is None else run.best.value,
+        captured=run.captured,
     )
 
 

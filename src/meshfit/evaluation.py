@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshfit.data import tree
 from meshfit.data.loader import Loader
+from meshfit.data.order import share
 from meshfit.errors import DataError
 from meshfit.layout.precision import Precision
 from meshfit.objective import Objective, Over, call, check_scalar, split
@@ -98,21 +99,15 @@ def _mean_over_ranks(sums: dict[str, tuple[Any, Any]], loader: Loader) -> dict[s
     return {name: total / count if count else total for name, (total, count) in zip(sums, totals, strict=True)}
 
 
-def outputs_of(model: nn.Module, loader: Loader, precision: Precision, inputs_only: bool) -> Iterator[tuple[int, Any]]:
+def outputs_of(model: nn.Module, loader: Loader, precision: Precision) -> Iterator[tuple[int, Any]]:
     """(position of its first sample, outputs on the CPU) of every part that this rank runs."""
     with evaluating(model), precision.arithmetic(loader.device):
         seen = 0
         for batch in loader.epoch(0):
-            at = seen + batch.size * loader.rank // loader.ranks
+            at = seen + share(batch.size, loader.rank, loader.ranks).start
             for part in batch.microbatches:
                 if part.samples:
-                    inputs = part.content if inputs_only else split(part.content)[0]
-                    yield (
-                        at,
-                        tree.map_tensors(
-                            lambda t: t.float().cpu() if t.is_floating_point() else t.cpu(),
-                            call(model, inputs),
-                        ),
-                    )
+                    outputs = call(model, split(part.content)[0])
+                    yield at, tree.map_tensors(lambda t: t.float().cpu() if t.is_floating_point() else t.cpu(), outputs)
                     at += part.samples
             seen += batch.size

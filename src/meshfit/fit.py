@@ -3,9 +3,9 @@
     fit      train, and return what came of it
     steps    the same as a generator, for a loop of one's own
 
-On one device both run in the caller's process. On several, ranks are started and each runs the
-loop on its share; the caller gets every ``Step`` as it happens. Leaving the loop, or a callback that returns "stop", ends
-the training with exactly the weights that it had after that step, on one device and on many.
+On one device both run in the caller's process. On several, ranks are started and each runs the loop on its share;
+the caller gets every ``Step`` as it happens. Leaving the loop, or a callback that returns "stop", ends the training
+with exactly the weights that it had after that step, on one device and on many.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +53,7 @@ def steps(model: Any, data: Any, **asked: Any) -> Iterator[Step]:
     """
     training = begin(Job.of(asked_through({"model": model, "data": data, **asked})).training(), lockstep=True)
     try:
-        yield from training
+        for step in training:  # noqa: UP028  "yield from" would close the training when the loop is left
+            yield step
     finally:
         training.finish()

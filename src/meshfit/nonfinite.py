@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshfit.data import tree
-from meshfit.data.loader import Batch
-from meshfit.data.order import share
+from meshfit.data.loader import Batch, shares
 from meshfit.errors import NonFiniteError
 from meshfit.step import Reading
 
@@ -59,7 +58,8 @@ class Watch:
             return f"data holds NaN or Inf in sample{'s' * (len(bad) > 1)} {_listed(bad)}"
         world = self.run.world.size
         if world > 1 and 0 < len(ranks) < world:
-            ids = [i for rank in ranks for i in batch.ids[share(batch.size, rank, world)].tolist()]
+            parts = [at for rank in ranks for at in shares(batch.size, rank, world, len(batch.microbatches))]
+            ids = [i for at in parts for i in batch.ids[at].tolist()]
             who = f"rank {', '.join(map(str, ranks))}"
             return f"it came from {who}, samples {_listed(ids)} of epoch {batch.epoch}"
         return f"samples {_listed(batch.ids.tolist())} of epoch {batch.epoch}"

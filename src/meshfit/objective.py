@@ -80,7 +80,7 @@ def split(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) > 1:
         *inputs, targets = batch
         return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
-    only = batch[0] if isinstance(batch, tuple | list) else batch
+    only = batch[0] if isinstance(batch, tuple | list) and batch else batch
     return only, only
 
 
@@ -177,7 +177,9 @@ class _CrossEntropies(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func in (F.cross_entropy, F.nll_loss):
-            given = dict(zip(("input", "target", "weight", "size_average", "ignore_index"), args, strict=False))
+            given: dict[str, Any] = dict(
+                zip(("input", "target", "weight", "size_average", "ignore_index"), args, strict=False)
+            )
             given |= kwargs or {}
             if given.get("reduction", "mean") == "mean":
                 self.seen.append((result, given["target"], given.get("ignore_index", -100), given.get("weight")))

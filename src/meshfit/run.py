@@ -43,7 +43,7 @@ class Run:
     """
 
     def __init__(self, job: Job, world: World, *, folder: Path | None = None, same: bool = True):
-        assert isinstance(job.plan, Plan) and isinstance(job.batch_size, int)
+        assert isinstance(job.plan, Plan)
         self.job, self.world, self.plan = job, world, job.plan
         self.notes: list[str] = []
         """What was decided for the user, in words."""
@@ -75,7 +75,10 @@ class Run:
         self.may_stop = False
         """Whether somebody may ask to stop: only then is that flag read, which on a GPU means waiting."""
         self.tap: Callable[[Tensor | float], None] = lambda correction: None
-        """Called before each update, for whoever wants to see the gradients; times ``correction`` they are the mean's."""
+        """Called before each update, to look at the gradients; times ``correction`` they are those of the mean."""
+        self.at_end: Callable[[], None] = lambda: None
+        """Called after the last step."""
+        self.captured: dict[str, object] = {}
         torch.manual_seed(_stream(job.seed, world.rank))
         self.step = self.samples = 0
         self.started = time.perf_counter()

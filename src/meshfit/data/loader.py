@@ -1,7 +1,7 @@
 """This rank's share of every global batch, on its device, in time.
 
-The batch is global: ``batch_size`` samples over all devices. A rank takes one consecutive share of it and
-cuts that into microbatches; shares may differ by one sample. Where a share has none, the rank runs the
+The batch is global: ``batch_size`` samples over all devices. It is cut into microbatches,
+each of them over the ranks; shares may differ by one sample. Where a share has none, the rank runs the
 first sample of the batch with weight zero, so that every rank takes part in the same collectives.
 """
 
@@ -100,11 +100,7 @@ class Loader:
             held = following
 
     def _shares(self, size: int) -> list[slice]:
-        """Where in a batch of ``size`` this rank's microbatches lie."""
-        mine = share(size, self.rank, self.ranks)
-        count = mine.stop - mine.start
-        cuts = [share(count, i, self.microbatches) for i in range(self.microbatches)]
-        return [slice(mine.start + cut.start, mine.start + cut.stop) for cut in cuts]
+        return shares(size, self.rank, self.ranks, self.microbatches)
 
     def _ahead(self, made: Iterator[Batch]) -> Iterator[Batch]:
         """Read the next batch, and start its copy to the device, while this one is worked on."""
@@ -123,3 +119,17 @@ class Loader:
     def _map(batch: Batch, fn: Any) -> Batch:
         parts = [Microbatch(tree.map_tensors(fn, part.content), part.samples) for part in batch.microbatches]
         return Batch(batch.epoch, batch.index, batch.ids, batch.last, parts)
+
+
+def shares(size: int, rank: int, ranks: int, microbatches: int) -> list[slice]:
+    """Where in a batch of ``size`` a rank's microbatches lie.
+
+    The batch is cut into microbatches first and each of them over the ranks, so that all ranks' i-th microbatches
+    together are the i-th microbatch of one device: BatchNorm sees the same samples together under every plan.
+    """
+    found = []
+    for i in range(microbatches):
+        whole = share(size, i, microbatches)
+        mine = share(whole.stop - whole.start, rank, ranks)
+        found.append(slice(whole.start + mine.start, whole.start + mine.stop))
+    return found

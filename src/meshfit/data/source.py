@@ -7,6 +7,7 @@
     Stream   an iterable without a length: read in order, by every rank, each keeping its share
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -114,23 +115,17 @@ def open_source(data: Any) -> Source | Stream:
             )
         return Stream(data)
     if callable(data):
-        return open_source(_Fresh(data) if _is_generator(data) else data())
+        return open_source(_Fresh(data) if inspect.isgeneratorfunction(data) else data())
     raise DataError(
         f"data= is a {type(data).__name__}, which holds no samples",
         "give tensors, arrays, a Dataset, an IterableDataset, or a function that returns one of them",
     )
 
 
-def _is_generator(function: Callable) -> bool:
-    import inspect
-
-    return inspect.isgeneratorfunction(function)
-
-
 class _Fresh:
     """A generator function as an iterable that starts anew each time."""
 
-    def __init__(self, function: Callable[[], Iterator[Any]]):
+    def __init__(self, function: Callable[[], Any]):
         self.function = function
 
     def __iter__(self) -> Iterator[Any]:

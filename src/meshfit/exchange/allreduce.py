@@ -89,11 +89,12 @@ class AllReduce:
         if not grouped or grouped[-1][0].dtype is not torch.float32:
             grouped.append([])  # the riders travel alone
         for group in grouped:
-            kind = {"dtype": group[0].dtype, "device": group[0].device} if group else {"device": device}
+            dtype = group[0].dtype if group else torch.float32
             extra = riders if group is grouped[-1] else 0
-            flat = torch.zeros(sum(p.numel() for p in group) + extra, **kind)
+            flat = torch.zeros(sum(p.numel() for p in group) + extra, dtype=dtype, device=device)
             self._buckets.append(_Bucket(flat, group, _views(flat, group)))
-        self.numbers, self._reached_flags = flat[-riders:].split([self.numbers.numel(), len(self.parameters)])
+        last = self._buckets[-1].flat
+        self.numbers, self._reached_flags = last[-riders:].split([self.numbers.numel(), len(self.parameters)])
         for bucket in self._buckets:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 parameter.grad = gradient
@@ -200,18 +201,17 @@ class AllReduce:
 
 
 def split_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters grouped for summing: in reverse, as backward reaches them, one dtype and device a bucket."""
+    """Parameters grouped for summing: in reverse, as backward reaches them, one dtype a bucket."""
     buckets: list[list[nn.Parameter]] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in reversed(parameters):
-        kind = (parameter.dtype, parameter.device)
-        bucket, size = filling.get(kind, ([], 0))
+        bucket, size = filling.get(parameter.dtype, ([], 0))
         limit = BUCKET_BYTES if buckets and bucket is not buckets[0] else FIRST_BUCKET_BYTES
         if not bucket or size >= limit:
             bucket, size = [], 0
             buckets.append(bucket)
         bucket.append(parameter)
-        filling[kind] = (bucket, size + parameter.numel() * parameter.element_size())
+        filling[parameter.dtype] = (bucket, size + parameter.numel() * parameter.element_size())
     return buckets
 
 

@@ -133,6 +133,11 @@ class _Pickler(cloudpickle.Pickler):
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor:
+            rebuild, args = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if args and isinstance(args[0], torch.UntypedStorage):  # torch rebuilds from typed ones alone
+                args = (_typed_storage(args[0], torch.uint8), *args[1:])
+            return rebuild, args
         if isinstance(obj, torch.TypedStorage):  # made anew by each tensor that is pickled
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":

@@ -32,7 +32,8 @@ def find(asked: str | int = "auto") -> Devices:
     if kind.isdecimal() and not which:
         kind, which = ("cuda" if gpus else "cpu"), kind
         if gpus and int(which) > gpus:
-            raise PlanError(f"devices={asked} but there are {gpus} GPUs here", f'devices="cpu:{asked}" starts CPU ranks')
+            ranks = f'devices="cpu:{asked}" starts CPU ranks'
+            raise PlanError(f"devices={asked} but there are {gpus} GPUs here", ranks)
         indices = tuple(range(int(which)))
     elif kind == "auto" and not which:
         return Devices("cuda", tuple(range(gpus))) if gpus else Devices("cpu", None)

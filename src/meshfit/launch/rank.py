@@ -66,7 +66,7 @@ class Raised:
 def main(end: socket.socket, folder: str) -> NoReturn:
     """Be a rank. ``folder`` is where the ranks of this run meet."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     if random := sys.modules.get("numpy.random"):
         random.seed()  # else every rank forked from one template draws the same
     channel = Channel(end)

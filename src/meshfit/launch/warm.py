@@ -48,23 +48,25 @@ class _Hold:
 
 _lock = threading.Lock()
 _hold: _Hold | None = None
+_also: tuple[str, ...] = ()
 
 
 def warm(*also: str) -> None:
     """Start the template, unless it runs already; does not wait for it.
 
-    Called early, its imports overlap with the caller's own. ``also`` names modules that the template
-    imports beyond what every rank needs, when it is this call that starts it.
+    Called early, its imports overlap with the caller's own. ``also`` names modules that a template
+    started by this call, or later, imports beyond what every rank needs.
     """
-    global _hold
+    global _hold, _also
     if IN_TEMPLATE in os.environ:
         return
     with _lock:
+        _also += also
         if _hold is not None and _hold.process.poll() is not None:
             _hold.control.close()
             _hold = None
         if _hold is None:
-            _hold = _Hold(also)
+            _hold = _Hold(_also)
 
 
 def fork(size: int) -> tuple[Channel, list[Channel]]:
