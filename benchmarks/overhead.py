@@ -151,11 +151,9 @@ def train_meshfit(_: int, task: Task, ranks: int, clock: Clock) -> None:
 
 def perceptron() -> nn.Module:
     """Eighteen parameter tensors, 0.4 M numbers: a step takes about 5 ms of one core."""
-    layers: list[nn.Module] = [nn.Linear(128, 256)]
-    for _ in range(5):
-        layers += [nn.GELU(), nn.LayerNorm(256)] if len(layers) == 1 else [nn.GELU()]
-        layers += [nn.Linear(256, 256)]
-    return nn.Sequential(*layers, nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 10))
+    blocks = [nn.Sequential(nn.GELU(), nn.Linear(256, 256)) for _ in range(5)]
+    head = nn.Sequential(nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 10))
+    return nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 256), *blocks, head)
 
 
 PERCEPTRON = Task(build=perceptron, shape=(128,), batch=64)
@@ -186,8 +184,8 @@ def cpu_time(console: Console, rounds: int, steps: int) -> bool:
         wall = statistics.median(w for _, w in seen) * 1e3
         table.add_row(name, f"{least[name]:.2f}", f"{median[name]:.2f}", f"{wall:.2f}", *ratios)
     console.print(table)
-    ratio = min(least["meshfit"] / least["raw DDP, fused"], median["meshfit"] / median["raw DDP, fused"])
-    console.print(f"CPU time over fused raw DDP: {ratio:.3f}, limit {CPU_LIMIT}: {verdict(ratio <= CPU_LIMIT)}")
+    ratio = least["meshfit"] / least["raw DDP, fused"]
+    console.print(f"least CPU time over fused raw DDP's: {ratio:.3f}, limit {CPU_LIMIT}: {verdict(ratio <= CPU_LIMIT)}")
     return ratio <= CPU_LIMIT
 
 

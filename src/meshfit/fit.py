@@ -13,7 +13,9 @@ from typing import Any
 
 from meshfit.drive import begin
 from meshfit.job import Job
+from meshfit.observe.folder import Folder
 from meshfit.observe.progress import Progress
+from meshfit.observe.summary import show
 from meshfit.result import Result, new_folder
 from meshfit.step import Step
 
@@ -33,16 +35,21 @@ def fit(
     ``ema=``). ``progress`` shows a bar; by default on terminals only.
     """
     job = Job.of(asked_through({"model": model, "data": data, **asked})).training()
+    path = None if job.out is None else new_folder(job.out)
+    training = begin(job, lockstep=bool(callbacks), folder=path)
     history: list[Step] = []
-    folder = None if job.out is None else new_folder(job.out)
-    training = begin(job, lockstep=bool(callbacks), folder=folder)
-    with Progress(training, shown=progress) as bar:
+    with Progress(training, shown=progress) as bar, Folder(path, training.job) as folder:
         for step in training:
             history.append(step)
             bar.show(step)
+            folder.add(step)
             if "stop" in [callback(step) for callback in callbacks]:
                 training.stop()
-    return Result.of(training, history, folder)
+        result = Result.of(training, history, path)
+        folder.finish(result)
+    if bar.shown:
+        show(result)
+    return result
 
 
 def steps(model: Any, data: Any, **asked: Any) -> Iterator[Step]:

@@ -52,7 +52,7 @@ class Encoded:
         self.close()
 
 
-def encode(message: Any, *, what: str = "the message") -> Encoded:
+def encode(message: Any, *, what: str = "the message", remedy: str = "pass a function that builds it") -> Encoded:
     """Pickle ``message``. What cannot be pickled is a ``JobError`` that names the part of ``what``."""
     try:
         body, views = _pickle(message)
@@ -62,7 +62,7 @@ def encode(message: Any, *, what: str = "the message") -> Encoded:
             f"{what} cannot be sent to another process",
             f"{path} is a {type(part).__module__}.{type(part).__qualname__}",
             f"{type(cause).__name__}: {cause}",
-            "pass a function that builds it",
+            remedy,
         ) from error
     if len(body) >= LARGE:
         body, views = b"", [*views, memoryview(body)]

@@ -90,8 +90,8 @@ def pair() -> tuple[Channel, socket.socket]:
     return Channel(ours), theirs
 
 
-def encode(message: Any, *, what: str = "the message") -> "Encoded":
+def encode(message: Any, **words: str) -> "Encoded":
     """See ``arena.encode``; imports it, and cloudpickle with it, on first use."""
     from meshfit.launch.arena import encode
 
-    return encode(message, what=what)
+    return encode(message, **words)

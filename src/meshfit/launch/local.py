@@ -10,7 +10,6 @@ exception, a ``break``, Ctrl-C) ends the ranks; so does the death of the caller.
 first cause is raised here: ranks that merely lost their connection to it do not hide it.
 """
 
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -62,29 +61,30 @@ class Ranks:
         Raises the first failure of a rank, and ``TimeoutError`` when no rank has sent, returned or ended
         for ``timeout`` seconds.
         """
-        suspect: tuple[int, Raised] | None = None  # lost its connection: the cause is elsewhere, perhaps
-        suspected = math.inf
+        suspect: tuple[int, Raised] | None = None  # has lost a connection: the cause may be elsewhere
+        until = 0.0
         while len(self._returned) < self.size:
             channels = {self._channels[rank].fileno(): rank for rank in self._open}
-            patience = timeout if suspect is None else max(0.0, suspected + SECOND_THOUGHT - time.monotonic())
-            ready = wait([self._run.fileno(), *channels], patience)
-            if not ready and suspect is None:
-                raise TimeoutError(f"no rank has sent anything for {timeout:g} s")
-            if not ready and suspect is not None:
+            patience = timeout if suspect is None else max(0.0, until - time.monotonic())
+            dead = self._exited.keys() - self._returned.keys()
+            ready = wait([self._run.fileno(), *channels], 0 if dead else patience)
+            if self._run.fileno() in ready:
+                self._exit()
+                dead = self._exited.keys() - self._returned.keys()
+            if suspect and time.monotonic() >= until and not dead:
                 _fail(*suspect)
-            ranks = [rank for fd, rank in channels.items() if fd in ready]
-            if self._run.fileno() in ready and (ended := self._exit()) is not None:
-                ranks = [ended, *(rank for rank in ranks if rank != ended)]
-            for rank in ranks:
+            if not ready and not dead and not suspect:
+                raise TimeoutError(f"no rank has sent anything for {timeout} s")
+            for rank in dead.union(rank for fd, rank in channels.items() if fd in ready):
                 for message in self._heard(rank):
                     if not isinstance(message, Raised):
                         yield rank, message
                     elif not message.peer_gone:
                         _fail(rank, message)
                     elif suspect is None:
-                        suspect, suspected = (rank, message), time.monotonic()
-                if rank in self._exited and rank not in self._returned:
-                    raise RankError(*_death(rank, self._exited[rank]))
+                        suspect, until = (rank, message), time.monotonic() + SECOND_THOUGHT
+            for rank in dead - self._returned.keys():  # now that all has been heard that it said
+                raise RankError(*_death(rank, self._exited[rank]))
 
     @property
     def results(self) -> list[Any]:
@@ -125,7 +125,7 @@ class Ranks:
             else:
                 yield message
             if rank not in self._exited:
-                return
+                return  # others want to be heard too
 
     def _exit(self) -> int | None:
         """Note the next rank to end; None when the template has answered instead."""

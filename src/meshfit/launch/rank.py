@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from meshfit.errors import MeshfitError
-from meshfit.launch.channel import Channel
+from meshfit.launch.channel import Channel, encode
 from meshfit.launch.world import World, connect, disconnect
 
 # How gloo and NCCL say that another rank is gone: rarely the first cause of anything.
@@ -40,7 +40,7 @@ class Start:
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Returned:
     value: Any
 
@@ -58,9 +58,9 @@ class Raised:
     @classmethod
     def of(cls, error: BaseException) -> Self:
         trace = "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
-        last = traceback.format_exception_only(error)[-1].strip()
+        headline = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         gone = isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_GONE)
-        return cls(last, trace, error if isinstance(error, MeshfitError) else None, gone)
+        return cls(headline, trace, error if isinstance(error, MeshfitError) else None, gone)
 
 
 def main(end: socket.socket, folder: str) -> NoReturn:
@@ -80,7 +80,8 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         connect(start.world, folder=folder, timeout=start.timeout)
         value = work(start.world, channel)
         _flush()
-        channel.send(Returned(value))
+        with encode(Returned(value), what="the result", remedy="return numbers, arrays or tensors") as result:
+            channel.send_encoded(result)
     except SystemExit as leave:
         _flush()
         os._exit(leave.code if isinstance(leave.code, int) else int(leave.code is not None))

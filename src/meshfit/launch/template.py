@@ -87,19 +87,18 @@ class Template:
         self.control, self.caller = control, caller
         self.awake, self.alarm = socket.socketpair()  # readable when a rank has ended
         self.runs: list[Run] = []
+        self.dismissed = False
 
     def serve(self) -> None:
         for end in (self.awake, self.alarm):
             end.setblocking(False)
         signal.set_wakeup_fd(self.alarm.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        signal.signal(signal.SIGTERM, self.dismiss)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a rank can answer it
         try:
-            while os.getppid() == self.caller and self.turn():
+            while not self.dismissed and os.getppid() == self.caller and self.turn():
                 pass
-        except SystemExit:
-            pass
         finally:
             for run in self.runs:
                 run.signal(signal.SIGKILL)
@@ -107,6 +106,9 @@ class Template:
             while self.runs and time.monotonic() < deadline:
                 self.reap()
                 time.sleep(0.002)
+
+    def dismiss(self, *_: object) -> None:
+        self.dismissed = True
 
     def turn(self) -> bool:
         """Wait for something to do, and do it. False when the caller is gone."""

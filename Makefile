@@ -1,0 +1,32 @@
+# make demo: trains the example on a fresh machine.   make test: all tests.   make check: what CI runs.
+PYTHON ?= python3
+VENV := .venv/bin
+PIP := $(VENV)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check clean
+
+demo: .venv/demo
+	$(VENV)/python examples/digits.py
+
+test: .venv/dev
+	$(VENV)/python -m pytest
+
+check: .venv/dev
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/pyright
+	$(VENV)/python -m pytest
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable ".[demo]"
+	touch $@
+
+.venv/dev: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable ".[dev]"
+	touch $@ .venv/demo
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,38 @@
+"""Runs a user's script up to its ``fit``."""
+
+import importlib
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshfit.errors import JobError
+
+
+def run(path: Path, arguments: list[str], at_fit: Callable[[dict[str, Any]], dict[str, Any]], which: int = 1) -> None:
+    """Run the script at ``path`` as ``__main__``; its ``which``-th ``fit`` asks for what ``at_fit`` makes of it."""
+    if not path.is_file():
+        raise JobError(f"there is no script {path}", "the verb takes a script that calls meshfit.fit: train.py, say")
+    calls = 0
+
+    def asked_through(asked: dict[str, Any]) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        return at_fit(asked) if calls == which else asked
+
+    verb: Any = importlib.import_module("meshfit.fit")  # the module; meshfit.fit is also the function
+    before, argv, first = verb.asked_through, sys.argv, sys.path[0]
+    verb.asked_through = asked_through
+    sys.argv, sys.path[0] = [str(path), *arguments], str(path.resolve().parent)
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        verb.asked_through = before
+        sys.argv, sys.path[0] = argv, first
+    if calls < which:
+        raise JobError(
+            f"{path} ended without its {'' if which == 1 else f'{which}. '}meshfit.fit",
+            f"it called fit {calls} time{'s' * (calls != 1)}",
+            "arguments for the script go after --",
+        )

@@ -1,0 +1,87 @@
+"""One function a verb."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshfit.cli.script import run
+from meshfit.job import Job
+from meshfit.verify import Verdict, verify_job
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Script = Annotated[Path, typer.Argument(help="A script that calls meshfit.fit.", show_default=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)]
+PlanText = Annotated[str | None, typer.Option("--plan", help='Instead of the script\'s: "data=4", say.')]
+DeviceText = Annotated[str | None, typer.Option("--devices", help='"auto", 4, "cpu:4" or "cuda:0,2".')]
+Which = Annotated[int, typer.Option("--fit", help="Which of the script's calls of fit to act on.")]
+
+
+@app.callback()
+def meshfit() -> None:
+    """Train any PyTorch module over many devices, proven equal to one."""
+
+
+@app.command()
+def train(
+    script: Script,
+    arguments: Arguments = None,
+    plan: PlanText = None,
+    devices: DeviceText = None,
+    out: Annotated[str | None, typer.Option(help="Folder for what the run writes.")] = None,
+    fit: Which = 1,
+) -> None:
+    """Run a script's training, under another plan or on other devices if asked."""
+    changes = _given(plan=plan, devices=devices, out=out)
+    run(script, arguments or [], lambda asked: {**asked, **changes}, fit)
+
+
+@app.command()
+def verify(
+    script: Script,
+    arguments: Arguments = None,
+    plan: PlanText = None,
+    devices: DeviceText = None,
+    steps: Annotated[int, typer.Option(help="Steps to train and compare.")] = 5,
+    fit: Which = 1,
+) -> None:
+    """Prove that a plan trains like one device: exit code 0 if so, 1 if not."""
+
+    def instead(asked: dict[str, Any]) -> dict[str, Any]:
+        job = Job.of({**asked, **_given(plan=plan, devices=devices)}).training()
+        verdict = verify_job(job, steps)
+        show(verdict)
+        raise typer.Exit(0 if verdict.equal else 1)
+
+    run(script, arguments or [], instead, fit)
+
+
+def _given(**options: str | None) -> dict[str, str]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def show(verdict: Verdict) -> None:
+    console = Console()
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table.add_column(f"{verdict.plan} against one device, {verdict.steps} steps")
+    table.add_column("difference", justify="right")
+    table.add_column("limit", justify="right")
+    table.add_column("")
+    for row in verdict.rows:
+        where = (
+            f"[red]differs from {row.first} on" if row.name in ("loss", "gradient norm") else f"[red]first: {row.first}"
+        )
+        table.add_row(row.name, f"{row.difference:.1e}", f"{row.limit:.0e}", "equal" if row.equal else where)
+    console.print(table)
+    for note in verdict.notes:
+        console.print(f"  {note}", style="dim")
+    if verdict.noise:
+        names = ", ".join(verdict.noise[:6]) + (f" and {len(verdict.noise) - 6} more" if len(verdict.noise) > 6 else "")
+        console.print(f"  left out, their true gradient is zero: {names}", style="dim")
+    if verdict.equal:
+        console.print(f"\n  {verdict.plan} trains like one device", style="green")
+    else:
+        console.print(f"\n  {verdict.plan} does not train like one device", style="bold red")
