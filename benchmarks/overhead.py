@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -104,7 +105,7 @@ class Clock:
     def chunks(self, ranks: int) -> list[tuple[float, float]]:
         """For each ``every`` steps: CPU seconds a step, summed over ranks, and wall-clock seconds a step."""
         read = [json.loads(Path(self.folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
-        spent = [[(b[0] - a[0], b[1] - a[1]) for a, b in zip(r, r[1:], strict=False)] for r in read]
+        spent = [[(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(r)] for r in read]
         return [(sum(c for c, _ in at) / self.every, at[0][1] / self.every) for at in zip(*spent, strict=True)]
 
 

@@ -196,6 +196,12 @@ def summary(outcomes: list[Outcome]) -> str:
     )
 
 
+def record(outcome: Outcome) -> dict:
+    """For JSON, which has no infinity: null is a run that did not end, or ended without numbers."""
+    finite = {k: None if v == math.inf else v for k, v in asdict(outcome).items()}
+    return finite | {"ok": outcome.ok}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(ZOO), help="names, with commas between")
@@ -222,7 +228,7 @@ def main() -> int:
             )
 
     if options.json:
-        print(json.dumps([{**asdict(outcome), "ok": outcome.ok} for outcome in outcomes], indent=1))
+        print(json.dumps([record(outcome) for outcome in outcomes], indent=1))
     else:
         console.print(table(outcomes, cases, trials))
         for outcome in (outcome for outcome in outcomes if not outcome.ok):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit import layout
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
@@ -66,7 +67,7 @@ class Here:
         self.outcome: Outcome | None = None
         self._lockstep, self._folder, self._tap = lockstep, folder, tap
         self._stop = False
-        self.model = job.build()
+        self.model = _checked(job)
         self.last_step: int | None = None
         self.iterator: Iterator[Step] | None = None
 
@@ -115,7 +116,7 @@ class Ranked:
             "torch._dynamo", "meshfit.loop", "meshfit.drive"
         )  # the ranks' template loads torch while the model is built
         self.job = job
-        self.model = job.build()
+        self.model = _checked(job)
         self.outcome: Outcome | None = None
         self.notes: list[str] = []
         self.last_step: int | None = None
@@ -153,6 +154,14 @@ class Ranked:
     def finish(self) -> None:
         """Stop, wait for the ranks, and take their weights."""
         _finish(self)
+
+
+def _checked(job: Job) -> nn.Module:
+    """The job's model, if it can take the plan."""
+    assert isinstance(job.plan, Plan)
+    model = job.build()
+    layout.check(job.plan, model)
+    return model
 
 
 def _finish(training: "Here | Ranked") -> None:

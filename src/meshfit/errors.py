@@ -9,6 +9,14 @@ ours, or the user's own exception, and keeps its traceback.
       with the rest unchanged, data=2 would fit
 """
 
+import difflib
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class MeshfitError(Exception):
     """One clear block: a headline, then one fact or remedy a line."""
@@ -48,9 +56,20 @@ class RankError(MeshfitError):
         return f"{super().__str__()}\n\n{self.trace}" if self.trace else super().__str__()
 
 
-def did_you_mean(word: str, known: "list[str] | tuple[str, ...]") -> str:
+def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
     """``word`` beside the known words it may stand for."""
-    import difflib
-
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+
+
+def clearly(verb: Callable[P, R]) -> Callable[P, R]:
+    """A public verb whose ``MeshfitError`` ends in the caller's own line, not in ours: it says what to mend there."""
+
+    @functools.wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return verb(*args, **kwargs)
+        except MeshfitError as error:
+            raise error.with_traceback(None) from None
+
+    return call

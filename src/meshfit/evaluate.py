@@ -13,6 +13,7 @@ from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.source import Stream, open_source
 from meshfit.drive import everywhere
+from meshfit.errors import clearly
 from meshfit.evaluation import measure, outputs_of
 from meshfit.job import Job
 from meshfit.launch.world import World, from_environment
@@ -21,6 +22,7 @@ from meshfit.objective import TARGETS, Over, find_over
 from meshfit.plan import Plan
 
 
+@clearly
 def evaluate(model: Any, data: Any, **asked: Any) -> dict[str, float]:
     """The loss and the metrics of ``model`` over ``data``: means in which every sample counts once.
 
@@ -30,6 +32,7 @@ def evaluate(model: Any, data: Any, **asked: Any) -> dict[str, float]:
     return everywhere(job, _Evaluate(replace(job, model=job.build())))[0]
 
 
+@clearly
 def predict(model: Any, data: Any, **asked: Any) -> Any:
     """``model``'s outputs for every sample of ``data``, in order, on the CPU.
 

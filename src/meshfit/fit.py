@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshfit.drive import begin
+from meshfit.errors import clearly
 from meshfit.job import Job
 from meshfit.observe.folder import Folder
 from meshfit.observe.progress import Progress
@@ -26,6 +27,7 @@ asked_through: Callable[[dict[str, Any]], dict[str, Any]] = lambda asked: asked
 """The command line looks at what a script asks of ``fit``, and may change it, by putting a function here."""
 
 
+@clearly
 def fit(
     model: Any, data: Any, *, callbacks: Sequence[Callback] = (), progress: bool | None = None, **asked: Any
 ) -> Result:

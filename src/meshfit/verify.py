@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshfit.drive import begin
+from meshfit.errors import clearly
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
 from meshfit.layout.batchnorm import batch_norms
@@ -92,6 +93,7 @@ class _Trained:
     random: bool
 
 
+@clearly
 def verify(model: Any, data: Any, *, check_steps: int = 5, **asked: Any) -> Verdict:
     """Train ``check_steps`` steps on one device and under the plan, and compare. The keywords are those of ``fit``.
 

@@ -5,4 +5,28 @@ They are applied in this order:
 1. replicate    every rank starts from the same weights; BatchNorm is made global before anything wraps a call
 2. precision    decides the arithmetic inside a forward; nothing about the weights
 3. compile      last: it sees the model as the steps before left it
+
+``check`` says what a model cannot take, in the caller, before any process starts.
 """
+
+from torch import nn
+
+from meshfit.errors import PlanError
+from meshfit.layout.batchnorm import batch_norms
+from meshfit.plan import Plan
+
+
+def check(plan: Plan, model: nn.Module) -> None:
+    """Refuse what ``model`` cannot take, with the nearest plan that works."""
+    norms = batch_norms(model)
+    if norms and plan.data > 1 and plan.batchnorm == "global" and plan.compile == "whole":
+        raise PlanError(
+            f"{plan}: this model cannot be compiled whole",
+            f"its {len(norms)} BatchNorms talk to the other ranks in the middle of the forward",
+            f"{str(plan).replace(' compile=whole', '')} works; so does batchnorm=local beside compile=whole",
+        )
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
+    if lazy:
+        raise PlanError(
+            f"{lazy[0]} has no shape yet: it is a lazy parameter", "run the model once on a batch before fit"
+        )

@@ -53,7 +53,6 @@ def undo(model: nn.Module) -> None:
 
 
 def _globally(forward: Any, group: dist.ProcessGroup) -> Any:
-    @torch.compiler.disable
     def run(*args: Any, **kwargs: Any) -> Tensor:
         local = F.batch_norm
 

@@ -1,0 +1,205 @@
+"""How many images a second, with more and more data-parallel CPU ranks?
+
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py --ranks 1,2,4,8 --rounds 5 --plot scaling.svg --json scaling.json
+    python benchmarks/scaling.py --models small
+
+``fit`` beside a hand-written DDP loop, rounds in turns, every rank one thread and always the same number of
+images (weak scaling). Two models: a small net, whose step is mostly overhead and exchange, and a wide residual one
+that computes for more than 100 ms a step. One rank is a plain loop, without DDP. Goal: at least 0.97 of raw
+DDP's images a second at every size. More ranks than cores only share them.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the loops up under the name benchmarks.overhead
+
+from benchmarks.overhead import Clock, Task, train_meshfit, train_raw
+from meshfit.launch.world import cores
+
+GOAL = 0.97
+LOOPS = ("meshfit", "raw DDP")
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.GroupNorm(8, channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.GroupNorm(8, channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.body(x)).relu()
+
+
+def small() -> nn.Module:
+    """A convolutional net of 20 thousand weights, as for CIFAR."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 48, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(48, 10),
+    )
+
+
+def heavy() -> nn.Module:
+    """A residual net of 0.7 M weights."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        Residual(32),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        Residual(64),
+        nn.Conv2d(64, 128, 3, stride=2, padding=1),
+        Residual(128),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+MODELS = {
+    "small": (Task(build=small, shape=(3, 32, 32), batch=64, samples=2048), 200),
+    "heavy": (Task(build=heavy, shape=(3, 32, 32), batch=64, samples=2048), 16),
+}
+"""What is trained, and timed steps a round."""
+
+
+def images_per_second(loop: str, task: Task, ranks: int, steps: int) -> list[float]:
+    """Train once; one figure for each quarter of the timed steps."""
+    warm_up = max(2, steps // 8)
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock(folder=folder, steps=warm_up + steps, every=steps // 4, warm_up=warm_up)
+        if loop == "raw DDP":
+            mp.spawn(train_raw, (task, ranks, clock, True), nprocs=ranks)
+        elif ranks == 1:
+            mp.spawn(train_meshfit, (task, ranks, clock))  # one device trains in its caller: a fresh one, as raw's
+        else:
+            train_meshfit(0, task, ranks, clock)
+        return [task.batch * ranks / wall for _, wall in clock.chunks(ranks)]
+
+
+def measure(names: list[str], sizes: list[int], rounds: int) -> Iterator[dict]:
+    """One row for each model and number of ranks: images a second, median and best, of both loops."""
+    for name in names:
+        task, steps = MODELS[name]
+        for ranks in sizes:
+            seen: dict[str, list[float]] = {loop: [] for loop in LOOPS}
+            for turn in range(rounds):
+                for loop in LOOPS if turn % 2 == 0 else reversed(LOOPS):
+                    seen[loop] += images_per_second(loop, task, ranks, steps)
+            medians = {loop: statistics.median(figures) for loop, figures in seen.items()}
+            best = {loop: max(figures) for loop, figures in seen.items()}
+            yield {"model": name, "ranks": ranks, "images_per_second": medians, "best": best}
+
+
+def show(console: Console, rows: list[dict]) -> None:
+    table = Table(title=f"images/s, one thread a rank, {cores()} cores: median of all readings (best)")
+    for column in ("model", "ranks", "meshfit", "raw DDP", "meshfit / raw", "best", "speed-up", "raw's"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in rows:
+        first = next(r for r in rows if r["model"] == row["model"])["images_per_second"]
+        median, best = row["images_per_second"], row["best"]
+        ratio = median["meshfit"] / median["raw DDP"]
+        table.add_row(
+            row["model"],
+            str(row["ranks"]),
+            *(f"{median[loop]:,.0f} ({best[loop]:,.0f})" for loop in LOOPS),
+            f"[{'green' if ratio >= GOAL else 'red'}]{ratio:.3f}[/]",
+            f"{best['meshfit'] / best['raw DDP']:.3f}",
+            *(f"{median[loop] / first[loop]:.2f}" for loop in LOOPS),
+        )
+    console.print(table)
+    least = min(r["images_per_second"]["meshfit"] / r["images_per_second"]["raw DDP"] for r in rows)
+    console.print(f"least ratio {least:.3f}, goal >= {GOAL}: {'PASS' if least >= GOAL else 'FAIL'}")
+
+
+def picture(rows: list[dict]) -> str:
+    """The figures as an SVG: a panel a model, bars in pairs by number of ranks."""
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    width, height, left, top, bottom = 340, 260, 62, 58, 212
+    colours = dict(zip(LOOPS, ("#2563a8", "#b9c2cc"), strict=True))
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width * len(names)} {height}"'
+        ' font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#333">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+    ]
+    for panel, name in enumerate(names):
+        shown = [row for row in rows if row["model"] == name]
+        x0, x1 = panel * width + left, (panel + 1) * width - 16
+        most = max(max(row["images_per_second"].values()) for row in shown)
+        tick = next(t for e in range(9) for t in (10**e, 2 * 10**e, 5 * 10**e) if most / t <= 5)
+        highest = tick * (int(most / tick) + 1)
+        place = lambda value, highest=highest: bottom - (bottom - top) * value / highest
+        out.append(f'<text x="{x0}" y="22" font-size="14" font-weight="bold">{name} model, images/s</text>')
+        for value in range(0, highest + 1, tick):
+            y = place(value)
+            out.append(f'<line x1="{x0}" x2="{x1}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e7ea"/>')
+            out.append(f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,}</text>')
+        pitch = (x1 - x0) / len(shown)
+        for i, row in enumerate(shown):
+            middle, bar = x0 + pitch * (i + 0.5), min(34, pitch * 0.36)
+            for side, loop in enumerate(LOOPS):
+                value = row["images_per_second"][loop]
+                x, y = middle + (side - 1) * bar, place(value)
+                out.append(
+                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar - 1:.1f}" height="{bottom - y:.1f}"'
+                    f' fill="{colours[loop]}"/>'
+                )
+            ratio = row["images_per_second"]["meshfit"] / row["images_per_second"]["raw DDP"]
+            y = place(max(row["images_per_second"].values())) - 5
+            out.append(f'<text x="{middle:.1f}" y="{y:.1f}" text-anchor="middle" font-size="11">{ratio:.2f}</text>')
+            out.append(f'<text x="{middle:.1f}" y="{bottom + 16}" text-anchor="middle">{row["ranks"]}</text>')
+        middle = (x0 + x1) / 2
+        out.append(f'<text x="{middle:.1f}" y="{bottom + 34}" text-anchor="middle">ranks, one thread each</text>')
+    for i, loop in enumerate(LOOPS):
+        x = left + i * 84
+        out.append(f'<rect x="{x}" y="32" width="11" height="11" fill="{colours[loop]}"/>')
+        out.append(f'<text x="{x + 16}" y="42">{loop}</text>')
+    out.append(f'<text x="{left + 168}" y="42" fill="#666">number: meshfit / raw</text>')
+    return "\n".join([*out, "</svg>\n"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ",".join(str(n) for n in (1, 2, 4, 8) if n <= cores())
+    parser.add_argument("--ranks", default=default, help="numbers of ranks (%(default)s: as the cores here allow)")
+    parser.add_argument("--models", default=",".join(MODELS), help="%(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each loop")
+    parser.add_argument("--plot", type=Path, help="draw the figures here, as SVG")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    asked = parser.parse_args()
+    console = Console()
+    names = asked.models.split(",")
+    if unknown := set(names) - MODELS.keys():
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    rows = list(measure(names, [int(n) for n in asked.ranks.split(",")], asked.rounds))
+    show(console, rows)
+    if asked.plot:
+        asked.plot.write_text(picture(rows))
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

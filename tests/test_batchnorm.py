@@ -1,0 +1,73 @@
+"""Global BatchNorm: over ranks exactly what one device does over the whole batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from meshfit.layout import batchnorm
+from tests.distributed import distributed
+
+
+class WithActivation(nn.BatchNorm2d):
+    """A subclass with a forward of its own, as image libraries have them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps)
+        return F.relu(x)
+
+
+MAKERS = {
+    "2d": lambda: nn.BatchNorm2d(5),
+    "no affine": lambda: nn.BatchNorm2d(5, affine=False),
+    "cumulative": lambda: nn.BatchNorm2d(5, momentum=None),
+    "untracked": lambda: nn.BatchNorm2d(5, track_running_stats=False),
+    "own forward": lambda: WithActivation(5),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("rows", [(4, 4, 4), (1, 5, 2), (3, 0, 4)])
+@distributed(world=3)
+def test_like_the_whole_batch(kind: str, rows: tuple[int, ...]) -> None:
+    rank = dist.get_rank()
+    alone, spread = MAKERS[kind]().double(), MAKERS[kind]().double()
+    batchnorm.apply(spread, dist.group.WORLD)
+    for step in range(2):
+        torch.manual_seed(step)
+        whole = torch.randn(sum(rows), 5, 3, 2, dtype=torch.float64) * 3 + 10
+        weight = torch.randn_like(whole)
+        mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+        x = whole.clone().requires_grad_()
+        (alone(x) * weight).sum().backward()
+        counted = rows[rank] > 0
+        part = (whole[mine] if counted else whole[:2]).clone().requires_grad_()
+        with batchnorm.counting(counted):
+            out = spread(part)
+        (out * (weight[mine] if counted else 0.0)).sum().backward()
+        if counted:
+            torch.testing.assert_close(part.grad, x.grad[mine])
+    for want, got in zip(alone.parameters(), spread.parameters(), strict=True):
+        summed = got.grad.clone()
+        dist.all_reduce(summed)
+        torch.testing.assert_close(summed, want.grad)
+    for want, got in zip(alone.buffers(), spread.buffers(), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@distributed(world=2)
+def test_evaluation_talks_to_nobody() -> None:
+    norm = nn.BatchNorm1d(3)
+    batchnorm.apply(norm, dist.group.WORLD)
+    norm.eval()
+    if dist.get_rank() == 0:  # the other rank takes no part: a collective would hang
+        assert torch.equal(norm(torch.ones(2, 3)), nn.BatchNorm1d(3).eval()(torch.ones(2, 3)))
+
+
+@distributed(world=2)
+def test_undone() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    batchnorm.apply(model, dist.group.WORLD)
+    batchnorm.undo(model)
+    assert "forward" not in model[0].__dict__

@@ -1,0 +1,141 @@
+"""What a loss is a mean over: found rightly, or said that it cannot be."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshfit.data import tree
+from meshfit.errors import JobError
+from meshfit.objective import Objective, Over, call, find_over, split
+
+CPU = torch.device("cpu")
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 1, -100, 2, 2, -100, -100, 0])
+
+
+class Labelled(nn.Module):
+    """Returns its own loss, as Hugging Face's language models do: each position predicts the next label."""
+
+    def __init__(self, shift: int):
+        super().__init__()
+        self.embed, self.head, self.shift = nn.Embedding(11, 5), nn.Linear(5, 11), shift
+
+    def forward(self, ids, labels):
+        logits = self.head(self.embed(ids))
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return {"loss": F.cross_entropy(logits.reshape(-1, 11), labels.reshape(-1)), "logits": logits}
+
+
+def classes(x: torch.Tensor = X) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(6, 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (F.cross_entropy, "targets"),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0])), "targets"),
+        (partial(F.cross_entropy, label_smoothing=0.1), "targets"),
+        (lambda out, y: F.cross_entropy(out.reshape(-1, 3), y.reshape(-1)), "targets"),
+        (lambda out, y: F.nll_loss(out.log_softmax(-1), y), "targets"),
+        (lambda out, y: (out.square().sum(), out.numel()), "pair"),
+        (nn.MSELoss(), "samples"),
+        (lambda out, y: out.square().mean(), "samples"),
+        (lambda out, y: out.square().sum(), "sum"),
+        (nn.CrossEntropyLoss(reduction="sum"), "sum"),
+    ],
+)
+def test_found(loss, kind: str) -> None:
+    assert find_over(Objective(loss), classes(), (X, Y), CPU).kind == kind
+
+
+@pytest.mark.parametrize(
+    "loss", [F.cross_entropy, lambda o, y: F.cross_entropy(o, y), nn.CrossEntropyLoss(torch.rand(3))]
+)
+def test_counted_parts_make_the_whole(loss) -> None:
+    """The weighted mean of the parts' losses is the loss of the whole."""
+    model, objective = classes(), Objective(loss)
+    over = find_over(objective, model, (X, Y), CPU)
+    whole = objective(model, (X, Y))
+    parts = [(X[:3], Y[:3]), (X[3:5], Y[3:5]), (X[5:], Y[5:])]
+    counts = [over.count(part) for part in parts]
+    total = sum(objective(model, part) * count for part, count in zip(parts, counts, strict=True) if count > 0)
+    torch.testing.assert_close(total / sum(counts), whole)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_models_own_loss(shift: int) -> None:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 11, (8, 7))
+    labels = ids.masked_fill(torch.rand(8, 7) < 0.4, -100)
+    over = find_over(Objective(), Labelled(shift), {"ids": ids, "labels": labels}, CPU)
+    assert over.kind == "targets"
+    assert over.count({"ids": ids, "labels": labels}) == (labels[:, shift:] != -100).sum()
+
+
+def test_a_loss_that_does_not_split_is_said() -> None:
+    contrastive = lambda out, y: F.cross_entropy(out @ out.T, torch.arange(len(out)))
+    with pytest.warns(UserWarning, match="not a weighted mean"):
+        assert find_over(Objective(contrastive), classes(), (X, Y), CPU).kind == "samples"
+
+
+def test_ignored_targets_in_a_mixed_loss_are_said() -> None:
+    mixed = lambda out, y: F.cross_entropy(out, y) + out.square().mean()
+    with pytest.warns(UserWarning, match="not a weighted mean"):
+        find_over(Objective(mixed), classes(), (X, Y), CPU)
+
+
+def test_nothing_changes() -> None:
+    """The trial leaves modes, buffers and random numbers alone."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    model[2].eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    want = torch.rand(1)
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        find_over(Objective(lambda o, y: F.cross_entropy(o, y)), model, (X, Y), CPU)
+    assert torch.equal(torch.rand(1), want)
+    assert model.training
+    assert not model[2].training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_unreduced_is_refused() -> None:
+    with pytest.raises(JobError, match="reduction"):
+        find_over(Objective(nn.CrossEntropyLoss(reduction="none")), classes(), (X, Y), CPU)
+
+
+def test_inputs_and_targets() -> None:
+    a, b, y = torch.zeros(2), torch.ones(2), torch.tensor(3)
+    assert split((a, y))[1] is y
+    assert split(((a, b), y))[0] == (a, b)
+    assert split((a, b, y))[0] == (a, b)
+    assert split({"x": a, "labels": y}) == ({"x": a}, y)
+    assert split(a) == (a, a)
+    seen = []
+    model = lambda *args, **kwargs: seen.append((args, kwargs))
+    call(model, a), call(model, (a, b)), call(model, {"x": a})  # type: ignore[arg-type]
+    assert [(len(args), list(kwargs)) for args, kwargs in seen] == [(1, []), (2, []), (0, ["x"])]
+
+
+def test_over_probabilities_counts_positions() -> None:
+    targets = torch.rand(4, 3, 5)
+    assert Over(kind="targets").count((X[:4], targets)) == 20
+
+
+def test_trees_keep_their_types() -> None:
+    batch = {"a": (torch.ones(2), [torch.zeros(2)]), "b": "word"}
+    doubled = tree.map_tensors(lambda t: t * 2, batch)
+    assert type(doubled["a"]) is tuple
+    assert type(doubled["a"][1]) is list
+    assert doubled["b"] == "word"
+    joined = tree.concatenate([batch, batch])
+    assert joined["a"][0].shape == (4,)

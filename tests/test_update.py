@@ -1,0 +1,96 @@
+"""The step: clipping, skipping, scaling, averaging."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from meshfit.exchange.update import Average, Update, fuse, total_norm
+from meshfit.layout.precision import LossScale
+
+CPU = torch.device("cpu")
+
+
+def with_gradients(seed: int = 0) -> tuple[nn.Module, list[torch.Tensor]]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model(torch.randn(8, 4)).square().sum().backward()
+    return model, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("clip", [0.1, 1e9])
+@pytest.mark.parametrize("correction", [1.0, 0.25])
+def test_clips_like_torch(optimizer, clip: float, correction: float) -> None:
+    model, gradients = with_gradients()
+    reference = copy.deepcopy(model)
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        p.grad = q.grad * correction
+    want = nn.utils.clip_grad_norm_(reference.parameters(), clip)
+    optimizer(reference.parameters(), lr=0.1).step()
+    updated = Update(optimizer(model.parameters(), lr=0.1), clip=clip)(gradients, torch.tensor(1.0), correction)
+    torch.testing.assert_close(torch.tensor(updated.norm), want)
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nothing_moves_when_not_finite(where: str, value: float) -> None:
+    model, gradients = with_gradients()
+    before = copy.deepcopy(model.state_dict())
+    update = Update(torch.optim.AdamW(model.parameters(), weight_decay=0.5))
+    if where == "gradient":
+        gradients[1][0] = value
+    updated = update(gradients, torch.tensor(value if where == "loss" else 1.0))
+    assert not updated.taken
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_loss_scale_is_taken_out_and_follows_overflow() -> None:
+    model, gradients = with_gradients()
+    reference = copy.deepcopy(model)
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        p.grad = q.grad.clone()
+    scale = LossScale(CPU, start=8.0, growth_interval=2)
+    update = Update(torch.optim.SGD(model.parameters(), lr=0.1), scale=scale)
+    torch._foreach_mul_(gradients, 8.0)
+    update(gradients, torch.tensor(1.0))
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q, p)
+    gradients[0][0] = float("inf")
+    update(gradients, torch.tensor(1.0))
+    assert scale.value == 4.0
+    gradients[0][0] = 0.0
+    update(gradients, torch.tensor(1.0))
+    update(gradients, torch.tensor(1.0))
+    assert scale.value == 8.0
+
+
+def test_takes_the_fused_kernel_unless_the_user_chose() -> None:
+    params = lambda: list(nn.Linear(2, 2).parameters())
+    assert fuse(torch.optim.AdamW(params()))
+    assert fuse(torch.optim.SGD(params(), lr=0.1, fused=True))
+    assert not fuse(torch.optim.AdamW(params(), foreach=False))
+    assert not fuse(torch.optim.AdamW(params(), fused=False))
+    assert not fuse(torch.optim.RMSprop(params()))
+
+
+def test_norm_over_all() -> None:
+    parts = [torch.randn(3, 4), torch.randn(5), torch.randn(1)]
+    torch.testing.assert_close(total_norm(parts), torch.cat([p.flatten() for p in parts]).norm())
+    assert total_norm([]) == 0
+
+
+def test_average_follows_and_swaps() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    average = Average(model, 0.9)
+    nn.init.constant_(model.weight, 2.0)
+    average.update()
+    average.swap()
+    torch.testing.assert_close(model.weight.item(), 1.1)
+    average.swap()
+    assert model.weight.item() == 2.0
