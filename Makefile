@@ -26,7 +26,9 @@ check: .venv/dev
 
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev]"
+	$(PIP) --no-deps --upgrade --target .venv/torchvision torchvision
 	touch $@ .venv/demo
 
+# torchvision lies beside the environment: its wheel needs a CUDA torch, and transformers would stumble over it.
 clean:
 	rm -rf .venv runs

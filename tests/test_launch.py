@@ -383,6 +383,8 @@ def test_the_end_of_the_template_is_the_end_of_its_ranks():
         with pytest.raises(RankError, match="forked from has ended"):
             next(messages)
     assert gone(pids, within=5)
+    assert ranks._folder is not None
+    assert not Path(ranks._folder).exists()
     with Ranks(lambda *_: "another", size=1, devices=CPU) as ranks:
         assert ranks.results == ["another"]
 

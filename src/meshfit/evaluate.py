@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from meshfit.data import tree
 from meshfit.data.loader import Loader
-from meshfit.data.source import Stream, open_source
+from meshfit.data.source import Stream, few_samples, open_source
 from meshfit.drive import everywhere
 from meshfit.errors import clearly
 from meshfit.evaluation import measure, outputs_of
@@ -56,7 +54,7 @@ class _Evaluate:
 
     def __call__(self, world: World) -> dict[str, float]:
         job, loader, precision, model = _prepare(self.job, world)
-        few = None if isinstance(loader.source, Stream) else loader.source.fetch(np.arange(min(4, len(loader.source))))
+        few = None if isinstance(loader.source, Stream) else few_samples(loader.source)
         own = job.loss is None and job.step is None
         known = not own or (isinstance(few, Mapping) and any(key in few for key in TARGETS))
         objective = job.objective if known else None

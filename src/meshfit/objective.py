@@ -9,8 +9,8 @@ it is a mean over. ``Over`` says what that is:
     pair      the loss returns (sum, count): sums are added, counts are added, then divided
     sum       a sum already: added up as it is
 
-Known losses say it themselves. Of others it is found by a trial on four samples: the loss of four must be
-the weighted loss of two and two. A loss for which no weighting makes that true (a contrastive loss, say)
+Known losses say it themselves. Of others it is found by a trial on a few samples: the loss of all must be the
+weighted loss of the two halves. A loss for which no weighting makes that true (a contrastive loss, say)
 does not split; a warning says so, since no plan that splits its batch can train like one device.
 """
 
@@ -213,7 +213,7 @@ def _explain(whole: float, parts: list[float], sizes: list[int], batch: Any, hal
         return abs(mean - whole) <= 1e-3 * abs(whole) + 1e-6
 
     for result, target, ignore, weight in heard.seen:
-        if float(result) == float(loss) and not target.is_floating_point():
+        if (result is loss or float(result) == float(loss)) and not target.is_floating_point():
             for find in _finders(batch):
                 found, wanted = find(batch), target
                 if torch.equal(found[found != ignore].flatten(), wanted[wanted != ignore].flatten()):

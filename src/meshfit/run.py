@@ -19,7 +19,7 @@ from meshfit.best import Best
 from meshfit.data import tree
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.order import mix
-from meshfit.data.source import Stream, open_source
+from meshfit.data.source import Stream, few_samples, open_source
 from meshfit.evaluation import measure
 from meshfit.events import Events
 from meshfit.exchange.allreduce import AllReduce
@@ -176,9 +176,8 @@ class Run:
         source = self.loader.source
         if not split or isinstance(source, Stream):
             return Over(kind="samples")
-        few = source.fetch(np.arange(min(4, len(source))))
         with self.precision.arithmetic(self.world.device):
-            return find_over(self.job.objective, self.model, few, self.world.device)
+            return find_over(self.job.objective, self.model, few_samples(source), self.world.device)
 
     def _decide_compile(self) -> None:
         source, device = self.loader.source, self.world.device

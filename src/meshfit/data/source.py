@@ -138,3 +138,8 @@ def sample_count(data: Any) -> int | None:
         return None
     source = open_source(data)
     return None if isinstance(source, Stream) else len(source)
+
+
+def few_samples(source: Source, most: int = 16) -> Any:
+    """A batch of samples from all over ``source``, to try things on."""
+    return source.fetch(np.unique(np.linspace(0, len(source) - 1, most).astype(np.int64)))

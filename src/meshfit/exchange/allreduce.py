@@ -86,7 +86,7 @@ class AllReduce:
     def _build(self, device: torch.device) -> None:
         riders = self.numbers.numel() + len(self.parameters)
         grouped = split_buckets(self.parameters)
-        if not grouped or grouped[-1][0].dtype is not torch.float32:
+        if not grouped or grouped[-1][0].dtype not in (torch.float32, torch.float64):
             grouped.append([])  # the riders travel alone
         for group in grouped:
             dtype = group[0].dtype if group else torch.float32

@@ -93,17 +93,19 @@ class Update:
                 del optimizer.found_inf, optimizer.grad_scale
         elif taken:  # the host waits here: this optimizer cannot be told on the device
             if isinstance(factor, Tensor):
-                torch._foreach_mul_(gradients, factor)
+                torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
             self.optimizer.step()
         return Updated(norm, taken)
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, summed in fp32 at least."""
     if not gradients:
         return torch.zeros(())
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if len(gradients) == 1:
-        return torch.linalg.vector_norm(gradients[0], dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
+        return torch.linalg.vector_norm(gradients[0], dtype=dtype)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import threading
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +65,9 @@ class Channel:
 
     def until_finished(self) -> None:
         """Wait until the other end finishes or is gone; drop what it still sends."""
-        while self._end.recv(1 << 16):
-            pass
+        with suppress(ConnectionError):
+            while self._end.recv(1 << 16):
+                pass
 
     def close(self) -> None:
         self._end.close()

@@ -10,6 +10,7 @@ exception, a ``break``, Ctrl-C) ends the ranks; so does the death of the caller.
 first cause is raised here: ranks that merely lost their connection to it do not hide it.
 """
 
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ class Ranks:
         self._work, self._devices, self._timeout = work, devices, timeout
         self._returned: dict[int, Any] = {}
         self._exited: dict[int, int] = {}
+        self._folder: str | None = None  # where ranks meet; known once they have been forked
 
     def __enter__(self) -> Self:
         warm.warm()  # imports torch while we pickle
@@ -69,7 +71,7 @@ class Ranks:
             dead = self._exited.keys() - self._returned.keys()
             ready = wait([self._run.fileno(), *channels], 0 if dead else patience)
             if self._run.fileno() in ready:
-                self._exit()
+                self._report()
                 dead = self._exited.keys() - self._returned.keys()
             if suspect and time.monotonic() >= until and not dead:
                 _fail(*suspect)
@@ -108,7 +110,7 @@ class Ranks:
     def stacks(self) -> None:
         """Let every rank print its Python stack on stderr, even one that hangs."""
         self._run.send("stacks")
-        while self._exit() is not None:
+        while self._report() != "stacks":
             pass
 
     def _heard(self, rank: int) -> Iterator[Any]:
@@ -127,17 +129,18 @@ class Ranks:
             if rank not in self._exited:
                 return  # others want to be heard too
 
-    def _exit(self) -> int | None:
-        """Note the next rank to end; None when the template has answered instead."""
+    def _report(self) -> str:
+        """Note the next thing that the template reports."""
         try:
-            report = self._run.recv()
+            word, *facts = self._run.recv()
         except (EOFError, ConnectionError):
             headline = "the process that ranks are forked from has ended"
             raise RankError(headline, "what it said last is on stderr") from None
-        if report == "stacks":
-            return None
-        rank, self._exited[rank] = report
-        return rank
+        if word == "forked":
+            (self._folder,) = facts
+        elif word == "exited":
+            rank, self._exited[rank] = facts
+        return word
 
     def _end(self) -> None:
         """Let ranks go that have returned; end the others. None is left after it."""
@@ -148,12 +151,17 @@ class Ranks:
                         channel.finish()
                 if self._gone(within=1.0):
                     return
-            with suppress(ConnectionError):
-                self._run.send("end")
-                self._gone(within=1.5)
+            with suppress(ConnectionError, RankError):
+                while self._run.poll():
+                    self._report()
+                if self._folder:  # else nothing was forked, nor will be: the template sees that we left
+                    self._run.send("end")
+                    self._gone(within=1.5)
         finally:
-            for channel in (self._run, *self._channels):  # a template still busy kills what is left now
+            for channel in (self._run, *self._channels):  # what is left now, the template kills
                 channel.close()
+            if self._folder:  # a template that was killed could not
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _gone(self, *, within: float) -> bool:
         """Wait for all ranks to end."""
@@ -162,7 +170,7 @@ class Ranks:
             if not self._run.poll(max(0.0, deadline - time.monotonic())):
                 return False
             try:
-                self._exit()
+                self._report()
             except RankError:  # the kernel has killed them with the template
                 return True
         return True

@@ -7,9 +7,11 @@ they are needed.)
 
 A run is one more socket, which comes with one end of a channel for every rank to fork:
 
-    caller -> template    "end"          end the ranks: SIGTERM, a moment later SIGKILL
-                          "stacks"       let each rank print its stack on the run's stderr; answered in kind
-    template -> caller    (rank, code)   this rank has ended, with this exit code (-9: by signal 9)
+    caller -> template    "end"                   end the ranks: SIGTERM, a moment later SIGKILL
+                          "stacks"                let each rank print its stack on the run's stderr
+    template -> caller    ("forked", folder)      the ranks are there, and meet in this folder
+                          ("exited", rank, code)  one has ended, with this exit code (-9: by signal 9)
+                          ("stacks",)             all are printed
 
 Nothing is left behind. When the run's socket closes, its ranks are killed. When the caller is gone (the
 kernel's signal, the end of file on the control socket, or another parent: whichever shows first) all
@@ -53,6 +55,7 @@ def serve(control: int, caller: int, also: tuple[str, ...], by_main_thread: bool
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collecting garbage in a rank does not write to every page
+    gc.enable()
     Template(socket.socket(fileno=control), caller).serve()
     os._exit(0)
 
@@ -140,6 +143,8 @@ class Template:
             run.ranks[self.fork(run, stdout, mine, [end for end in ends if end != mine])] = rank
         for fd in (stdout, *ends):
             os.close(fd)
+        with suppress(OSError):
+            run.channel.send(("forked", run.folder))
         return True
 
     def fork(self, run: Run, stdout: int, mine: int, others: list[int]) -> int:
@@ -185,7 +190,7 @@ class Template:
                 os.write(run.stderr, f"\nrank {rank}:\n".encode())
                 os.kill(pid, signal.SIGUSR1)
                 time.sleep(0.05)  # one after the other, so that each stands under its name
-            run.channel.send("stacks")
+            run.channel.send(("stacks",))
 
     def reap(self) -> None:
         """Report the ranks that have ended; forget the runs of which all have."""
@@ -199,7 +204,7 @@ class Template:
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 del run.ranks[pid]
                 with suppress(OSError):
-                    run.channel.send((rank, code))
+                    run.channel.send(("exited", rank, code))
             if not run.ranks:
                 self.runs.remove(run)
                 shutil.rmtree(run.folder, ignore_errors=True)

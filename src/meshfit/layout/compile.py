@@ -41,7 +41,7 @@ class Compile:
 
     @staticmethod
     def apply(objective: Callable) -> Callable:
-        return torch.compile(objective)
+        return torch.compile(objective.__call__)
 
 
 def expected_step_seconds(model: nn.Module, tokens: int, device: torch.device) -> float:

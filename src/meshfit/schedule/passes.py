@@ -39,12 +39,14 @@ class Passes:
             with counting(part.samples > 0), self.precision.arithmetic(self.device):
                 loss = self.objective(self.model, part.content)
             share, count = self._share(loss, part, batch)
-            value = share.detach()
-            if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
-                value = torch.where(count > 0, value, 0.0)
-            total, counted = total + value * (part.samples > 0), counted + count
+            if part.samples:
+                value = share.detach()
+                if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
+                    value = torch.where(count > 0, value, 0.0)
+                total, counted = total + value, counted + count
             if part is batch.microbatches[-1]:
-                self.exchange.arm(total, counted, stop=stop(), broken=~torch.isfinite(total))
+                broken = ~torch.isfinite(total) if isinstance(total, Tensor) else False
+                self.exchange.arm(total, counted, stop=stop(), broken=broken)
             (share if self.scale is None else share * self.scale.value).backward()
 
     def _share(self, loss: Any, part: Microbatch, batch: Batch) -> tuple[Tensor, Tensor | float]:
@@ -54,18 +56,18 @@ class Passes:
             total, count = check_scalar(loss[0]), loss[1]
             if self._alone(batch):
                 return total / count, 1.0
-            return total / self._nominal(batch) * (part.samples > 0), count * (part.samples > 0)
+            return total / self._nominal(batch) * (part.samples > 0), count
         loss = check_scalar(loss)
         if self._alone(batch):
             return loss, 1.0
-        if not part.samples:
+        if not part.samples:  # backward must still run: others wait for this rank in its collectives
             return loss * 0.0, 0.0
         if self.over.kind == "sum":
             return loss, part.samples
         if self.over.kind == "samples":
             return loss * (part.samples / batch.size), part.samples
         count = self.over.count(part.content)
-        return loss * (count / self._nominal(batch)), count
+        return loss * count / self._nominal(batch), count
 
     def _alone(self, batch: Batch) -> bool:
         """The whole batch goes through at once here: its loss needs no weight."""
@@ -79,4 +81,4 @@ class Passes:
         """The factor from what was summed to the true mean, once the count over all ranks is known."""
         if self.over.known or self._alone(batch):
             return 1.0
-        return self._nominal(batch) / count
+        return self._nominal(batch) / count.double()
