@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the loops up under the name benchmarks.overhead
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.overhead import Task, side_by_side
 from meshfit.launch.world import cores
@@ -186,4 +186,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks import scaling  # all processes find its classes under this name
+
+    sys.exit(scaling.main())

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import meshfit
-from meshfit.data.loader import Loader, shares
-from meshfit.data.order import Ids, order, share
+from meshfit.data.loader import Loader
 from meshfit.data.source import Map, Memory, Stream, open_source, sample_count
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -137,13 +136,6 @@ def test_a_stream_ends_after_its_epochs_or_steps():
     assert len(losses(Streamed(), epochs=9, steps=3, plan="data=2")) == 3
 
 
-def test_a_list_of_tensors_that_are_samples_is_a_list_of_samples():
-    """Eight samples or fewer cannot be told from eight arrays: the outcome must not depend on how many there are."""
-    few, many = [X[i] for i in range(6)], [X[i % N] for i in range(12)]
-    assert len(open_source(many)) == 12
-    assert len(open_source(few)) == 6
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -158,7 +150,18 @@ def test_a_list_of_tensors_that_are_samples_is_a_list_of_samples():
         ("train.csv", "str"),
         (5, "int"),
     ],
-    ids=["lengths", "empty tuple", "lists", "list beside a tensor", "scalar", "loader", "iterator", "none", "str", "int"],
+    ids=[
+        "lengths",
+        "empty tuple",
+        "lists",
+        "list beside a tensor",
+        "scalar",
+        "loader",
+        "iterator",
+        "none",
+        "str",
+        "int",
+    ],
 )
 def test_what_holds_no_samples_is_refused_in_words(data: Any, words: str):
     with pytest.raises(meshfit.MeshfitError, match=f"(?s){words}"):
@@ -258,37 +261,7 @@ def test_a_model_that_writes_to_its_inputs_does_not_spoil_the_data(plan: str):
     assert held_out == pytest.approx([seen[0]] * 3)
 
 
-# Order and shares
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 65, 1000])
-def test_an_epoch_is_a_permutation(n: int):
-    first = order(n, seed=0, epoch=0)[np.arange(n)]
-    assert sorted(first.tolist()) == list(range(n))
-    if n > 7:
-        others = [order(n, seed=seed, epoch=epoch)[np.arange(n)].tolist() for seed, epoch in ((0, 1), (1, 0))]
-        assert first.tolist() != others[0] != others[1] != first.tolist()
-
-
-def test_batches_of_an_epoch_do_not_depend_on_how_they_are_asked_for():
-    ids = Ids(10_000, 96, seed=3, shuffle=True)
-    whole = np.concatenate([ids(1, batch) for batch in range(ids.batches)])
-    assert sorted(whole.tolist()) == list(range(10_000))
-    again = Ids(10_000, 96, seed=3, shuffle=True)
-    for batch in (100, 3, 50, 0):
-        assert again(1, batch).tolist() == whole[batch * 96 : batch * 96 + 96].tolist()
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 7, 22])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
-def test_shares_hold_every_sample_once(size: int, ranks: int, microbatches: int):
-    parts = [shares(size, rank, ranks, microbatches) for rank in range(ranks)]
-    held = [i for rank in parts for at in rank for i in range(size)[at]]
-    assert sorted(held) == list(range(size))
-    for i in range(microbatches):  # all ranks' i-th together are one device's i-th
-        together = sorted(j for rank in parts for j in range(size)[rank[i]])
-        assert together == list(range(size)[share(size, i, microbatches)])
+# The loader; order and shares: test_order.py
 
 
 @pytest.mark.parametrize("source", [Memory((X, Y)), Map(Pairs()), Stream(Streamed())], ids=lambda s: type(s).__name__)

@@ -40,6 +40,9 @@ class Encoded:
     arena: int | None
     """File descriptor of the arena, if anything is large."""
 
+    modules: tuple[str, ...] = ()
+    """What the receiver will import: where the classes and functions of the message come from."""
+
     def close(self) -> None:
         if self.arena is not None:
             os.close(self.arena)
@@ -55,7 +58,7 @@ class Encoded:
 def encode(message: Any, *, what: str = "the message", remedy: str = "pass a function that builds it") -> Encoded:
     """Pickle ``message``. What cannot be pickled is a ``JobError`` that names the part of ``what``."""
     try:
-        body, views = _pickle(message)
+        body, views, modules = _pickle(message)
     except Exception as error:
         path, part, cause = _culprit(what, message, error)
         raise JobError(
@@ -75,7 +78,7 @@ def encode(message: Any, *, what: str = "the message", remedy: str = "pass a fun
             size += -(-view.nbytes // ALIGNMENT) * ALIGNMENT
         slices.append((pieces[place][0], view.nbytes, view.readonly))
     inline = pickle.dumps((body, size, slices), pickle.HIGHEST_PROTOCOL)
-    return Encoded(inline, _write(size, pieces.values()) if views else None)
+    return Encoded(inline, _write(size, pieces.values()) if views else None, modules)
 
 
 def decode(inline: bytes, arena: int | None) -> Any:
@@ -110,8 +113,8 @@ def _write(size: int, pieces: Iterable[tuple[int, memoryview]]) -> int:
     return fd
 
 
-def _pickle(message: Any) -> tuple[bytes, list[memoryview]]:
-    """The pickle, and the large buffers it refers to, in order."""
+def _pickle(message: Any) -> tuple[bytes, list[memoryview], tuple[str, ...]]:
+    """The pickle, the large buffers it refers to, in order, and the modules it names."""
     views: list[memoryview] = []
 
     def keep_inline(buffer: pickle.PickleBuffer) -> bool:
@@ -121,8 +124,9 @@ def _pickle(message: Any) -> tuple[bytes, list[memoryview]]:
         return view.nbytes < LARGE
 
     file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=keep_inline).dump(message)
-    return file.getvalue(), views
+    pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=keep_inline)
+    pickler.dump(message)
+    return file.getvalue(), views, tuple(sorted(pickler.modules - {"__main__", "builtins"}))
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -131,8 +135,11 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self.modules: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__:
+            self.modules.add(obj.__module__)
         if type(obj) is torch.Tensor:
             rebuild, args = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if args and isinstance(args[0], torch.UntypedStorage):  # torch rebuilds from typed ones alone

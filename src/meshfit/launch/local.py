@@ -10,8 +10,11 @@ exception, a ``break``, Ctrl-C) ends the ranks; so does the death of the caller.
 first cause is raised here: ranks that merely lost their connection to it do not hide it.
 """
 
+import os
 import shutil
 import signal
+import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,7 +45,7 @@ class Ranks:
     def __enter__(self) -> Self:
         warm.warm()  # imports torch while we pickle
         with encode(self._work, what="work") as work:
-            self._run, self._channels = warm.fork(self.size)
+            self._run, self._channels = warm.fork(self.size, _installed(work.modules))
             self._open = set(range(self.size))
             try:
                 for rank, channel in enumerate(self._channels):
@@ -174,6 +177,13 @@ class Ranks:
             except RankError:  # the kernel has killed them with the template
                 return True
         return True
+
+
+def _installed(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of installed packages. The user's own may change between two runs: ranks import them afresh."""
+    homes = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib"))
+    files = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in modules)
+    return tuple(name for name, file in files if file and file.startswith(homes))
 
 
 def _fail(rank: int, raised: Raised) -> NoReturn:

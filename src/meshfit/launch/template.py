@@ -7,7 +7,8 @@ they are needed.)
 
 A run is one more socket, which comes with one end of a channel for every rank to fork:
 
-    caller -> template    "end"                   end the ranks: SIGTERM, a moment later SIGKILL
+    caller -> template    (path, modules)         first: sys.path, and what to import before the ranks are forked
+                          "end"                   end the ranks: SIGTERM, a moment later SIGKILL
                           "stacks"                let each rank print its stack on the run's stderr
     template -> caller    ("forked", folder)      the ranks are there, and meet in this folder
                           ("exited", rank, code)  one has ended, with this exit code (-9: by signal 9)
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -50,14 +52,19 @@ def serve(control: int, caller: int, also: tuple[str, ...], by_main_thread: bool
         die_with_parent(signal.SIGTERM, caller)
     for name in PRELOAD:
         importlib.import_module(name)
-    for name in also:
+    _load(also)
+    gc.enable()
+    Template(socket.socket(fileno=control), caller).serve()
+    os._exit(0)
+
+
+def _load(modules: Iterable[str]) -> None:
+    """Import what ranks will need, once for all of them."""
+    for name in modules:
         with suppress(Exception):  # a rank that needs it will say what is wrong
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that collecting garbage in a rank does not write to every page
-    gc.enable()
-    Template(socket.socket(fileno=control), caller).serve()
-    os._exit(0)
 
 
 def die_with_parent(number: int, parent: int) -> None:
@@ -137,6 +144,10 @@ class Template:
         end, stdout, stderr, *ends = fds
         run = Run(Channel(socket.socket(fileno=end)), tempfile.mkdtemp(prefix="meshfit-"), stderr)
         self.runs.append(run)
+        with suppress(EOFError, ConnectionError):
+            sys.path[:], modules = run.channel.recv()
+            if not sys.modules.keys() >= set(modules):
+                _load(modules)
         for rank, mine in enumerate(ends):
             if run.channel.poll():  # ended before it began
                 break

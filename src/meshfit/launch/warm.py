@@ -70,8 +70,10 @@ def warm(*also: str) -> None:
             _hold = _Hold(_also)
 
 
-def fork(size: int) -> tuple[Channel, list[Channel]]:
+def fork(size: int, modules: tuple[str, ...] = ()) -> tuple[Channel, list[Channel]]:
     """Ask the template for ``size`` ranks: the run's channel to it, and a channel to each rank.
+
+    It imports ``modules`` before it forks: once for all ranks, and for those of later runs.
 
     Does not wait for the template to be ready: what is sent to the ranks meanwhile waits for them.
     """
@@ -80,6 +82,7 @@ def fork(size: int) -> tuple[Channel, list[Channel]]:
     pairs = [pair() for _ in range(size + 1)]
     try:
         warm()
+        pairs[0][0].send((list(sys.path), modules))
         with _lock:
             assert _hold is not None
             run, *ranks = (theirs.fileno() for _, theirs in pairs)
