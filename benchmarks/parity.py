@@ -1,7 +1,7 @@
 """Does every plan train like one device?
 
     python benchmarks/parity.py
-    python benchmarks/parity.py --models gpt2,resnet18 --plans "data=2;data=4"
+    python benchmarks/parity.py --models gpt2,resnet10 --plans "data=2;data=4"
     python benchmarks/parity.py --rounding      # what the order of summing alone does to one device
 
 Trains every model of the zoo for 20 steps under every plan of ``TRIALS`` and compares with ``train_alone``, a

@@ -61,7 +61,7 @@ def small() -> nn.Module:
 
 
 def heavy() -> nn.Module:
-    """A residual net of 0.7 M weights."""
+    """A residual net of 0.5 M weights."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1),
         Residual(32),
@@ -154,12 +154,11 @@ def picture(rows: list[dict]) -> str:
             )
             out.append(f'<text x="{middle:.1f}" y="{bottom + 16}" text-anchor="middle">{row["ranks"]}</text>')
         middle = (x0 + x1) / 2
-        out.append(f'<text x="{middle:.1f}" y="{bottom + 34}" text-anchor="middle">ranks, one thread each</text>')
+        out.append(f'<text x="{middle:.1f}" y="{bottom + 34}" text-anchor="middle">ranks (above: meshfit / raw)</text>')
     for i, loop in enumerate(LOOPS):
         x = left + i * 84
         out.append(f'<rect x="{x}" y="32" width="11" height="11" fill="{colours[loop]}"/>')
         out.append(f'<text x="{x + 16}" y="42">{loop}</text>')
-    out.append(f'<text x="{left + 168}" y="42" fill="#666">number: meshfit / raw</text>')
     return "\n".join([*out, "</svg>\n"])
 
 
