@@ -236,10 +236,10 @@ class Partly(nn.Module):
 class TwoDtypes(nn.Module):
     def __init__(self):
         super().__init__()
-        self.single, self.double = nn.Linear(6, 8), nn.Linear(8, 3).double()
+        self.coarse, self.fine = nn.Linear(6, 8), nn.Linear(8, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.double(self.single(x).double()).float()
+        return self.fine(self.coarse(x).double()).float()
 
 
 def convolutional() -> nn.Module:
