@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshfit import layout
 from meshfit.job import Job
+from meshfit.launch import heap
 from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
@@ -81,6 +82,8 @@ class Here:
         was_on = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if self.world.size > 1:
             connect(self.world)
+        elif self.world.device.type == "cpu":
+            heap.keep()
         run = Run(replace(self.job, model=self.model), self.world, folder=self._folder, same=False)
         self.notes = run.notes
         self.last_step = run.last_step

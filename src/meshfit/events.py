@@ -1,9 +1,8 @@
-"""What a rank did and when: spans and numbers, kept cheaply, written to one file a rank.
+"""What a rank did and when: spans, kept cheaply, written to one file a rank.
 
 Nothing in the training loop knows who reads them. A line is a JSON object:
 
     {"span": "exchange", "step": 12, "at": 3.4712, "for": 0.0031}
-    {"step": 12, "at": 3.4750, "loss": 0.4123, "samples": 3072}
 
 ``at`` and ``for`` are seconds, ``at`` since the rank's first event; the first line says when that was.
 """
@@ -11,8 +10,6 @@ Nothing in the training loop knows who reads them. A line is a JSON object:
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,23 +30,16 @@ class Events:
             self._file = (folder / f"rank{rank}.jsonl").open("w")
             self._line({"rank": rank, "time": time.time()})
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> "_Span":
         """Time what happens within."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            ended = time.perf_counter()
-            self.seconds[name] += ended - began
-            if self._file is not None:
-                at, took = began - self.start, ended - began
-                self._lines.append(f'{{"span": "{name}", "step": {self.step}, "at": {at:.6f}, "for": {took:.6f}}}\n')
+        return _Span(self, name)
 
-    def numbers(self, **values: Any) -> None:
+    def add(self, name: str, began: float, ended: float) -> None:
+        self.seconds[name] += ended - began
         if self._file is not None:
-            self._line({"step": self.step, "at": round(time.perf_counter() - self.start, 6), **values})
-            if time.perf_counter() - self._flushed > FLUSH_SECONDS:
+            at, took = began - self.start, ended - began
+            self._lines.append(f'{{"span": "{name}", "step": {self.step}, "at": {at:.6f}, "for": {took:.6f}}}\n')
+            if ended - self._flushed > FLUSH_SECONDS:
                 self.flush()
 
     def _line(self, value: dict[str, Any]) -> None:
@@ -67,3 +57,16 @@ class Events:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class _Span:
+    __slots__ = ("began", "events", "name")
+
+    def __init__(self, events: Events, name: str):
+        self.events, self.name = events, name
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.events.add(self.name, self.began, time.perf_counter())

@@ -40,7 +40,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             reading = Reading(loss, updated.norm, updated.taken, *riders.broken)
         run.step, run.samples = run.step + 1, run.samples + batch.size
         watch.see(reading, batch)
-        step = Step(
+        yield Step(
             step=run.step,
             epoch=batch.epoch,
             last=batch.last,
@@ -50,7 +50,6 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             reading=reading,
             valid=run.evaluate() if run.evaluation_is_due(batch) else None,
         )
-        yield step
         if run.out_of_patience:
             break
     watch.finish()

@@ -14,11 +14,11 @@ class Reading:
 
     def __init__(self, *numbers: Tensor | float | bool):
         self._event: Any = None
+        self._values: list[float] | None = None
         device = next((n.device for n in numbers if isinstance(n, Tensor) and n.is_cuda), None)
         if device is None:
             self._values = [float(n) for n in numbers]
             return
-        self._values: list[float] | None = None
         packed = torch.stack([torch.as_tensor(n, dtype=torch.float32, device=device) for n in numbers])
         self._numbers = torch.empty(len(numbers), pin_memory=True)
         self._numbers.copy_(packed, non_blocking=True)

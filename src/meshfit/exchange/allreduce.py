@@ -19,7 +19,7 @@ all of them need not look: what it reached was reached somewhere. A rank that di
 last bucket cannot have gone before it knows) and drops the gradients that nobody made.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,27 +43,13 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Riders:
-    """What travels with the gradients. Sums over ranks once ``AllReduce.finish`` has returned them."""
+    """What travelled with the gradients, summed over ranks: numbers on CPUs, tensors on GPUs."""
 
-    numbers: Tensor
-    """loss, count, stop, then one flag a rank: its loss was not finite."""
-
-    @property
-    def loss(self) -> Tensor:
-        return self.numbers[0]
-
-    @property
-    def count(self) -> Tensor:
-        return self.numbers[1]
-
-    @property
-    def stop(self) -> bool:
-        return bool(self.numbers[2])
-
-    @property
-    def broken(self) -> Tensor:
-        """One flag a rank: its loss was not finite."""
-        return self.numbers[3:]
+    loss: Tensor | float
+    count: Tensor | float
+    stop: Tensor | float
+    broken: Sequence[Tensor | float]
+    """One flag a rank: its loss was not finite."""
 
 
 class AllReduce:
@@ -75,6 +61,7 @@ class AllReduce:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self.numbers = torch.zeros(3 + self.degree, device=device)
+        self._alone = Riders(0.0, 0.0, 0.0, [0.0])
         self._buckets: list[_Bucket] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._reached: set[int] = set()
@@ -116,20 +103,21 @@ class AllReduce:
 
     def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
         """The next backward is the last of this step: gradients that it completes may go."""
-        numbers = self.numbers
-        if numbers.is_cpu:
-            values = [0.0] * numbers.numel()
-            values[:3], values[3 + self.rank] = [float(loss), float(count), float(stop)], float(broken)
-            numbers.copy_(torch.tensor(values))
+        mine = [0.0] * self.degree
+        if self.group is None:
+            self._alone = Riders(loss, count, float(stop), [broken])
+            return
+        if self.numbers.is_cpu:
+            mine[self.rank] = float(broken)
+            self.numbers.copy_(torch.tensor([loss, count, float(stop), *mine], dtype=torch.float64))
         else:
-            numbers.zero_()
+            numbers = self.numbers.zero_()
             numbers[0], numbers[1], numbers[2], numbers[3 + self.rank] = loss, count, float(stop), broken
         self._next, self._armed = 0, True
         self._reached.clear()
         for bucket in self._buckets:
             bucket.waiting, bucket.work = len(bucket.parameters), None
-        if self._buckets:
-            self._reached_flags.fill_(1.0)
+        self._reached_flags.fill_(1.0)
 
     def _launch(self) -> None:
         """Start the sums of all buckets that are complete, in order."""
@@ -142,7 +130,7 @@ class AllReduce:
         """Wait until every gradient is summed. Call after the backward that ``arm`` announced."""
         self._armed = False
         if self.group is None:
-            return Riders(self.numbers)
+            return self._alone
         missing = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached] if self._behind else []
         if missing:
             self._reached_flags[missing] = 0.0
@@ -155,7 +143,8 @@ class AllReduce:
         for i in missing:  # see [Note: unused parameters]
             if not self._reached_flags[i]:
                 self.parameters[i].grad = None
-        return Riders(self.numbers)
+        loss, count, stop, *broken = self.numbers.tolist() if self.numbers.is_cpu else self.numbers
+        return Riders(loss, count, stop, broken)
 
     @property
     def _behind(self) -> bool:

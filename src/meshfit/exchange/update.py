@@ -8,6 +8,7 @@ On a GPU nothing waits: with a fused optimizer the factor and the decision are h
 host reads what happened one step later.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +53,15 @@ class Update:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def __call__(self, gradients: list[Tensor], loss: Tensor, correction: Tensor | float = 1.0) -> Updated:
+    def __call__(self, gradients: list[Tensor], loss: Tensor | float, correction: Tensor | float = 1.0) -> Updated:
         """``correction`` is what the gradients must be multiplied by to be those of the true mean."""
         if self.scale is not None:
             correction = correction / self.scale.value
-        norm = total_norm(gradients) * correction
-        if loss.is_cpu:
-            updated = self._on_host(gradients, float(norm), float(loss), float(correction))
+        norm = total_norm(gradients)
+        if norm.is_cpu:
+            updated = self._on_host(gradients, norm.item() * float(correction), float(loss), float(correction))
         else:
-            updated = self._on_device(gradients, norm, loss, correction)
+            updated = self._on_device(gradients, norm * correction, torch.as_tensor(loss), correction)
         if self.scale is not None:
             self.scale.update(~torch.as_tensor(updated.taken, device=self.scale.value.device))
         if self.scheduler is not None:
@@ -70,7 +71,7 @@ class Update:
         return updated
 
     def _on_host(self, gradients: list[Tensor], norm: float, loss: float, factor: float) -> Updated:
-        taken = abs(norm) < float("inf") and abs(loss) < float("inf")
+        taken = math.isfinite(norm) and math.isfinite(loss)
         if taken:
             if self.clip is not None:
                 factor *= min(1.0, self.clip / (norm + 1e-6))

@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from meshfit.launch import heap
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -43,6 +45,7 @@ def connect(world: World, *, folder: str | None = None, timeout: float = 600.0) 
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     else:
+        heap.keep()
         here = world.size if folder else int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         torch.set_num_threads(max(1, cores() // here))
     if world.size == 1 or dist.is_initialized():

@@ -6,6 +6,7 @@ The gradients of the last backward are final, so exchange may sum them while it 
     bubble    none; devices meet only to sum gradients
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +44,9 @@ class Passes:
                 value = share.detach()
                 if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
                     value = torch.where(count > 0, value, 0.0)
-                total, counted = total + value, counted + count
+                total, counted = total + self._read(value), counted + self._read(count)
             if part is batch.microbatches[-1]:
-                broken = ~torch.isfinite(total) if isinstance(total, Tensor) else False
+                broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
                 self.exchange.arm(total, counted, stop=stop(), broken=broken)
             (share if self.scale is None else share * self.scale.value).backward()
 
@@ -69,6 +70,10 @@ class Passes:
         count = self.over.count(part.content)
         return loss * count / self._nominal(batch), count
 
+    def _read(self, number: Tensor | float) -> Tensor | float:
+        """A number at once on CPUs; on GPUs it stays where it is, and nobody waits."""
+        return number.item() if isinstance(number, Tensor) and number.is_cpu else number
+
     def _alone(self, batch: Batch) -> bool:
         """The whole batch goes through at once here: its loss needs no weight."""
         return self.exchange.degree == 1 and len(batch.microbatches) == 1
@@ -77,8 +82,8 @@ class Passes:
         """What the mean would be over if every sample had its usual number of targets."""
         return batch.size * self.over.unit
 
-    def correction(self, batch: Batch, count: Tensor) -> Tensor | float:
+    def correction(self, batch: Batch, count: Tensor | float) -> Tensor | float:
         """The factor from what was summed to the true mean, once the count over all ranks is known."""
         if self.over.known or self._alone(batch):
             return 1.0
-        return self._nominal(batch) / count.double()
+        return self._nominal(batch) / (count.double() if isinstance(count, Tensor) else count or math.nan)
