@@ -1,9 +1,10 @@
 """Start the template of all ranks while pytest collects."""
 
+from meshfit.drive import RANK_MODULES
 from meshfit.launch.warm import warm
 
 
 def pytest_configure() -> None:
     # What pytest's rewritten asserts call; and what cloudpickle believes a test needs that names both
     # ``dist`` and ``torch.tensor``.
-    warm("_pytest.assertion.rewrite", "torch.distributed.tensor")
+    warm("_pytest.assertion.rewrite", "torch.distributed.tensor", *RANK_MODULES)

@@ -72,7 +72,8 @@ def test_loss_scale_is_taken_out_and_follows_overflow() -> None:
 def test_takes_the_fused_kernel_unless_the_user_chose() -> None:
     params = lambda: list(nn.Linear(2, 2).parameters())
     assert fuse(torch.optim.AdamW(params()))
-    assert fuse(torch.optim.SGD(params(), lr=0.1, fused=True))
+    assert Update(torch.optim.SGD(params(), lr=0.1, fused=True)).fused
+    assert not Update(torch.optim.AdamW(params()), may_fuse=False).fused
     assert not fuse(torch.optim.AdamW(params(), foreach=False))
     assert not fuse(torch.optim.AdamW(params(), fused=False))
     assert not fuse(torch.optim.RMSprop(params()))

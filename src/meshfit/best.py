@@ -1,5 +1,7 @@
 """The best weights so far, by a metric, and when to give up waiting for better ones."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -16,12 +18,13 @@ class Best:
     def consider(self, measured: dict[str, float], model: nn.Module) -> None:
         name = self.metric.lstrip("-")
         value = -measured[name] if self.metric.startswith("-") else measured[name]
-        if self.value is not None and not value > self.value:
+        if self.value is not None and not (value > self.value or math.isnan(self.value)):
             self.misses += 1
             return
         self.value, self.misses = value, 0
         with torch.no_grad():
-            self.weights = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
+            named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+            self.weights = {name: tensor.detach().clone() for name, tensor in named}
 
     @property
     def given_up(self) -> bool:

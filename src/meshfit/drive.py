@@ -5,23 +5,27 @@ both end with exactly the weights of that step: ranks may already be at the next
 """
 
 import time
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit import layout
+from meshfit.errors import JobError, NonFiniteError
 from meshfit.job import Job
 from meshfit.launch import heap
 from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
+from meshfit.observe.folder import new_folder
 from meshfit.plan import Plan
-from meshfit.run import Run
+from meshfit.run import Run, tensors_of
 from meshfit.step import Step
 
 RANK_MODULES = ("torch._dynamo", "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
@@ -37,7 +41,6 @@ class Outcome:
     seconds: float
     phases: list[dict[str, float]]
     """By rank: seconds in data, forward_backward, exchange, update, evaluate."""
-    best: float | None = None
     captured: dict[str, Any] = field(default_factory=dict)
     """What a tap put aside in the first rank."""
 
@@ -46,132 +49,158 @@ Tap = Callable[[Run], None]
 """Given each rank's run before it starts, to look into it."""
 
 
-def begin(job: Job, *, lockstep: bool, folder: Path | None = None, tap: Tap | None = None) -> "Here | Ranked":
+def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
     given = from_environment()
     if given is not None:
-        return Here(job.settled(count=given.size, kind=given.device.type), given, lockstep, folder, tap)
+        return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
     job = job.settled()
-    assert isinstance(job.plan, Plan)
-    assert isinstance(job.devices, Devices)
-    if job.plan.devices == 1:
-        return Here(job, World(0, 1, job.devices.device(0)), lockstep, folder, tap)
-    return Ranked(job, lockstep, folder, tap)
+    return (Here if _plan(job).devices == 1 else Ranked)(job, lockstep, tap)
 
 
-class Here:
-    """Trains in this process: a world of one, or one rank of a world that torchrun made."""
+class Training:
+    """A training that can be iterated, once, for its steps."""
 
-    def __init__(self, job: Job, world: World, lockstep: bool, folder: Path | None, tap: Tap | None = None):
-        self.job, self.world = job, world
+    def __init__(self, job: Job, lockstep: bool, tap: Tap | None):
+        self.model = job.build()
+        layout.check(_plan(job), self.model)
+        self.job = job
         self.notes: list[str] = []
-        self.outcome: Outcome | None = None
-        self._lockstep, self._folder, self._tap = lockstep, folder, tap
-        self._stop = False
-        self.model = _checked(job)
         self.last_step: int | None = None
-        self.iterator: Iterator[Step] | None = None
+        """How many steps it will be; None while that is not known."""
+        self.outcome: Outcome | None = None
+        self.writes = job.out is not None
+        """Whether this process writes the run's folder."""
+        self.folder: Path | None = None
+        self._lockstep, self._tap = lockstep, tap
+        self._stop = False
+        self._iterator: Generator[Step, None, None] | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        self.iterator = self._steps()
-        return self.iterator
+        self._iterator = self._steps()
+        return self._iterator
 
-    def _steps(self) -> Iterator[Step]:
-        from meshfit.loop import train
+    def __enter__(self) -> Self:
+        return self
 
-        was_on = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+    def __exit__(self, *error: object) -> None:
+        """End it, whatever state it is in: no rank is left."""
+        if self._iterator is not None:
+            self._iterator.close()
+
+    def stop(self) -> None:
+        """End after the step that was last seen."""
+        self._stop = True
+
+    def finish(self) -> None:
+        """Stop, wait for the end, and have the weights in the caller's model."""
+        self.stop()
+        if self._iterator is not None:
+            for _ in self._iterator:
+                pass
+
+    @abstractmethod
+    def _steps(self) -> Generator[Step, None, None]: ...
+
+
+class Here(Training):
+    """Trains in this process: a world of one, or one rank of a world that torchrun made."""
+
+    def __init__(self, job: Job, lockstep: bool, tap: Tap | None, world: World | None = None):
+        super().__init__(job, lockstep, tap)
+        assert isinstance(job.devices, Devices)
+        self.world = world or World(0, 1, job.devices.device(0))
         if self.world.size > 1:
             connect(self.world)
         elif self.world.device.type == "cpu":
             heap.keep()
-        run = Run(replace(self.job, model=self.model), self.world, folder=self._folder, same=False)
-        self.notes = run.notes
-        self.last_step = run.last_step
-        run.may_stop = self._lockstep and self.world.size > 1
-        if self._tap is not None:
-            self._tap(run)
-        try:
-            for step in train(run, stop=lambda: self._stop):
-                yield step
-                if self._stop and self.world.size == 1:
-                    break
-            self.outcome = outcome_of(run)
-        finally:
-            run.close()
-            self.model.to(was_on)
+        self.writes &= self.world.rank == 0
+        found = [new_folder(job.out) if self.writes and job.out is not None else None]
+        if self.world.size > 1 and job.out is not None:
+            dist.broadcast_object_list(found)
+        (self.folder,) = found
+
+    def _steps(self) -> Generator[Step, None, None]:
+        from meshfit.loop import train
+
+        with _as_found(self.model, self.world):
+            run = Run(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
+            self.notes, self.last_step = run.notes, run.last_step
+            run.may_stop = self._lockstep and self.world.size > 1
+            if self._tap is not None:
+                self._tap(run)
+            try:
+                for step in train(run, stop=lambda: self._stop):
+                    yield step
+                    if self._stop and self.world.size == 1:
+                        break
+                self.outcome = outcome_of(run)
+            finally:
+                run.close()
         load(self.model, self.outcome.weights)
 
-    def stop(self) -> None:
-        self._stop = True
 
-    def finish(self) -> None:
-        """Stop, and take the weights."""
-        _finish(self)
+@contextmanager
+def _as_found(model: nn.Module, world: World) -> Iterator[None]:
+    """Afterwards the model is on its device and in its modes, and the process draws random numbers, as before."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    modes = {module: module.training for module in model.modules()}
+    gpus = [world.device] if world.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(gpus, enabled=world.size == 1):
+            yield
+    finally:
+        model.to(device)
+        for module, mode in modes.items():
+            module.training = mode
 
 
-class Ranked:
+class Ranked(Training):
     """Trains in ranks started for it; this process hears of every step and gets the weights at the end."""
 
-    def __init__(self, job: Job, lockstep: bool, folder: Path | None, tap: Tap | None = None):
+    def __init__(self, job: Job, lockstep: bool, tap: Tap | None):
         from meshfit.launch.warm import warm
 
-        warm(
-            "torch._dynamo", "meshfit.loop", "meshfit.drive"
-        )  # the ranks' template loads torch while the model is built
-        self.job = job
-        self.model = _checked(job)
-        self.outcome: Outcome | None = None
-        self.notes: list[str] = []
-        self.last_step: int | None = None
-        self._stop = False
-        self._lockstep = lockstep
-        self._work = Work(replace(job, model=self.model), lockstep, folder, tap)
-        self.iterator: Iterator[Step] | None = None
+        warm(*RANK_MODULES)  # the template loads torch while the model is built
+        super().__init__(job, lockstep, tap)
+        self.folder = None if job.out is None else new_folder(job.out)
 
-    def __iter__(self) -> Iterator[Step]:
-        self.iterator = self._steps()
-        return self.iterator
-
-    def _steps(self) -> Iterator[Step]:
-        from meshfit.launch.local import Ranks
-
-        assert isinstance(self.job.plan, Plan)
-        assert isinstance(self.job.devices, Devices)
-        with Ranks(self._work, size=self.job.plan.devices, devices=self.job.devices) as ranks:
+    def _steps(self) -> Generator[Step, None, None]:
+        work = Work(replace(self.job, model=self.model), self._lockstep, self.folder, self._tap)
+        with started(self.job, work) as ranks:
             for _, message in ranks.messages():
                 if isinstance(message, Begun):
                     self.notes, self.last_step = message.notes, message.last_step
-                    continue
-                for step in message:
-                    if not self._stop:
-                        yield step
-                    if self._lockstep:
-                        ranks.send(0, "stop" if self._stop else "go")
-            self.outcome = ranks.results[0]
-            assert self.outcome is not None
-            load(self.model, self.outcome.weights)
-
-    def stop(self) -> None:
-        self._stop = True
-
-    def finish(self) -> None:
-        """Stop, wait for the ranks, and take their weights."""
-        _finish(self)
+                elif isinstance(message, Outcome):  # the last words of ranks that will raise
+                    load(self.model, message.weights)
+                else:
+                    for step in message:
+                        if not self._stop:
+                            yield step
+                        if self._lockstep:
+                            ranks.send(0, "stop" if self._stop else "go")
+            outcome = ranks.results[0]
+        assert isinstance(outcome, Outcome)
+        load(self.model, outcome.weights)
+        self.outcome = outcome
 
 
-def _checked(job: Job) -> nn.Module:
-    """The job's model, if it can take the plan."""
-    assert isinstance(job.plan, Plan)
-    model = job.build()
-    layout.check(job.plan, model)
-    return model
+@contextmanager
+def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
+    """Ranks at ``work``. Where the model that a function built cannot be sent, the function is."""
+    from meshfit.launch.local import Ranks
 
-
-def _finish(training: "Here | Ranked") -> None:
-    training.stop()
-    if training.iterator is not None:
-        for _ in training.iterator:
-            pass
+    assert isinstance(job.devices, Devices)
+    with ExitStack() as stack:
+        size = _plan(job).devices
+        try:
+            ranks = stack.enter_context(Ranks(work, size=size, devices=job.devices))
+        except JobError:
+            if isinstance(job.model, nn.Module):
+                raise
+            work = replace(work, job=replace(work.job, model=job.model))
+            ranks = stack.enter_context(Ranks(work, size=size, devices=job.devices))
+        yield ranks
 
 
 @dataclass(frozen=True)
@@ -205,6 +234,10 @@ class Work:
             for step in train(run, stop=feed.stopped if feed is not None else lambda: False):
                 if feed is not None:
                     feed.add(step)
+        except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
+            if feed is not None:
+                channel.send(Outcome(weights=_on_cpu(tensors_of(run.model)), notes=run.notes, seconds=0.0, phases=[]))
+            raise
         finally:
             if feed is not None:
                 feed.flush()
@@ -242,34 +275,36 @@ class Feed:
         return asked
 
 
-def everywhere(job: Job, work: Callable[[World], Any]) -> list[Any]:
+@dataclass(frozen=True)
+class Silent:
+    """Work on a job that tells the caller nothing until it returns."""
+
+    job: Job
+    work: Callable[[Job, World], Any]
+
+    def __call__(self, world: World, channel: Channel) -> Any:
+        return self.work(self.job, world)
+
+
+def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
     """What ``work`` returns in each rank of the job's plan, by rank; the job must be settled."""
-    assert isinstance(job.plan, Plan)
     assert isinstance(job.devices, Devices)
     given = from_environment()
+    built = replace(job, model=job.build())
     if given is not None and given.size > 1:
         connect(given)
         results: list[Any] = [None] * given.size
-        dist.all_gather_object(results, work(given))
+        dist.all_gather_object(results, work(built, given))
         return results
-    if job.plan.devices == 1:
-        return [work(World(0, 1, job.devices.device(0)))]
-    from meshfit.launch.local import Ranks
+    if _plan(job).devices == 1:
+        world = World(0, 1, job.devices.device(0))
+        with _as_found(built.model, world):
+            return [work(built, world)]
     from meshfit.launch.warm import warm
 
     warm(*RANK_MODULES)
-    with Ranks(_Silent(work), size=job.plan.devices, devices=job.devices) as ranks:
+    with started(job, Silent(built, work)) as ranks:
         return ranks.results
-
-
-@dataclass(frozen=True)
-class _Silent:
-    """Work that tells the caller nothing until it returns."""
-
-    work: Callable[[World], Any]
-
-    def __call__(self, world: World, channel: Channel) -> Any:
-        return self.work(world)
 
 
 def outcome_of(run: Run) -> Outcome:
@@ -280,18 +315,25 @@ def outcome_of(run: Run) -> Outcome:
         phases = [None] * run.world.size
         dist.all_gather_object(phases, mine)
     return Outcome(
-        weights={name: tensor.cpu() for name, tensor in run.final_weights().items()},
+        weights=_on_cpu(run.final_weights()),
         notes=run.notes,
         seconds=time.perf_counter() - run.started,
         phases=phases,
-        best=None if run.best is None else run.best.value,
         captured=run.captured,
     )
+
+
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
 def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Put trained weights into the caller's model, where its tensors are."""
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor):
-            tensor.copy_(weights[name])
+    for name, tensor in tensors_of(model).items():
+        tensor.copy_(weights[name])
+
+
+def _plan(job: Job) -> Plan:
+    assert isinstance(job.plan, Plan)
+    return job.plan

@@ -4,14 +4,15 @@ Results come back on the CPU, in the order of the samples.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from meshfit.data import tree
 from meshfit.data.loader import Loader
-from meshfit.data.source import Stream, few_samples, open_source
+from meshfit.data.source import open_source
 from meshfit.drive import everywhere
-from meshfit.errors import clearly
+from meshfit.errors import JobError, clearly, did_you_mean
 from meshfit.evaluation import measure, outputs_of
 from meshfit.job import Job
 from meshfit.launch.world import World, from_environment
@@ -26,8 +27,10 @@ def evaluate(model: Any, data: Any, **asked: Any) -> dict[str, float]:
 
     Takes of ``fit``'s keywords: loss, step, metrics, batch_size, plan, devices, precision.
     """
-    job = _settled({"model": model, "data": data, "valid": data, **asked})
-    return everywhere(job, _Evaluate(replace(job, model=job.build())))[0]
+    job = _settled({"model": model, "data": data, "valid": data}, asked, "evaluate")
+    if job.loss is None and job.step is None and not job.metrics and not isinstance(data, Mapping):
+        raise JobError("evaluate has nothing to measure", "give loss=, or metrics={name: function}")
+    return everywhere(job, _evaluate)[0]
 
 
 @clearly
@@ -37,41 +40,42 @@ def predict(model: Any, data: Any, **asked: Any) -> Any:
     ``data`` is given as to ``fit``: targets, the last of a tuple, are left out. Takes batch_size, plan, devices,
     precision.
     """
-    job = _settled({"model": model, "data": data, **asked})
-    parts = [part for found in everywhere(job, _Predict(replace(job, model=job.build()))) for part in found]
+    job = _settled({"model": model, "data": data}, asked, "predict")
+    parts = [part for found in everywhere(job, _predict) for part in found]
     return tree.concatenate([outputs for _, outputs in sorted(parts, key=lambda part: part[0])])
 
 
-def _settled(asked: dict[str, Any]) -> Job:
-    given = from_environment()
-    job = Job.of(asked)
-    return job.settled() if given is None else job.settled(count=given.size, kind=given.device.type)
+TAKES = {
+    "predict": ("batch_size", "seed", "plan", "devices", "precision"),
+    "evaluate": ("loss", "step", "metrics", "batch_size", "seed", "plan", "devices", "precision"),
+}
 
 
-@dataclass(frozen=True)
-class _Evaluate:
-    job: Job
-
-    def __call__(self, world: World) -> dict[str, float]:
-        job, loader, precision, model = _prepare(self.job, world)
-        few = None if isinstance(loader.source, Stream) else few_samples(loader.source)
-        own = job.loss is None and job.step is None
-        known = not own or (isinstance(few, Mapping) and any(key in few for key in TARGETS))
-        objective = job.objective if known else None
-        over = Over() if few is None or objective is None else find_over(objective, model, few, world.device)
-        return measure(model, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
+def _settled(given: dict[str, Any], asked: dict[str, Any], verb: str) -> Job:
+    for key in asked:
+        if key not in TAKES[verb]:
+            raise JobError(f"{verb} has no argument {key!r}", did_you_mean(key, TAKES[verb]))
+    world = from_environment()
+    job = Job.of({**given, **asked})
+    return job.settled() if world is None else job.settled(count=world.size, kind=world.device.type)
 
 
-@dataclass(frozen=True)
-class _Predict:
-    job: Job
+def _evaluate(job: Job, world: World) -> dict[str, float]:
+    loader, precision, model = _prepare(job, world)
+    few = loader.source.few()
+    own = job.loss is None and job.step is None
+    known = not own or (isinstance(few, Mapping) and any(key in few for key in TARGETS))
+    objective = job.objective if known else None
+    over = Over() if objective is None else find_over(objective, model, few, world.device)
+    return measure(model, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
 
-    def __call__(self, world: World) -> list[tuple[int, Any]]:
-        _, loader, precision, model = _prepare(self.job, world)
-        return list(outputs_of(model, loader, precision))
+
+def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
+    loader, precision, model = _prepare(job, world)
+    return list(outputs_of(model, loader, precision))
 
 
-def _prepare(job: Job, world: World):
+def _prepare(job: Job, world: World) -> tuple[Loader, Precision, nn.Module]:
     assert isinstance(job.plan, Plan)
     assert isinstance(job.batch_size, int)
     loader = Loader(
@@ -82,4 +86,4 @@ def _prepare(job: Job, world: World):
         device=world.device,
         shuffle=False,
     )
-    return job, loader, Precision(job.plan.precision), job.build().to(world.device)
+    return loader, Precision(job.plan.precision), job.build().to(world.device)

@@ -6,8 +6,10 @@ added up at the end in one collective: nothing is padded, nothing counted twice.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import nan
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -56,7 +58,10 @@ def measure(
             for part in batch.microbatches:
                 if not part.samples:
                     continue
-                if objective is not None:
+                outputs, targets = None, None
+                if objective is not None and not metrics:
+                    add("loss", *_weighed(objective(model, part.content), over, part.content, part.samples))
+                elif objective is not None:
                     loss, outputs, targets = objective.outputs(model, part.content)
                     add("loss", *_weighed(loss, over, part.content, part.samples))
                 else:
@@ -64,7 +69,8 @@ def measure(
                     outputs = call(model, inputs)
                 for name, metric in metrics.items():
                     add(name, *_reduced(name, metric(outputs, targets), part.samples))
-    return _mean_over_ranks(sums, loader)
+    summed = {"loss"} if over.kind == "sum" else set()
+    return _mean_over_ranks(sums, summed, loader)
 
 
 def _weighed(loss: Any, over: Over, content: Any, samples: int) -> tuple[Any, Any]:
@@ -74,12 +80,14 @@ def _weighed(loss: Any, over: Over, content: Any, samples: int) -> tuple[Any, An
     if over.kind == "targets":
         count = over.count(content)
         return torch.where(count > 0, loss, 0.0) * count, count
-    return (loss, 0.0) if over.kind == "sum" else (loss * samples, samples)
+    return (loss, 0) if over.kind == "sum" else (loss * samples, samples)
 
 
 def _reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
-    if isinstance(value, tuple | list) and len(value) == 2:
+    if isinstance(value, tuple) and len(value) == 2:
         return value[0], value[1]
+    if isinstance(value, list | np.ndarray):
+        value = torch.as_tensor(value)
     if isinstance(value, Tensor) and value.dim() == 1 and len(value) == samples:
         return value.double().sum(), samples
     if isinstance(value, Tensor) and value.numel() != 1:
@@ -90,13 +98,14 @@ def _reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
     return (value.double() if isinstance(value, Tensor) else value) * samples, samples
 
 
-def _mean_over_ranks(sums: dict[str, tuple[Any, Any]], loader: Loader) -> dict[str, float]:
+def _mean_over_ranks(sums: dict[str, tuple[Any, Any]], summed: set[str], loader: Loader) -> dict[str, float]:
+    """Totals over counts; those ``summed`` are left as totals. A mean over nothing is NaN."""
     flat = torch.tensor([float(value) for pair in sums.values() for value in pair], dtype=torch.float64)
     if loader.ranks > 1:
         flat = flat.to(loader.device)
         dist.all_reduce(flat)
-    totals = flat.view(-1, 2).tolist()
-    return {name: total / count if count else total for name, (total, count) in zip(sums, totals, strict=True)}
+    totals = zip(sums, flat.view(-1, 2).tolist(), strict=True)
+    return {name: total if name in summed else total / count if count else nan for name, (total, count) in totals}
 
 
 def outputs_of(model: nn.Module, loader: Loader, precision: Precision) -> Iterator[tuple[int, Any]]:
@@ -108,6 +117,10 @@ def outputs_of(model: nn.Module, loader: Loader, precision: Precision) -> Iterat
             for part in batch.microbatches:
                 if part.samples:
                     outputs = call(model, split(part.content)[0])
-                    yield at, tree.map_tensors(lambda t: t.float().cpu() if t.is_floating_point() else t.cpu(), outputs)
+                    yield at, tree.map_tensors(_on_cpu, outputs)
                     at += part.samples
             seen += batch.size
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).cpu()

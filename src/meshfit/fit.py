@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshfit.drive import begin
-from meshfit.errors import clearly
+from meshfit.errors import JobError, clearly
 from meshfit.job import Job
 from meshfit.observe.folder import Folder
 from meshfit.observe.progress import Progress
 from meshfit.observe.summary import show
-from meshfit.result import Result, new_folder
+from meshfit.result import Result
 from meshfit.step import Step
 
 Callback = Callable[[Step], Any]
@@ -29,7 +29,7 @@ asked_through: Callable[[dict[str, Any]], dict[str, Any]] = lambda asked: asked
 
 @clearly
 def fit(
-    model: Any, data: Any, *, callbacks: Sequence[Callback] = (), progress: bool | None = None, **asked: Any
+    model: Any, data: Any, *, callbacks: Callback | Sequence[Callback] = (), progress: bool | None = None, **asked: Any
 ) -> Result:
     """Train ``model`` on ``data``. The keywords are those of ``Job``: loss, optimizer, batch_size, epochs, plan, ...
 
@@ -37,18 +37,21 @@ def fit(
     ``ema=``). ``progress`` shows a bar; by default on terminals only.
     """
     job = Job.of(asked_through({"model": model, "data": data, **asked})).training()
-    path = None if job.out is None else new_folder(job.out)
-    training = begin(job, lockstep=bool(callbacks), folder=path)
+    watchers = [callbacks] if callable(callbacks) else list(callbacks)
+    for watcher in watchers:
+        if not callable(watcher):
+            raise JobError(f"callbacks= holds {watcher!r}, which is no function")
     history: list[Step] = []
-    with Progress(training, shown=progress) as bar, Folder(path, training.job) as folder:
+    training = begin(job, lockstep=bool(watchers))
+    with training, Progress(training, shown=progress) as bar, Folder(training) as folder:
         for step in training:
             history.append(step)
             bar.show(step)
             folder.add(step)
-            if "stop" in [callback(step) for callback in callbacks]:
+            said = [watcher(step) for watcher in watchers]
+            if any(isinstance(word, str) and word == "stop" for word in said):
                 training.stop()
-        result = Result.of(training, history, path)
-        folder.finish(result)
+    result = Result.of(training, history)
     if bar.shown:
         show(result)
     return result
@@ -60,9 +63,11 @@ def steps(model: Any, data: Any, **asked: Any) -> Iterator[Step]:
     The ranks wait for the caller at each step. Leaving the loop ends the training with the weights it has then,
     and puts them into the caller's model.
     """
-    training = begin(Job.of(asked_through({"model": model, "data": data, **asked})).training(), lockstep=True)
-    try:
-        for step in training:  # noqa: UP028  "yield from" would close the training when the loop is left
-            yield step
-    finally:
-        training.finish()
+    job = Job.of(asked_through({"model": model, "data": data, **asked})).training()
+    with begin(job, lockstep=True) as training, Folder(training) as folder:
+        try:
+            for step in training:
+                folder.add(step)
+                yield step
+        finally:
+            training.finish()

@@ -12,7 +12,7 @@ from torch import nn
 from meshfit.data.source import sample_count
 from meshfit.errors import JobError, PlanError, did_you_mean
 from meshfit.launch.devices import Devices, find
-from meshfit.objective import Objective
+from meshfit.objective import Objective, stated
 from meshfit.plan import Plan, settle
 
 
@@ -131,6 +131,10 @@ class Job:
         )
         _check(self.on_nan in ("stop", "skip"), "on_nan", self.on_nan, '"stop" or "skip"')
         _check(isinstance(self.metrics, Mapping), "metrics", self.metrics, 'a dict: {"accuracy": function}')
+        for name, metric in self.metrics.items():
+            _check(callable(metric), f"metrics[{name!r}]", metric, "a function of outputs and targets")
+        _check(self.steps is None or isinstance(self.steps, int), "steps", self.steps, "a whole number")
+        stated(self.objective)  # a loss that is no single number is refused here
         for name in ("best", "patience", "metrics"):
             if getattr(self, name) and self.valid is None:
                 raise JobError(f"{name}= needs valid=, data to evaluate on")
@@ -190,9 +194,10 @@ class Job:
                 f"that is {parts} parts: data={plan.data} x microbatches={plan.microbatches}",
                 f"batch_size={parts} would do, or data={max(1, size // plan.microbatches)}",
             )
-        samples = sample_count(self.data)
-        if samples == 0:
-            raise JobError("data= holds no sample")
+        for name in ("data", "valid"):
+            data = getattr(self, name)
+            if data is not None and sample_count(data, name) == 0:
+                raise JobError(f"{name}= holds no sample")
         return size
 
     def build(self) -> nn.Module:
@@ -203,7 +208,7 @@ class Job:
             torch.manual_seed(self.seed)
             model = self.model()
         if not isinstance(model, nn.Module):
-            raise JobError(f"model= is a function that returned a {type(model).__name__}, not an nn.Module")
+            raise JobError(f"model= is a function that returned {_what(model)}, not an nn.Module")
         return model
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -218,13 +223,28 @@ class Job:
         first = next(iter(_parameters(self.optimizer)), None)
         optimizer = self.optimizer(model if first == "model" else list(model.parameters()))
         if not hasattr(optimizer, "param_groups"):
-            raise JobError(f"optimizer= is a function that returned a {type(optimizer).__name__}, not an optimizer")
+            raise JobError(f"optimizer= is a function that returned {_what(optimizer)}, not an optimizer")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise JobError(
+                "LBFGS evaluates the loss several times a step", "meshfit computes it once: use another optimizer"
+            )
         return optimizer
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, steps: int | None) -> Any:
         if self.scheduler is None:
             return None
-        return self.scheduler(optimizer, steps) if len(_parameters(self.scheduler)) > 1 else self.scheduler(optimizer)
+        needs = _parameters(self.scheduler)
+        if isinstance(self.scheduler, type) and len(needs) > 1:
+            raise JobError(
+                f"scheduler={self.scheduler.__name__} needs {', '.join(needs[1:])} too",
+                f"scheduler=lambda optimizer: {self.scheduler.__name__}(optimizer, {needs[1]}=...)",
+            )
+        scheduler = self.scheduler(optimizer, steps) if len(needs) > 1 else self.scheduler(optimizer)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise JobError(
+                "ReduceLROnPlateau follows a metric, but schedules are stepped every step", "use another one"
+            )
+        return scheduler
 
 
 def _parameters(function: Callable) -> list[str]:
@@ -234,6 +254,10 @@ def _parameters(function: Callable) -> list[str]:
     except (TypeError, ValueError):
         return ["params"]
     return [p.name for p in given if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _what(value: Any) -> str:
+    return "None" if value is None else f"something of type {type(value).__name__}"
 
 
 def _number(value: Any) -> bool:

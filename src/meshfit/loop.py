@@ -24,11 +24,13 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             batch = next(batches, None)
         if batch is None:
             break
+        statistics = run.statistics.snapshot()
         with events.span("forward_backward"):
             run.schedule(batch, stop)
         with events.span("exchange"):
             riders = run.exchange.finish()
         if run.may_stop and riders.stop:
+            run.statistics.restore(statistics)
             run.exchange.clear()
             break
         with events.span("update"):
@@ -36,10 +38,10 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             loss, lr = riders.loss * correction, run.update.learning_rate
             run.tap(correction)
             updated = run.update(run.exchange.gradients, loss, correction)
-            run.exchange.clear()
             reading = Reading(loss, updated.norm, updated.taken, *riders.broken)
+            run.exchange.clear()
         run.step, run.samples = run.step + 1, run.samples + batch.size
-        watch.see(reading, batch)
+        watch.see(reading, batch, statistics)
         yield Step(
             step=run.step,
             epoch=batch.epoch,

@@ -6,6 +6,7 @@ those with a NaN in them, where that is so; else the share of the rank whose los
 GPU the news arrives a step later.
 """
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -23,28 +24,32 @@ if TYPE_CHECKING:
 class Watch:
     def __init__(self, run: "Run"):
         self.run = run
-        self.coming: deque[tuple[int, Reading, Batch]] = deque()
-        self.skipped = 0
+        self.coming: deque[tuple[int, Reading, Batch, list]] = deque()
 
-    def see(self, reading: Reading, batch: Batch) -> None:
-        """Look at the readings that have arrived; all but the newest must have."""
-        self.coming.append((self.run.step, reading, batch))
-        while self.coming and (self.coming[0][1].ready or len(self.coming) > 1):
+    def see(self, reading: Reading, batch: Batch, statistics: list) -> None:
+        """Look at the readings that have arrived; all but the newest must have.
+
+        ``statistics`` are BatchNorm's from before the step. With steps to be skipped they are put back before the
+        next step adds to them, so then the newest is waited for too.
+        """
+        self.coming.append((self.run.step, reading, batch, statistics))
+        wait = self.run.job.on_nan == "skip" and bool(statistics)
+        while self.coming and (wait or self.coming[0][1].ready or len(self.coming) > 1):
             self._judge(*self.coming.popleft())
 
     def finish(self) -> None:
         while self.coming:
             self._judge(*self.coming.popleft())
 
-    def _judge(self, step: int, reading: Reading, batch: Batch) -> None:
+    def _judge(self, step: int, reading: Reading, batch: Batch, statistics: list) -> None:
         loss, norm, taken, *broken = reading.values
         if taken:
             return
-        overflow = self.run.precision.word == "fp16" and loss == loss and abs(loss) != float("inf")
-        self.skipped += 1
+        self.run.statistics.restore(statistics)
+        overflow = self.run.precision.word == "fp16" and math.isfinite(loss)
         if overflow or self.run.job.on_nan == "skip":
             return
-        what = f"the loss is {loss}" if any(broken) or loss != loss else f"the gradient's norm is {norm}"
+        what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
         raise NonFiniteError(
             f"step {step}: {what}",
             self._samples(batch, [rank for rank, flag in enumerate(broken) if flag]),

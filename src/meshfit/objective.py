@@ -17,7 +17,8 @@ does not split; a warning says so, since no plan that splits its batch can train
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Objective:
         if self.step is not None:
             return self.step(model, batch)
         if self.loss is None:
-            return _own_loss(call(model, batch))
+            return _own_loss(_called_whole(model, batch))
         inputs, targets = split(batch)
         return self.loss(call(model, inputs), targets)
 
@@ -54,7 +55,7 @@ class Objective:
             inputs, targets = split(batch)
             return self.step(model, batch), call(model, inputs), targets
         if self.loss is None:
-            outputs = call(model, batch)
+            outputs = _called_whole(model, batch)
             return _own_loss(outputs), outputs, split(batch)[1]
         inputs, targets = split(batch)
         outputs = call(model, inputs)
@@ -82,6 +83,20 @@ def split(batch: Any) -> tuple[Any, Any]:
         return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
     only = batch[0] if isinstance(batch, tuple | list) and batch else batch
     return only, only
+
+
+def _called_whole(model: nn.Module, batch: Any) -> Any:
+    """The model given all of a batch, targets too."""
+    try:
+        return call(model, batch)
+    except TypeError as error:
+        if isinstance(batch, Mapping):
+            raise
+        raise JobError(
+            "no loss= was given, and the model cannot be called with inputs and targets",
+            f"{type(error).__name__}: {error}",
+            "give loss=, a function of outputs and targets",
+        ) from error
 
 
 def _own_loss(outputs: Any) -> Any:
@@ -127,22 +142,30 @@ class Over:
 
 def find_over(objective: Objective, model: nn.Module, batch: Any, device: torch.device) -> Over:
     """What ``objective`` is a mean over; ``batch`` holds a few samples to try it on."""
-    stated = _stated(objective)
-    samples = next((len(t) for t in tree.tensors(batch) if t.dim()), 0)
-    if stated is not None and stated.kind == "targets":
+    said = stated(objective)
+    if said is not None and said.kind == "targets":
         targets = split(batch)[1]
-        if isinstance(targets, Tensor):
+        if isinstance(targets, Tensor) and targets.dim():
             unit = targets.numel() / max(1, len(targets)) / (targets.shape[1] if targets.is_floating_point() else 1)
-            return Over(kind="targets", unit=unit, ignore=stated.ignore, weight=stated.weight)
-    elif stated is not None:
-        return stated
+            return replace(said, unit=unit)
+    elif said is not None:
+        return said
     try:
-        return _tried(objective, model, tree.to_device(batch, device), samples)
+        found = _tried(objective, model, tree.to_device(batch, device))
     except Exception:  # the model cannot run on so few samples, or not in eval mode: training will tell
         return Over(kind="samples")
+    if found is None:
+        warnings.warn(
+            "meshfit: this loss of a batch is not a weighted mean of the losses of its parts (a contrastive loss, or a"
+            " mean over targets of which some are ignored?). Spread over ranks or microbatches it is weighted by"
+            " samples and will not train exactly like one device. Return (sum, count) from the loss if it is a mean.",
+            stacklevel=2,
+        )
+        return Over(kind="samples")
+    return found
 
 
-def _stated(objective: Objective) -> Over | None:
+def stated(objective: Objective) -> Over | None:
     """What the loss says of itself; None when it says nothing."""
     loss, keywords = objective.loss, {}
     if objective.step is not None or loss is None:
@@ -186,52 +209,50 @@ class _CrossEntropies(TorchFunctionMode):
         return result
 
 
-def _tried(objective: Objective, model: nn.Module, batch: Any, samples: int) -> Over:
+def _tried(objective: Objective, model: nn.Module, batch: Any) -> Over | None:
+    """What makes the whole out of the parts; None if nothing does."""
+    samples = next((len(t) for t in tree.tensors(batch) if t.dim()), 0)
     if samples < 2:
         return Over(kind="samples")
-    half = samples // 2
-    halves = [tree.map_tensors(lambda t, at=at: t[at], batch) for at in (slice(0, half), slice(half, samples))]
-    training = {module: module.training for module in model.modules()}
-    devices = [next(model.parameters()).device] if torch.cuda.is_available() else []
-    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), torch.no_grad():
+    sizes = [samples // 2, samples - samples // 2]
+    cuts = (slice(0, sizes[0]), slice(sizes[0], samples))
+    halves = [tree.map_tensors(lambda t, cut=cut: t[cut], batch) for cut in cuts]
+    gpus = [p.device for p in islice(model.parameters(), 1) if p.is_cuda]
+    modes = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(gpus), torch.no_grad():
+        before = torch.get_rng_state()
         model.eval()  # no dropout, no BatchNorm over the few samples: the loss alone is on trial
         try:
             with _CrossEntropies() as heard:
-                whole = objective(model, batch)
-            if isinstance(whole, tuple | list):
+                loss = objective(model, tree.map_tensors(torch.clone, batch))  # a model may write to its inputs
+            if isinstance(loss, tuple | list):
                 return Over(kind="pair")
-            parts = [float(objective(model, part)) for part in halves]
+            parts = [float(objective(model, tree.map_tensors(torch.clone, half))) for half in halves]
         finally:
-            for module, mode in training.items():
+            for module, mode in modes.items():
                 module.training = mode
-    return _explain(float(whole), parts, [half, samples - half], batch, halves, heard, whole)
+        if not torch.equal(before, torch.get_rng_state()):  # it draws random numbers: nothing can be told from values
+            return Over(kind="samples")
+    whole = float(loss)
 
-
-def _explain(whole: float, parts: list[float], sizes: list[int], batch: Any, halves: list, heard, loss) -> Over:
-    def explains(weights: list[float]) -> bool:
-        mean = sum(w * part for w, part in zip(weights, parts, strict=True) if w) / (sum(weights) or 1)
-        return abs(mean - whole) <= 1e-3 * abs(whole) + 1e-6
+    def explains(weights: list[float], over: float) -> bool:
+        total = sum(weight * part for weight, part in zip(weights, parts, strict=True) if weight)
+        return abs(total / over - whole) <= 1e-3 * abs(whole) + 1e-6
 
     for result, target, ignore, weight in heard.seen:
-        if (result is loss or float(result) == float(loss)) and not target.is_floating_point():
-            for find in _finders(batch):
-                found, wanted = find(batch), target
-                if torch.equal(found[found != ignore].flatten(), wanted[wanted != ignore].flatten()):
-                    unit = target.numel() / sum(sizes)
-                    over = Over(kind="targets", unit=unit, ignore=ignore, weight=weight, find=find)
-                    if explains([float(over.count(half)) for half in halves]):
-                        return over
-    if explains([float(size) for size in sizes]) and not any((t == i).any() for _, t, i, _ in heard.seen):
+        if target.is_floating_point() or not (result is loss or float(result) == whole):
+            continue
+        for find in _finders(batch):
+            found = find(batch)
+            if torch.equal(found[found != ignore].flatten(), target[target != ignore].flatten()):
+                over = Over(kind="targets", unit=target.numel() / samples, ignore=ignore, weight=weight, find=find)
+                counts = [float(over.count(half)) for half in halves]
+                if sum(counts) and explains(counts, sum(counts)):
+                    return over
+    ignoring = any((target == ignore).any() for _, target, ignore, _ in heard.seen)
+    if not ignoring and explains([float(size) for size in sizes], samples):
         return Over(kind="samples")
-    if abs(sum(parts) - whole) <= 1e-3 * abs(whole) + 1e-6:
-        return Over(kind="sum")
-    warnings.warn(
-        "meshfit: this loss of a batch is not a weighted mean of the losses of its parts (a contrastive loss, or a"
-        " mean over targets of which some are ignored?). Spread over ranks or microbatches it is weighted by samples"
-        " and will not train exactly like one device. Return (sum, count) from the loss if it is a mean.",
-        stacklevel=2,
-    )
-    return Over(kind="samples")
+    return Over(kind="sum") if explains([1.0, 1.0], 1.0) else None
 
 
 def _finders(batch: Any) -> list[Callable[[Any], Tensor]]:

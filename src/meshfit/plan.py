@@ -109,8 +109,13 @@ def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:
     """
     if isinstance(plan, Plan):
         settled = plan
+    elif not isinstance(plan, str):
+        raise PlanError(f"plan={plan!r} is not a plan", f'write plan="data={plan}", say' if plan else 'write "data=4"')
     elif plan.split()[:1] == ["auto"]:
-        settled = replace(Plan.parse(plan.partition("auto")[2]), data=devices or 1)
+        rest = plan.partition("auto")[2]
+        if any(word.startswith("data=") for word in rest.split()):
+            raise PlanError(f"{plan!r}: auto chooses the degrees itself", f"write {rest.strip()!r} to choose them")
+        settled = replace(Plan.parse(rest), data=devices or 1)
     else:
         settled = Plan.parse(plan)
     for key, value in given.items():

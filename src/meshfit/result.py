@@ -10,7 +10,7 @@ from meshfit.plan import Plan
 from meshfit.step import Step
 
 if TYPE_CHECKING:
-    from meshfit.drive import Here, Ranked
+    from meshfit.drive import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Result:
     folder: Path | None = None
 
     @classmethod
-    def of(cls, training: "Here | Ranked", history: list[Step], folder: Path | None) -> "Result":
+    def of(cls, training: "Training", history: list[Step]) -> "Result":
         outcome, job = training.outcome, training.job
         assert outcome is not None
         evaluations = [step.valid for step in history if step.valid]
@@ -48,7 +48,8 @@ class Result:
         best = None
         if job.best and evaluations:
             name, sign = job.best.lstrip("-"), -1 if job.best.startswith("-") else 1
-            best = max(evaluations, key=lambda measured: sign * measured[name])
+            known = [measured for measured in evaluations if measured[name] == measured[name]]  # NaN is never best
+            best = max(known or evaluations, key=lambda measured: sign * measured[name])
         return cls(
             model=training.model,
             history=history,
@@ -60,15 +61,5 @@ class Result:
             seconds=outcome.seconds,
             phases=outcome.phases,
             notes=outcome.notes,
-            folder=folder,
+            folder=training.folder,
         )
-
-
-def new_folder(path: Path | str) -> Path:
-    """``path``, or ``path-2``, ``path-3`` ... if it holds something already: nothing is overwritten."""
-    path = Path(path)
-    candidate, n = path, 2
-    while candidate.exists() and any(candidate.iterdir()):
-        candidate, n = path.with_name(f"{path.name}-{n}"), n + 1
-    candidate.mkdir(parents=True, exist_ok=True)
-    return candidate

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshfit.best import Best
 from meshfit.data import tree
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.order import mix
-from meshfit.data.source import Stream, few_samples, open_source
+from meshfit.data.source import Stream, open_source
+from meshfit.errors import DataError
 from meshfit.evaluation import measure
 from meshfit.events import Events
 from meshfit.exchange.allreduce import AllReduce
@@ -47,10 +48,12 @@ class Run:
         self.job, self.world, self.plan = job, world, job.plan
         self.notes: list[str] = []
         """What was decided for the user, in words."""
-        self.events = Events(folder, world.rank)
+        self.events = Events(None if folder is None else folder / "events", world.rank)
         group = dist.group.WORLD if world.size > 1 else None
 
-        self.model = job.build().to(world.device).train()
+        self.model = job.build().to(world.device)
+        if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
+            self.model.train()
         ties = tied(self.model)
         replicate = Replicate(degree=self.plan.data, global_batchnorm=self.plan.batchnorm == "global")
         replicate.apply(self.model, group, same=same)
@@ -65,12 +68,17 @@ class Run:
         optimizer = job.make_optimizer(self.model)
         average = None if job.ema is None else Average(self.model, job.ema)
         scheduler = job.make_scheduler(optimizer, self.last_step)
-        self.update = Update(optimizer, scheduler, clip=job.clip, scale=scale, average=average)
+        theirs = isinstance(job.optimizer, torch.optim.Optimizer)  # an optimizer of the user's own is left as it is
+        sparse = any(getattr(module, "sparse", False) for module in self.model.modules())  # no fused kernel takes it
+        self.update = Update(
+            optimizer, scheduler, clip=job.clip, scale=scale, average=average, may_fuse=not (theirs or sparse)
+        )
         self.exchange = AllReduce(self.model.parameters(), group, world.device)
         self.schedule = Passes(self.model, job.objective, self.over, self.precision, scale, self.exchange, world.device)
         self._decide_compile()
         check_ties(self.model, ties)
 
+        self.statistics = batchnorm.Statistics(self.model)
         self.best = None if job.best is None else Best(job.best, job.patience)
         self.may_stop = False
         """Whether somebody may ask to stop: only then is that flag read, which on a GPU means waiting."""
@@ -109,7 +117,7 @@ class Run:
                 if self.last_step is not None and made >= self.last_step:
                     return
             if empty:
-                return
+                raise DataError(f"data= gave no sample in epoch {epoch}", "it must hold some each time it is read")
             epoch += 1
 
     def evaluation_is_due(self, batch: Batch) -> bool:
@@ -143,7 +151,7 @@ class Run:
         if self.best is not None and self.best.weights:
             return self.best.weights
         with self._averaged():
-            return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+            return {name: tensor.detach().clone() for name, tensor in tensors_of(self.model).items()}
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -167,17 +175,17 @@ class Run:
         per_epoch = self.loader.batches_per_epoch
         limits = [] if self.job.steps is None else [int(self.job.steps)]
         if self.job.epochs is not None and per_epoch is not None:
-            limits.append(max(1, math.ceil(self.job.epochs * per_epoch)))
+            limits.append(max(1, math.ceil(round(self.job.epochs * per_epoch, 9))))
         return min(limits) if limits else None
 
     def _find_over(self) -> Over:
         """What the loss is a mean over; not asked where the whole batch always goes through at once."""
         split = self.world.size > 1 or self.plan.microbatches > 1 or self.valid is not None
         source = self.loader.source
-        if not split or isinstance(source, Stream):
+        if not split:
             return Over(kind="samples")
         with self.precision.arithmetic(self.world.device):
-            return find_over(self.job.objective, self.model, few_samples(source), self.world.device)
+            return find_over(self.job.objective, self.model, source.few(), self.world.device)
 
     def _decide_compile(self) -> None:
         source, device = self.loader.source, self.world.device
@@ -193,6 +201,12 @@ class Run:
             self.notes.append(why)
         if whole:
             self.schedule.objective = choice.apply(self.schedule.objective)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name, tied ones under each of their names."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in named}
 
 
 def _stream(seed: int, rank: int) -> int:

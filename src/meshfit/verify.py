@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshfit.drive import begin
-from meshfit.errors import clearly
+from meshfit.errors import PlanError, clearly
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
 from meshfit.layout.batchnorm import batch_norms
@@ -110,7 +110,10 @@ def verify_job(job: Job, steps: int = 5) -> Verdict:
     assert isinstance(devices, Devices)
     spread = replace(settled, precision=None, microbatches=None, batchnorm=None, compile=None)  # all in the plan now
     first = "cpu" if devices.kind == "cpu" else f"{devices.kind}:{(devices.indices or (0,))[0]}"
-    alone = replace(spread, plan=replace(plan, data=1), devices=first)
+    if plan.devices == 1 and plan.microbatches == 1:
+        raise PlanError(f"{plan} is one device: there is nothing to compare", "name a plan that spreads: data=2, say")
+    together = plan.microbatches if batch_norms(job.build()) else 1  # BatchNorm is over each microbatch by itself
+    alone = replace(spread, plan=replace(plan, data=1, microbatches=together), devices=first)
     notes = []
     reference = _train(alone, quiet=False)
     if quiet := reference.random:
@@ -121,7 +124,9 @@ def verify_job(job: Job, steps: int = 5) -> Verdict:
 
 
 def _train(job: Job, quiet: bool) -> _Trained:
-    apart = replace(job, model=copy.deepcopy(job.build()))  # the user's model stays as it is
+    # The user's model stays as it is. An optimizer of their own goes with its copy of the parameters.
+    model, optimizer = copy.deepcopy((job.build(), job.optimizer))
+    apart = replace(job, model=model, optimizer=optimizer)
     training = begin(apart, lockstep=False, tap=_Capture(quiet))
     steps: list[Step] = list(training)
     assert training.outcome is not None

@@ -3,11 +3,12 @@
 import importlib
 import runpy
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshfit.errors import JobError
+from meshfit.errors import JobError, MeshfitError
 
 
 def run(path: Path, arguments: list[str], at_fit: Callable[[dict[str, Any]], dict[str, Any]], which: int = 1) -> None:
@@ -27,6 +28,14 @@ def run(path: Path, arguments: list[str], at_fit: Callable[[dict[str, Any]], dic
     sys.argv, sys.path[0] = [str(path), *arguments], str(path.resolve().parent)
     try:
         runpy.run_path(str(path), run_name="__main__")
+    except MeshfitError:
+        raise
+    except Exception as error:  # the script's own: shown as python would, from the script's first line on
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace or error.__traceback__)
+        raise SystemExit(1) from None
     finally:
         verb.asked_through = before
         sys.argv, sys.path[0] = argv, first

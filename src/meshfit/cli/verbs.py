@@ -54,7 +54,7 @@ def verify(
         job = Job.of({**asked, **_given(plan=plan, devices=devices)}).training()
         verdict = verify_job(job, steps)
         show(verdict)
-        raise typer.Exit(0 if verdict.equal else 1)
+        raise SystemExit(0 if verdict.equal else 1)  # passes through a script's except Exception
 
     run(script, arguments or [], instead, fit)
 

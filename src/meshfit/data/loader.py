@@ -128,8 +128,8 @@ def shares(size: int, rank: int, ranks: int, microbatches: int) -> list[slice]:
     together are the i-th microbatch of one device: BatchNorm sees the same samples together under every plan.
     """
     found = []
-    for i in range(microbatches):
-        whole = share(size, i, microbatches)
+    for i in range(min(microbatches, size)):  # a batch of two in three parts is two parts
+        whole = share(size, i, min(microbatches, size))
         mine = share(whole.stop - whole.start, rank, ranks)
         found.append(slice(whole.start + mine.start, whole.start + mine.stop))
     return found

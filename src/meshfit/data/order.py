@@ -54,7 +54,7 @@ def order(n: int, *, seed: int, epoch: int) -> Permutation:
     stop on 64 devices and go on with 48, and every sample is still seen once an epoch.
     """
     with np.errstate(over="ignore"):
-        start = mix(np.array([seed, epoch], _u64), _u64(0x5851F42D4C957F2D))
+        start = mix(np.array([seed % 2**64, epoch], _u64), _u64(0x5851F42D4C957F2D))
         keys = mix(np.arange(_ROUNDS, dtype=_u64), start[0] + start[1] * _u64(3))
     return Permutation(n, keys)
 

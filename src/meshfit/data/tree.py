@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -65,20 +64,21 @@ def to_device(tree: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
 
 
-def to_tensors(tree: Any) -> Any:
-    """``tree`` with its NumPy arrays as tensors over the same memory."""
-    return map_leaves(lambda leaf: torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)
-
-
 def concatenate(trees: list[Any]) -> Any:
-    """Trees of per-sample tensors joined along the first dim; other leaves become lists."""
+    """Trees of per-sample tensors joined along the first dim. Lists without tensors (words, say) are joined too; of
+    anything else the first is taken."""
     first = trees[0]
-    if len(trees) == 1:
-        return first
-
-    def join(*parts: Any) -> Any:
-        if isinstance(parts[0], torch.Tensor) and parts[0].dim():
-            return torch.cat(parts)
-        return parts[0] if all(part is None for part in parts) else list(parts)
-
-    return map_leaves(join, first, *trees[1:])
+    if isinstance(first, torch.Tensor) and first.dim():
+        return torch.cat(trees)
+    if isinstance(first, list) and not any(True for _ in tensors(first)):
+        return [item for tree in trees for item in tree]
+    if isinstance(first, Mapping):
+        new = {key: concatenate([tree[key] for tree in trees]) for key in first}
+        return new if type(first) is dict else _like(first, new)
+    if isinstance(first, tuple | list):
+        items = [concatenate(list(parts)) for parts in zip(*trees, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        return dataclasses.replace(first, **{name: concatenate([getattr(t, name) for t in trees]) for name in names})
+    return first

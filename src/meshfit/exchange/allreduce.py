@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.cost import Cost
+from meshfit.errors import JobError
 
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first sum starts early
@@ -67,6 +68,8 @@ class AllReduce:
         self._reached: set[int] = set()
         self._armed = False
         self._next = 0
+        for parameter in self.parameters:
+            parameter.grad = None  # what the user left there is not part of the first step
         if group is not None:
             self._build(device)
 
@@ -89,15 +92,17 @@ class AllReduce:
 
     def _counter(self, bucket: _Bucket):
         def count(parameter: nn.Parameter) -> None:
+            self._reached.add(id(parameter))
             if not self._armed:
                 return
-            key = id(parameter)
-            if key in self._reached:
-                return
-            self._reached.add(key)
             bucket.waiting -= 1
             if bucket.waiting == 0:
                 self._launch()
+            elif bucket.waiting < 0:
+                raise JobError(
+                    "a gradient was added to after it had been summed over ranks",
+                    "reentrant checkpointing does that: checkpoint(..., use_reentrant=False) does not",
+                )
 
         return count
 
@@ -114,7 +119,6 @@ class AllReduce:
             numbers = self.numbers.zero_()
             numbers[0], numbers[1], numbers[2], numbers[3 + self.rank] = loss, count, float(stop), broken
         self._next, self._armed = 0, True
-        self._reached.clear()
         for bucket in self._buckets:
             bucket.waiting, bucket.work = len(bucket.parameters), None
         self._reached_flags.fill_(1.0)
@@ -134,8 +138,8 @@ class AllReduce:
         missing = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached] if self._behind else []
         if missing:
             self._reached_flags[missing] = 0.0
-            for bucket in self._buckets:
-                bucket.waiting = 0
+        for bucket in self._buckets[self._next :]:
+            bucket.waiting = 0  # what it still waits for was reached in an earlier pass, or not at all
         self._launch()
         for bucket in self._buckets:
             assert bucket.work is not None
@@ -164,6 +168,7 @@ class AllReduce:
 
     def clear(self) -> None:
         """Forget the gradients, ready for the next step."""
+        self._reached.clear()
         if self.group is None:
             for parameter in self.parameters:
                 parameter.grad = None

@@ -39,6 +39,7 @@ class Update:
         clip: float | None = None,
         scale: LossScale | None = None,
         average: "Average | None" = None,
+        may_fuse: bool = True,
     ):
         self.optimizer, self.scheduler, self.clip, self.scale, self.average = (
             optimizer,
@@ -47,7 +48,7 @@ class Update:
             scale,
             average,
         )
-        self.fused = fuse(optimizer)
+        self.fused = all(group.get("fused") for group in optimizer.param_groups) or (may_fuse and fuse(optimizer))
 
     @property
     def learning_rate(self) -> float:
@@ -64,7 +65,7 @@ class Update:
             updated = self._on_device(gradients, norm * correction, torch.as_tensor(loss), correction)
         if self.scale is not None:
             self.scale.update(~torch.as_tensor(updated.taken, device=self.scale.value.device))
-        if self.scheduler is not None:
+        if self.scheduler is not None and updated.taken is not False:
             self.scheduler.step()
         if self.average is not None:
             self.average.update()
@@ -92,35 +93,37 @@ class Update:
                 optimizer.step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale
-        elif taken:  # the host waits here: this optimizer cannot be told on the device
+            return Updated(norm, taken)
+        if go := bool(taken):  # the host waits here: this optimizer cannot be told on the device
             if isinstance(factor, Tensor):
                 torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
             self.optimizer.step()
-        return Updated(norm, taken)
+        return Updated(norm, go)
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all gradients together, summed in fp32 at least."""
     if not gradients:
         return torch.zeros(())
+    gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if len(gradients) == 1:
         return torch.linalg.vector_norm(gradients[0], dtype=dtype)
+    if len({g.dtype for g in gradients}) > 1:
+        return torch.stack([g.double().norm() for g in gradients]).norm()
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> bool:
     """Let torch's own optimizers take their fused kernel unless the user chose otherwise: the same numbers up to
-    rounding, one call instead of several for each parameter. True if the optimizer is fused now."""
+    rounding, one call instead of several for each parameter. True if it does."""
     groups: list[dict[str, Any]] = optimizer.param_groups
-    if all(group.get("fused") for group in groups):
-        return True
     parameters = [p for group in groups for p in group["params"]]
     chosen = any(
         group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
         for group in groups
     )
-    if chosen or type(optimizer) not in FUSED_OPTIMIZERS or optimizer.state:
+    if chosen or type(optimizer) not in FUSED_OPTIMIZERS:
         return False
     if not all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters):
         return False

@@ -55,15 +55,18 @@ class Encoded:
         self.close()
 
 
-def encode(message: Any, *, what: str = "the message", remedy: str = "pass a function that builds it") -> Encoded:
-    """Pickle ``message``. What cannot be pickled is a ``JobError`` that names the part of ``what``."""
+def encode(
+    message: Any, *, what: str = "the message", inside: str = "", remedy: str = "pass a function that builds it"
+) -> Encoded:
+    """Pickle ``message``. What cannot be pickled is a ``JobError`` that names the part of ``what``; ``inside`` is left
+    out of that name, for what is wrapped around it."""
     try:
         body, views, modules = _pickle(message)
     except Exception as error:
         path, part, cause = _culprit(what, message, error)
         raise JobError(
             f"{what} cannot be sent to another process",
-            f"{path} is a {type(part).__module__}.{type(part).__qualname__}",
+            f"{path.removeprefix(f'{what}.{inside}')} is a {type(part).__module__}.{type(part).__qualname__}",
             f"{type(cause).__name__}: {cause}",
             remedy,
         ) from error

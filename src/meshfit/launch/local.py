@@ -44,7 +44,7 @@ class Ranks:
 
     def __enter__(self) -> Self:
         warm.warm()  # imports torch while we pickle
-        with encode(self._work, what="work") as work:
+        with encode(self._work, what="the job", inside="job.") as work:
             self._run, self._channels = warm.fork(self.size, _installed(work.modules))
             self._open = set(range(self.size))
             try:

@@ -11,7 +11,7 @@ They are applied in this order:
 
 from torch import nn
 
-from meshfit.errors import PlanError
+from meshfit.errors import JobError, PlanError
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
 
@@ -24,6 +24,15 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"{plan}: this model cannot be compiled whole",
             f"its {len(norms)} BatchNorms talk to the other ranks in the middle of the forward",
             f"{str(plan).replace(' compile=whole', '')} works; so does batchnorm=local beside compile=whole",
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        count = sum(1 for _ in model.parameters())
+        raise JobError("there is nothing to train", f"all {count} parameters of the model are frozen")
+    sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
+    if sparse and plan.data > 1:
+        raise PlanError(
+            f"{plan}: {sparse[0] or 'the model'} makes sparse gradients, which are not summed over ranks",
+            "sparse=False works under every plan; data=1 works as it is",
         )
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
     if lazy:

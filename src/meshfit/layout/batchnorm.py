@@ -37,6 +37,22 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
+class Statistics:
+    """Running statistics as they were before a step, for a step that is then not taken."""
+
+    def __init__(self, model: nn.Module):
+        buffers = [buffer for norm in batch_norms(model) for buffer in norm.buffers()]
+        kinds = {buffer.dtype for buffer in buffers}
+        self._buffers = [[buffer for buffer in buffers if buffer.dtype is kind] for kind in kinds]
+
+    def snapshot(self) -> list[list[Tensor]]:
+        return [list(torch._foreach_add(same, 0)) for same in self._buffers]
+
+    def restore(self, snapshot: list[list[Tensor]]) -> None:
+        for same, kept in zip(self._buffers, snapshot, strict=True):
+            torch._foreach_copy_(same, kept)
+
+
 def apply(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make every BatchNorm of ``model`` global over ``group``, in place.
 

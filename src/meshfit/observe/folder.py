@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from meshfit.job import Job
+from meshfit.errors import JobError
 from meshfit.step import Step
 
 if TYPE_CHECKING:
-    from meshfit.result import Result
+    from meshfit.drive import Training
 
 FLUSH_SECONDS = 1.0
 
 
 class Folder:
-    """Writes a run's folder. Without a path it writes nothing."""
+    """Writes a training's folder, if it has one that this process writes."""
 
-    def __init__(self, path: Path | None, job: Job):
-        self.path = path
+    def __init__(self, training: "Training"):
+        job, self._training = training.job, training
+        self.path = training.folder if training.writes else None
         self._held: list[Step] = []
         self._about: dict[str, Any] = {
             "plan": str(job.plan),
@@ -37,13 +38,23 @@ class Folder:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
+        self._metrics: dict[str, float] = {}
         self._write()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Write what is still held, and, if the training came to its end, what it came to."""
+        if self.path is None:
+            return
         self._flush()
+        outcome = self._training.outcome
+        if outcome is not None:
+            self._about |= {"seconds": outcome.seconds, "notes": outcome.notes}
+            self._about["metrics"] = {name: _number(value) for name, value in self._metrics.items()}
+            self._write()
+            _save(self._training.model, self.path / "weights.safetensors")
 
     def add(self, step: Step) -> None:
         if self.path is None:
@@ -52,18 +63,12 @@ class Folder:
         if self._held[0].reading.ready and step.seconds - self._held[0].seconds > FLUSH_SECONDS:
             self._flush()
 
-    def finish(self, result: "Result") -> None:
-        self._flush()
-        self._about |= {"steps": result.steps, "seconds": result.seconds, "notes": result.notes}
-        self._about["metrics"] = {name: _number(value) for name, value in result.metrics.items()}
-        self._write()
-        if self.path is not None:
-            _save(result.model, self.path / "weights.safetensors")
-
     def _flush(self) -> None:
         if self.path is not None and self._held:
             with (self.path / "metrics.jsonl").open("a") as lines:
                 lines.writelines(json.dumps(_line(step)) + "\n" for step in self._held)
+            self._about["steps"] = self._held[-1].step
+            self._metrics = next((step.valid for step in reversed(self._held) if step.valid), self._metrics)
             self._held = []
 
     def _write(self) -> None:
@@ -101,3 +106,16 @@ def _save(model: nn.Module, path: Path) -> None:
 def _number(value: float) -> float | str:
     """JSON has no NaN."""
     return value if math.isfinite(value) else str(value)
+
+
+def new_folder(path: Path | str) -> Path:
+    """``path``, or ``path-2``, ``path-3`` ... if it holds something already: nothing is overwritten."""
+    path = Path(path)
+    candidate, n = path, 2
+    try:
+        while candidate.exists() and any(candidate.iterdir()):
+            candidate, n = path.with_name(f"{path.name}-{n}"), n + 1
+        candidate.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(f"out={str(path)!r} cannot be a folder", f"{type(error).__name__}: {error}") from None
+    return candidate

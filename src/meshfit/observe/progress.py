@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from meshfit.step import Step
 
 if TYPE_CHECKING:
-    from meshfit.drive import Here, Ranked
+    from meshfit.drive import Training
 
 REFRESH_SECONDS = 0.1
 PLAIN_SECONDS = 10.0
@@ -16,7 +16,7 @@ PLAIN_SECONDS = 10.0
 class Progress:
     """``shown=None`` shows it where standard error is a terminal."""
 
-    def __init__(self, training: "Here | Ranked", shown: bool | None):
+    def __init__(self, training: "Training", shown: bool | None):
         self.training = training
         self.shown = sys.stderr.isatty() if shown is None else shown
         self._bar: Any = None
@@ -38,7 +38,7 @@ class Progress:
         if step.valid:
             self._valid = "  " + "  ".join(f"{name} {value:.4g}" for name, value in step.valid.items())
         now = time.perf_counter()
-        final = step.step == getattr(self.training, "last_step", None)
+        final = step.step == self.training.last_step
         if now < self._next and not final:
             return
         self._seen = [*self._seen[-20:], (step.seconds, step.samples)]
@@ -50,7 +50,7 @@ class Progress:
             self._move(step, said)
         else:
             self._next = now + PLAIN_SECONDS
-            total = getattr(self.training, "last_step", None)
+            total = self.training.last_step
             print(
                 f"step {step.step}{f'/{total}' if total else ''}  {said}{self._valid}",
                 file=sys.stderr,
@@ -71,7 +71,7 @@ class Progress:
             )
             self._bar = Bar(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
             self._bar.start()
-            total = getattr(self.training, "last_step", None)
+            total = self.training.last_step
             self._task = self._bar.add_task(f"epoch {step.epoch + 1}", total=total, said="")
         self._bar.update(
             self._task, completed=step.step, description=f"epoch {step.epoch + 1}", said=said + self._valid
