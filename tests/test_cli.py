@@ -118,7 +118,7 @@ def test_a_script_may_catch_exceptions_around_its_fit(tmp_path: Path):
     careful = PLAIN.replace("result =", "try:\n  result =").replace(
         "print(", "except Exception as error:\n  print('swallowed', type(error))\nif 0: print("
     )
-    done = meshfit(tmp_path, careful, "verify", "train.py", "--steps", "1")
+    done = meshfit(tmp_path, careful, "verify", "train.py", "--steps", "1", "--plan", "data=2")
     assert "swallowed" not in done.stdout
     assert done.returncode == 0, done.stderr
 

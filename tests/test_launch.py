@@ -276,8 +276,8 @@ def test_what_cannot_travel_is_named_before_any_process_starts():
     with pytest.raises(JobError) as caught, Ranks(lambda *_: reader.name, size=2, devices=CPU):
         pass
     headline, where, why, remedy = str(caught.value).split("\n  ")
-    assert headline == "work cannot be sent to another process"
-    assert where == "'reader', used by work,.lock is a _thread.lock"
+    assert headline == "the job cannot be sent to another process"
+    assert where == "'reader', used by the job,.lock is a _thread.lock"
     assert why == "TypeError: cannot pickle '_thread.lock' object"
     assert remedy == "pass a function that builds it"
 

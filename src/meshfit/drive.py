@@ -236,11 +236,12 @@ class Work:
                     feed.add(step)
         except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
             if feed is not None:
-                channel.send(Outcome(weights=_on_cpu(tensors_of(run.model)), notes=run.notes, seconds=0.0, phases=[]))
-            raise
-        finally:
-            if feed is not None:
                 feed.flush()
+                channel.send(Outcome(weights=_on_cpu(tensors_of(run.model)), notes=run.notes, seconds=0.0, phases=[]))
+            dist.barrier()  # no rank raises before the caller has it
+            raise
+        if feed is not None:
+            feed.flush()
         outcome = outcome_of(run)
         run.close()
         return outcome if world.rank == 0 else None

@@ -8,12 +8,19 @@ import sys
 
 def main() -> None:
     """Run the command line. A ``MeshfitError`` is one block on standard error, not a traceback."""
-    from meshfit.errors import DataError, JobError, MeshfitError, PlanError
+    from meshfit.errors import MeshfitError
 
     try:
         from meshfit.cli.verbs import app
 
         app()
     except MeshfitError as error:
-        print(f"meshfit: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, PlanError | JobError | DataError) else 1)
+        sys.exit(tell(error))
+
+
+def tell(error: Exception) -> int:
+    """Print ``error`` as one block; the exit code that goes with it."""
+    from meshfit.errors import DataError, JobError, PlanError
+
+    print(f"meshfit: {error}", file=sys.stderr)
+    return 2 if isinstance(error, PlanError | JobError | DataError) else 1

@@ -7,7 +7,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from meshfit.cli import tell
 from meshfit.cli.script import run
+from meshfit.errors import MeshfitError
 from meshfit.job import Job
 from meshfit.verify import Verdict, verify_job
 
@@ -51,10 +53,12 @@ def verify(
     """Prove that a plan trains like one device: exit code 0 if so, 1 if not."""
 
     def instead(asked: dict[str, Any]) -> dict[str, Any]:
-        job = Job.of({**asked, **_given(plan=plan, devices=devices)}).training()
-        verdict = verify_job(job, steps)
+        try:
+            verdict = verify_job(Job.of({**asked, **_given(plan=plan, devices=devices)}).training(), steps)
+        except MeshfitError as error:
+            raise SystemExit(tell(error)) from None
         show(verdict)
-        raise SystemExit(0 if verdict.equal else 1)  # passes through a script's except Exception
+        raise SystemExit(0 if verdict.equal else 1)  # which passes through a script's own "except Exception"
 
     run(script, arguments or [], instead, fit)
 

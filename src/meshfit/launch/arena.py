@@ -66,7 +66,7 @@ def encode(
         path, part, cause = _culprit(what, message, error)
         raise JobError(
             f"{what} cannot be sent to another process",
-            f"{path.removeprefix(f'{what}.{inside}')} is a {type(part).__module__}.{type(part).__qualname__}",
+            f"{path.removeprefix(f'{what}.{inside}') if inside else path} is a {type(part).__module__}.{type(part).__qualname__}",
             f"{type(cause).__name__}: {cause}",
             remedy,
         ) from error
