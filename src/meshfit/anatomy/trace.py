@@ -1,0 +1,159 @@
+"""A model as meshfit sees it: one forward, as a value.
+
+A trace is the list of what one forward did, in order: calls of modules taken as a whole, and the *glue* between
+them (the functions that the code of larger modules calls by itself). Values are the tensors that flow between
+events. Everything is plain data: it can be compared, printed, sent to another process, and costs nothing to keep.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that flows between events."""
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: str
+    """ "float32", "int64", ..."""
+
+    bytes: int
+    made_by: int
+    """The event that made it; -1 for an input of the model, -2 for a constant that no event made."""
+
+    used_by: tuple[int, ...] = ()
+    """Events that read it, in order."""
+
+    needs_grad: bool = False
+    constant: bool = False
+    """Depends on neither inputs nor parameters: any stage may compute it for itself."""
+
+    storage: int = -1
+    """Values of one number share memory: one is a view of the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What an event takes, for the batch that was traced. Backward is what autograd would run after it."""
+
+    flops: int = 0
+    flops_backward: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    kept: int = 0
+    """Activation bytes that autograd keeps for backward, beyond parameters and the model's inputs."""
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.flops + other.flops,
+            self.flops_backward + other.flops_backward,
+            self.bytes_read + other.bytes_read,
+            self.bytes_written + other.bytes_written,
+            self.kept + other.kept,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call: of a module as a whole, or of a function in the glue between modules."""
+
+    index: int
+    kind: str
+    """ "module" or "glue"."""
+
+    name: str
+    """The module's path ("layers.3.mlp"), or the function's name ("add")."""
+
+    inside: str
+    """Path of the innermost module whose code made this call; "" for the model itself."""
+
+    reads: tuple[int, ...]
+    """Ids of the values it takes, in order, each once."""
+
+    writes: tuple[int, ...]
+    """Ids of the values it makes."""
+
+    mutates: tuple[int, ...] = ()
+    """Ids of the values it changes in place."""
+
+    parameters: tuple[str, ...] = ()
+    """Canonical names of the parameters it uses."""
+
+    buffers: tuple[str, ...] = ()
+    cost: Cost = Cost()
+    line: str = ""
+    """file:line of the call, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A module that repeats: same class, same shapes, one after another."""
+
+    paths: tuple[str, ...]
+    """Where it stands, in forward order: ("layers.0", "layers.1", ...). A block that stands once has one path."""
+
+    kind: str
+    """Its class name."""
+
+    parameters: int
+    """Bytes of one of them."""
+
+    cost: Cost
+    """Of one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """A place where Python looked at a tensor's value to decide what to do."""
+
+    module: str
+    line: str
+    """file:line"""
+    what: str
+    """ "bool(tensor)", ".item()", ..."""
+    depends_on: str
+    """ "nothing", "inputs", "random" or "activations": what the value was computed from."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward of a model on one batch."""
+
+    events: tuple[Event, ...]
+    values: dict[int, Value]
+    inputs: tuple[int, ...]
+    """Values of the batch, in the order of its leaves."""
+
+    outputs: tuple[int, ...]
+    parameters: dict[str, Parameter]
+    """By canonical name: a tied parameter stands once, under the name it is first known by."""
+
+    buffers: dict[str, Parameter]
+    ties: dict[str, str]
+    """Further names of tied parameters, each with its canonical name."""
+
+    training: bool = True
+    blocks: tuple[Block, ...] = ()
+    dynamic: tuple[Dynamic, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What had to be done to record it: "real tensors", "layers.3.moe taken as a whole", ..."""
+
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Class name by module path, for every module of the model."""
+
+    @property
+    def cost(self) -> Cost:
+        return sum((event.cost for event in self.events), Cost())
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.bytes for parameter in self.parameters.values())
