@@ -46,3 +46,13 @@ result = meshfit.fit(
     out="runs/digits",
     progress=True,
 )
+
+print(
+    f"""
+  accuracy {result.best["accuracy"]:.1%} on {len(valid)} digits it has not seen; what it did is in {result.folder}
+
+  next:  meshfit verify examples/digits.py --plan data=3     does three ranks train like one?
+         meshfit train examples/digits.py --plan data=2      the same script, another plan
+         docs/README.md                                      how it is built
+"""
+)

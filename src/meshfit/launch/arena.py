@@ -64,9 +64,10 @@ def encode(
         body, views, modules = _pickle(message)
     except Exception as error:
         path, part, cause = _culprit(what, message, error)
+        named = path.removeprefix(f"{what}.{inside}") if inside else path
         raise JobError(
             f"{what} cannot be sent to another process",
-            f"{path.removeprefix(f'{what}.{inside}') if inside else path} is a {type(part).__module__}.{type(part).__qualname__}",
+            f"{named} is a {type(part).__module__}.{type(part).__qualname__}",
             f"{type(cause).__name__}: {cause}",
             remedy,
         ) from error

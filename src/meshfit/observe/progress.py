@@ -36,7 +36,7 @@ class Progress:
         if not self.shown:
             return
         if step.valid:
-            self._valid = "  " + "  ".join(f"{name} {value:.4g}" for name, value in step.valid.items())
+            self._valid = "  valid: " + "  ".join(f"{name} {value:.4g}" for name, value in step.valid.items())
         now = time.perf_counter()
         final = step.step == self.training.last_step
         if now < self._next and not final:

@@ -26,7 +26,7 @@ def summary(result: "Result") -> RenderableType:
     head.add_row("trained", f"{result.steps:,} steps in {result.seconds:.1f} s, {rate:,.0f} samples/s")
     head.add_row("last", measured)
     if result.best is not None:
-        head.add_row("kept", ", ".join(f"{name} {value:.4g}" for name, value in result.best.items()))
+        head.add_row("best, kept", ", ".join(f"{name} {value:.4g}" for name, value in result.best.items()))
     if skipped := sum(not step.taken for step in result.history):
         head.add_row("skipped", f"{skipped} steps, not finite")
     for note in result.notes:
