@@ -54,8 +54,13 @@ def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     given = from_environment()
     if given is not None:
         return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
-    job = job.settled()
-    return (Here if _plan(job).devices == 1 else Ranked)(job, lockstep, tap)
+    settled = job.settled()
+    training = (Here if _plan(settled).devices == 1 else Ranked)(settled, lockstep, tap)
+    if isinstance(job.batch_size, str):
+        training.said.append(
+            f"batch_size: {job.batch_size} is {settled.batch_size} over {_plan(settled).devices} devices"
+        )
+    return training
 
 
 class Training:
@@ -65,6 +70,8 @@ class Training:
         self.model = job.build()
         layout.check(_plan(job), self.model)
         self.job = job
+        self.said: list[str] = []
+        """What was decided before ranks started, in words."""
         self.notes: list[str] = []
         self.last_step: int | None = None
         """How many steps it will be; None while that is not known."""
@@ -125,7 +132,7 @@ class Here(Training):
 
         with _as_found(self.model, self.world):
             run = Run(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
-            self.notes, self.last_step = run.notes, run.last_step
+            self.notes, self.last_step = [*self.said, *run.notes], run.last_step
             run.may_stop = self._lockstep and self.world.size > 1
             if self._tap is not None:
                 self._tap(run)
@@ -170,7 +177,7 @@ class Ranked(Training):
         with started(self.job, work) as ranks:
             for _, message in ranks.messages():
                 if isinstance(message, Begun):
-                    self.notes, self.last_step = message.notes, message.last_step
+                    self.notes, self.last_step = [*self.said, *message.notes], message.last_step
                 elif isinstance(message, Outcome):  # the last words of ranks that will raise
                     load(self.model, message.weights)
                 else:

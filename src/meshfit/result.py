@@ -60,6 +60,6 @@ class Result:
             steps=len(history),
             seconds=outcome.seconds,
             phases=outcome.phases,
-            notes=outcome.notes,
+            notes=[*training.said, *outcome.notes],
             folder=training.folder,
         )

@@ -35,6 +35,8 @@ from meshfit.objective import Over, find_over
 from meshfit.plan import Plan
 from meshfit.schedule.passes import Passes
 
+MEASURED_STEPS = (10, 25)  # between them, whether compiling would pay is measured
+
 
 class Run:
     """A training under way in one rank.
@@ -114,6 +116,8 @@ class Run:
             for batch in self.loader.epoch(epoch):
                 yield batch
                 empty, made = False, made + 1
+                if made in MEASURED_STEPS:
+                    self._reconsider_compile(made)
                 if self.last_step is not None and made >= self.last_step:
                     return
             if empty:
@@ -188,18 +192,34 @@ class Run:
             return find_over(self.job.objective, self.model, source.few(), self.world.device)
 
     def _decide_compile(self) -> None:
+        """By a guess of how long a step takes; see ``_reconsider_compile``."""
         source, device = self.loader.source, self.world.device
         seconds = 0.0
         if device.type == "cuda" and not isinstance(source, Stream):
             first = next((t for t in tree.tensors(source.fetch(np.arange(1)))), None)
             tokens = first.numel() if first is not None and not first.is_floating_point() else 1
             seconds = expected_step_seconds(self.model, tokens * self.loader.batch_size // self.world.size, device)
+        self._compile_if(seconds, self.last_step)
+
+    def _reconsider_compile(self, made: int) -> None:
+        """The same by the clock, after some steps. On one device alone: ranks might differ in what they measure."""
+        device = self.world.device
+        if device.type != "cuda" or self.world.size > 1 or self._compiled or self.last_step is None:
+            return
+        torch.cuda.synchronize(device)
+        first, last = MEASURED_STEPS
+        if made == first:
+            self._clock = time.perf_counter()
+        else:
+            self._compile_if((time.perf_counter() - self._clock) / (last - first), self.last_step - made)
+
+    def _compile_if(self, seconds: float, steps: int | None) -> None:
         splits = self.world.size > 1 and bool(batchnorm.batch_norms(self.model))
-        choice = Compile(self.plan.compile)
-        whole, why = choice.decide(device=device, step_seconds=seconds, steps=self.last_step, splits=splits)
-        if device.type == "cuda" or whole:
-            self.notes.append(why)
-        if whole:
+        choice, device = Compile(self.plan.compile), self.world.device
+        self._compiled, why = choice.decide(device=device, step_seconds=seconds, steps=steps, splits=splits)
+        if device.type == "cuda" or self._compiled:
+            self.notes[:] = [note for note in self.notes if not note.startswith("compile")] + [why]
+        if self._compiled:
             self.schedule.objective = choice.apply(self.schedule.objective)
 
 

@@ -51,7 +51,7 @@ class Folder:
         self._flush()
         outcome = self._training.outcome
         if outcome is not None:
-            self._about |= {"seconds": outcome.seconds, "notes": outcome.notes}
+            self._about |= {"seconds": outcome.seconds, "notes": [*self._training.said, *outcome.notes]}
             self._about["metrics"] = {name: _number(value) for name, value in self._metrics.items()}
             self._write()
             _save(self._training.model, self.path / "weights.safetensors")

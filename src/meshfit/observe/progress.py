@@ -37,6 +37,9 @@ class Progress:
             return
         if step.valid:
             self._valid = "  valid: " + "  ".join(f"{name} {value:.4g}" for name, value in step.valid.items())
+        if step.step == 1:
+            for note in self.training.notes:
+                print(note, file=sys.stderr)
         now = time.perf_counter()
         final = step.step == self.training.last_step
         if now < self._next and not final:

@@ -1,0 +1,368 @@
+"""Where a model can be cut into consecutive stages, and where it should be.
+
+A stage is a range of events. What crosses a cut are the *live* values: made before it, used at or after it. Not sent are
+
+    inputs      given to every stage that uses them, unless they were changed in place before the cut
+    constants   what depends on neither inputs nor parameters (masks, positions) is computed again by each stage
+
+A cut is illegal where two live values share a storage that is changed at or after it (the stages would hold copies, and
+the change would reach one of them only), and where a BatchNorm is called on both sides of it: its statistics
+can live in one stage only. A value that skips over several cuts crosses each of them, and counts at each.
+
+``stages`` is exact: the largest stage is as small as any split allows, up to ``band``; within that band the fewest bytes
+cross. O(stages x events).
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from meshfit.anatomy.trace import Event, Trace
+from meshfit.errors import PlanError
+
+FLOPS_PER_BYTE = 100
+"""What a device computes while it moves one byte: accelerators of the last years do 100 to 300, less for small work."""
+
+BAND = 0.03
+"""How much larger than need be the largest stage may become so that fewer bytes cross the cuts."""
+
+STATEFUL = ("BatchNorm", "InstanceNorm")
+"""Classes, by part of their name, that write to their buffers in every forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place between two events where a stage may end."""
+
+    after: int
+    """The last event before it."""
+
+    crossing: tuple[int, ...]
+    """Ids of the values that are sent over it."""
+
+    bytes: int
+    """Of those values, for the batch that was traced. Gradients come back in the same size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """A model split into consecutive ranges of events."""
+
+    ranges: tuple[range, ...]
+    costs: tuple[float, ...]
+    cuts: tuple[Cut, ...]
+    """Between the stages: one fewer than there are ranges."""
+
+    parameters: tuple[tuple[str, ...], ...]
+    """Canonical names of the parameters that each stage uses."""
+
+    parameter_bytes: tuple[int, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    """Inputs of the model that each stage is given as they are."""
+
+    recomputed: tuple[tuple[int, ...], ...]
+    """Events before each stage that it runs for itself, for the constants they make."""
+
+    ties: dict[str, tuple[int, ...]]
+    """Parameters that several stages use, tied or of a module called twice: gradients are to be summed over them."""
+
+    unused: tuple[str, ...]
+    """Parameters that no event uses."""
+
+    indivisible: tuple[range, ...]
+    """Events with no legal cut between them that cost more than an even share: they set the largest stage."""
+
+    @property
+    def bytes(self) -> int:
+        """Over all cuts."""
+        return sum(cut.bytes for cut in self.cuts)
+
+    @property
+    def imbalance(self) -> float:
+        """How much longer than the mean the largest stage takes: 0 is even."""
+        mean = sum(self.costs) / len(self.costs)
+        return max(self.costs) / mean - 1 if mean else 0.0
+
+
+def work(event: Event) -> float:
+    """What an event takes, forward and backward, in flops; backward moves about twice what forward does."""
+    cost = event.cost
+    passes = 3 if cost.flops_backward else 1
+    return cost.flops + cost.flops_backward + FLOPS_PER_BYTE * passes * (cost.bytes_read + cost.bytes_written)
+
+
+def cuts(trace: Trace) -> tuple[Cut, ...]:
+    """Every legal cut. Of cuts with nothing but constants between them, the last."""
+    return _Flow(trace).cuts()
+
+
+def stages(trace: Trace, k: int, cost: Callable[[Event], float] = work, *, band: float = BAND) -> Stages:
+    """``trace`` in ``k`` stages of even ``cost``; a ``PlanError`` that says why if there is no such split.
+
+    Of splits with the same bytes, the one that parts the fewest modules; of those, the most even.
+    """
+    if k < 1:
+        raise PlanError(f"{k} stages is not a split", "a model has one stage or more")
+    flow = _Flow(trace)
+    legal = flow.cuts()
+    if len(legal) < k - 1:
+        raise PlanError(
+            f"the model cannot be cut into {k} stages",
+            f"it has {_count(len(legal), 'legal cut')} among {_count(len(trace.events), 'event')}",
+            *flow.why_not(),
+            f"pipeline={len(legal) + 1} is the most it can take" if legal else "",
+        )
+    sums = [0.0, *accumulate(map(cost, trace.events))]
+    places = [0, *(cut.after + 1 for cut in legal), len(trace.events)]
+    at = [sums[place] for place in places]
+    price = [0, *(cut.bytes * 256 + flow.depth(cut.after + 1) for cut in legal), 0]
+    ends = _cheapest(at, price, k, band)
+    chosen = [legal[end - 1] for end in ends[:-1]]
+    bounds = [0, *(places[end] for end in ends)]
+    ranges = tuple(range(a, b) for a, b in pairwise(bounds))
+    even = sums[-1] / k * (1 + band)
+    lumps = (range(a, b) for a, b in pairwise(places) if sums[b] - sums[a] > even)
+    users: dict[str, list[int]] = {}
+    for number, events in enumerate(ranges):
+        for name in dict.fromkeys(name for i in events for name in trace.events[i].parameters):
+            users.setdefault(name, []).append(number)
+    held = tuple(tuple(name for name, who in users.items() if number in who) for number in range(k))
+    return Stages(
+        ranges=ranges,
+        costs=tuple(sums[events.stop] - sums[events.start] for events in ranges),
+        cuts=tuple(chosen),
+        parameters=held,
+        parameter_bytes=tuple(sum(trace.parameters[name].bytes for name in names) for names in held),
+        inputs=tuple(flow.inputs(events) for events in ranges),
+        recomputed=tuple(flow.recomputed(events) for events in ranges),
+        ties={name: tuple(who) for name, who in users.items() if len(who) > 1},
+        unused=tuple(name for name in trace.parameters if name not in users),
+        indivisible=tuple(lumps),
+    )
+
+
+class _Flow:
+    """How values flow through a trace: who lives where, and what must not be parted."""
+
+    def __init__(self, trace: Trace):
+        self.trace, self.end = trace, len(trace.events)
+        changed: dict[int, list[int]] = {}  # events that change a storage in place, by storage
+        for event in trace.events:
+            for value in event.mutates:
+                changed.setdefault(self._storage(value), []).append(event.index)
+        self.changed = changed
+        self.last = {value.id: max(value.used_by, default=-1) for value in trace.values.values()}
+        self.last |= dict.fromkeys(trace.outputs, self.end)
+        self.constants = self._constants()
+        self.idle = [self._idle(event) for event in trace.events]
+
+    def _storage(self, value: int) -> int:
+        storage = self.trace.values[value].storage
+        return storage if storage >= 0 else -2 - value  # one of its own
+
+    def _constants(self) -> set[int]:
+        """Values that any stage can compute for itself: constants that nothing else is ever written into."""
+        found = {value.id for value in self.trace.values.values() if value.constant}
+        spoilt: set[int] = set()  # storages
+        while True:
+            for event in self.trace.events:
+                foreign = event.parameters or any(value not in found for value in event.reads)
+                spoilt.update(self._storage(value) for value in event.mutates if foreign)
+            kept = {value for value in found if self._storage(value) not in spoilt}
+            for event in self.trace.events:  # what is made from a spoilt one is no constant either
+                if any(value not in kept for value in event.reads):
+                    kept.difference_update(event.writes)
+            if kept == found:
+                return found
+            found = kept
+
+    def _idle(self, event: Event) -> bool:
+        """Whether an event only makes constants."""
+        return bool(event.writes) and not event.parameters and self.constants.issuperset(event.writes)
+
+    def _changed_before(self, value: int, place: int) -> bool:
+        events = self.changed.get(self._storage(value), ())
+        return bool(events) and events[0] < place
+
+    def _changed_from(self, value: int, place: int) -> bool:
+        events = self.changed.get(self._storage(value), ())
+        return bool(events) and events[-1] >= place
+
+    def places(self) -> list[int]:
+        """Where a cut leaves something to do on both sides: before each event that is not idle, but for the first."""
+        return [i for i in range(self.end) if not self.idle[i]][1:]
+
+    def cuts(self) -> tuple[Cut, ...]:
+        barred = self._barred()
+        born: dict[int, list[int]] = {}
+        for value in self.trace.values.values():
+            if value.id not in self.constants and self.last[value.id] > value.made_by:
+                born.setdefault(max(value.made_by, -1), []).append(value.id)
+        live = dict.fromkeys(born.get(-1, ()))
+        given = set(self.trace.inputs)
+        found, upto = [], 0
+        for place in self.places():
+            for event in range(upto, place):
+                live.update(dict.fromkeys(born.get(event, ())))
+            upto = place
+            live = {value: None for value in live if self.last[value] >= place}
+            if place in barred or self._parts_aliases(live, place):
+                continue
+            sent = tuple(v for v in live if v not in given or self._changed_before(v, place))
+            found.append(Cut(place - 1, sent, sum(self.trace.values[v].bytes for v in sent)))
+        return tuple(found)
+
+    def _parts_aliases(self, live: dict[int, None], place: int) -> bool:
+        if not self.changed:
+            return False
+        written = [self._storage(value) for value in live if self._changed_from(value, place)]
+        return len(set(written)) < len(written)
+
+    def _barred(self) -> set[int]:
+        """Places between two calls of one BatchNorm."""
+        found: set[int] = set()
+        for calls in self._stateful().values():
+            found.update(range(calls[0] + 1, calls[-1] + 1))
+        return found
+
+    def _stateful(self) -> dict[str, list[int]]:
+        """Calls of modules that write to their buffers, where there are several; by module."""
+        if not self.trace.training:
+            return {}
+        calls: dict[str, list[int]] = {}
+        for event in self.trace.events:
+            for module in dict.fromkeys(name.rpartition(".")[0] for name in event.buffers):
+                if any(word in self.trace.kinds.get(module, "") for word in STATEFUL):
+                    calls.setdefault(module, []).append(event.index)
+        return {module: where for module, where in calls.items() if len(where) > 1}
+
+    def why_not(self) -> list[str]:
+        """Facts on what cannot be cut, the largest first."""
+        facts = []
+        busy = self.end - sum(self.idle)
+        if busy < 2:
+            names = [event.name for event in self.trace.events if not self.idle[event.index]]
+            facts.append(f"all of it is one event: {', '.join(names) or 'none'}")
+        for module, calls in self._stateful().items():
+            facts.append(f"{module} is called {len(calls)} times and keeps statistics: they can live in one stage only")
+        if self.changed:
+            lines = dict.fromkeys(
+                f"{event.name} at {event.line or event.inside or 'the top'}"
+                for event in self.trace.events
+                if event.mutates and not self.idle[event.index]
+            )
+            facts += [f"{line} changes in place what others still read" for line in list(lines)[:3]]
+        return facts
+
+    def depth(self, place: int) -> int:
+        """Modules that a cut at ``place`` would part."""
+        before, after = self._path(place - 1), self._path(place)
+        return next(
+            (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
+        )
+
+    def _path(self, event: int) -> list[str]:
+        return self.trace.events[event].inside.split(".") if self.trace.events[event].inside else []
+
+    def inputs(self, events: range) -> tuple[int, ...]:
+        """Inputs of the model that a stage takes as they are."""
+        used = {value for i in events for value in self.trace.events[i].reads}
+        if events.stop == self.end:
+            used.update(self.trace.outputs)
+        return tuple(v for v in self.trace.inputs if v in used and not self._changed_before(v, events.start))
+
+    def recomputed(self, events: range) -> tuple[int, ...]:
+        """Idle events before a stage that make, or shape in place, constants it uses."""
+        needed = {value for i in events for value in self.trace.events[i].reads}
+        if events.stop == self.end:
+            needed.update(self.trace.outputs)
+        needed &= self.constants
+        memory = {self._storage(value) for value in needed}
+        found = []
+        for i in reversed(range(events.start)):
+            event = self.trace.events[i]
+            if self.idle[i] and (
+                needed.intersection(event.writes) or memory.intersection(map(self._storage, event.mutates))
+            ):
+                found.append(i)
+                needed.update(event.reads)
+                memory.update(map(self._storage, event.reads))
+        return tuple(reversed(found))
+
+
+def _cheapest(at: Sequence[float], price: Sequence[int], k: int, band: float) -> list[int]:
+    """Ends of ``k`` stages over places with running costs ``at`` and a ``price`` to cut at each."""
+    best = _smallest_largest(at, k)
+    low, high = best * (1 + 1e-12), best * (1 + band)
+    cost, ends = _under(at, price, k, high)
+    if _under(at, price, k, low)[0] == cost:
+        high = low
+    for _ in range(8):  # as even as can be for that price
+        if high <= low:
+            break
+        limit = (low + high) / 2
+        other, other_ends = _under(at, price, k, limit)
+        if other == cost:
+            high, ends = limit, other_ends
+        else:
+            low = limit
+    return ends if high > low else _under(at, price, k, low)[1]
+
+
+def _smallest_largest(at: Sequence[float], k: int) -> float:
+    """The smallest possible cost of the largest of ``k`` stages.
+
+    best[i] is that of the first i places in j stages. Both what it grows with (best) and what it falls with (the last
+    stage) are monotone in the last cut, so the best last cut only moves forward: O(k x places).
+    """
+    places = len(at)
+    best = [cost - at[0] for cost in at]
+    for j in range(2, k + 1):
+        row, cut = [float("inf")] * places, j - 1
+        for i in range(j, places):
+            cut = max(cut, j - 1)
+            while cut + 1 < i and max(best[cut + 1], at[i] - at[cut + 1]) <= max(best[cut], at[i] - at[cut]):
+                cut += 1
+            row[i] = max(best[cut], at[i] - at[cut])
+        best = row
+    return best[-1]
+
+
+def _under(at: Sequence[float], price: Sequence[int], k: int, limit: float) -> tuple[float, list[int]]:
+    """(price, ends) of the cheapest ``k`` stages that cost at most ``limit`` each; (inf, []) if there are none."""
+    last = len(at) - 1
+    earliest, latest = [0] * (k + 1), [0] * (k + 1)  # where each stage can end
+    earliest[k] = latest[k] = last
+    for j in range(1, k):
+        latest[j] = min(bisect_right(at, at[latest[j - 1]] + limit) - 1, last - (k - j))
+    for j in range(k - 1, 0, -1):
+        earliest[j] = max(bisect_left(at, at[earliest[j + 1]] - limit), j)
+    rows: list[dict[int, tuple[float, int]]] = [{0: (0, 0)}]  # by end: the price so far, and where the stage begins
+    for j in range(1, k + 1):
+        before, row = rows[-1], {}
+        window: deque[int] = deque()  # ends of the stage before, prices rising
+        coming = iter(sorted(before))
+        following = next(coming, None)
+        for end in range(earliest[j], latest[j] + 1):
+            while following is not None and following < end:
+                while window and before[window[-1]][0] >= before[following][0]:
+                    window.pop()
+                window.append(following)
+                following = next(coming, None)
+            while window and at[end] - at[window[0]] > limit:
+                window.popleft()
+            if window:
+                row[end] = (before[window[0]][0] + price[end], window[0])
+        rows.append(row)
+    if last not in rows[k]:
+        return float("inf"), []
+    ends = [last]
+    for j in range(k, 1, -1):
+        ends.append(rows[j][ends[-1]][1])
+    return rows[k][last][0], ends[::-1]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
