@@ -302,7 +302,8 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
     if given is not None and given.size > 1:
         connect(given)
         results: list[Any] = [None] * given.size
-        dist.all_gather_object(results, work(built, given))
+        with _as_found(built.model, given):
+            dist.all_gather_object(results, work(built, given))
         return results
     if _plan(job).devices == 1:
         world = World(0, 1, job.devices.device(0))
