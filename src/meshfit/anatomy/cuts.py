@@ -1,16 +1,17 @@
 """Where a model can be cut into consecutive stages, and where it should be.
 
-A stage is a range of events. What crosses a cut are the *live* values: made before it, used at or after it. Not sent are
+A stage is a range of events. What crosses a cut are the *live* values: made before it, used at or after it. Not sent:
 
     inputs      given to every stage that uses them, unless they were changed in place before the cut
     constants   what depends on neither inputs nor parameters (masks, positions) is computed again by each stage
 
 A cut is illegal where two live values share a storage that is changed at or after it (the stages would hold copies, and
-the change would reach one of them only), and where a BatchNorm is called on both sides of it: its statistics
-can live in one stage only. A value that skips over several cuts crosses each of them, and counts at each.
+the change would reach one of them only), and where a buffer that the forward writes is used on both sides of it (a
+BatchNorm that is called twice: its statistics can live in one stage only), and where the forward itself asks for a
+gradient of what lies before the cut. A value that skips over several cuts crosses each of them, and counts at each.
 
-``stages`` is exact: the largest stage is as small as any split allows, up to ``band``; within that band the fewest bytes
-cross. O(stages x events).
+``stages`` is exact: the largest stage is as small as any split allows, up to ``band``; within that band the fewest
+bytes cross. O(stages x events).
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,9 +28,6 @@ FLOPS_PER_BYTE = 100
 
 BAND = 0.03
 """How much larger than need be the largest stage may become so that fewer bytes cross the cuts."""
-
-STATEFUL = ("BatchNorm", "InstanceNorm")
-"""Classes, by part of their name, that write to their buffers in every forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,9 @@ class Stages:
 
     ties: dict[str, tuple[int, ...]]
     """Parameters that several stages use, tied or of a module called twice: gradients are to be summed over them."""
+
+    buffers: dict[str, tuple[int, ...]]
+    """Buffers that several stages use: each keeps its own, and none of them writes it."""
 
     unused: tuple[str, ...]
     """Parameters that no event uses."""
@@ -117,17 +118,14 @@ def stages(trace: Trace, k: int, cost: Callable[[Event], float] = work, *, band:
     sums = [0.0, *accumulate(map(cost, trace.events))]
     places = [0, *(cut.after + 1 for cut in legal), len(trace.events)]
     at = [sums[place] for place in places]
-    price = [0, *(cut.bytes * 256 + flow.depth(cut.after + 1) for cut in legal), 0]
+    price = [0, *((cut.bytes << 20) + flow.depth(cut.after + 1) for cut in legal), 0]
     ends = _cheapest(at, price, k, band)
     chosen = [legal[end - 1] for end in ends[:-1]]
     bounds = [0, *(places[end] for end in ends)]
     ranges = tuple(range(a, b) for a, b in pairwise(bounds))
     even = sums[-1] / k * (1 + band)
     lumps = (range(a, b) for a, b in pairwise(places) if sums[b] - sums[a] > even)
-    users: dict[str, list[int]] = {}
-    for number, events in enumerate(ranges):
-        for name in dict.fromkeys(name for i in events for name in trace.events[i].parameters):
-            users.setdefault(name, []).append(number)
+    users, readers = _users(trace, ranges, "parameters"), _users(trace, ranges, "buffers")
     held = tuple(tuple(name for name, who in users.items() if number in who) for number in range(k))
     return Stages(
         ranges=ranges,
@@ -138,9 +136,25 @@ def stages(trace: Trace, k: int, cost: Callable[[Event], float] = work, *, band:
         inputs=tuple(flow.inputs(events) for events in ranges),
         recomputed=tuple(flow.recomputed(events) for events in ranges),
         ties={name: tuple(who) for name, who in users.items() if len(who) > 1},
+        buffers={name: tuple(who) for name, who in readers.items() if len(who) > 1},
         unused=tuple(name for name in trace.parameters if name not in users),
         indivisible=tuple(lumps),
     )
+
+
+def _users(trace: Trace, ranges: Sequence[range], what: str) -> dict[str, list[int]]:
+    """Stages that use each of the parameters, or buffers."""
+    users: dict[str, list[int]] = {}
+    for number, events in enumerate(ranges):
+        for name in dict.fromkeys(name for i in events for name in getattr(trace.events[i], what)):
+            users.setdefault(name, []).append(number)
+    return users
+
+
+def storage_of(trace: Trace, value: int) -> int:
+    """The memory a value lies in; a negative number where it shares it with no other."""
+    storage = trace.values[value].storage
+    return storage if storage >= 0 else -2 - value
 
 
 class _Flow:
@@ -159,8 +173,7 @@ class _Flow:
         self.idle = [self._idle(event) for event in trace.events]
 
     def _storage(self, value: int) -> int:
-        storage = self.trace.values[value].storage
-        return storage if storage >= 0 else -2 - value  # one of its own
+        return storage_of(self.trace, value)
 
     def _constants(self) -> set[int]:
         """Values that any stage can compute for itself: constants that nothing else is ever written into."""
@@ -179,8 +192,9 @@ class _Flow:
             found = kept
 
     def _idle(self, event: Event) -> bool:
-        """Whether an event only makes constants."""
-        return bool(event.writes) and not event.parameters and self.constants.issuperset(event.writes)
+        """Whether an event only makes constants, or nothing (it looks at a value)."""
+        made = {*event.writes, *event.mutates}
+        return not event.changes and (not made or (not event.parameters and made <= self.constants))
 
     def _changed_before(self, value: int, place: int) -> bool:
         events = self.changed.get(self._storage(value), ())
@@ -221,22 +235,27 @@ class _Flow:
         return len(set(written)) < len(written)
 
     def _barred(self) -> set[int]:
-        """Places between two calls of one BatchNorm."""
+        """Places between two uses of a buffer that is written in the forward, or within what autograd is asked for."""
         found: set[int] = set()
         for calls in self._stateful().values():
             found.update(range(calls[0] + 1, calls[-1] + 1))
+        for event in self._gradients():
+            first = min(self.trace.values[value].used_by[0] for value in event.reads)
+            found.update(range(first + 1, event.index + 1))
         return found
 
+    def _gradients(self) -> list[Event]:
+        """Events that ask autograd for a gradient."""
+        return [e for e in self.trace.events if e.kind == "glue" and e.name in ("grad", "backward") and e.reads]
+
     def _stateful(self) -> dict[str, list[int]]:
-        """Calls of modules that write to their buffers, where there are several; by module."""
-        if not self.trace.training:
-            return {}
+        """Events that use a buffer which one of them writes, where there are several; by buffer."""
+        written = {name for event in self.trace.events for name in event.changes}
         calls: dict[str, list[int]] = {}
-        for event in self.trace.events:
-            for module in dict.fromkeys(name.rpartition(".")[0] for name in event.buffers):
-                if any(word in self.trace.kinds.get(module, "") for word in STATEFUL):
-                    calls.setdefault(module, []).append(event.index)
-        return {module: where for module, where in calls.items() if len(where) > 1}
+        for event in self.trace.events if written else ():
+            for name in written.intersection((*event.changes, *event.buffers, *event.parameters)):
+                calls.setdefault(name, []).append(event.index)
+        return {name: where for name, where in calls.items() if len(where) > 1}
 
     def why_not(self) -> list[str]:
         """Facts on what cannot be cut, the largest first."""
@@ -245,8 +264,11 @@ class _Flow:
         if busy < 2:
             names = [event.name for event in self.trace.events if not self.idle[event.index]]
             facts.append(f"all of it is one event: {', '.join(names) or 'none'}")
-        for module, calls in self._stateful().items():
-            facts.append(f"{module} is called {len(calls)} times and keeps statistics: they can live in one stage only")
+        for name, calls in list(self._stateful().items())[:3]:
+            line = self.trace.events[calls[-1]].line
+            facts.append(f"{name} is written in the forward and used {len(calls)} times, last at {line or 'its end'}")
+        for event in self._gradients()[:3]:
+            facts.append(f"{event.name} at {event.line or event.inside or 'the top'} needs all that it looks back on")
         if self.changed:
             lines = dict.fromkeys(
                 f"{event.name} at {event.line or event.inside or 'the top'}"
@@ -295,20 +317,19 @@ class _Flow:
 def _cheapest(at: Sequence[float], price: Sequence[int], k: int, band: float) -> list[int]:
     """Ends of ``k`` stages over places with running costs ``at`` and a ``price`` to cut at each."""
     best = _smallest_largest(at, k)
-    low, high = best * (1 + 1e-12), best * (1 + band)
-    cost, ends = _under(at, price, k, high)
-    if _under(at, price, k, low)[0] == cost:
-        high = low
-    for _ in range(8):  # as even as can be for that price
+    low, high = best * (1 + 1e-12), best * (1 + band) + 1e-12
+    least, ends = _under(at, price, k, high)
+    limit = low
+    for _ in range(10):  # as even as can be for that price
+        cost, found = _under(at, price, k, limit)
+        if cost == least:
+            high, ends = limit, found
+        else:
+            low = limit
         if high <= low:
             break
         limit = (low + high) / 2
-        other, other_ends = _under(at, price, k, limit)
-        if other == cost:
-            high, ends = limit, other_ends
-        else:
-            low = limit
-    return ends if high > low else _under(at, price, k, low)[1]
+    return ends
 
 
 def _smallest_largest(at: Sequence[float], k: int) -> float:

@@ -84,6 +84,9 @@ class Event:
     line: str = ""
     """file:line of the call, for messages."""
 
+    changes: tuple[str, ...] = ()
+    """Names of the buffers (or parameters) it writes: once per forward, in the stage of those who read them after."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -121,7 +124,7 @@ class Dynamic:
     what: str
     """ "bool(tensor)", ".item()", ..."""
     depends_on: str
-    """ "nothing", "inputs", "random" or "activations": what the value was computed from."""
+    """ "nothing", "inputs", "buffers", "random" or "activations": what the value was computed from."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,20 @@ def verify(
     run(script, arguments or [], instead, fit)
 
 
+@app.command()
+def inspect(
+    target: Annotated[str, typer.Argument(help="train.py, module:function, or a config.json.", show_default=False)],
+    arguments: Arguments = None,
+    input: Annotated[list[str] | None, typer.Option(help='What to call it on: "int64 4x128".')] = None,
+    json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    fit: Which = 1,
+) -> None:
+    """Say what is inside a model: its blocks, what they cost, where it can be cut and how it can be spread."""
+    from meshfit.cli.inspect import inspect
+
+    inspect(target, arguments or [], input or [], fit, json)
+
+
 def _given(**options: str | None) -> dict[str, str]:
     return {name: value for name, value in options.items() if value is not None}
 

@@ -1,0 +1,152 @@
+"""Along which axes a model can be spread, as far as its trace can tell, and why not along the others."""
+
+import re
+from dataclasses import dataclass
+from math import gcd
+
+from meshfit.anatomy.blocks import blocks
+from meshfit.anatomy.branches import branches
+from meshfit.anatomy.cost import kept_with_recompute
+from meshfit.anatomy.cuts import cuts, stages
+from meshfit.anatomy.trace import Trace
+
+EVEN = 0.25
+"""Imbalance up to which a pipeline is worth naming."""
+
+AXES = ("data", "shard", "pipeline", "branch", "tensor", "context", "expert", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a trace says of an axis."""
+
+    takes: bool | None
+    """None: it is not analysed, or the trace cannot tell."""
+
+    why: str
+    most: int | None = None
+    """The largest degree that makes sense, where one is known."""
+
+
+def axes(trace: Trace) -> dict[str, Verdict]:
+    """A verdict for each axis."""
+    if not any(parameter.trained for parameter in trace.parameters.values()):
+        return dict.fromkeys(AXES, Verdict(False, "it has no parameter that is trained"))
+    return {
+        "data": _data(trace),
+        "shard": _shard(trace),
+        "pipeline": _pipeline(trace),
+        "branch": _branch(trace),
+        "tensor": _tensor(trace),
+        "context": _context(trace),
+        "expert": _expert(trace),
+        "recompute": _recompute(trace),
+    }
+
+
+def norms(trace: Trace) -> tuple[str, ...]:
+    """Paths of the modules that keep statistics of the batch."""
+    held = {name.rpartition(".")[0] for name in trace.buffers if name.endswith("running_mean")}
+    return tuple(path for path, kind in trace.kinds.items() if path in held or "BatchNorm" in kind)
+
+
+def _data(trace: Trace) -> Verdict:
+    if count := len(norms(trace)):
+        what = f"its {count} BatchNorms" if count > 1 else "its BatchNorm"
+        return Verdict(True, f"{what} normalise over all ranks; microbatches would change them")
+    return Verdict(True, "no module of it keeps statistics over the batch")
+
+
+def _shard(trace: Trace) -> Verdict:
+    units = blocks(trace)
+    count = sum(len(unit.paths) for unit in units)
+    if not count:
+        return Verdict(True, "as one unit: it has no blocks to gather one by one")
+    largest = max(unit.parameters for unit in units)
+    share = largest / max(trace.parameter_bytes, 1)
+    return Verdict(True, f"{count} units, the largest with {share:.1%} of the bytes")
+
+
+def _pipeline(trace: Trace) -> Verdict:
+    for found in trace.dynamic:
+        whole = any(event.kind == "module" and event.name == found.module for event in trace.events)
+        if found.depends_on in ("activations", "random") and not whole:
+            return Verdict(False, f"{found.what} at {found.line} decides on {found.depends_on}", 1)
+    for found in trace.dynamic:
+        if found.depends_on == "inputs":
+            return Verdict(None, f"only while {found.what} at {found.line} comes out as it was traced")
+    legal = len(cuts(trace))
+    if not legal:
+        return Verdict(False, "there is no place to cut it", 1)
+    most = 1
+    while 2 * most <= min(legal + 1, 1024) and stages(trace, 2 * most).imbalance <= EVEN:
+        most *= 2
+    if most == 1:
+        lump = stages(trace, 2).imbalance
+        return Verdict(True, f"but two stages are already {lump:.0%} out of balance", legal + 1)
+    split = stages(trace, most)
+    tied = f"; {len(split.ties)} parameters are used in several stages" if split.ties else ""
+    tied = tied.replace("1 parameters are", "1 parameter is")
+    return Verdict(True, f"up to {most} stages of about even cost{tied}", most)
+
+
+def _branch(trace: Trace) -> Verdict:
+    found = [branch for branch in branches(trace) if branch.group == 0]
+    if not found:
+        return Verdict(False, "everything waits for what is before it: no two parts of 5 % each are independent", 1)
+    shares = " and ".join(f"{branch.share:.0%}" for branch in found[:4])
+    shared = {name for branch in found for name in branch.shared}
+    tied = f"; they share {len(shared)} parameters".replace(" 1 parameters", " a parameter") if shared else ""
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return Verdict(True, f"{len(found)} branches with {shares}{more} of the cost{tied}", len(found))
+
+
+def _tensor(trace: Trace) -> Verdict:
+    repeated = {path for unit in blocks(trace) if len(unit.paths) > 1 for path in unit.paths}
+    widths = [
+        size
+        for name, parameter in trace.parameters.items()
+        if len(parameter.shape) == 2
+        and (not repeated or any(name.startswith(f"{path}.") for path in _above(name, repeated)))
+        for size in parameter.shape
+    ]
+    if not widths:
+        return Verdict(None, "not analysed yet; it has no matrices")
+    divisor = gcd(*widths)
+    if divisor == 1:
+        return Verdict(None, "not analysed yet; the widths of its matrices have no divisor in common")
+    return Verdict(None, f"not analysed yet; the widths of its matrices all divide by {divisor}")
+
+
+def _above(name: str, among: set[str]) -> list[str]:
+    parts = name.split(".")
+    return [path for i in range(1, len(parts)) if (path := ".".join(parts[:i])) in among]
+
+
+def _context(trace: Trace) -> Verdict:
+    lengths = [trace.values[value].shape for value in trace.inputs if len(trace.values[value].shape) > 1]
+    if not lengths:
+        return Verdict(False, "its inputs have no dim but that of the samples", 1)
+    return Verdict(None, "not analysed yet")
+
+
+def _expert(trace: Trace) -> Verdict:
+    found = [
+        path for path, kind in trace.kinds.items() if re.search(r"(?i)experts?$|moe", kind) or path.endswith("experts")
+    ]
+    if not found:
+        return Verdict(False, "no module of it looks like experts", 1)
+    return Verdict(None, f"not analysed yet; {len(found)} modules look like experts, {found[0]} first")
+
+
+def _recompute(trace: Trace) -> Verdict:
+    cost = trace.cost
+    repeated = [unit for unit in blocks(trace) if len(unit.paths) > 1 and unit.cost.kept]
+    if not cost.kept:
+        return Verdict(False, "nothing is kept for backward")
+    if not repeated:
+        return Verdict(True, "by single modules: none repeats")
+    left = kept_with_recompute(trace, [path for unit in repeated for path in unit.paths]) / cost.kept
+    more = sum(len(unit.paths) * unit.cost.flops for unit in repeated) / max(cost.flops + cost.flops_backward, 1)
+    stateful = "; BatchNorms in them would count a batch twice" if norms(trace) and trace.training else ""
+    return Verdict(True, f"its repeated blocks: {left:.0%} of the bytes kept stay, for {more:.0%} more flops{stateful}")

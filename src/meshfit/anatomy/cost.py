@@ -1,0 +1,340 @@
+"""What each event of a forward costs: arithmetic, traffic to memory, and bytes kept for backward.
+
+``Meter`` watches one forward, on meta, fake or real tensors, and books what it sees to the event under way.
+
+    flops     by aten operation, see ``flops``
+    traffic   bytes of the tensors each operation takes and makes; views are free, a lookup reads the rows it returns
+    kept      storages that autograd saves, each once, at the event that saves it first. Not parameters, buffers
+              and the model's inputs: those are there anyway. Under autocast the low-precision copies of weights
+              are kept like activations, because that is what they are in memory: made in forward, freed in backward
+
+Only what the outputs depend on has a backward: ``Meter.reach`` walks the graph of autograd back from them, and finds
+the operations again by the sequence numbers of its nodes.
+
+Three things escape: tensors that an ``autograd.Function`` hangs on its ``ctx`` as plain attributes are kept unseen,
+its backward is taken to be that of the operations in its forward, and kernels outside the dispatcher (Triton,
+compiled code) are not counted at all.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshfit.anatomy import kernels
+from meshfit.anatomy.flops import backward_flops, forward_flops, has_flops, known_as, tensors
+from meshfit.anatomy.trace import Cost, Event, Trace
+
+aten = torch.ops.aten
+
+_FREE = {aten._unsafe_view, aten._reshape_alias, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
+
+_BESIDE = -1
+"""In place of a node: torch.utils.checkpoint holds the inputs of what it recomputes outside of the graph, through
+``_NoopSaveInputs`` up to torch 2.11 or so, by itself since."""
+
+
+class Meter:
+    """Books the cost of one forward to its events.
+
+    with Meter([*model.parameters(), *model.buffers(), *inputs]) as meter:
+        meter.start(0)
+        ...
+        meter.stop()
+        meter.reach(outputs)
+    meter.costs[0]
+
+    Inside a ``FakeTensorMode``, not around it. Meta tensors belong to no device: ``target`` says whose kernels
+    they stand for (``kernels``). torch ignores autocast on meta tensors; fake ones follow it.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = (), *, target: str = "cuda"):
+        self.costs: dict[int, Cost] = {}
+        """By event, in the order in which they started; filled when the meter is left."""
+        self.outside = Cost()
+        """What ran between events."""
+        self._target = target
+        self._known = {_key(tensor): tensor for tensor in known if _has_storage(tensor)}
+        self._event: int | None = None
+        self._spent: dict[int | None, list[int]] = {None: [0, 0, 0]}  # flops, bytes read, bytes written
+        self._backward: list[tuple[int, int | None, int]] = []  # node, event, flops
+        self._saved: dict[int, list[tuple[int, int | None]]] = {}  # storage -> node and event of each save
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps the key from being reused
+        self._reached: set[int] | None = None
+        self._hidden: dict[int, int] = {}  # nodes made on behalf of another -> that one
+        self._freed: set[int] = set()
+        self._function: tuple[int, type] | None = None  # the autograd.Function under way: its node, its class
+        self._touched: dict[int, StorageWeakRef] = {}  # within it, storages computed from what needs a gradient
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> "Meter":
+        self._contexts.enter_context(kernels.standing_for(self._target))
+        self._contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+        self._contexts.enter_context(_Watched(self._apply))
+        self._contexts.enter_context(_Operations(self._count))
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._contexts.close()
+        self._freed = {key for key, (storage, _) in self._storages.items() if storage.expired()}
+        costs = self._costs()
+        self.outside = costs.pop(None)
+        self.costs = {key: cost for key, cost in costs.items() if key is not None}
+
+    def start(self, key: int) -> None:
+        """What follows belongs to event ``key``. Events do not nest; one may go on after another."""
+        if self._event is not None:
+            raise RuntimeError(f"event {key} starts inside event {self._event}")
+        self._event = key
+        self._spent.setdefault(key, [0, 0, 0])
+
+    def stop(self) -> None:
+        self._event = None
+
+    def reach(self, outputs: Iterable[Tensor]) -> None:
+        """Count for backward only what ``outputs`` depend on.
+
+        Without it every operation on something that needs a gradient counts, and every saved tensor that is
+        still alive when the meter is left.
+        """
+        waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        reached, seen = set(), set(waiting)
+        while waiting:
+            node = waiting.pop()
+            number = node._sequence_nr()
+            reached.add(number)
+            if node.name().endswith("CopySlices"):  # a write to a view: hides the node of the write, made before
+                reached |= {number - 1, self._hidden.get(number - 1, number - 1)}
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        self._reached = reached
+
+    @property
+    def total(self) -> Cost:
+        return sum(self.costs.values(), self.outside)
+
+    def saved_by(self, tensor: Tensor) -> tuple[int, ...]:
+        """The events that save ``tensor``, or something it shares memory with, for backward."""
+        saves = self._saved.get(_key(tensor), ())
+        return tuple(dict.fromkeys(event for node, event in saves if event is not None and self._counts(node)))
+
+    def _costs(self) -> dict[int | None, Cost]:
+        backward, kept = dict.fromkeys(self._spent, 0), dict.fromkeys(self._spent, 0)
+        for node, event, flops in self._backward:
+            if self._counts(node):
+                backward[event] += flops
+        for key, saves in self._saved.items():
+            events = [event for node, event in saves if self._counts(node)]
+            if events and (self._reached is not None or key not in self._freed):
+                kept[events[0]] += self._storages[key][1]
+        return {
+            event: Cost(flops, backward[event], read, written, kept[event])
+            for event, (flops, read, written) in self._spent.items()
+        }
+
+    def _counts(self, node: int) -> bool:
+        return self._reached is None or node == _BESIDE or self._hidden.get(node, node) in self._reached
+
+    def _count(self, op: Any, view: bool, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        """Book one operation that has run."""
+        with torch._C.DisableTorchFunction():  # a recorder of functions must not see what the meter looks at
+            self._book(op, view, args, kwargs, out)
+
+    def _book(self, op: Any, view: bool, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        taken = tensors(args) + tensors(kwargs) if kwargs else tensors(args)
+        if self._function is not None and any(self._needs(tensor) for tensor in taken):
+            self._touched |= {_key(made): _weak(made) for made in tensors(out) if _has_storage(made)}
+        if view:
+            return
+        spent = self._spent.setdefault(self._event, [0, 0, 0])
+        written = sum(map(_bytes, tensors(out)))
+        most = written if op in _LOOKUPS else None
+        spent[1] += sum(_bytes(tensor) if most is None else min(_bytes(tensor), most) for tensor in taken)
+        spent[2] += written
+        if not has_flops(op):
+            return
+        flops = forward_flops(op, args, kwargs, out)
+        spent[0] += flops
+        if self._function is not None or torch.is_grad_enabled():
+            again = flops if self._recomputed() else 0
+            backward = backward_flops(op, args, out, flops, self._needs) + again
+            self._backward.append((self._node(), self._event, backward))
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        """Autograd saves ``tensor``."""
+        with torch._C.DisableTorchFunction():
+            return self._save(tensor, saver=sys._getframe(1).f_code.co_filename)
+
+    def _save(self, tensor: Tensor, saver: str) -> Tensor:
+        if _has_storage(tensor) and (key := _key(tensor)) not in self._known:
+            if key not in self._storages:
+                self._storages[key] = (_weak(tensor), tensor.untyped_storage().nbytes())
+            self._spent.setdefault(self._event, [0, 0, 0])
+            node, source = _BESIDE if saver == checkpoint.__file__ else self._node(), tensor.grad_fn
+            if source is not None and source._sequence_nr() == node and source.name() == "CloneBackward0":
+                self._hidden[node] = node - 1  # an operation in place, saving a copy of what it will overwrite
+            self._saved.setdefault(key, []).append((node, self._event))
+        # A node that held its own output, with the way back to itself, would never be freed.
+        return tensor if tensor.grad_fn is None else tensor.detach()
+
+    def _apply(self, function: type, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an ``autograd.Function``. Its operations run without a graph: its own node stands for them all."""
+        if self._function is not None:
+            return apply(*args, **kwargs)
+        beside = function.__name__ == "_NoopSaveInputs"
+        self._function = _BESIDE if beside else torch.autograd._get_sequence_nr(), function
+        try:
+            return apply(*args, **kwargs)
+        finally:
+            self._function, self._touched = None, {}
+
+    def _node(self) -> int:
+        """The node that autograd has made for the operation under way: numbers are given in the order of making."""
+        return self._function[0] if self._function is not None else torch.autograd._get_sequence_nr() - 1
+
+    def _needs(self, tensor: Any) -> bool:
+        if not isinstance(tensor, Tensor):
+            return False
+        if self._function is None or tensor.requires_grad:
+            return tensor.requires_grad
+        return _has_storage(tensor) and _key(tensor) in self._touched
+
+    def _recomputed(self) -> bool:
+        """Whether backward will run this operation again, under torch.utils.checkpoint.
+
+        Counted for the whole region; torch stops short of what only made its output.
+        """
+        if self._function is not None:
+            return issubclass(self._function[1], checkpoint.CheckpointFunction)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+        return bool(hooks) and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+
+
+def kept_with_recompute(
+    trace: Trace, paths: Collection[str], saved_by: Mapping[int, Collection[int]] | None = None
+) -> int:
+    """Bytes kept from forward to backward when the modules at ``paths`` are computed again in backward.
+
+    Such a module keeps its inputs and nothing else (``torch.utils.checkpoint``, not reentrant). An input that is
+    kept anyway must not count twice: ``saved_by`` gives, by the number of a storage, the events that save it
+    (``Meter.saved_by``). Without it inputs are taken to be kept by nothing else, which is so where blocks
+    pass on sums, as transformers do, and too much where they pass on what an activation saved.
+    """
+    block = {event.index: _block_of(event, paths) for event in trace.events}
+    sizes: dict[int, int] = {}
+    for value in trace.values.values():
+        sizes[_storage(trace, value.id)] = max(sizes.get(_storage(trace, value.id), 0), value.bytes)
+    kept = sum(event.cost.kept for event in trace.events if block[event.index] is None)
+    held: set[int] = set()  # storages in that sum, or added to it
+    for storage, savers in (saved_by or {}).items():
+        outside = [block[event] is None for event in savers]
+        if any(outside):
+            held.add(storage)
+            if not outside[0]:  # booked to a block that lets go of it, while another event does not
+                kept += sizes.get(storage, 0)
+    for event in trace.events:
+        for read in event.reads if block[event.index] is not None else ():
+            maker, storage = trace.values[read].made_by, _storage(trace, read)
+            if maker >= 0 and block[maker] != block[event.index] and storage not in held:
+                held.add(storage)
+                kept += sizes[storage]
+    return kept
+
+
+def _block_of(event: Event, paths: Collection[str]) -> str | None:
+    place = event.name if event.kind == "module" else event.inside
+    return next((path for path in paths if place == path or place.startswith(f"{path}.")), None)
+
+
+def _storage(trace: Trace, value: int) -> int:
+    """Values without a number of their own share memory with none."""
+    number = trace.values[value].storage
+    return number if number >= 0 else -2 - value
+
+
+class _Operations(TorchDispatchMode):
+    """Calls ``count`` after every operation."""
+
+    def __init__(self, count: Callable[[Any, bool, tuple, dict[str, Any], Any], None]):
+        super().__init__()
+        self._count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(_wraps(kind) for kind in types):
+            return NotImplemented  # a tensor made of others (DTensor): it comes back here with those
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a fake tensor is asked for its device
+            return func(*args, **kwargs)
+        if _composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._count(known_as(func._overloadpacket), _is_view(func), args, kwargs, out)
+        return out
+
+
+class _Watched:
+    """While entered, every ``autograd.Function`` runs through ``watch``."""
+
+    def __init__(self, watch: Callable[..., Any]):
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._original = original = torch.autograd.Function.__dict__["apply"]
+        watch = self._watch
+
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return watch(cls, original.__get__(None, cls), args, kwargs)
+
+        torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore
+
+    def __exit__(self, *problem: Any) -> None:
+        torch.autograd.Function.apply = self._original
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether ``func`` makes nothing: a view of what it was given, or memory without content."""
+    returns = [result.alias_info for result in func._schema.returns]
+    aliases = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+    return aliases or func._overloadpacket in _FREE
+
+
+@cache
+def _composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@cache
+def _wraps(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not _wraps(type(tensor))
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _weak(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _bytes(tensor: Tensor) -> int:
+    """An expanded tensor is no larger than the memory behind it."""
+    if not _has_storage(tensor):
+        return 0
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,308 @@
+"""Record one forward of a model: ``record(model, inputs)`` gives a ``Recording``.
+
+It runs on a copy, on meta tensors where the model allows it: no memory, no arithmetic, and the model itself stays
+as it is. Where a recording fails it says in whose code; that module is then taken as a whole and the forward is
+recorded again. When too much would have to be taken as a whole, the next way is tried:
+
+    plain      as the model runs
+    compiling  libraries are told that they are being compiled: many then look at no values
+    guards     values computed from the inputs alone may be looked at; replay checks that they are the same
+    opened     and modules are opened as far as they go
+    real       all of it again on real tensors, for kernels that refuse meta and for control flow on values
+
+Each recording is made twice, under other random numbers and on the state that the first one left: what differs
+between the two cannot be replayed.
+"""
+
+import contextlib
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from meshfit.anatomy.record_atoms import choose, twin
+from meshfit.anatomy.record_build import built
+from meshfit.anatomy.record_forward import Meter, Recorder, first_line
+from meshfit.anatomy.record_known import GlueError
+from meshfit.anatomy.record_program import REFERENCES, Object, Slice, Step, TraceError, tensors
+from meshfit.anatomy.record_watch import line_of, watched
+from meshfit.anatomy.replay import Recording
+from meshfit.anatomy.trace import Cost, Dynamic
+from meshfit.data import tree
+from meshfit.objective import call
+
+__all__ = ["Meter", "Recording", "TraceError", "record"]
+
+SHARE = 0.05
+"""Of all parameters: what a module may hold and still be taken as a whole without a need."""
+
+LARGEST = 0.6
+"""Of all parameters: the most that one module may hold which was taken as a whole because its code failed."""
+
+Metering = Callable[[list[Tensor]], contextlib.AbstractContextManager[Any]] | None
+"""Makes a meter, given the tensors that are there before the forward: parameters, buffers, inputs."""
+
+WAYS_IN_WORDS = {
+    "compiling": "libraries were told that they are being compiled",
+    "guards": "values computed from the inputs were looked at: replay checks them",
+    "opened": "modules opened as far as they go",
+}
+
+WAYS = (
+    ("plain", False),
+    ("compiling", False),
+    ("guards", False),
+    ("opened", False),
+    ("plain", True),
+    ("compiling", True),
+    ("guards", True),
+    ("opened", True),
+)
+
+
+def record(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    training: bool = True,
+    atoms: Iterable[str] | None = None,
+    share: float = SHARE,
+    meter: Metering = None,
+) -> Recording:
+    """One forward of ``model`` on ``inputs`` (a tensor; a tuple for several arguments; a dict for keywords).
+
+    ``atoms`` names modules that must be taken as a whole. ``meter`` (the class) is made with the tensors that are
+    there before the forward, entered for it, told when each event starts and stops, and told the outputs; its costs
+    are put into the events.
+    """
+    atoms = frozenset(atoms or ())
+    known = {path for path, _ in model.named_modules()}
+    if atoms - known:
+        raise TraceError(f"atoms names no module of the model: {', '.join(sorted(atoms - known))}")
+    failures: list[GlueError] = []
+    coarse: _Attempt | None = None
+    kept = _Randomness()
+    try:
+        for way, real in WAYS:
+            if real and _on_meta(model, inputs):
+                break
+            attempt = _Attempt(model, inputs, training=training, atoms=atoms, share=share, way=way, real=real)
+            try:
+                attempt.repair()
+            except GlueError as error:
+                failures.append(error)
+                continue
+            if attempt.largest() <= LARGEST:
+                return attempt.finish(meter)
+            coarse = coarse or attempt
+        if coarse is not None:
+            return coarse.finish(meter)
+    finally:
+        kept.restore()
+    raise _refusal(failures) from failures[-1].__cause__
+
+
+class _Attempt:
+    """Recordings of one way of ``WAYS``, until one holds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        *,
+        training: bool,
+        atoms: frozenset[str],
+        share: float,
+        way: str,
+        real: bool,
+    ):
+        self.model, self.inputs, self.training = model, inputs, training
+        self.forced, self.share, self.way, self.real = set(atoms), share, way, real
+        self.whole: dict[str, str] = {}  # modules taken as a whole because their code failed, and why
+        self.dynamic: dict[Dynamic, None] = {}
+        self.not_on_meta: set[str] = set()
+        self.proven: tuple[Recorder, Any, dict[int, Cost]] | None = None
+
+    def repair(self) -> None:
+        """Record; while the glue of a module fails, take that module as a whole."""
+        while True:
+            try:
+                self.prove()
+                return
+            except GlueError as error:
+                module = error.module
+                if not module or module in self.whole or module in self.forced:
+                    raise
+                self.whole[module] = f"{error.why} ({error.line})"
+
+    def prove(self) -> None:
+        """Record twice; what differs fails."""
+        copy = self.copy()
+        seeds = (11, 7919)
+        first, second = (self.once(copy, seed) for seed in seeds)
+        one, other = (signature(recorder.steps, outputs) for recorder, outputs, _ in (first, second))
+        if one == other:
+            self.proven = first
+            return
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        recorder = max(first[0], second[0], key=lambda recorder: len(recorder.steps))
+        step = recorder.steps[min(at, len(recorder.steps) - 1)]
+        raise GlueError("two forwards in a row do different things", step.inside, step.line)
+
+    def finish(self, meter: Metering) -> Recording:
+        """The recording that is kept: a further one, if it is to be metered."""
+        assert self.proven is not None
+        recorder, outputs, costs = self.proven if meter is None else self.once(self.copy(), 11, meter)
+        notes = ["real tensors" if self.real else "meta tensors"]
+        notes += [] if self.way == "plain" else [WAYS_IN_WORDS[self.way]]
+        notes += [f"{module} taken as a whole: {why}" for module, why in self.whole.items()]
+        notes += [note for note in recorder.notes if note not in notes]
+        return built(
+            self.model,
+            recorder,
+            outputs,
+            self.inputs,
+            training=self.training,
+            costs=costs,
+            dynamic=tuple(self.dynamic),
+            notes=tuple(notes),
+        )
+
+    def copy(self) -> nn.Module:
+        copy = twin(self.model, meta=not self.real)
+        if copy.training != self.training:
+            copy.train(self.training)
+        return copy
+
+    def once(self, copy: nn.Module, seed: int, meter: Metering = None) -> tuple[Recorder, Any, dict[int, Cost]]:
+        """One forward of ``copy``, watched: the recorder, what the model returned, encoded, and costs."""
+        fresh = tree.map_tensors(self._input, self.inputs)
+        atoms = choose(copy, share=self.share, forced=self.forced | set(self.whole), opened=self.way == "opened")
+        recorder = Recorder(
+            copy,
+            list(tree.tensors(fresh)),
+            atoms,
+            owner=self.model,
+            originals=list(tree.tensors(self.inputs)),
+            guards=self.way in ("guards", "opened"),
+            not_on_meta=self.not_on_meta,
+        )
+        before = recorder.attributes()
+        with contextlib.ExitStack() as stack:
+            if not self.real:
+                stack.enter_context(torch.device("meta"))
+            if self.way == "compiling":
+                stack.enter_context(_compiling())
+            stack.enter_context(_eager())
+            stack.enter_context(torch.set_grad_enabled(True))
+            if meter is not None:
+                known = [*copy.parameters(), *copy.buffers(), *tree.tensors(fresh)]
+                recorder.meter = stack.enter_context(meter(known))
+            _seed(seed)
+            recorder.start()
+            try:
+                with watched(recorder):
+                    outputs = call(copy, fresh)
+                if recorder.meter is not None:
+                    recorder.meter.reach(tensors(outputs))
+                recorder.check_draws()
+                encoded = recorder.encode(outputs)
+                recorder.assigned(before)
+            except GlueError:
+                raise
+            except Exception as error:
+                why = f"{type(error).__name__}: {first_line(error)}"
+                raise GlueError(why, recorder.inside, line_of(error)) from error
+            finally:
+                self.dynamic |= recorder.dynamic
+        return recorder, encoded, {} if recorder.meter is None else recorder.meter.costs
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        new = tensor.detach().clone() if self.real else torch.empty_like(tensor.detach(), device="meta")
+        return new.requires_grad_(tensor.requires_grad)
+
+    def largest(self) -> float:
+        """Share of the parameters held by the largest module that had to be taken as a whole."""
+        sizes = [sum(p.numel() for p in self.model.get_submodule(path).parameters()) for path in self.whole]
+        return max(sizes, default=0) / max(1, sum(p.numel() for p in self.model.parameters()))
+
+
+def signature(steps: list[Step], outputs: Any) -> list[str]:
+    """What two recordings must share: calls, their plain arguments, their constants."""
+
+    def text(thing: Any) -> str:
+        if isinstance(thing, Object):
+            return f"object({type(thing.snapshot).__name__}, {[text(mark) for mark in thing.references]})"
+        if isinstance(thing, (*REFERENCES, Slice)):
+            return repr(thing)
+        if isinstance(thing, Tensor):
+            data = b"" if thing.is_meta else thing.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return f"{tuple(thing.shape)}{thing.dtype}{hashlib.sha256(data).hexdigest()}"
+        if isinstance(thing, tuple | list):
+            return f"[{', '.join(map(text, thing))}]"
+        if isinstance(thing, dict):
+            return f"{{{', '.join(f'{key}: {text(value)}' for key, value in thing.items())}}}"
+        return repr(thing) if isinstance(thing, int | float | str | None | torch.dtype) else type(thing).__name__
+
+    lines = [f"{s.kind} {s.name} {text(s.args)} {text(s.kwargs)} {s.outs} {text(s.expected)}" for s in steps]
+    return [*lines, text(outputs)]
+
+
+def _refusal(failures: list[GlueError]) -> TraceError:
+    """The first failure is that of the plain way: what stands in the model's own code."""
+    first = failures[0]
+    rest = dict.fromkeys(f"otherwise: {error.why} ({error.line})" for error in failures[1:] if error.why != first.why)
+    return TraceError(
+        f"the forward of {first.module or 'the model itself'} cannot be recorded: {first.why}",
+        first.line,
+        *list(rest)[:3],
+        "move that into a submodule of its own, which can then be taken as a whole",
+    )
+
+
+def _on_meta(model: nn.Module, inputs: Any) -> bool:
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tree.tensors(inputs)))
+
+
+class _Randomness:
+    """The state of every random number generator, to be put back."""
+
+    def __init__(self) -> None:
+        self.torch, self.python, self.numpy = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
+def _seed(seed: int) -> None:
+    torch.random.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Tell libraries that they are being compiled: they then take the path that looks at no values."""
+    was = torch.compiler.is_compiling, torch.compiler.is_exporting
+    torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: True
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling, torch.compiler.is_exporting = was
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Compiled modules run as they are written."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")

@@ -1,0 +1,138 @@
+"""From the steps of a recorder to a ``Recording``: events and values as plain data."""
+
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshfit.anatomy.record_forward import Recorder
+from meshfit.anatomy.record_known import Source, objects_in, storage
+from meshfit.anatomy.record_program import Ref, Step, references
+from meshfit.anatomy.replay import Recording, fact
+from meshfit.anatomy.trace import Cost, Dynamic, Event, Parameter, Trace, Value
+from meshfit.data import tree
+from meshfit.layout.replicate import tied
+
+
+def built(
+    model: nn.Module,
+    recorder: Recorder,
+    outputs: Any,
+    inputs: Any,
+    *,
+    training: bool,
+    costs: dict[int, Cost],
+    dynamic: tuple[Dynamic, ...],
+    notes: tuple[str, ...],
+) -> Recording:
+    steps, ties = recorder.steps, tied(model)
+    wanted = tuple(dict.fromkeys(r.id for r in references(outputs) if isinstance(r, Ref)))
+    trace = Trace(
+        events=tuple(_event(model, index, step, ties, costs) for index, step in enumerate(steps)),
+        values=_values(recorder, steps),
+        inputs=tuple(recorder.inputs),
+        outputs=wanted,
+        parameters={name: _parameter(name, p) for name, p in model.named_parameters()},
+        buffers={name: _parameter(name, b) for name, b in model.named_buffers()},
+        ties=ties,
+        training=training,
+        dynamic=dynamic,
+        notes=notes,
+        kinds={path: type(module).__name__ for path, module in model.named_modules()},
+    )
+    _free(steps, wanted)
+    return Recording(trace, tuple(steps), outputs, tuple(map(fact, tree.leaves(inputs))))
+
+
+def _event(model: nn.Module, index: int, step: Step, ties: dict[str, str], costs: dict[int, Cost]) -> Event:
+    held = step.held
+    parameters = [h.name for h in held if h.kind == "parameter"]
+    buffers = [h.name for h in held if h.kind == "buffer"]
+    if step.kind == "assign" and step.target.kind == "buffer":
+        buffers.append(step.target.name)
+    if step.kind == "module":
+        module = model.get_submodule(step.target)
+        parameters += [f"{step.target}.{name}" for name, _ in module.named_parameters()]
+        buffers += [f"{step.target}.{name}" for name, _ in module.named_buffers()]
+    made = (*(id for id in step.outs if id >= 0), *(id for _, id in step.attributes))
+    return Event(
+        index=index,
+        kind="module" if step.kind == "module" else "glue",
+        name=step.name if step.kind in ("module", "glue") else f"{step.kind} {step.name}",
+        inside=step.inside,
+        reads=step.reads,
+        writes=made,
+        mutates=step.mutates,
+        parameters=tuple(dict.fromkeys(ties.get(name, name) for name in parameters)),
+        buffers=tuple(dict.fromkeys(buffers)),
+        cost=costs.get(step.number, Cost()) if step.kind in ("module", "glue") else Cost(),
+        line=step.line,
+        changes=step.changes,
+    )
+
+
+def _values(recorder: Recorder, steps: list[Step]) -> dict[int, Value]:
+    made_by, used_by = dict.fromkeys(recorder.inputs, -1), defaultdict(list)
+    for index, step in enumerate(steps):
+        for id in (*step.outs, *(id for _, id in step.attributes)):
+            made_by.setdefault(id, index)
+        for id in step.reads:
+            used_by[id].append(index)
+    varying = _varying(recorder, steps)
+    storages: dict[int, int] = {}
+    found: dict[int, Value] = {}
+    for id, tensor in enumerate(recorder.values):
+        if id not in made_by:
+            continue
+        found[id] = Value(
+            id=id,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            bytes=tensor.numel() * tensor.element_size(),
+            made_by=made_by[id],
+            used_by=tuple(used_by[id]),
+            needs_grad=tensor.requires_grad,
+            constant=id not in varying,
+            storage=storages.setdefault(storage(tensor), len(storages)),
+        )
+    return found
+
+
+def _varying(recorder: Recorder, steps: list[Step]) -> set[int]:
+    """Values that not every stage can compute for itself: from inputs, parameters or random numbers, from what is
+    written in place, from objects handed on, from buffers that change."""
+    varied = Source.INPUT | Source.PARAMETER | Source.RANDOM | Source.RAGGED
+    varying = {id for id, source in enumerate(recorder.sources) if source & varied}
+    written = {storage(recorder.values[id]) for step in steps for id in step.mutates}
+    changed = {name for step in steps for name in step.changes}
+    varying |= {id for id, tensor in enumerate(recorder.values) if storage(tensor) in written}
+    for step in steps:
+        whole = any(held.kind == "attribute" or held.name in changed for held in step.held) or step.changes
+        if (
+            whole
+            or step.kind == "module"
+            or any(thing.references for thing in objects_in((step.args, step.kwargs)))
+            or varying & {*step.reads}
+        ):
+            varying |= {id for id in step.outs if id >= 0}
+            varying |= {id for _, id in step.attributes}
+    return varying
+
+
+def _parameter(name: str, tensor: Tensor) -> Parameter:
+    size = tensor.numel() * tensor.element_size()
+    return Parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), size, tensor.requires_grad)
+
+
+def _free(steps: list[Step], wanted: tuple[int, ...]) -> None:
+    """Tell each step which values nobody reads after it."""
+    last: dict[int, int] = {}
+    for index, step in enumerate(steps):
+        for id in (*step.outs, *(id for _, id in step.attributes), *step.reads):
+            last[id] = index
+    frees = defaultdict(list)
+    for id, index in last.items():
+        if id not in wanted and id >= 0:
+            frees[index].append(id)
+    for index, step in enumerate(steps):
+        step.frees = tuple(frees[index])

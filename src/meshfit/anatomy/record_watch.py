@@ -1,0 +1,98 @@
+"""Let a recorder see a forward.
+
+nn.Module.__call__        modules, with their hooks inside
+nn.Module.__setattr__     what the glue leaves in them
+autograd.Function.apply   gradients of the user's own, which the operators inside do not have
+operators                 below all: which calls draw random numbers, and what is computed where nobody looks
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshfit.anatomy.record_forward import Recorder, first_line
+from meshfit.anatomy.record_known import OWN, GlueError
+from meshfit.anatomy.record_program import Apply
+
+
+class Operators(TorchDispatchMode):
+    """Tells a recorder of every operator that runs."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunction():  # what is below autograd must not be taken for glue
+            result = func(*args, **(kwargs or {}))
+            self.recorder.operator(func, args, kwargs, result)
+        return result
+
+
+@contextlib.contextmanager
+def watched(recorder: Recorder) -> Iterator[None]:
+    """Let ``recorder`` see the calls of modules and functions made within."""
+    module_call, module_set = nn.Module.__call__, nn.Module.__setattr__
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = None if recorder.busy else recorder.paths.get(id(module))
+        if path is None:
+            return module_call(module, *args, **kwargs)
+        if path in recorder.atoms:
+            return recorder.module(path, module, module_call, args, kwargs)
+        recorder.stack.append(path)
+        try:
+            return module_call(module, *args, **kwargs)
+        except GlueError:
+            raise
+        except Exception as error:
+            line = line_of(error)
+            raise GlueError(f"{type(error).__name__}: {first_line(error)}", path, line) from error
+        finally:
+            recorder.stack.pop()
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        real = apply.__get__(None, cls)
+        if recorder.busy:
+            return real(*args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return looked_through(*args)
+        return recorder.glue(Apply(cls), cls.__name__, real, args, kwargs)
+
+    def looked_through(function: Callable, preserve: Any, *args: Any) -> Any:
+        """A reentrant checkpoint hides what runs in it; the other kind does not."""
+        with torch.set_grad_enabled(any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)):
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        path = None if recorder.busy else recorder.paths.get(id(module))
+        if path is not None:
+            recorder.set(path, name, value)
+        module_set(module, name, value)
+
+    nn.Module.__call__ = call
+    nn.Module.__setattr__ = set_attribute  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
+    try:
+        with Operators(recorder), recorder:
+            yield
+    finally:
+        nn.Module.__call__, nn.Module.__setattr__ = module_call, module_set
+        torch.autograd.Function.apply = apply
+
+
+def line_of(error: BaseException) -> str:
+    """Where an exception came from, in the same sense."""
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(OWN):
+            line = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
