@@ -8,6 +8,7 @@ from meshfit.anatomy.blocks import blocks
 from meshfit.anatomy.branches import branches
 from meshfit.anatomy.cost import kept_with_recompute
 from meshfit.anatomy.cuts import cuts, stages
+from meshfit.anatomy.pairs import Split
 from meshfit.anatomy.trace import Trace
 
 EVEN = 0.25
@@ -28,8 +29,8 @@ class Verdict:
     """The largest degree that makes sense, where one is known."""
 
 
-def axes(trace: Trace) -> dict[str, Verdict]:
-    """A verdict for each axis."""
+def axes(trace: Trace, split: Split | None = None) -> dict[str, Verdict]:
+    """A verdict for each axis. ``split`` is what ``find_pairs`` found; without it little can be said of tensor."""
     if not any(parameter.trained for parameter in trace.parameters.values()):
         return dict.fromkeys(AXES, Verdict(False, "it has no parameter that is trained"))
     return {
@@ -37,7 +38,7 @@ def axes(trace: Trace) -> dict[str, Verdict]:
         "shard": _shard(trace),
         "pipeline": _pipeline(trace),
         "branch": _branch(trace),
-        "tensor": _tensor(trace),
+        "tensor": _tensor(trace) if split is None else _pairs(split),
         "context": _context(trace),
         "expert": _expert(trace),
         "recompute": _recompute(trace),
@@ -99,6 +100,15 @@ def _branch(trace: Trace) -> Verdict:
     tied = f"; they share {len(shared)} parameters".replace(" 1 parameters", " a parameter") if shared else ""
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     return Verdict(True, f"{len(found)} branches with {shares}{more} of the cost{tied}", len(found))
+
+
+def _pairs(split: Split) -> Verdict:
+    count = f"{len(split.pairs)} pair{'s' * (len(split.pairs) != 1)}"
+    if not split.pairs:
+        return Verdict(False, "no pair of weights can be split column then row; by gathering alone")
+    narrow = min(split.pairs, key=lambda pair: pair.limit)
+    why = f"{count} of weights, column then row, hold {split.cover:.0%} of the bytes"
+    return Verdict(True, f"{why}; up to {narrow.limit} ways ({narrow.narrowest.parameter})", narrow.limit)
 
 
 def _tensor(trace: Trace) -> Verdict:

@@ -10,6 +10,7 @@ from typing import Any
 from meshfit.anatomy.axes import Verdict, axes, norms
 from meshfit.anatomy.blocks import Module, bytes_of, folded, modules, runs
 from meshfit.anatomy.cuts import Cut, stages
+from meshfit.anatomy.pairs import Split as Pairs
 from meshfit.anatomy.trace import Cost, Trace
 from meshfit.errors import PlanError
 
@@ -82,7 +83,9 @@ class Description:
     axes: dict[str, Verdict]
 
 
-def describe(trace: Trace, *, name: str, samples: int, dropouts: tuple[str, ...] = ()) -> Description:
+def describe(
+    trace: Trace, *, name: str, samples: int, dropouts: tuple[str, ...] = (), pairs: Pairs | None = None
+) -> Description:
     """All that is known of a trace of ``samples`` samples."""
     root, cost = modules(trace), trace.cost
     return Description(
@@ -105,7 +108,7 @@ def describe(trace: Trace, *, name: str, samples: int, dropouts: tuple[str, ...]
         unused=tuple(name for name in trace.parameters if name not in root.names),
         notes=trace.notes,
         splits=tuple(_split(trace, k, samples) for k in (2, 4, 8)),
-        axes=axes(trace),
+        axes=axes(trace, pairs),
     )
 
 

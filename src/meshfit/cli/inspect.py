@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.describe import describe
+from meshfit.anatomy.pairs import Split, find_pairs
 from meshfit.anatomy.record import SHARE, TraceError, record
 from meshfit.anatomy.trace import Trace
 from meshfit.cli import tell
@@ -36,6 +38,7 @@ LENGTH = 128  # tokens, where nothing else is said
 FINE = 0.002  # share of the parameters down to which modules are opened
 LINES = 20  # of the tree of modules
 LISTS = ("ModuleList", "ModuleDict")
+MOST_TRIED = 1 << 26  # parameters up to which pairs are looked for, which needs real weights: some seconds
 LARGEST = 8 << 30  # bytes of weights up to which a model is built for real where its code needs values
 SHOWN = 0.03  # least share of time or bytes at which a module is opened in the tree
 WIDTH = 100
@@ -68,6 +71,17 @@ class Subject:
             model = self.build()
             return _traced(model, self.inputs), model
 
+    def pairs(self, model: nn.Module) -> Split | None:
+        """What can be split column then row; None where the model is too large to try, or cannot be run by itself."""
+        if sum(p.numel() for p in model.parameters()) > MOST_TRIED:
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return find_pairs(self.build() if any(p.is_meta for p in model.parameters()) else model, self.inputs)
+        except Exception:  # the trace stands by itself
+            return None
+
 
 def _traced(model: nn.Module, inputs: Any) -> Trace:
     """Opened as far as its cost is worth a line; as coarse as any training would, where that fails."""
@@ -86,7 +100,8 @@ def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_
     def told(subject: Subject) -> None:
         trace, model = subject.trace()
         samples = max(1, next((len(t) for t in tree.tensors(subject.inputs) if t.dim()), 1))
-        found = describe(trace, name=subject.name, samples=samples, dropouts=_dropouts(model))
+        pairs = subject.pairs(model)
+        found = describe(trace, name=subject.name, samples=samples, dropouts=_dropouts(model), pairs=pairs)
         if as_json:
             print(json.dumps(asdict(found), indent=1))
         else:
