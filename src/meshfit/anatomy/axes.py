@@ -121,11 +121,11 @@ def _tensor(trace: Trace) -> Verdict:
         for size in parameter.shape
     ]
     if not widths:
-        return Verdict(None, "not analysed yet; it has no matrices")
+        return Verdict(None, "not tried at this size; it has no matrices")
     divisor = gcd(*widths)
     if divisor == 1:
-        return Verdict(None, "not analysed yet; the widths of its matrices have no divisor in common")
-    return Verdict(None, f"not analysed yet; the widths of its matrices all divide by {divisor}")
+        return Verdict(None, "not tried at this size; the widths of its matrices have no divisor in common")
+    return Verdict(None, f"not tried at this size; the widths of its matrices all divide by {divisor}")
 
 
 def _above(name: str, among: set[str]) -> list[str]:
