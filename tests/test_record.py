@@ -304,6 +304,8 @@ class Stopwatch:
 
     def reach(self, outputs: object) -> None: ...
 
+    def know(self, tensors: object) -> None: ...
+
     def start(self, key: int) -> None:
         assert self.running is None
         self.running = key

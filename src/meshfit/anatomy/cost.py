@@ -100,6 +100,10 @@ class Meter:
     def stop(self) -> None:
         self._event = None
 
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """More tensors that are no activations: parameters and buffers of a copy that stands in for a module."""
+        self._known |= {_key(tensor): tensor for tensor in tensors if _has_storage(tensor)}
+
     def reach(self, outputs: Iterable[Tensor]) -> None:
         """Count for backward only what ``outputs`` depend on.
 

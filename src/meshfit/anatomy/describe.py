@@ -10,6 +10,7 @@ from typing import Any
 from meshfit.anatomy.axes import Verdict, axes, norms
 from meshfit.anatomy.blocks import Module, bytes_of, folded, modules, runs
 from meshfit.anatomy.cuts import Cut, stages
+from meshfit.anatomy.pairs import Pair
 from meshfit.anatomy.pairs import Split as Pairs
 from meshfit.anatomy.trace import Cost, Trace
 from meshfit.errors import PlanError
@@ -81,6 +82,11 @@ class Description:
     notes: tuple[str, ...]
     splits: tuple[Split, ...]
     axes: dict[str, Verdict]
+    pairs: tuple[dict[str, Any], ...]
+    """What can be split column then row: module, columns, rows, and how many ways at most."""
+
+    gathered: tuple[str, ...]
+    """What can only be split by output channels, with the output gathered."""
 
 
 def describe(
@@ -109,7 +115,14 @@ def describe(
         notes=trace.notes,
         splits=tuple(_split(trace, k, samples) for k in (2, 4, 8)),
         axes=axes(trace, pairs),
+        pairs=() if pairs is None else tuple(map(_pair, pairs.pairs)),
+        gathered=() if pairs is None else pairs.gathered,
     )
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    columns, rows = ([shard.parameter for shard in side] for side in (pair.columns, pair.rows))
+    return {"module": pair.module, "kind": pair.kind, "columns": columns, "rows": rows, "ways": pair.limit}
 
 
 def _size(parameter: Any) -> int:

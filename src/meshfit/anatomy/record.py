@@ -203,6 +203,9 @@ class _Attempt:
             if meter is not None:
                 known = [*copy.parameters(), *copy.buffers(), *tree.tensors(fresh)]
                 recorder.meter = stack.enter_context(meter(known))
+                if not self.real:  # torch takes recurrent layers apart there; their kernels keep something else
+                    recurrent = {path for path, module in copy.named_modules() if isinstance(module, nn.RNNBase)}
+                    recorder.not_on_meta |= recurrent
             _seed(seed)
             recorder.start()
             try:

@@ -40,6 +40,7 @@ class Meter(Protocol):
     def start(self, key: int) -> None: ...
     def stop(self) -> None: ...
     def reach(self, outputs: Iterable[Tensor]) -> None: ...
+    def know(self, tensors: Iterable[Tensor]) -> None: ...
 
 
 class Recorder(TorchFunctionMode, Known):
@@ -165,11 +166,15 @@ class Recorder(TorchFunctionMode, Known):
             return all_on_meta(metered, call, args, kwargs)
         if module is not None and path is not None:
             with contextlib.suppress(Exception):
-                result = on_zeros(metered, module, args, kwargs)
+                result = on_zeros(metered, self._know, module, args, kwargs)
                 self.not_on_meta.add(path)
                 self.note(f"{path} run on zeros for the shapes of what it makes")
                 return result
         return self.fail(problem)
+
+    def _know(self, there: list[Tensor]) -> None:
+        if self.meter is not None:
+            self.meter.know(there)
 
     def _metered(self, number: int, call: Callable, args: tuple, kwargs: dict) -> Any:
         if self.meter is None:

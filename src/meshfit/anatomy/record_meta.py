@@ -56,14 +56,18 @@ def all_on_meta(run: Callable, call: Callable, args: tuple, kwargs: dict[str, An
     return run(call, args, kwargs)
 
 
-def on_zeros(run: Callable, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a module makes that cannot run on meta, as meta tensors: from a copy of it, on zeros."""
+def on_zeros(
+    run: Callable, know: Callable[[list[Tensor]], None], module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """What a module makes that cannot run on meta, as meta tensors: from a copy of it, on zeros. ``know`` is told
+    the copy's parameters and buffers."""
     if sum(p.numel() * p.element_size() for p in module.parameters()) > LARGEST_TRIAL:
         raise ValueError("too large")
     with torch._C.DisableTorchFunction():  # nor is meta the default device here
         given = tensors((args, kwargs))
         real = {id(t): _zeros(t) for t in (*module.parameters(), *module.buffers(), *given)}
         twin, args, kwargs = copy.deepcopy((module, args, kwargs), real)
+        know([*twin.parameters(), *twin.buffers()])
         result = run(functools.partial(nn.Module.__call__, twin), args, kwargs)
         sources = [t for t in given if t.requires_grad]
         return copy.deepcopy(result, {id(t): _bridged(t, sources) for t in tensors(result)})
