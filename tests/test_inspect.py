@@ -129,6 +129,10 @@ def test_a_class_and_what_it_is_called_on(here: Path, capsys: pytest.CaptureFixt
     assert found["parameters"] == 2 * (8 * 32 + 32) + 32 * 4 + 4
     assert found["inputs"] == ["float32 4x8", "float32 4x8"]
     assert found["axes"]["branch"]["takes"] is True
+    assert found["axes"]["tensor"] == found["axes"]["tensor"] | {"takes": True, "most": 32}
+    (pair,) = found["pairs"]
+    assert pair["columns"] == ["left.weight", "right.weight"]
+    assert pair["rows"] == ["head.weight"]
     named = json.loads(said(capsys, "nets_of_this_test:Towers", "b=4x8", "a=4x8", as_json=True))
     assert named["flops"] == found["flops"]
 

@@ -6,7 +6,6 @@ traffic   none of its own; exchange sums the gradients. BatchNorm: see layout/ba
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -53,7 +52,3 @@ def check_ties(model: nn.Module, ties: dict[str, str]) -> None:
     """A tie that a transform undid would train silently wrong."""
     now = tied(model)
     assert now == ties, f"tied parameters came apart: {sorted(ties.items() ^ now.items())}"
-
-
-def parameter_device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
