@@ -2,8 +2,9 @@
 
 import math
 
-import torch
 from torch import Tensor, nn
+
+from meshfit.layout.replicate import tensors_of
 
 
 class Best:
@@ -22,9 +23,7 @@ class Best:
             self.misses += 1
             return
         self.value, self.misses = value, 0
-        with torch.no_grad():
-            named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-            self.weights = {name: tensor.detach().clone() for name, tensor in named}
+        self.weights = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
 
     @property
     def given_up(self) -> bool:

@@ -23,9 +23,10 @@ from meshfit.launch import heap
 from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
+from meshfit.layout.replicate import tensors_of
 from meshfit.observe.folder import new_folder
 from meshfit.plan import Plan
-from meshfit.run import Run, tensors_of
+from meshfit.run import Run
 from meshfit.step import Step
 
 RANK_MODULES = ("torch._dynamo", "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built

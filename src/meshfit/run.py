@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshfit.best import Best
 from meshfit.data import tree
@@ -30,7 +30,7 @@ from meshfit.launch.world import World
 from meshfit.layout import batchnorm
 from meshfit.layout.compile import Compile, expected_step_seconds
 from meshfit.layout.precision import LossScale, Precision
-from meshfit.layout.replicate import Replicate, check_ties, tied
+from meshfit.layout.replicate import Replicate, check_ties, tensors_of, tied
 from meshfit.objective import Over, find_over
 from meshfit.plan import Plan
 from meshfit.schedule.passes import Passes
@@ -221,12 +221,6 @@ class Run:
             self.notes[:] = [note for note in self.notes if not note.startswith("compile")] + [why]
         if self._compiled:
             self.schedule.objective = choice.apply(self.schedule.objective)
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name, tied ones under each of their names."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: tensor.detach() for name, tensor in named}
 
 
 def _stream(seed: int, rank: int) -> int:

@@ -7,7 +7,7 @@ traffic   none of its own; exchange sums the gradients. BatchNorm: see layout/ba
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from meshfit.cost import Cost
 from meshfit.layout import batchnorm
@@ -52,3 +52,9 @@ def check_ties(model: nn.Module, ties: dict[str, str]) -> None:
     """A tie that a transform undid would train silently wrong."""
     now = tied(model)
     assert now == ties, f"tied parameters came apart: {sorted(ties.items() ^ now.items())}"
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name, tied ones under each of their names."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in named}
