@@ -174,6 +174,12 @@ class Ranked(Training):
         self.folder = None if job.out is None else new_folder(job.out)
 
     def _steps(self) -> Generator[Step, None, None]:
+        try:
+            yield from self._heard()
+        except KeyboardInterrupt:  # where this process waited for its ranks helps nobody
+            raise KeyboardInterrupt from None
+
+    def _heard(self) -> Generator[Step, None, None]:
         work = Work(replace(self.job, model=self.model), self._lockstep, self.folder, self._tap)
         with started(self.job, work) as ranks:
             for _, message in ranks.messages():
