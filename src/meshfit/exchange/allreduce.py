@@ -9,8 +9,8 @@ not finite. So no step needs a collective of its own for them.
     traffic   2P(n-1)/n bytes a step for P bytes of gradients, in ceil(P / 25 MiB) calls or a few more
 
 Why not torch's DDP: it wraps the forward, so a step function that calls parts of the model, or calls it twice,
-escapes it; it rebuilds its buckets after the first step, so a restarted run sums in another order (not
-bit-identical at 3 ranks and more); it must be told of unused parameters. Hooks on parameters need none of it.
+escapes it; it rebuilds its buckets after the first step, so a restarted run sums in another order; it must be told
+of unused parameters. Hooks on parameters need none of it.
 
 [Note: unused parameters]
 One device leaves the gradient of a parameter that took no part at None, and optimizers then skip it. Here a
