@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshfit.layout import batchnorm
+from meshfit.layout.forward import unwrap
 from tests.distributed import distributed
 
 
@@ -69,5 +70,5 @@ def test_evaluation_talks_to_nobody() -> None:
 def test_undone() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3))
     batchnorm.apply(model, dist.group.WORLD)
-    batchnorm.undo(model)
+    unwrap(model)
     assert "forward" not in model[0].__dict__

@@ -1,4 +1,8 @@
-"""What a strategy costs on one rank: bytes held, bytes moved, collectives called."""
+"""What a strategy costs on one rank: bytes held, bytes moved, collectives called, arithmetic done twice.
+
+Each strategy's ``cost`` maps the trace of what a rank runs to the trace of what it runs under that strategy (smaller
+parameters, fewer kept activations), and says what it adds beside. So costs compose in the order of ``apply``.
+"""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +12,19 @@ class Cost:
     """Costs add up as strategies compose."""
 
     held: dict[str, int] = field(default_factory=dict)
-    """Bytes at rest, by kind: weights, gradients, ..."""
+    """Bytes on the device, by kind: weights, gradients, optimizer, activations, gathered."""
+
+    host: dict[str, int] = field(default_factory=dict)
+    """Bytes in host memory instead, by the same kinds."""
 
     calls: dict[str, int] = field(default_factory=dict)
-    """Collectives called a step, by name."""
+    """Collectives (and copies between device and host) called a step, by name."""
 
     moved: dict[str, int] = field(default_factory=dict)
-    """Bytes of the tensors handed to those collectives a step."""
+    """Bytes of the tensors handed to those a step: the larger side of a gather or scatter."""
+
+    flops: int = 0
+    """Arithmetic beside that of the model's own forward and backward, a step."""
 
     def __add__(self, other: "Cost") -> "Cost":
         def add(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
@@ -22,6 +32,8 @@ class Cost:
 
         return Cost(
             held=add(self.held, other.held),
+            host=add(self.host, other.host),
             calls=add(self.calls, other.calls),
             moved=add(self.moved, other.moved),
+            flops=self.flops + other.flops,
         )

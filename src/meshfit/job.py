@@ -185,14 +185,18 @@ class Job:
             each, _, unit = size.partition("/")
             if not each.isdecimal() or unit != "device":
                 raise JobError(f"batch_size={size!r} is not understood", 'write 256, or "32/device"')
-            size = int(each) * plan.data
+            size = int(each) * plan.shares
         _check(isinstance(size, int) and size > 0, "batch_size", size, "a number of samples above 0")
-        parts = plan.data * plan.microbatches
+        parts = plan.shares * plan.microbatches
         if size < parts:
+            split = [key for key in ("data", "shard", "microbatches") if getattr(plan, key) > 1]
+            largest = max(split, key=lambda key: getattr(plan, key))
+            rest = parts // getattr(plan, largest)
+            fits = f", or {largest}={size // rest}" if size >= rest else ""
             raise PlanError(
                 f"a batch of {size} samples cannot be shared by {plan}",
-                f"that is {parts} parts: data={plan.data} x microbatches={plan.microbatches}",
-                f"batch_size={parts} would do, or data={max(1, size // plan.microbatches)}",
+                f"that is {parts} parts: {' x '.join(f'{key}={getattr(plan, key)}' for key in split)}",
+                f"batch_size={parts} would do{fits}",
             )
         for name in ("data", "valid"):
             data = getattr(self, name)

@@ -6,6 +6,10 @@ the checkpoint and in the report:
     data=4                          four copies of the model, gradients all-reduced
     data=4 microbatches=2           each share of the batch in two passes
     data=2 precision=bf16           bfloat16 arithmetic, weights kept in fp32
+    shard=8                         eight devices, each keeps 1/8 of weights, gradients and optimizer state
+    shard=8 zero=1                  ... of the optimizer state alone
+    data=2 shard=4 recompute=full   two copies, each over four devices; blocks are computed again in backward
+    offload=optimizer               optimizer state in host memory
 """
 
 from dataclasses import dataclass, fields, replace
@@ -14,13 +18,23 @@ from typing import Self
 from meshfit.errors import PlanError, did_you_mean
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-COMPILES = ("auto", "none", "whole")
+COMPILES = ("auto", "none", "whole", "block")
 BATCHNORMS = ("global", "local")
+RECOMPUTES = ("none", "selective", "full")
+OFFLOADS = ("none", "optimizer", "parameters")
+ZEROS = (1, 2, 3)
+DEGREES = ("data", "shard")
+
+WORDS = {
+    "precision": PRECISIONS,
+    "recompute": RECOMPUTES,
+    "offload": OFFLOADS,
+    "compile": COMPILES,
+    "batchnorm": BATCHNORMS,
+}
 
 # Words of the plan language that this version can read but not yet carry out.
 LATER = [
-    "shard",
-    "zero",
     "tensor",
     "branch",
     "context",
@@ -33,8 +47,6 @@ LATER = [
     "staleness",
     "exchange",
     "every",
-    "recompute",
-    "offload",
 ]
 
 
@@ -45,25 +57,42 @@ class Plan:
     data: int = 1
     """Copies of the model; each takes its share of every batch, gradients are summed over them."""
 
+    shard: int = 1
+    """Devices over which one copy is cut; each takes its share of every batch too."""
+
+    zero: int = 3
+    """What is cut over them: 1 the optimizer state, 2 gradients too, 3 weights too."""
+
     microbatches: int = 1
     """Passes in which a device works through its share of a batch."""
 
     precision: str = "fp32"
     """Arithmetic of forward and backward: fp32, bf16, or fp16 with loss scaling. Weights stay as built."""
 
+    recompute: str = "none"
+    """What backward computes again instead of forward keeping it: "full" every block, "selective" what is cheap."""
+
+    offload: str = "none"
+    """What lives in host memory: the "optimizer" state, or the "parameters" too."""
+
     compile: str = "auto"
-    """torch.compile over model and loss together: "whole", "none", or "auto" where it pays for itself."""
+    """torch.compile over model and loss together ("whole"), over each block ("block"), "none", or "auto" where it pays
+    for itself."""
 
     batchnorm: str = "global"
     """BatchNorm statistics over the whole batch ("global") or over each device's share ("local")."""
 
     def __post_init__(self) -> None:
-        for key in ("data", "microbatches"):
+        for key in (*DEGREES, "microbatches"):
             if not isinstance(degree := getattr(self, key), int) or degree < 1:
                 raise PlanError(f"{key}={degree} is not a degree", f"{key} counts from 1: {key}=2, say")
-        for key, words in (("precision", PRECISIONS), ("compile", COMPILES), ("batchnorm", BATCHNORMS)):
+        for key, words in WORDS.items():
             if (word := getattr(self, key)) not in words:
                 raise PlanError(f"{key}={word} is not known", did_you_mean(str(word), words))
+        if self.zero not in ZEROS:
+            raise PlanError(f"zero={self.zero} is not known", "1, 2 or 3: how much is cut over the shard axis")
+        if self.zero != 3 and self.shard == 1:
+            raise PlanError(f"zero={self.zero} says what shard= cuts, but shard=1 cuts nothing", "shard=2, say")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -92,13 +121,20 @@ class Plan:
 
     def __str__(self) -> str:
         default = type(self)()
-        words = [f.name for f in fields(self) if f.name == "data" or getattr(self, f.name) != getattr(default, f.name)]
+        words = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+        if not any(word in DEGREES for word in words):
+            words.insert(0, "data")
         return " ".join(f"{word}={getattr(self, word)}" for word in words)
 
     @property
     def devices(self) -> int:
         """Devices that the plan takes: the product of its degrees."""
-        return self.data
+        return self.data * self.shard
+
+    @property
+    def shares(self) -> int:
+        """Parts into which the ranks cut each batch."""
+        return self.data * self.shard
 
 
 def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:
@@ -113,7 +149,7 @@ def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:
         raise PlanError(f"plan={plan!r} is not a plan", f'write plan="data={plan}", say' if plan else 'write "data=4"')
     elif plan.split()[:1] == ["auto"]:
         rest = plan.partition("auto")[2]
-        if any(word.startswith("data=") for word in rest.split()):
+        if any(word.partition("=")[0] in DEGREES for word in rest.split()):
             raise PlanError(f"{plan!r}: auto chooses the degrees itself", f"write {rest.strip()!r} to choose them")
         settled = replace(Plan.parse(rest), data=devices or 1)
     else:

@@ -29,6 +29,7 @@ from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.layout import batchnorm
 from meshfit.layout.compile import Compile, expected_step_seconds
+from meshfit.layout.forward import unwrap
 from meshfit.layout.precision import LossScale, Precision
 from meshfit.layout.replicate import Replicate, check_ties, tensors_of, tied
 from meshfit.objective import Over, find_over
@@ -171,7 +172,7 @@ class Run:
     def close(self) -> None:
         """Leave the user's model as it was found, but trained."""
         self.exchange.remove()
-        batchnorm.undo(self.model)
+        unwrap(self.model)
         self.events.close()
 
     def _last_step(self) -> int | None:

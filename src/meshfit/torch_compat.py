@@ -9,3 +9,12 @@ FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """``all_gather_into_tensor`` until torch 2.12."""
+
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""``reduce_scatter_tensor`` until torch 2.12."""
+
+
+def outer_saved_tensor_hooks():
+    """The (pack, unpack) of the innermost ``saved_tensors_hooks`` in force, or None: torch applies only that pair, so
+    whoever enters another must call it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) or None

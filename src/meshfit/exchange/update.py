@@ -54,11 +54,18 @@ class Update:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def __call__(self, gradients: list[Tensor], loss: Tensor | float, correction: Tensor | float = 1.0) -> Updated:
-        """``correction`` is what the gradients must be multiplied by to be those of the true mean."""
+    def __call__(
+        self,
+        gradients: list[Tensor],
+        loss: Tensor | float,
+        correction: Tensor | float = 1.0,
+        norm: Tensor | None = None,
+    ) -> Updated:
+        """``correction`` is what the gradients must be multiplied by to be those of the true mean; ``norm`` theirs
+        over all ranks, where each holds only some of them."""
         if self.scale is not None:
             correction = correction / self.scale.value
-        norm = total_norm(gradients)
+        norm = total_norm(gradients) if norm is None else norm
         if norm.is_cpu:
             updated = self._on_host(gradients, norm.item() * float(correction), float(loss), float(correction))
         else:

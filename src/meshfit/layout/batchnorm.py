@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshfit.layout.forward import wrap
 from meshfit.torch_compat import all_gather_single
 
 _counted = True  # whether the samples in flight count; False while a rank runs a stand-in
@@ -60,12 +61,7 @@ def apply(model: nn.Module, group: dist.ProcessGroup) -> None:
     ``F.batch_norm`` that it calls is another one. Wrapping the forward, not the step, keeps recomputation right.
     """
     for module in batch_norms(model):
-        module.forward = _globally(module.forward, group)
-
-
-def undo(model: nn.Module) -> None:
-    for module in batch_norms(model):
-        module.__dict__.pop("forward", None)
+        wrap(module, lambda forward: _globally(forward, group))
 
 
 def _globally(forward: Any, group: dist.ProcessGroup) -> Any:
