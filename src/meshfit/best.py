@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor, nn
 
 from meshfit.layout.replicate import tensors_of
@@ -24,6 +25,12 @@ class Best:
             return
         self.value, self.misses = value, 0
         self.weights = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module) -> None:
+        """Put the best weights back."""
+        for name, tensor in tensors_of(model).items():
+            tensor.copy_(self.weights[name])
 
     @property
     def given_up(self) -> bool:

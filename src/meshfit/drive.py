@@ -70,6 +70,7 @@ class Training:
     def __init__(self, job: Job, lockstep: bool, tap: Tap | None):
         self.model = job.build()
         layout.check(_plan(job), self.model)
+        layout.check_optimizer(_plan(job), job.make_optimizer(self.model))
         self.job = job
         self.said: list[str] = []
         """What was decided before ranks started, in words."""
@@ -249,15 +250,16 @@ class Work:
                 if feed is not None:
                     feed.add(step)
         except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
+            weights = run.placed.tensors(keep=feed is not None)
             if feed is not None:
                 feed.flush()
-                channel.send(Outcome(weights=_on_cpu(tensors_of(run.model)), notes=run.notes, seconds=0.0, phases=[]))
+                channel.send(Outcome(weights=weights, notes=run.notes, seconds=0.0, phases=[]))
             dist.barrier()  # no rank raises before the caller has it
             raise
         if feed is not None:
             feed.flush()
-        outcome = outcome_of(run)
-        run.close()
+        outcome = outcome_of(run, keep=world.rank == 0)
+        run.events.close()  # the model goes with this process: nothing else need be put back
         return outcome if world.rank == 0 else None
 
 
@@ -323,7 +325,8 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
         return ranks.results
 
 
-def outcome_of(run: Run) -> Outcome:
+def outcome_of(run: Run, *, keep: bool = True) -> Outcome:
+    """All ranks call it together; those that do not ``keep`` the weights get none."""
     run.at_end()
     mine = dict(run.events.seconds)
     phases: list = [mine]
@@ -331,16 +334,12 @@ def outcome_of(run: Run) -> Outcome:
         phases = [None] * run.world.size
         dist.all_gather_object(phases, mine)
     return Outcome(
-        weights=_on_cpu(run.final_weights()),
+        weights=run.final_weights(keep=keep),
         notes=run.notes,
         seconds=time.perf_counter() - run.started,
         phases=phases,
         captured=run.captured,
     )
-
-
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()

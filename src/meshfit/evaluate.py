@@ -4,9 +4,8 @@ Results come back on the CPU, in the order of the samples.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
-
-from torch import nn
 
 from meshfit.data import tree
 from meshfit.data.loader import Loader
@@ -16,8 +15,10 @@ from meshfit.errors import JobError, clearly, did_you_mean
 from meshfit.evaluation import measure, outputs_of
 from meshfit.job import Job
 from meshfit.launch.world import World, from_environment
+from meshfit.layout.mesh import Mesh
+from meshfit.layout.place import Placed, place
 from meshfit.layout.precision import Precision
-from meshfit.objective import TARGETS, Over, find_over
+from meshfit.objective import TARGETS, Over, call, find_over, split
 from meshfit.plan import Plan
 
 
@@ -61,21 +62,27 @@ def _settled(given: dict[str, Any], asked: dict[str, Any], verb: str) -> Job:
 
 
 def _evaluate(job: Job, world: World) -> dict[str, float]:
-    loader, precision, model = _prepare(job, world)
+    loader, precision, placed = _prepare(job, world)
     few = loader.source.few()
     own = job.loss is None and job.step is None
     known = not own or (isinstance(few, Mapping) and any(key in few for key in TARGETS))
     objective = job.objective if known else None
-    over = Over() if objective is None else find_over(objective, model, few, world.device)
-    return measure(model, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
+    over = Over()
+    if objective is not None:
+        over = find_over(objective, placed.model, few, world.device, placed.inside)
+    measured = measure(placed, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
+    placed.undo()
+    return measured
 
 
 def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
-    loader, precision, model = _prepare(job, world)
-    return list(outputs_of(model, loader, precision))
+    loader, precision, placed = _prepare(job, world)
+    outputs = list(outputs_of(placed, loader, precision))
+    placed.undo()
+    return outputs
 
 
-def _prepare(job: Job, world: World) -> tuple[Loader, Precision, nn.Module]:
+def _prepare(job: Job, world: World) -> tuple[Loader, Precision, Placed]:
     assert isinstance(job.plan, Plan)
     assert isinstance(job.batch_size, int)
     loader = Loader(
@@ -86,4 +93,13 @@ def _prepare(job: Job, world: World) -> tuple[Loader, Precision, nn.Module]:
         device=world.device,
         shuffle=False,
     )
-    return loader, Precision(job.plan.precision), job.build().to(world.device)
+    placed = place(
+        replace(job.plan, recompute="none", batchnorm="local"),
+        job.build(),
+        Mesh.of(job.plan, world.rank, world.size),
+        world.device,
+        objective=lambda model, batch: call(model, split(batch)[0]),
+        few=loader.source.few,
+        same=from_environment() is None,
+    )
+    return loader, Precision(job.plan.precision), placed

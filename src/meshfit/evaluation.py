@@ -18,6 +18,7 @@ from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.order import share
 from meshfit.errors import DataError
+from meshfit.layout.place import Placed
 from meshfit.layout.precision import Precision
 from meshfit.objective import Objective, Over, call, check_scalar, split
 
@@ -38,7 +39,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def measure(
-    model: nn.Module,
+    placed: Placed,
     loader: Loader,
     *,
     objective: Objective | None,
@@ -53,20 +54,25 @@ def measure(
     def add(name: str, total: Any, count: Any) -> None:
         sums[name] = (sums[name][0] + total, sums[name][1] + count)
 
+    def run(content: Any) -> tuple[Any, Any, Any]:
+        """(loss, outputs, targets), as far as they are needed."""
+        if objective is None:
+            inputs, targets = split(content)
+            return None, call(model, inputs), targets
+        return objective.outputs(model, content) if metrics else (objective(model, content), None, None)
+
+    model = placed.model
     with evaluating(model), precision.arithmetic(loader.device):
         for batch in loader.epoch(0):
             for part in batch.microbatches:
+                if not part.samples and not placed.together:
+                    continue
+                with placed.inside():
+                    loss, outputs, targets = run(part.content)
                 if not part.samples:
                     continue
-                outputs, targets = None, None
-                if objective is not None and not metrics:
-                    add("loss", *_weighed(objective(model, part.content), over, part.content, part.samples))
-                elif objective is not None:
-                    loss, outputs, targets = objective.outputs(model, part.content)
+                if objective is not None:
                     add("loss", *_weighed(loss, over, part.content, part.samples))
-                else:
-                    inputs, targets = split(part.content)
-                    outputs = call(model, inputs)
                 for name, metric in metrics.items():
                     add(name, *_reduced(name, metric(outputs, targets), part.samples))
     summed = {"loss"} if over.kind == "sum" else set()
@@ -108,15 +114,18 @@ def _mean_over_ranks(sums: dict[str, tuple[Any, Any]], summed: set[str], loader:
     return {name: total if name in summed else total / count if count else nan for name, (total, count) in totals}
 
 
-def outputs_of(model: nn.Module, loader: Loader, precision: Precision) -> Iterator[tuple[int, Any]]:
+def outputs_of(placed: Placed, loader: Loader, precision: Precision) -> Iterator[tuple[int, Any]]:
     """(position of its first sample, outputs on the CPU) of every part that this rank runs."""
-    with evaluating(model), precision.arithmetic(loader.device):
+    with evaluating(placed.model), precision.arithmetic(loader.device):
         seen = 0
         for batch in loader.epoch(0):
             at = seen + share(batch.size, loader.rank, loader.ranks).start
             for part in batch.microbatches:
+                if not part.samples and not placed.together:
+                    continue
+                with placed.inside():
+                    outputs = call(placed.model, split(part.content)[0])
                 if part.samples:
-                    outputs = call(model, split(part.content)[0])
                     yield at, tree.map_tensors(_on_cpu, outputs)
                     at += part.samples
             seen += batch.size

@@ -37,7 +37,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             correction = run.schedule.correction(batch, riders.count)
             loss, lr = riders.loss * correction, run.update.learning_rate
             run.tap(correction)
-            updated = run.update(run.exchange.gradients, loss, correction)
+            updated = run.update(run.exchange.gradients, loss, correction, run.exchange.norm)
             reading = Reading(loss, updated.norm, updated.taken, *riders.broken)
             run.exchange.clear()
         run.step, run.samples = run.step + 1, run.samples + batch.size

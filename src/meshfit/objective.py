@@ -17,6 +17,7 @@ does not split; a warning says so, since no plan that splits its batch can train
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -140,8 +141,15 @@ class Over:
         return self.kind in ("samples", "sum")
 
 
-def find_over(objective: Objective, model: nn.Module, batch: Any, device: torch.device) -> Over:
-    """What ``objective`` is a mean over; ``batch`` holds a few samples to try it on."""
+def find_over(
+    objective: Objective,
+    model: nn.Module,
+    batch: Any,
+    device: torch.device,
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Over:
+    """What ``objective`` is a mean over; ``batch`` holds a few samples to try it on. ``inside`` goes around what runs
+    the model."""
     said = stated(objective)
     if said is not None and said.kind == "targets":
         targets = split(batch)[1]
@@ -151,7 +159,8 @@ def find_over(objective: Objective, model: nn.Module, batch: Any, device: torch.
     elif said is not None:
         return said
     try:
-        found = _tried(objective, model, tree.to_device(batch, device))
+        with inside():
+            found = _tried(objective, model, tree.to_device(batch, device))
     except Exception:  # the model cannot run on so few samples, or not in eval mode: training will tell
         return Over(kind="samples")
     if found is None:
@@ -217,7 +226,7 @@ def _tried(objective: Objective, model: nn.Module, batch: Any) -> Over | None:
     sizes = [samples // 2, samples - samples // 2]
     cuts = (slice(0, sizes[0]), slice(sizes[0], samples))
     halves = [tree.map_tensors(lambda t, cut=cut: t[cut], batch) for cut in cuts]
-    gpus = [p.device for p in islice(model.parameters(), 1) if p.is_cuda]
+    gpus = [t.device for t in islice(tree.tensors(batch), 1) if t.is_cuda]
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(gpus), torch.no_grad():
         before = torch.get_rng_state()

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.best import Best
@@ -24,14 +23,16 @@ from meshfit.errors import DataError
 from meshfit.evaluation import measure
 from meshfit.events import Events
 from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.scatter import Scatter, cut_state
 from meshfit.exchange.update import Average, Update
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.layout import batchnorm
 from meshfit.layout.compile import Compile, expected_step_seconds
-from meshfit.layout.forward import unwrap
+from meshfit.layout.mesh import Mesh
+from meshfit.layout.offload import Offload
+from meshfit.layout.place import place
 from meshfit.layout.precision import LossScale, Precision
-from meshfit.layout.replicate import Replicate, check_ties, tensors_of, tied
 from meshfit.objective import Over, find_over
 from meshfit.plan import Plan
 from meshfit.schedule.passes import Passes
@@ -52,34 +53,67 @@ class Run:
         self.notes: list[str] = []
         """What was decided for the user, in words."""
         self.events = Events(None if folder is None else folder / "events", world.rank)
-        group = dist.group.WORLD if world.size > 1 else None
-
-        self.model = job.build().to(world.device)
-        if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
-            self.model.train()
-        ties = tied(self.model)
-        replicate = Replicate(degree=self.plan.data, global_batchnorm=self.plan.batchnorm == "global")
-        replicate.apply(self.model, group, same=same)
-        self.precision = Precision(self.plan.precision)
-        scale = LossScale(world.device) if self.plan.precision == "fp16" else None
-
         self.loader = self.loader_of(job.data, microbatches=self.plan.microbatches, shuffle=job.shuffle)
         self.valid = None if job.valid is None else self.loader_of(job.valid)
+        self.last_step = self._last_step()
+
+        self.model = job.build()
+        if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
+            self.model.train()
+        mesh = Mesh.of(self.plan, world.rank, world.size)
+        self.placed = place(
+            self.plan,
+            self.model,
+            mesh,
+            world.device,
+            objective=job.objective,
+            few=self.loader.source.few,
+            same=same,
+            before_cut=self._make_optimizer,
+        )
+        self.notes += self.placed.notes
+        shards = self.placed.shards
+        self.precision = Precision(self.plan.precision)
+        scale = LossScale(world.device) if self.plan.precision == "fp16" else None
         self.over = self._find_over()
 
-        self.last_step = self._last_step()
-        optimizer = job.make_optimizer(self.model)
+        if shards is not None:
+            cut_state(self.optimizer, shards)
         average = None if job.ema is None else Average(self.model, job.ema)
-        scheduler = job.make_scheduler(optimizer, self.last_step)
+        scheduler = job.make_scheduler(self.optimizer, self.last_step)
         theirs = isinstance(job.optimizer, torch.optim.Optimizer)  # an optimizer of the user's own is left as it is
         sparse = any(getattr(module, "sparse", False) for module in self.model.modules())  # no fused kernel takes it
+        offload = Offload().apply(self.optimizer, world.device) if self.plan.offload == "optimizer" else None
         self.update = Update(
-            optimizer, scheduler, clip=job.clip, scale=scale, average=average, may_fuse=not (theirs or sparse)
+            self.optimizer,
+            scheduler,
+            clip=job.clip,
+            scale=scale,
+            average=average,
+            may_fuse=not (theirs or sparse),
+            offload=offload,
         )
-        self.exchange = AllReduce(self.model.parameters(), group, world.device)
-        self.schedule = Passes(self.model, job.objective, self.over, self.precision, scale, self.exchange, world.device)
+        self.exchange = (
+            AllReduce(self.model.parameters(), mesh.world, world.device)
+            if shards is None
+            else Scatter(
+                shards,
+                world=mesh.world,
+                copies=mesh.data,
+                accumulate=self.plan.zero == 1 and self.plan.microbatches > 1,
+            )
+        )
+        self.schedule = Passes(
+            self.model,
+            job.objective,
+            self.over,
+            self.precision,
+            scale,
+            self.exchange,
+            world.device,
+            self.placed.inside,
+        )
         self._decide_compile()
-        check_ties(self.model, ties)
 
         self.statistics = batchnorm.Statistics(self.model)
         self.best = None if job.best is None else Best(job.best, job.patience)
@@ -93,6 +127,9 @@ class Run:
         torch.manual_seed(_stream(job.seed, world.rank))
         self.step = self.samples = 0
         self.started = time.perf_counter()
+
+    def _make_optimizer(self) -> None:
+        self.optimizer = self.job.make_optimizer(self.model)
 
     def loader_of(self, data: object, *, microbatches: int = 1, shuffle: bool = False) -> Loader:
         assert isinstance(self.job.batch_size, int)
@@ -136,7 +173,7 @@ class Run:
         assert self.valid is not None
         with self.events.span("evaluate"), self._averaged():
             measured = measure(
-                self.model,
+                self.placed,
                 self.valid,
                 objective=self.job.objective,
                 over=self.over,
@@ -151,28 +188,46 @@ class Run:
     def out_of_patience(self) -> bool:
         return self.best is not None and self.best.given_up
 
-    def final_weights(self) -> dict[str, Tensor]:
-        """What the training came to: the best, or the averaged, or the last weights."""
+    def final_weights(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """What the training came to, whole and on the CPU: the best, or the averaged, or the last weights.
+
+        All ranks call it together, at the end; those that do not ``keep`` them get none.
+        """
         if self.best is not None and self.best.weights:
-            return self.best.weights
+            self.best.restore(self.model)
+            self.placed.changed()
+            return self.placed.tensors(keep=keep)
         with self._averaged():
-            return {name: tensor.detach().clone() for name, tensor in tensors_of(self.model).items()}
+            return self.placed.tensors(keep=keep)
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors an optimizer keeps, whole, on the CPU, by parameter and key. All ranks call it together."""
+        offload, held = self.update.offload, {}
+        for name, p in self.model.named_parameters():
+            state = offload.read(p) if offload is not None else self.optimizer.state.get(p, {})
+            held[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        return self.placed.wholes(held)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         average = self.update.average
-        if average is not None:
-            average.swap()
+        if average is None:
+            yield
+            return
+        average.swap()
+        self.placed.changed()
         try:
             yield
         finally:
-            if average is not None:
-                average.swap()
+            average.swap()
+            self.placed.changed()
 
     def close(self) -> None:
         """Leave the user's model as it was found, but trained."""
+        if self.update.offload is not None:
+            self.update.offload.fetch()
         self.exchange.remove()
-        unwrap(self.model)
+        self.placed.undo()
         self.events.close()
 
     def _last_step(self) -> int | None:
@@ -190,7 +245,7 @@ class Run:
         if not split:
             return Over(kind="samples")
         with self.precision.arithmetic(self.world.device):
-            return find_over(self.job.objective, self.model, source.few(), self.world.device)
+            return find_over(self.job.objective, self.model, source.few(), self.world.device, self.placed.inside)
 
     def _decide_compile(self) -> None:
         """By a guess of how long a step takes; see ``_reconsider_compile``."""

@@ -14,7 +14,6 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 """``reduce_scatter_tensor`` until torch 2.12."""
 
 
-def outer_saved_tensor_hooks():
-    """The (pack, unpack) of the innermost ``saved_tensors_hooks`` in force, or None: torch applies only that pair, so
-    whoever enters another must call it."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) or None
+def in_backward() -> bool:
+    """Whether autograd is running backward in this thread: what it calls is computed again."""
+    return torch._C._current_graph_task_id() != -1

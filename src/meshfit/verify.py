@@ -110,10 +110,11 @@ def verify_job(job: Job, steps: int = 5) -> Verdict:
     assert isinstance(devices, Devices)
     spread = replace(settled, precision=None, microbatches=None, batchnorm=None, compile=None)  # all in the plan now
     first = "cpu" if devices.kind == "cpu" else f"{devices.kind}:{(devices.indices or (0,))[0]}"
-    if plan.devices == 1 and plan.microbatches == 1:
-        raise PlanError(f"{plan} is one device: there is nothing to compare", "name a plan that spreads: data=2, say")
     together = plan.microbatches if batch_norms(job.build()) else 1  # BatchNorm is over each microbatch by itself
-    alone = replace(spread, plan=replace(plan, data=1, microbatches=together), devices=first)
+    one = Plan(precision=plan.precision, batchnorm=plan.batchnorm, microbatches=together, compile="none")
+    if plan in (one, replace(one, compile="auto")):
+        raise PlanError(f"{plan} is one device: there is nothing to compare", "name a plan that spreads: data=2, say")
+    alone = replace(spread, plan=one, devices=first)
     notes = []
     reference = _train(alone, quiet=False)
     if quiet := reference.random:
@@ -146,26 +147,21 @@ class _Capture:
             for module in run.model.modules():
                 module.training = module in norms
         before = torch.get_rng_state()
-        names = {id(p): name for name, p in run.model.named_parameters()}
+        named = dict(run.model.named_parameters())
 
         def gradients(correction: Tensor | float) -> None:
             if run.step == 0:
                 run.captured["first_buffers"] = buffers()
-                run.captured["gradients"] = {
-                    names[id(p)]: (p.grad * correction).cpu() for p in run.model.parameters() if p.grad is not None
-                }
+                made = {name: {"": p.grad * correction} for name, p in named.items() if p.grad is not None}
+                run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}
 
         def buffers() -> dict[str, Tensor]:
             return {name: b.detach().cpu().clone() for name, b in run.model.named_buffers() if b.is_floating_point()}
 
         def captured() -> dict[str, Any]:
-            weights = {name: p.detach().cpu() for name, p in run.model.named_parameters()}
-            optimizer = {
-                f"{names[id(p)]}.{key}": value.detach().cpu()
-                for p, state in run.update.optimizer.state.items()
-                for key, value in state.items()
-                if isinstance(value, Tensor)
-            }
+            whole = run.placed.tensors()
+            weights = {name: whole[name] for name in named}
+            optimizer = {f"{name}.{key}": t for name, many in run.optimizer_state().items() for key, t in many.items()}
             random = not torch.equal(before, torch.get_rng_state())
             return {"weights": weights, "buffers": buffers(), "optimizer": optimizer, "random": random}
 

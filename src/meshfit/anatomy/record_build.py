@@ -68,6 +68,7 @@ def _event(model: nn.Module, index: int, step: Step, ties: dict[str, str], costs
         cost=costs.get(step.number, Cost()) if step.kind in ("module", "glue") else Cost(),
         line=step.line,
         changes=step.changes,
+        within=step.within,
     )
 
 

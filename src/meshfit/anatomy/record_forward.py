@@ -106,6 +106,7 @@ class Recorder(TorchFunctionMode, Known):
         """Run ``call``, and keep it if it made or changed a tensor."""
         self.check_draws()
         step = Step(kind, target, name, self.inside, line_of_call(), self.encode(args), self.encode(kwargs))
+        step.within = tuple(self.stack)
         self._place(step)
         given = tensors((args, kwargs))
         owned = [] if module is None else [*module.parameters(), *module.buffers()]

@@ -135,6 +135,8 @@ class Step:
     number: int = -1
     """Its place while recording, by which costs are told."""
 
+    within: tuple[str, ...] = ()
+
     @property
     def reads(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(r.id for r in references((self.args, self.kwargs)) if isinstance(r, Ref)))

@@ -33,6 +33,32 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """Memory that an event works on and that may have to stay until backward."""
+
+    storage: int
+    """Uses of one number are uses of the same memory."""
+
+    bytes: int
+    """0 for what is there anyway: parameters, buffers, the model's inputs."""
+
+    made: bool
+    """By this event; otherwise it was there before."""
+
+    saved: bool
+    """Autograd saves it here."""
+
+    dear: bool
+    """Made here by a product, a convolution or attention: worth keeping when the rest is computed again."""
+
+    flops: int
+    """What that took."""
+
+    late: bool
+    """Made here after the last tensor that is saved here."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """What an event takes, for the batch that was traced. Backward is what autograd would run after it."""
 
@@ -42,6 +68,9 @@ class Cost:
     bytes_written: int = 0
     kept: int = 0
     """Activation bytes that autograd keeps for backward, beyond parameters and the model's inputs."""
+
+    uses: tuple[Use, ...] = field(default=(), compare=False, repr=False)
+    """Of one event, for those who ask what would be kept if some of it were computed again; a sum has none."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
@@ -86,6 +115,10 @@ class Event:
 
     changes: tuple[str, ...] = ()
     """Names of the buffers (or parameters) it writes: once per forward, in the stage of those who read them after."""
+
+    within: tuple[str, ...] = ()
+    """Paths of the modules under way, outermost first. Not always those above it in the tree: a model may call part of
+    a module without calling the module."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class AllReduce:
         self.degree = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        self.norm: Tensor | None = None
+        """Every rank holds all gradients, and can see for itself."""
         self.numbers = torch.zeros(3 + self.degree, device=device)
         self._alone = Riders(0.0, 0.0, 0.0, [0.0])
         self._buckets: list[_Bucket] = []

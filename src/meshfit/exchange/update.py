@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.layout.offload import Offloaded
 from meshfit.layout.precision import LossScale
 from meshfit.torch_compat import FUSED_OPTIMIZERS
 
@@ -40,6 +41,7 @@ class Update:
         scale: LossScale | None = None,
         average: "Average | None" = None,
         may_fuse: bool = True,
+        offload: Offloaded | None = None,
     ):
         self.optimizer, self.scheduler, self.clip, self.scale, self.average = (
             optimizer,
@@ -48,6 +50,8 @@ class Update:
             scale,
             average,
         )
+        self.offload = offload
+        """Steps ``optimizer`` in its stead, part by part."""
         self.fused = all(group.get("fused") for group in optimizer.param_groups) or (may_fuse and fuse(optimizer))
 
     @property
@@ -85,7 +89,7 @@ class Update:
                 factor *= min(1.0, self.clip / (norm + 1e-6))
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
-            self.optimizer.step()
+            self._step()
         return Updated(norm, taken)
 
     def _on_device(self, gradients: list[Tensor], norm: Tensor, loss: Tensor, factor: Tensor | float) -> Updated:
@@ -97,15 +101,18 @@ class Update:
             optimizer.found_inf = (~taken).float()
             optimizer.grad_scale = (1.0 / factor).float() if isinstance(factor, Tensor) else None
             try:
-                optimizer.step()
+                self._step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale
             return Updated(norm, taken)
         if go := bool(taken):  # the host waits here: this optimizer cannot be told on the device
             if isinstance(factor, Tensor):
                 torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-            self.optimizer.step()
+            self._step()
         return Updated(norm, go)
+
+    def _step(self) -> None:
+        (self.optimizer if self.offload is None else self.offload).step()
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

@@ -1,25 +1,38 @@
 """Where each tensor lives. One file per axis, each a verb on a plain module, in place, keeping names.
 
-They are applied in this order:
+They are applied in this order (``place``), each to the model as those before left it:
 
-1. replicate    every rank starts from the same weights; BatchNorm is made global before anything wraps a call
-2. precision    decides the arithmetic inside a forward; nothing about the weights
-3. compile      last: it sees the model as the steps before left it
+1. replicate    every rank starts from the same weights, still in host memory; BatchNorm is made global
+2. compile      of blocks: inside everything below, so that what is compiled is plain arithmetic on whole weights
+3. shard        parameters are cut, and gathered around the calls that use them. After replicate: only parts of the
+                weights ever go to a device. The optimizer is made just before: it sees whole shapes
+4. recompute    around the gathering: what is computed again in backward is gathered again, not kept
+5. precision    around it all, for as long as a forward runs: nothing about the weights
+6. offload      last: it moves what the optimizer holds beside the parameters it was left
+7. compile      of the whole: model and loss together, where nothing above acts inside the model
 
 ``check`` says what a model cannot take, in the caller, before any process starts.
 """
 
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import nn
 
 from meshfit.errors import JobError, PlanError
+from meshfit.exchange.nature import nature
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check(plan: Plan, model: nn.Module) -> None:
     """Refuse what ``model`` cannot take, with the nearest plan that works."""
+    _check_forward(plan, model)
     norms = batch_norms(model)
-    if norms and plan.data > 1 and plan.batchnorm == "global" and plan.compile == "whole":
+    if norms and plan.devices > 1 and plan.batchnorm == "global" and plan.compile == "whole":
         raise PlanError(
             f"{plan}: this model cannot be compiled whole",
             f"its {len(norms)} BatchNorms talk to the other ranks in the middle of the forward",
@@ -29,13 +42,42 @@ def check(plan: Plan, model: nn.Module) -> None:
         count = sum(1 for _ in model.parameters())
         raise JobError("there is nothing to train", f"all {count} parameters of the model are frozen")
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
-    if sparse and plan.data > 1:
+    if sparse and plan.devices > 1:
         raise PlanError(
             f"{plan}: {sparse[0] or 'the model'} makes sparse gradients, which are not summed over ranks",
-            "sparse=False works under every plan; data=1 works as it is",
+            "sparse=False works under every plan; one device works as it is",
         )
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
     if lazy:
         raise PlanError(
             f"{lazy[0]} has no shape yet: it is a lazy parameter", "run the model once on a batch before fit"
         )
+
+
+def _check_forward(plan: Plan, model: nn.Module) -> None:
+    """A forward that changes weights changes them differently on each rank."""
+    for name, module in model.named_modules():
+        if plan.devices > 1 and getattr(module, "max_norm", None) is not None and isinstance(module, EMBEDDINGS):
+            raise PlanError(
+                f"{plan}: {name or 'the model'} has max_norm={module.max_norm}",
+                "it changes its weights in forward, on each rank those of its own samples: copies would drift apart",
+                "without max_norm every plan works; one device works as it is",
+            )
+
+
+def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot step what the plan leaves it: slices of tensors, some parameters at a time."""
+    if plan.shard == 1 and plan.offload != "optimizer":
+        return
+    kind, found = type(optimizer).__name__, nature(optimizer)
+    if plan.offload == "optimizer" and not found.separate:
+        raise PlanError(
+            f"{plan}: {kind} cannot have its state in host memory", found.why, f"{replace(plan, offload='none')} works"
+        )
+    if plan.shard > 1 and not (found.elementwise and found.separate):
+        raise PlanError(
+            f"{plan}: {kind} cannot step parameters that are cut over devices",
+            found.why,
+            f"{replace(plan, shard=1, zero=3, data=plan.devices)} works: every device then holds them whole",
+        )
+

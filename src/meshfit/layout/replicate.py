@@ -6,6 +6,7 @@ traffic   none of its own; exchange sums the gradients. BatchNorm: see layout/ba
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,14 +21,20 @@ class Replicate:
     global_batchnorm: bool = True
     """BatchNorm over the whole batch, not over each device's share."""
 
-    def apply(self, model: nn.Module, group: dist.ProcessGroup | None, *, same: bool) -> None:
-        """``same`` says that the ranks' weights are known to be equal; else the first rank's are sent."""
+    def apply(
+        self, model: nn.Module, group: dist.ProcessGroup | None, *, same: bool, device: torch.device | None = None
+    ) -> None:
+        """``same`` says that the ranks' weights are known to be equal; else the first rank's are sent, one at a time
+        by way of ``device``."""
         if group is None:
             return
         if not same:
             first = dist.get_global_rank(group, 0)
             for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), first, group)
+                sent = tensor.detach().to(device)
+                dist.broadcast(sent, first, group)
+                if sent.device != tensor.device:
+                    tensor.detach().copy_(sent)
         if self.global_batchnorm:
             batchnorm.apply(model, group)
 

@@ -8,6 +8,7 @@ The gradients of the last backward are final, so exchange may sum them while it 
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.scatter import Scatter
 from meshfit.layout.batchnorm import counting
 from meshfit.layout.precision import LossScale, Precision
 from meshfit.objective import Over, check_scalar
@@ -30,14 +32,16 @@ class Passes:
     over: Over
     precision: Precision
     scale: LossScale | None
-    exchange: AllReduce
+    exchange: AllReduce | Scatter
     device: torch.device
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around what runs the model: see layout."""
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         total: Tensor | float = 0.0
         counted: Tensor | float = 0.0
         for part in batch.microbatches:
-            with counting(part.samples > 0), self.precision.arithmetic(self.device):
+            with counting(part.samples > 0), self.precision.arithmetic(self.device), self.inside():
                 loss = self.objective(self.model, part.content)
             share, count = self._share(loss, part, batch)
             if part.samples:

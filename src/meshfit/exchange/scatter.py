@@ -1,0 +1,293 @@
+"""Gradients of a sharded model: summed over ranks, each part to the rank that owns it, while backward still runs.
+
+    memory    1/n of the gradients, and the whole ones of two units on their way; with zero=1 over several microbatches
+              the whole gradients, which are then scattered once
+    traffic   P(n-1)/n bytes a microbatch for P bytes of gradients (zero=1: a step), one call a unit; over ``data``
+              copies another 2(P/n)(d-1)/d; one small all_reduce a step
+
+That small one carries what every rank must know before it steps: the loss, what it is a mean over, whether to stop,
+whose loss was not finite, the squared norm of each rank's part, which parameters were reached, and the trail of gathers
+(layout/gather.py).
+
+[Note: the same order everywhere]
+Gradients may be complete in another order, or not at all, on one rank. So scatters start in one order on all ranks: the
+reverse of the forward, or once all ranks had the same order in a step, that. What a backward did not reach is sent as
+zeros at its end. As in allreduce.py, a parameter that no rank reached is left without a gradient.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshfit.errors import RankError
+from meshfit.exchange.allreduce import Riders
+from meshfit.exchange.update import total_norm
+from meshfit.layout.flat import Flat
+from meshfit.layout.gather import OpenUnit, Shards
+from meshfit.torch_compat import reduce_scatter_single
+
+RIDERS = 4  # loss, count, stop, squared norm; then a slot a rank for broken losses and for trails, one a parameter
+FLYING = 2  # scatters under way at a time: their rows are memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A scatter under way."""
+
+    flat: Flat
+    row: Tensor
+    out: Tensor
+    work: Any
+    first: bool
+    """Of its step: it replaces what was there."""
+
+
+class Scatter:
+    """Sums the gradients of ``shards`` over its group and over ``copies``, the ranks that own the same parts."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        world: dist.ProcessGroup | None,
+        copies: dist.ProcessGroup | None,
+        accumulate: bool,
+    ):
+        self.shards, self.world, self.copies = shards, world, copies
+        self.accumulate = accumulate
+        """Sum whole gradients over microbatches, and scatter them once."""
+        self.degree = 1 if world is None else dist.get_world_size(world)
+        self.rank = 0 if world is None else dist.get_rank(world)
+        self.parameters = [p for flat in self._flats for p in flat.parameters]
+        self.norm: Tensor | None = None
+        """Of all gradients together, after ``finish``."""
+        slots = RIDERS + 2 * self.degree
+        self._numbers = torch.zeros(slots + len(self.parameters), dtype=torch.float64, device=shards.device)
+        self._reached: set[int] = set()
+        self._last = False
+        self._ready: dict[OpenUnit, list[list[Tensor]]] = {}
+        self._expected: list[OpenUnit] | None = None
+        self._returns: list[OpenUnit] = []
+        self._agreed: list[OpenUnit] | None = None
+        self._flying: list[_Flight] = []
+        self._sums: dict[Flat, Tensor] = {}
+        self._summing: dict[Flat, Any] = {}
+        for parameter in self.parameters:
+            parameter.grad = None
+        shards.on_pass, shards.on_return = self._end_pass, self._returned
+
+    @property
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self.shards.units for flat in unit.trained]
+
+    # As gradients are made
+
+    def _returned(self, unit: OpenUnit, gradients: tuple[Tensor | None, ...]) -> None:
+        """Backward is done with one use of a unit."""
+        given, rows = iter(gradients), []
+        for flat in unit.trained:
+            theirs = [next(given) for _ in flat.parameters]
+            self._reached.update(id(p) for p, g in zip(flat.parameters, theirs, strict=True) if g is not None)
+            packed = flat.add(theirs, self._sum(flat)) if self.accumulate else flat.pack(theirs, self.shards.device)
+            rows.append(packed)
+        self._returns.append(unit)
+        if not self.accumulate or (self._last and unit.left == 0):
+            self._ready.setdefault(unit, []).append(rows)
+        self._launch()
+
+    def _zeros(self, flat: Flat) -> Tensor:
+        return torch.zeros(flat.padded, dtype=flat.dtype, device=self.shards.device)
+
+    def _sum(self, flat: Flat) -> Tensor:
+        if flat not in self._sums:
+            self._sums[flat] = self._zeros(flat)
+        return self._sums[flat]
+
+    def _launch(self) -> None:
+        """Start the scatters that are next in order and complete."""
+        if self._expected is None:
+            self._expected = self._order()
+        while self._expected and self._ready.get(self._expected[0]):
+            unit = self._expected.pop(0)
+            self._scatter(unit, self._ready[unit].pop(0))
+
+    def _order(self) -> list[OpenUnit]:
+        """In which order gradients will be complete in this pass."""
+        used = self.shards.used
+        order = self._agreed if self._agreed and Counter(self._agreed) == Counter(used) else used[::-1]
+        if not self.accumulate:
+            return list(order)
+        return list(dict.fromkeys(order[::-1]))[::-1] if self._last else []
+
+    def _end_pass(self) -> None:
+        """After a backward: send what it did not reach as zeros."""
+        used = self.shards.used
+        if not used:
+            return
+        self._launch()
+        for unit in self._expected or ():
+            waiting = self._ready.get(unit)
+            rows = [self._sum(flat) if self.accumulate else self._zeros(flat) for flat in unit.trained]
+            self._scatter(unit, waiting.pop(0) if waiting else rows)
+        if self._last and self._agreed is None:
+            self._returns += (Counter(used) - Counter(self._returns)).elements()
+        elif not self._last:
+            self._returns.clear()
+        for unit in used:
+            unit.left = 0
+        self._ready.clear()
+        used.clear()
+        self._expected = None
+
+    def _scatter(self, unit: OpenUnit, rows: list[Tensor]) -> None:
+        for flat, row in zip(unit.trained, rows, strict=True):
+            if flat.gradient is None:
+                flat.gradient = torch.empty_like(flat.mine, pin_memory=flat.mine.is_pinned())
+            first, flat.filled = not flat.filled, True
+            direct = first and flat.gradient.device == row.device
+            out = flat.gradient if direct else torch.empty(flat.part, dtype=flat.dtype, device=row.device)
+            work = None
+            if self.shards.group is None:
+                out.copy_(row)
+            else:
+                work = reduce_scatter_single(out, row, group=self.shards.group, async_op=True)
+            self._flying.append(_Flight(flat, row, out, work, first))
+        while len(self._flying) > FLYING:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest scatter, and have it in the gradient."""
+        came = self._flying.pop(0)
+        if came.work is not None:
+            came.work.wait()
+        gradient = came.flat.gradient
+        assert gradient is not None
+        if came.out is not gradient:
+            if came.first:
+                gradient.copy_(came.out, non_blocking=True)
+            else:
+                if gradient.is_cpu and came.out.is_cuda:  # a copy into it may still be under way
+                    torch.cuda.current_stream(came.out.device).synchronize()
+                gradient.add_(came.out.to(gradient.device))
+        coming = any(came.flat in unit.flats for unit in self._expected or ())
+        if self.copies is not None and self._last and not coming:
+            self._sum_copies(came.flat)
+
+    def _sum_copies(self, flat: Flat) -> None:
+        if flat not in self._summing and not any(flight.flat is flat for flight in self._flying):
+            assert flat.gradient is not None
+            self._summing[flat] = dist.all_reduce(flat.gradient, group=self.copies, async_op=True)
+
+    # A step, as the loop sees it
+
+    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
+        """The next backward is the last of this step."""
+        self._last = True
+        numbers = self._numbers.zero_()
+        numbers[0], numbers[1], numbers[2], numbers[RIDERS + self.rank] = loss, count, float(stop), broken
+
+    def finish(self) -> Riders:
+        """Wait until every gradient is summed, and hear what the other ranks have to say."""
+        self._end_pass()
+        for unit in self.shards.units if self.accumulate else ():
+            if any(flat in self._sums and not flat.filled for flat in unit.trained):
+                self._scatter(unit, [self._sum(flat) for flat in unit.trained])
+        while self._flying:
+            self._land()
+        filled = [flat for flat in self._flats if flat.filled]
+        for flat in filled if self.copies is not None else ():
+            self._sum_copies(flat)
+        for work in self._summing.values():
+            work.wait()
+        if self.shards.device.type == "cuda" and any(flat.mine.is_cpu for flat in filled):
+            torch.cuda.current_stream(self.shards.device).synchronize()
+        return self._heard()
+
+    def _heard(self) -> Riders:
+        numbers, degree = self._numbers, self.degree
+        copies = 1 if self.copies is None else dist.get_world_size(self.copies)
+        square = total_norm(self.gradients).double().square() / copies
+        behind = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached]
+        returns = _number(self._returns)
+        numbers[3] = square.to(numbers.device)
+        numbers[RIDERS + degree + self.rank] = self.shards.trail * 65521 + (returns if self._agreed is None else 0)
+        numbers[RIDERS + 2 * degree :] = 1.0
+        if behind:
+            numbers[torch.tensor(behind, device=numbers.device) + RIDERS + 2 * degree] = 0.0
+        if self.world is not None:
+            dist.all_reduce(numbers, group=self.world)
+        trails = numbers[RIDERS + degree : RIDERS + 2 * degree]
+        if numbers.is_cpu or self._agreed is None:
+            self._compare(trails.tolist())
+        else:  # the host does not wait to see it: a norm that is no number keeps the step from being taken
+            numbers[3] = torch.where((trails == trails[0]).all(), numbers[3], torch.nan)
+        for p, reached in zip(self.parameters, self._reached_flags(bool(behind)), strict=True):
+            flat, i = self.shards.place[p]
+            here = flat.slices(i)[0]
+            there = flat.filled and here.stop > here.start and reached
+            p.grad = flat.slice(i, flat.gradient) if there and flat.gradient is not None else None
+        self.norm = numbers[3].sqrt().to(self.gradients[0].device if self.gradients else numbers.device)
+        if numbers.is_cpu:
+            loss, count, stop, _, *broken = numbers[: RIDERS + degree].tolist()
+            return Riders(loss, count, stop, broken)
+        return Riders(numbers[0], numbers[1], numbers[2], numbers[RIDERS : RIDERS + degree].unbind())
+
+    def _reached_flags(self, behind: bool) -> list[float]:
+        """Which parameters any rank reached: those this rank did, or, if it lacks some, what the others say."""
+        if not behind:
+            return [1.0] * len(self.parameters)
+        return self._numbers[RIDERS + 2 * self.degree :].tolist()
+
+    def _compare(self, trails: list[float]) -> None:
+        gathers = {int(trail) // 65521 for trail in trails}
+        if len(gathers) > 1:
+            raise RankError(
+                "the ranks called the model's blocks in different orders, so their weights were mixed up",
+                "something that differs between ranks (its samples, a random number) decides which blocks run",
+                "zero=2 gathers all blocks whatever runs: it would work",
+            )
+        if self._agreed is None:
+            self._agreed = [*self._returns] if len(set(trails)) == 1 else []
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Tensors that together hold every gradient of this rank once; they may be scaled in place."""
+        return [flat.gradient for flat in self._flats if flat.filled and flat.gradient is not None]
+
+    def clear(self) -> None:
+        """Forget the gradients, ready for the next step; the weights have changed."""
+        for flat in self._flats:
+            flat.filled = False
+        for total in self._sums.values():
+            total.zero_()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._reached.clear()
+        self._returns.clear()
+        self._summing.clear()
+        self._last = False
+        self.shards.changed()
+
+    def remove(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def _number(units: list[OpenUnit]) -> int:
+    """One number for an order of units."""
+    number = 0
+    for unit in units:
+        number = (number * 31 + unit.index + 1) % 65521
+    return number
+
+
+def cut_state(optimizer: torch.optim.Optimizer, shards: Shards) -> None:
+    """Cut what an optimizer already holds beside its parameters as they are cut: some make state when they are built."""
+    for parameter, (flat, i) in shards.place.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == flat.shapes[i] and value.dim():
+                optimizer.state[parameter][key] = flat.cut(i, value)

@@ -1,0 +1,119 @@
+"""Parameters as one row of memory, cut evenly over ranks.
+
+The row holds the parameters one after another, padded to a multiple of the ranks; rank r owns the r-th part of it,
+wherever that cuts through a parameter. So parts are equal to the element, whatever the shapes (scalars, odd sizes), a
+gathered row needs no copying to be the parameters again, and each rank's optimizer has about 1/n of the tensors.
+
+A parameter stays the same object under the same name. At rest its ``data`` is this rank's slice of it, one row, maybe
+empty: what the optimizer steps. (On one rank it is all of it, in its own shape.)
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class Flat:
+    """``parameters`` (of one dtype, all trained or all frozen) over ``degree`` ranks, of which this is ``rank``."""
+
+    def __init__(self, parameters: list[nn.Parameter], degree: int, rank: int, gathered: torch.dtype | None = None):
+        self.parameters = parameters
+        self.trained = parameters[0].requires_grad
+        self.dtype = parameters[0].dtype
+        self.gathered = gathered or self.dtype
+        """What it is gathered as: half the bytes, where the model would round it to that anyway."""
+        self.shapes = [p.shape for p in parameters]
+        self.strides = [_dense_strides(p) for p in parameters]
+        starts, end = [], 0
+        for p in parameters:
+            starts.append(end)
+            end += p.numel()
+        self.starts, self.size = starts, end
+        self.part = -(-end // degree)
+        """Elements a rank owns."""
+        self.first = rank * self.part
+        self.mine = torch.empty(0)
+        """This rank's part: the weights that the optimizer steps."""
+        self.gradient: Tensor | None = None
+        """This rank's part of the summed gradient."""
+        self.filled = False
+        """Whether ``gradient`` holds something of the step under way."""
+        self.whole: Tensor | None = None
+        """All of it, while it is gathered."""
+        self.degree, self.padded = degree, self.part * degree
+
+    def own(self, row: Tensor) -> None:
+        """Let ``row`` hold this rank's part, and fill it from the parameters, which then shrink to their slices."""
+        self.mine = row
+        with torch.no_grad():
+            row[max(0, self.size - self.first) :].zero_()
+            for i, p in enumerate(self.parameters):
+                here, there = self.slices(i)
+                row[here].copy_(_row(p.detach(), self.strides[i])[there])
+            for i, p in enumerate(self.parameters):
+                p.data = self.slice(i, row)
+
+    def restore(self, row: Tensor, device: torch.device) -> None:
+        """Make the parameters whole again, out of ``row``, which holds them all."""
+        for p, whole in zip(self.parameters, self.views(row), strict=True):
+            p.data = whole.detach().clone(memory_format=torch.preserve_format).to(device)
+
+    def slice(self, i: int, row: Tensor) -> Tensor:
+        """Of ``row``, which holds a rank's part, what belongs to parameter ``i``; in its own shape if that is all of it."""
+        return self.views(row)[i] if self.degree == 1 else row[self.slices(i)[0]]
+
+    def slices(self, i: int) -> tuple[slice, slice]:
+        """Of parameter ``i`` what this rank owns: where it is in ``mine``, and where in the parameter."""
+        start, end = self.starts[i], self.starts[i] + self.shapes[i].numel()
+        first, last = max(start, self.first), min(end, self.first + self.part)
+        if first >= last:
+            return slice(0, 0), slice(0, 0)
+        return slice(first - self.first, last - self.first), slice(first - start, last - start)
+
+    def cut(self, i: int, tensor: Tensor) -> Tensor:
+        """This rank's slice of a tensor that is shaped like parameter ``i``, where that one's is."""
+        return _row(tensor.detach(), self.strides[i])[self.slices(i)[1]].clone().to(self.mine.device)
+
+    def views(self, row: Tensor) -> list[Tensor]:
+        """``row``, all of it, as tensors shaped like the parameters. They share its memory, but are no views to
+        autograd: each stands for itself."""
+        shaped = zip(self.starts, self.shapes, self.strides, strict=True)
+        storage, begin = row.untyped_storage(), row.storage_offset()
+        return [row.new_empty(0).set_(storage, begin + start, shape, stride) for start, shape, stride in shaped]
+
+    def pack(self, gradients: list[Tensor | None], device: torch.device) -> Tensor:
+        """Gradients as one row; None counts as zero."""
+        row = torch.empty(self.padded, dtype=self.dtype, device=device)
+        row[self.size :].zero_()
+        views = self.views(row)
+        given = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
+        missing = [view for view, g in zip(views, gradients, strict=True) if g is None]
+        if given:
+            torch._foreach_copy_([view for view, _ in given], [g for _, g in given])
+        if missing:
+            torch._foreach_zero_(missing)
+        return row
+
+    def add(self, gradients: list[Tensor | None], row: Tensor) -> Tensor:
+        """``row`` with gradients added to it."""
+        for view, g in zip(self.views(row), gradients, strict=True):
+            if g is not None:
+                view.add_(g)
+        return row
+
+
+def _dense_strides(p: Tensor) -> tuple[int, ...]:
+    """Of a parameter that fills its memory without gaps, in whatever order; else those of a contiguous one."""
+    order = sorted(range(p.dim()), key=lambda d: (p.stride(d), p.shape[d]))
+    expected = 1
+    for dim in order:
+        if p.shape[dim] != 1 and p.stride(dim) != expected:
+            return torch.empty(p.shape, device="meta").stride()
+        expected *= p.shape[dim]
+    return p.stride()
+
+
+def _row(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A tensor's elements as one row, in the order that ``strides`` lays them out."""
+    if tensor.stride() != strides:
+        tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,185 @@
+"""A model laid out over the ranks: the strategies of a plan, applied in their order.
+
+What they need to know of the model (its units, its blocks) is found once, on the first rank, from one traced step, and
+sent to the others: all must cut alike.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshfit.anatomy.record import TraceError
+from meshfit.layout.forward import unwrap
+from meshfit.layout.gather import Shards
+from meshfit.layout.mesh import Mesh
+from meshfit.layout.precision import DTYPES
+from meshfit.layout.replicate import Replicate, check_ties, tensors_of, tied
+from meshfit.layout.shard import Shard
+from meshfit.layout.units import PREFIX, Unit, traced, units
+from meshfit.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the plan's strategies act on in one model."""
+
+    units: tuple[Unit, ...] = ()
+    blocks: tuple[str, ...] = ()
+    """To compute again in backward."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Placed:
+    """A model on this rank."""
+
+    model: nn.Module
+    mesh: Mesh
+    shards: Shards | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def together(self) -> bool:
+        """Whether the ranks meet in every forward: then all must run it, also those without a sample."""
+        return self.shards is not None
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Around whatever runs the model."""
+        return nullcontext() if self.shards is None else self.shards.inside()
+
+    def changed(self) -> None:
+        """Call when weights were changed by other means than a step."""
+        if self.shards is not None:
+            self.shards.changed()
+
+    def whole(self, parameter: nn.Parameter, mine: Tensor | None) -> Tensor:
+        """All of a tensor that lies as ``parameter`` does (its gradient, say); all ranks call it together."""
+        if self.shards is None:
+            assert mine is not None
+            return mine.detach()
+        return self.shards.whole(parameter, mine)
+
+    def tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """All weights and buffers, whole, on the CPU. All ranks call it together; those that do not ``keep`` them get
+        none, and hold one at a time."""
+        if self.shards is None:
+            return {name: t.cpu().clone() for name, t in tensors_of(self.model).items()} if keep else {}
+        found, seen = {}, {}
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            if p not in seen:
+                whole = self.shards.whole(p, p.data)
+                seen[p] = whole.cpu() if keep else None
+            found[name] = seen[p]
+        found |= {name: b.detach().cpu().clone() for name, b in self.model.named_buffers(remove_duplicate=False)}
+        return found if keep else {}
+
+    def wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Tensors that go with parameters (gradients, optimizer state), whole, on the CPU: by the parameter's name, then
+        by a name of their own. A rank without a slice of a parameter may lack them. All ranks call it together."""
+        named = dict(self.model.named_parameters())
+        if self.shards is None:
+            return {name: {key: t.detach().cpu().clone() for key, t in many.items()} for name, many in mine.items()}
+        cut = lambda name, t: named[name] in self.shards.place and t.dim() and t.numel() == named[name].numel()  # type: ignore[union-attr]
+        said = {name: {key: None if cut(name, t) else t.cpu() for key, t in many.items()} for name, many in mine.items()}
+        every: list[Any] = [said]
+        if self.mesh.shard is not None:
+            every *= dist.get_world_size(self.mesh.shard)
+            dist.all_gather_object(every, said, group=self.mesh.shard)
+        found: dict[str, dict[str, Tensor]] = {}
+        for name in named:
+            for key in dict.fromkeys(key for each in every for key in each.get(name, {})):
+                value = next(each[name][key] for each in every if key in each.get(name, {}))
+                if value is None:
+                    value = self.shards.whole(named[name], mine.get(name, {}).get(key)).cpu()
+                found.setdefault(name, {})[key] = value
+        return found
+
+    def undo(self) -> None:
+        """Leave the model as it was found, but trained: whole, with its own forwards."""
+        if self.shards is not None:
+            self.shards.undo(torch.device("cpu"))
+        unwrap(self.model)
+
+
+def place(
+    plan: Plan,
+    model: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    objective: Callable[[nn.Module, Any], Any],
+    few: Callable[[], Any],
+    same: bool,
+    before_cut: Callable[[], None] = lambda: None,
+) -> Placed:
+    """Lay ``model`` out under ``plan``, in place. ``few`` gives some samples, for tracing a step.
+
+    ``before_cut`` is called while the parameters are still whole: an optimizer made there sees their shapes.
+    """
+    ties = tied(model)
+    cuts = plan.shard > 1 or plan.offload == "parameters"
+    found = Found()
+    if cuts or plan.recompute != "none":
+        found = _agreed(lambda: find(plan, model, objective, few()), mesh)
+    if not cuts:
+        model.to(device)
+    replicate = Replicate(degree=plan.shares, global_batchnorm=plan.batchnorm == "global")
+    replicate.apply(model, mesh.world, same=same, device=device)
+    before_cut()
+    placed = Placed(model, mesh, notes=list(found.notes))
+    if cuts:
+        shard = Shard(
+            degree=plan.shard,
+            zero=plan.zero,
+            units=found.units,
+            gathered=DTYPES.get(plan.precision),
+            home="host" if plan.offload == "parameters" else "device",
+        )
+        placed.shards = shard.apply(model, mesh.shard, device)
+    if plan.recompute != "none":
+        from meshfit.layout.recompute import Recompute
+
+        Recompute(word=plan.recompute, blocks=found.blocks).apply(model)
+    check_ties(model, ties)
+    return placed
+
+
+def find(plan: Plan, model: nn.Module, objective: Callable[[nn.Module, Any], Any], batch: Any) -> Found:
+    """Units and blocks of a model, from the trace of one step."""
+    names = tuple(name for name, _ in model.named_parameters())
+    trace = traced(model, objective, batch)
+    if isinstance(trace, TraceError):
+        why = f"the model cannot be traced ({trace.headline})"
+        notes = []
+        if plan.shard > 1 or plan.offload == "parameters":
+            notes.append(f"shard: all parameters are gathered together, because {why}")
+        if plan.recompute != "none":
+            notes.append(f"recompute: none, because {why}")
+        return Found(units=(Unit(("",), names),), notes=tuple(notes))
+    blocks: tuple[str, ...] = ()
+    if plan.recompute != "none":
+        from meshfit.layout.recompute import recomputed_blocks
+
+        blocks = tuple(path.removeprefix(PREFIX + ".") for path in recomputed_blocks(trace) if path != PREFIX)
+    return Found(units=units(trace, names), blocks=blocks)
+
+
+def _agreed(find: Callable[[], Found], mesh: Mesh) -> Found:
+    """What the first rank finds, on all ranks; its error too."""
+    if mesh.world is None:
+        return find()
+    found: list[Any] = [None]
+    if mesh.rank == 0:
+        try:
+            found[0] = find()
+        except Exception as error:
+            found[0] = error
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]

@@ -1,0 +1,103 @@
+"""Sharded data parallelism (ZeRO): the ranks of the ``shard`` axis keep 1/n each, and gather what they need.
+
+    zero=1   optimizer state cut; weights whole; gradients whole over several microbatches, scattered once a step
+    zero=2   gradients cut too: scattered every microbatch
+    zero=3   weights cut too: a unit's are gathered for its forward, and again for its backward
+
+    memory   P/n of each kind that is cut, P of the others; zero=3 beside it the whole's own unit and the largest
+             other one (on GPUs the two largest that follow each other)
+    traffic  gathers: P(n-1)/n a step for zero=1 and 2, twice that a microbatch for zero=3; scatters: exchange/scatter.py
+
+Under bf16 and fp16 the weights that autocast would round anyway (those of Linear and convolutions) are gathered in that
+precision: half the bytes, the same numbers. The parts that the optimizer steps stay as they were built.
+
+Not torch's FSDP2, for what it cannot do (docs/LOG.md): units that are there for several calls but not between them,
+scalars, several dtypes in a block, ranks that differ in which parameters they reach, outputs that are views, parts
+equal to the element, an optimizer that was made before.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshfit.layout.flat import Flat
+from meshfit.layout.forward import wrap
+from meshfit.layout.gather import OpenUnit, Shards
+from meshfit.layout.units import Unit
+
+ROUNDED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+"""Modules whose forward under autocast uses their parameters rounded, and nothing else does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Cut a model's parameters over the ``shard`` axis."""
+
+    degree: int
+    zero: int = 3
+    units: tuple[Unit, ...]
+    gathered: torch.dtype | None = None
+    """What weights are gathered as where that changes nothing; None: as they are."""
+
+    home: str = "device"
+    """Where the parts live: "device", or "host" (and come to the device when gathered)."""
+
+    def apply(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> Shards:
+        """Cut ``model`` in place. It may lie in host memory: only parts of it go to the device."""
+        rank = 0 if group is None else dist.get_rank(group)
+        places: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
+        named = dict(model.named_parameters())
+        names = {id(p): name for name, p in named.items()}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places[names[id(parameter)]].append((module, name))
+        opened = []
+        for index, unit in enumerate(sorted(self.units, key=lambda unit: unit.entrances != ("",))):
+            kinds: dict[Any, list[str]] = defaultdict(list)
+            for name in unit.parameters:
+                if (p := named[name]).is_floating_point():
+                    kinds[p.dtype, p.requires_grad, self._gathered_as(p, places[name])].append(name)
+            flats, ordered = [], []
+            for (_, _, gathered), together in kinds.items():
+                flats.append(self._flat([named[name] for name in together], rank, gathered, device))
+                ordered += [places[name] for name in together]
+            recurrent = {m for each in ordered for m, _ in each if isinstance(m, nn.RNNBase)}
+            opened.append(OpenUnit(index, flats, ordered, list(recurrent)))
+        shards = Shards(opened, zero=self.zero, group=group, device=device)
+        for unit, open_unit in zip(sorted(self.units, key=lambda unit: unit.entrances != ("",)), opened, strict=True):
+            for path in unit.entrances if unit.entrances != ("",) else ():
+                wrap(model.get_submodule(path), shards.around(open_unit))
+        _rest_to(model, device, set(shards.place))
+        return shards
+
+    def _gathered_as(self, p: nn.Parameter, places: list[tuple[nn.Module, str]]) -> torch.dtype:
+        rounded = all(any(type(module).forward is kind.forward for kind in ROUNDED) for module, _ in places)
+        return self.gathered if self.gathered and rounded and p.dtype == torch.float32 else p.dtype
+
+    def _flat(self, parameters: list[nn.Parameter], rank: int, gathered: torch.dtype, device: torch.device) -> Flat:
+        flat = Flat(parameters, self.degree, rank, gathered)
+        if self.zero < 3 and gathered == flat.dtype and self.home == "device":  # the part is in the whole
+            flat.whole = torch.empty(flat.padded, dtype=flat.dtype, device=device)
+            flat.own(flat.whole[flat.first : flat.first + flat.part])
+        elif self.home == "host":
+            flat.own(torch.empty(flat.part, dtype=flat.dtype, pin_memory=device.type == "cuda"))
+        else:
+            flat.own(torch.empty(flat.part, dtype=flat.dtype, device=device))
+        return flat
+
+
+def _rest_to(model: nn.Module, device: torch.device, cut: set[nn.Parameter]) -> None:
+    """Move buffers, and the parameters that are not cut, to the device."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter not in cut:
+                parameter.data = parameter.data.to(device)
