@@ -17,8 +17,10 @@ compiled code) are not counted at all.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -31,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfit.anatomy import kernels
 from meshfit.anatomy.flops import backward_flops, forward_flops, has_flops, known_as, tensors
-from meshfit.anatomy.trace import Cost, Event, Trace
+from meshfit.anatomy.trace import Cost, Event, Trace, Use
 
 aten = torch.ops.aten
 
@@ -69,6 +71,8 @@ class Meter:
         self._backward: list[tuple[int, int | None, int]] = []  # node, event, flops
         self._saved: dict[int, list[tuple[int, int | None]]] = {}  # storage -> node and event of each save
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps the key from being reused
+        self._uses: dict[int | None, dict[int, _Use]] = {}  # event -> by storage
+        self._dear: dict[int, _Use] = {}  # by storage
         self._reached: set[int] | None = None
         self._hidden: dict[int, int] = {}  # nodes made on behalf of another -> that one
         self._freed: set[int] = set()
@@ -142,20 +146,51 @@ class Meter:
             events = [event for node, event in saves if self._counts(node)]
             if events and (self._reached is not None or key not in self._freed):
                 kept[events[0]] += self._storages[key][1]
+        uses = self._used()
         return {
-            event: Cost(flops, backward[event], read, written, kept[event])
+            event: Cost(flops, backward[event], read, written, kept[event], uses.get(event, ()))
             for event, (flops, read, written) in self._spent.items()
         }
+
+    def _used(self) -> dict[int | None, tuple[Use, ...]]:
+        """By event, memory that is saved, dear, or of use to others too."""
+        events = Counter(key for used in self._uses.values() for key in used)
+        saved = {(key, event) for key, saves in self._saved.items() for node, event in saves if self._counts(node)}
+        numbers = {key: number for number, key in enumerate(events)}
+        return {
+            event: tuple(
+                Use(
+                    storage=numbers[key],
+                    bytes=0 if key in self._known else self._storages[key][1],
+                    made=use.made,
+                    saved=use.packed and (key in self._known or (key, event) in saved),
+                    dear=use.dear,
+                    flops=use.flops,
+                    late=use.late,
+                )
+                for key, use in used.items()
+                if use.packed or use.dear or not use.made or events[key] > 1
+            )
+            for event, used in self._uses.items()
+        }
+
+    def _use(self, tensor: Tensor) -> "_Use":
+        """What is noted of ``tensor``'s memory in the event under way."""
+        key = _key(tensor)
+        if key not in self._storages:
+            self._storages[key] = (_weak(tensor), tensor.untyped_storage().nbytes())
+        return self._uses.setdefault(self._event, {}).setdefault(key, _Use())
 
     def _counts(self, node: int) -> bool:
         return self._reached is None or node == _BESIDE or self._hidden.get(node, node) in self._reached
 
-    def _count(self, op: Any, view: bool, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+    def _count(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         """Book one operation that has run."""
         with torch._C.DisableTorchFunction():  # a recorder of functions must not see what the meter looks at
-            self._book(op, view, args, kwargs, out)
+            self._book(func, args, kwargs, out)
 
-    def _book(self, op: Any, view: bool, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+    def _book(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        op, view = known_as(func._overloadpacket), _is_view(func)
         taken = tensors(args) + tensors(kwargs) if kwargs else tensors(args)
         if self._function is not None and any(self._needs(tensor) for tensor in taken):
             self._touched |= {_key(made): _weak(made) for made in tensors(out) if _has_storage(made)}
@@ -166,14 +201,32 @@ class Meter:
         most = written if op in _LOOKUPS else None
         spent[1] += sum(_bytes(tensor) if most is None else min(_bytes(tensor), most) for tensor in taken)
         spent[2] += written
+        flops = forward_flops(op, args, kwargs, out) if has_flops(op) else 0
+        self._note(taken, tensors(out), flops, worth_keeping(func, args, kwargs))
         if not has_flops(op):
             return
-        flops = forward_flops(op, args, kwargs, out)
         spent[0] += flops
         if self._function is not None or torch.is_grad_enabled():
             again = flops if self._recomputed() else 0
             backward = backward_flops(op, args, out, flops, self._needs) + again
             self._backward.append((self._node(), self._event, backward))
+
+    def _note(self, taken: list[Tensor], made: list[Tensor], flops: int, dear: bool) -> None:
+        """Which memory an operation has read, made or changed."""
+        given = {_key(tensor) for tensor in taken if _has_storage(tensor)}
+        for tensor in taken:
+            if _has_storage(tensor) and _key(tensor) not in self._known:
+                self._use(tensor)
+        for tensor in made:
+            if not _has_storage(tensor) or (key := _key(tensor)) in self._known:
+                continue
+            use = self._use(tensor)
+            if key in given:  # changed in place: what made it has to run again with the rest
+                self._dear.pop(key, use).dear = False
+            else:
+                use.made, use.dear, use.late, use.flops = True, dear, True, flops
+                self._dear |= {key: use} if dear else {}
+                flops = 0
 
     def _pack(self, tensor: Tensor) -> Tensor:
         """Autograd saves ``tensor``."""
@@ -181,6 +234,10 @@ class Meter:
             return self._save(tensor, saver=sys._getframe(1).f_code.co_filename)
 
     def _save(self, tensor: Tensor, saver: str) -> Tensor:
+        if _has_storage(tensor):
+            self._use(tensor).packed = True
+            for use in self._uses[self._event].values():
+                use.late = False
         if _has_storage(tensor) and (key := _key(tensor)) not in self._known:
             if key not in self._storages:
                 self._storages[key] = (_weak(tensor), tensor.untyped_storage().nbytes())
@@ -223,6 +280,42 @@ class Meter:
             return issubclass(self._function[1], checkpoint.CheckpointFunction)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
         return bool(hooks) and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+
+
+@dataclass(slots=True)
+class _Use:
+    """A ``trace.Use`` in the making."""
+
+    made: bool = False
+    packed: bool = False
+    dear: bool = False
+    late: bool = False
+    flops: int = 0
+
+
+def worth_keeping(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether to keep what ``func`` made when the rest is computed again: products, convolutions, attention.
+
+    Not what has drawn random numbers: left out when the rest runs again, it would shift those that follow.
+    """
+    if not _is_dear(func):
+        return False
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return True
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return given == 0
+    return False
+
+
+@cache
+def _is_dear(func: Any) -> bool:
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and not func._schema.is_mutable
+        and has_flops(known_as(func._overloadpacket))
+    )
 
 
 def kept_with_recompute(
@@ -270,7 +363,7 @@ def _storage(trace: Trace, value: int) -> int:
 class _Operations(TorchDispatchMode):
     """Calls ``count`` after every operation."""
 
-    def __init__(self, count: Callable[[Any, bool, tuple, dict[str, Any], Any], None]):
+    def __init__(self, count: Callable[[Any, tuple, dict[str, Any], Any], None]):
         super().__init__()
         self._count = count
 
@@ -284,7 +377,7 @@ class _Operations(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        self._count(known_as(func._overloadpacket), _is_view(func), args, kwargs, out)
+        self._count(func, args, kwargs, out)
         return out
 
 

@@ -229,7 +229,7 @@ class Scatter:
             flat, i = self.shards.place[p]
             here = flat.slices(i)[0]
             there = flat.filled and here.stop > here.start and reached
-            p.grad = flat.slice(i, flat.gradient) if there and flat.gradient is not None else None
+            p.grad = flat.piece(i, flat.gradient) if there and flat.gradient is not None else None
         self.norm = numbers[3].sqrt().to(self.gradients[0].device if self.gradients else numbers.device)
         if numbers.is_cpu:
             loss, count, stop, _, *broken = numbers[: RIDERS + degree].tolist()
@@ -286,7 +286,7 @@ def _number(units: list[OpenUnit]) -> int:
 
 
 def cut_state(optimizer: torch.optim.Optimizer, shards: Shards) -> None:
-    """Cut what an optimizer already holds beside its parameters as they are cut: some make state when they are built."""
+    """Cut what an optimizer holds already as its parameters are cut: some make state when they are built."""
     for parameter, (flat, i) in shards.place.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shapes[i] and value.dim():

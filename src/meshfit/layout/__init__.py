@@ -15,7 +15,6 @@ They are applied in this order (``place``), each to the model as those before le
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -80,4 +79,3 @@ def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
             found.why,
             f"{replace(plan, shard=1, zero=3, data=plan.devices)} works: every device then holds them whole",
         )
-

@@ -50,15 +50,15 @@ class Flat:
                 here, there = self.slices(i)
                 row[here].copy_(_row(p.detach(), self.strides[i])[there])
             for i, p in enumerate(self.parameters):
-                p.data = self.slice(i, row)
+                p.data = self.piece(i, row)
 
     def restore(self, row: Tensor, device: torch.device) -> None:
         """Make the parameters whole again, out of ``row``, which holds them all."""
         for p, whole in zip(self.parameters, self.views(row), strict=True):
             p.data = whole.detach().clone(memory_format=torch.preserve_format).to(device)
 
-    def slice(self, i: int, row: Tensor) -> Tensor:
-        """Of ``row``, which holds a rank's part, what belongs to parameter ``i``; in its own shape if that is all of it."""
+    def piece(self, i: int, row: Tensor) -> Tensor:
+        """Of ``row``, a rank's part, what belongs to parameter ``i``; in its own shape if that is all of it."""
         return self.views(row)[i] if self.degree == 1 else row[self.slices(i)[0]]
 
     def slices(self, i: int) -> tuple[slice, slice]:

@@ -111,6 +111,8 @@ class Shards:
 
         def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
+                if unit.open:
+                    return forward(*args, **kwargs)
                 with self.open(unit):
                     return forward(*args, **kwargs)
 
@@ -155,12 +157,12 @@ class Shards:
         """Have all of a unit here."""
         if unit.here or not unit.flats:
             return
-        self.trail = (self.trail * 31 + unit.index + 1) % 65521
         if self.zero < 3:
             for other in self.units:  # all at once: they stay, and each is waited for where it is needed
                 self._start(other)
         else:
             self._asked.append(unit)
+            self.trail = (self.trail * 31 + unit.index + 1) % 65521
             for other in self.units[1:]:  # the whole's own are few, and needed everywhere
                 if other.here and not other.open:
                     self.drop(other)

@@ -18,9 +18,10 @@ from meshfit.layout.forward import unwrap
 from meshfit.layout.gather import Shards
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.precision import DTYPES
+from meshfit.layout.recompute import Recompute, recomputed_blocks
 from meshfit.layout.replicate import Replicate, check_ties, tensors_of, tied
 from meshfit.layout.shard import Shard
-from meshfit.layout.units import PREFIX, Unit, traced, units
+from meshfit.layout.units import Unit, traced, units
 from meshfit.plan import Plan
 
 
@@ -79,13 +80,16 @@ class Placed:
         return found if keep else {}
 
     def wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Tensors that go with parameters (gradients, optimizer state), whole, on the CPU: by the parameter's name, then
-        by a name of their own. A rank without a slice of a parameter may lack them. All ranks call it together."""
+        """Tensors that go with parameters (gradients, optimizer state), whole, on the CPU: by the parameter's name,
+        then by a name of their own. A rank without a slice of a parameter may lack them. All ranks call it together."""
         named = dict(self.model.named_parameters())
         if self.shards is None:
             return {name: {key: t.detach().cpu().clone() for key, t in many.items()} for name, many in mine.items()}
-        cut = lambda name, t: named[name] in self.shards.place and t.dim() and t.numel() == named[name].numel()  # type: ignore[union-attr]
-        said = {name: {key: None if cut(name, t) else t.cpu() for key, t in many.items()} for name, many in mine.items()}
+        said: dict[str, dict[str, Tensor | None]] = {}  # None: cut as the parameter is
+        for name, many in mine.items():
+            p = named[name]
+            cut = {key: p in self.shards.place and t.dim() and t.numel() == p.numel() for key, t in many.items()}
+            said[name] = {key: None if cut[key] else t.cpu() for key, t in many.items()}
         every: list[Any] = [said]
         if self.mesh.shard is not None:
             every *= dist.get_world_size(self.mesh.shard)
@@ -142,8 +146,6 @@ def place(
         )
         placed.shards = shard.apply(model, mesh.shard, device)
     if plan.recompute != "none":
-        from meshfit.layout.recompute import Recompute
-
         Recompute(word=plan.recompute, blocks=found.blocks).apply(model)
     check_ties(model, ties)
     return placed
@@ -161,11 +163,7 @@ def find(plan: Plan, model: nn.Module, objective: Callable[[nn.Module, Any], Any
         if plan.recompute != "none":
             notes.append(f"recompute: none, because {why}")
         return Found(units=(Unit(("",), names),), notes=tuple(notes))
-    blocks: tuple[str, ...] = ()
-    if plan.recompute != "none":
-        from meshfit.layout.recompute import recomputed_blocks
-
-        blocks = tuple(path.removeprefix(PREFIX + ".") for path in recomputed_blocks(trace) if path != PREFIX)
+    blocks = () if plan.recompute == "none" else recomputed_blocks(trace)
     return Found(units=units(trace, names), blocks=blocks)
 
 

@@ -6,7 +6,8 @@
 
     memory   P/n of each kind that is cut, P of the others; zero=3 beside it the whole's own unit and the largest
              other one (on GPUs the two largest that follow each other)
-    traffic  gathers: P(n-1)/n a step for zero=1 and 2, twice that a microbatch for zero=3; scatters: exchange/scatter.py
+    traffic  gathers: P(n-1)/n a step for zero=1 and 2, twice that a microbatch for zero=3; for scatters see
+             exchange/scatter.py
 
 Under bf16 and fp16 the weights that autocast would round anyway (those of Linear and convolutions) are gathered in that
 precision: half the bytes, the same numbers. The parts that the optimizer steps stay as they were built.
@@ -24,9 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshfit.anatomy.trace import Trace
+from meshfit.cost import Cost
 from meshfit.layout.flat import Flat
 from meshfit.layout.forward import wrap
 from meshfit.layout.gather import OpenUnit, Shards
+from meshfit.layout.shard_cost import shard_cost
 from meshfit.layout.units import Unit
 
 ROUNDED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -57,7 +61,8 @@ class Shard:
                 if parameter is not None:
                     places[names[id(parameter)]].append((module, name))
         opened = []
-        for index, unit in enumerate(sorted(self.units, key=lambda unit: unit.entrances != ("",))):
+        ordered_units = sorted(self.units, key=lambda unit: unit.entrances != ("",))
+        for index, unit in enumerate(ordered_units):
             kinds: dict[Any, list[str]] = defaultdict(list)
             for name in unit.parameters:
                 if (p := named[name]).is_floating_point():
@@ -69,11 +74,30 @@ class Shard:
             recurrent = {m for each in ordered for m, _ in each if isinstance(m, nn.RNNBase)}
             opened.append(OpenUnit(index, flats, ordered, list(recurrent)))
         shards = Shards(opened, zero=self.zero, group=group, device=device)
-        for unit, open_unit in zip(sorted(self.units, key=lambda unit: unit.entrances != ("",)), opened, strict=True):
-            for path in unit.entrances if unit.entrances != ("",) else ():
-                wrap(model.get_submodule(path), shards.around(open_unit))
+        for unit, open_unit in zip(ordered_units, opened, strict=True):
+            entrances = [model.get_submodule(path) for path in unit.entrances if path]
+            # Modules that hold a parameter of the unit open it too: where they are called without the entrance, as when
+            # part of a block is computed again in backward.
+            holders = [module for places in open_unit.places for module, _ in places]
+            for module in dict.fromkeys((*entrances, *holders)):
+                wrap(module, shards.around(open_unit))
         _rest_to(model, device, set(shards.place))
         return shards
+
+    def cost(self, trace: Trace, *, copies: int = 1, microbatches: int = 1, ahead: bool = False) -> tuple[Trace, Cost]:
+        """On the first rank, a step. ``ahead``: units are gathered ahead of their use, as on GPUs. In the trace that is
+        returned, parameters are what the optimizer steps."""
+        return shard_cost(
+            trace,
+            self.units,
+            degree=self.degree,
+            copies=copies,
+            zero=self.zero,
+            microbatches=microbatches,
+            gathered=None if self.gathered is None else self.gathered.itemsize,
+            ahead=ahead,
+            host=self.home == "host",
+        )
 
     def _gathered_as(self, p: nn.Parameter, places: list[tuple[nn.Module, str]]) -> torch.dtype:
         rounded = all(any(type(module).forward is kind.forward for kind in ROUNDED) for module, _ in places)

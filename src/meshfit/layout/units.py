@@ -9,18 +9,20 @@ Every rank must gather the same units in the same order. So inside a module that
 random number, to decide what to run, nothing is an entrance: the parameters in it come with that module.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from meshfit.anatomy.blocks import Module, blocks, bytes_of, modules
+from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.record import TraceError, record
-from meshfit.anatomy.trace import Trace
+from meshfit.anatomy.trace import Event, Parameter, Trace
 
 SHARE = 1 / 8
-"""Of all parameters: a module that holds no more, or no more than the largest block that repeats, is gathered as one."""
+"""Of all parameters: a module that holds no more, or no more than the largest block that repeats, is one unit."""
 
 SMALL = 1 / 8
 """Of the largest unit: the smallest ones that together hold no more than this are not worth a gather of their own."""
@@ -50,17 +52,48 @@ class Whole(nn.Module):
 
 
 def traced(
-    model: nn.Module, objective: Callable[[nn.Module, Any], Any], batch: Any, meter: Any = None
+    model: nn.Module, objective: Callable[[nn.Module, Any], Any], batch: Any, *, device: str = "cuda"
 ) -> Trace | TraceError:
-    """What a training step calls; or why that cannot be told."""
+    """What a training step calls and what that costs on ``device``; or why that cannot be told."""
     try:
-        trace = record(Whole(model, objective), (batch,), meter=meter).trace
+        trace = _relative(record(Whole(model, objective), (batch,), meter=partial(Meter, target=device)).trace)
     except TraceError as error:
         return error
-    return trace
+    return replace(trace, blocks=blocks(trace))
 
 
-PREFIX = "model"  # of every path in the trace of a ``Whole``
+def _relative(trace: Trace) -> Trace:
+    """The trace of a ``Whole`` with every path as the model itself knows it."""
+
+    def path(name: str) -> str:
+        return "" if name == "model" else name.removeprefix("model.")
+
+    def paths(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(map(path, names))
+
+    def held(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
+        return {path(name): replace(p, name=path(name)) for name, p in parameters.items()}
+
+    return replace(
+        trace,
+        events=tuple(
+            replace(
+                event,
+                name=path(event.name) if event.kind == "module" else event.name,
+                inside=path(event.inside),
+                parameters=paths(event.parameters),
+                buffers=paths(event.buffers),
+                changes=paths(event.changes),
+                within=paths(event.within),
+            )
+            for event in trace.events
+        ),
+        parameters=held(trace.parameters),
+        buffers=held(trace.buffers),
+        ties={path(name): path(first) for name, first in trace.ties.items()},
+        dynamic=tuple(replace(place, module=path(place.module)) for place in trace.dynamic),
+        kinds={path(name): kind for name, kind in trace.kinds.items() if name},
+    )
 
 
 def units(trace: Trace, names: tuple[str, ...]) -> tuple[Unit, ...]:
@@ -69,15 +102,9 @@ def units(trace: Trace, names: tuple[str, ...]) -> tuple[Unit, ...]:
     dynamic = {place.module for place in trace.dynamic if place.depends_on in VARYING}
     found: dict[str, list[str]] = {}
     for event in trace.events:
-        above = (*event.within, event.name) if event.kind == "module" else event.within
-        entrance = ""
-        for path in above:
-            if path in may_enter:
-                entrance = path.removeprefix(PREFIX + ".")
-            if path in dynamic:
-                break
+        entrance = entrance_of(event, may_enter, dynamic)
         for name in event.parameters:
-            entrances = found.setdefault(name.removeprefix(PREFIX + "."), [])
+            entrances = found.setdefault(name, [])
             if entrance not in entrances:
                 entrances.append(entrance)
     grouped: dict[tuple[str, ...], list[str]] = {("",): []}
@@ -90,9 +117,20 @@ def units(trace: Trace, names: tuple[str, ...]) -> tuple[Unit, ...]:
     return tuple(Unit(entrances, tuple(names)) for entrances, names in ordered)
 
 
+def entrance_of(event: Event, may_enter: Container[str], dynamic: Container[str] = ()) -> str:
+    """The innermost entrance among the modules under way in an event; nothing inside a ``dynamic`` one is."""
+    entrance = ""
+    for path in (*event.within, event.name) if event.kind == "module" else event.within:
+        if path in may_enter:
+            entrance = path
+        if path in dynamic:
+            break
+    return entrance
+
+
 def _merge_small(grouped: dict[tuple[str, ...], list[str]], sizes: dict[str, int]) -> None:
     """Move the smallest units into the whole, which is there all the time."""
-    bytes_of = {unit: sum(sizes[f"{PREFIX}.{name}"] for name in names) for unit, names in grouped.items()}
+    bytes_of = {unit: sum(sizes[name] for name in names) for unit, names in grouped.items()}
     room = max(bytes_of.values()) * SMALL - bytes_of[("",)]
     for unit in sorted(grouped, key=lambda unit: bytes_of[unit]):
         room -= bytes_of[unit]
@@ -116,4 +154,4 @@ def _may_enter(trace: Trace) -> set[str]:
                 visit(child)
 
     visit(modules(trace))
-    return found - {PREFIX}
+    return found
