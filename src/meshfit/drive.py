@@ -35,13 +35,14 @@ FEED_SECONDS = 0.1  # how often ranks tell of their steps when nobody waits for 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a training came to, on the CPU."""
+    """What a training came to."""
 
-    weights: dict[str, Tensor]
     notes: list[str]
     seconds: float
     phases: list[dict[str, float]]
     """By rank: seconds in data, forward_backward, exchange, update, evaluate."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Where they are not in the caller's model already."""
     captured: dict[str, Any] = field(default_factory=dict)
     """What a tap put aside in the first rank."""
 
@@ -144,9 +145,9 @@ class Here(Training):
                     if self._stop and self.world.size == 1:
                         break
                 self.outcome = outcome_of(run)
+                run.settle()
             finally:
                 run.close()
-        load(self.model, self.outcome.weights)
 
 
 @contextmanager
@@ -258,9 +259,11 @@ class Work:
             raise
         if feed is not None:
             feed.flush()
-        outcome = outcome_of(run, keep=world.rank == 0)
+        outcome = outcome_of(run)
+        run.settle()
+        weights = run.placed.tensors(keep=world.rank == 0)
         run.events.close()  # the model goes with this process: nothing else need be put back
-        return outcome if world.rank == 0 else None
+        return replace(outcome, weights=weights) if world.rank == 0 else None
 
 
 class Feed:
@@ -325,8 +328,8 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
         return ranks.results
 
 
-def outcome_of(run: Run, *, keep: bool = True) -> Outcome:
-    """All ranks call it together; those that do not ``keep`` the weights get none."""
+def outcome_of(run: Run) -> Outcome:
+    """All but the weights. All ranks call it together."""
     run.at_end()
     mine = dict(run.events.seconds)
     phases: list = [mine]
@@ -334,7 +337,6 @@ def outcome_of(run: Run, *, keep: bool = True) -> Outcome:
         phases = [None] * run.world.size
         dist.all_gather_object(phases, mine)
     return Outcome(
-        weights=run.final_weights(keep=keep),
         notes=run.notes,
         seconds=time.perf_counter() - run.started,
         phases=phases,

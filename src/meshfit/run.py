@@ -69,7 +69,7 @@ class Run:
             objective=job.objective,
             few=self.loader.source.few,
             same=same,
-            before_cut=self._make_optimizer,
+            before_cut=self._before_cut,
         )
         self.notes += self.placed.notes
         shards = self.placed.shards
@@ -113,7 +113,7 @@ class Run:
             world.device,
             self.placed.inside,
         )
-        self._decide_compile()
+        self._compile_if(self._step_seconds, self.last_step)
 
         self.statistics = batchnorm.Statistics(self.model)
         self.best = None if job.best is None else Best(job.best, job.patience)
@@ -128,8 +128,10 @@ class Run:
         self.step = self.samples = 0
         self.started = time.perf_counter()
 
-    def _make_optimizer(self) -> None:
+    def _before_cut(self) -> None:
+        """What needs the parameters in their own shapes."""
         self.optimizer = self.job.make_optimizer(self.model)
+        self._step_seconds = self._expected_step()
 
     def loader_of(self, data: object, *, microbatches: int = 1, shuffle: bool = False) -> Loader:
         assert isinstance(self.job.batch_size, int)
@@ -188,17 +190,13 @@ class Run:
     def out_of_patience(self) -> bool:
         return self.best is not None and self.best.given_up
 
-    def final_weights(self, *, keep: bool = True) -> dict[str, Tensor]:
-        """What the training came to, whole and on the CPU: the best, or the averaged, or the last weights.
-
-        All ranks call it together, at the end; those that do not ``keep`` them get none.
-        """
+    def settle(self) -> None:
+        """At the end: have in the model what the training came to, the best, or the averaged, or the last weights."""
         if self.best is not None and self.best.weights:
             self.best.restore(self.model)
-            self.placed.changed()
-            return self.placed.tensors(keep=keep)
-        with self._averaged():
-            return self.placed.tensors(keep=keep)
+        elif self.update.average is not None:
+            self.update.average.swap()
+        self.placed.changed()
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The tensors an optimizer keeps, whole, on the CPU, by parameter and key. All ranks call it together."""
@@ -224,8 +222,8 @@ class Run:
 
     def close(self) -> None:
         """Leave the user's model as it was found, but trained."""
-        if self.update.offload is not None:
-            self.update.offload.fetch()
+        if self.update.offload is not None and self.optimizer is self.job.optimizer:
+            self.update.offload.fetch()  # the user may go on with it
         self.exchange.remove()
         self.placed.undo()
         self.events.close()
@@ -247,15 +245,14 @@ class Run:
         with self.precision.arithmetic(self.world.device):
             return find_over(self.job.objective, self.model, source.few(), self.world.device, self.placed.inside)
 
-    def _decide_compile(self) -> None:
-        """By a guess of how long a step takes; see ``_reconsider_compile``."""
+    def _expected_step(self) -> float:
+        """A guess of how long a step takes, for ``_compile_if``; see ``_reconsider_compile``."""
         source, device = self.loader.source, self.world.device
-        seconds = 0.0
-        if device.type == "cuda" and not isinstance(source, Stream):
-            first = next((t for t in tree.tensors(source.fetch(np.arange(1)))), None)
-            tokens = first.numel() if first is not None and not first.is_floating_point() else 1
-            seconds = expected_step_seconds(self.model, tokens * self.loader.batch_size // self.world.size, device)
-        self._compile_if(seconds, self.last_step)
+        if device.type != "cuda" or isinstance(source, Stream):
+            return 0.0
+        first = next((t for t in tree.tensors(source.fetch(np.arange(1)))), None)
+        tokens = first.numel() if first is not None and not first.is_floating_point() else 1
+        return expected_step_seconds(self.model, tokens * self.loader.batch_size // self.world.size, device)
 
     def _reconsider_compile(self, made: int) -> None:
         """The same by the clock, after some steps. On one device alone: ranks might differ in what they measure."""
@@ -270,13 +267,16 @@ class Run:
             self._compile_if((time.perf_counter() - self._clock) / (last - first), self.last_step - made)
 
     def _compile_if(self, seconds: float, steps: int | None) -> None:
-        splits = self.world.size > 1 and bool(batchnorm.batch_norms(self.model))
+        blocks, whole = self.placed.compiled, self.placed.plain and self.plan.compile != "block"
+        means = "whole" if whole else "block" if blocks is not None else "none"
         choice, device = Compile(self.plan.compile), self.world.device
-        self._compiled, why = choice.decide(device=device, step_seconds=seconds, steps=steps, splits=splits)
+        self._compiled, why = choice.decide(device=device, step_seconds=seconds, steps=steps, means=means)
         if device.type == "cuda" or self._compiled:
             self.notes[:] = [note for note in self.notes if not note.startswith("compile")] + [why]
-        if self._compiled:
+        if self._compiled and whole:
             self.schedule.objective = choice.apply(self.schedule.objective)
+        elif self._compiled and blocks is not None:
+            blocks.compile()
 
 
 def _stream(seed: int, rank: int) -> int:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from meshfit.cost import Cost
 from meshfit.errors import JobError
 
+RIDERS = 3  # loss, count, stop; then a slot a rank for broken losses
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first sum starts early
 
@@ -63,7 +64,7 @@ class AllReduce:
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self.norm: Tensor | None = None
         """Every rank holds all gradients, and can see for itself."""
-        self.numbers = torch.zeros(3 + self.degree, device=device)
+        self.numbers = torch.zeros(RIDERS + self.degree, device=device)
         self._alone = Riders(0.0, 0.0, 0.0, [0.0])
         self._buckets: list[_Bucket] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -77,9 +78,7 @@ class AllReduce:
 
     def _build(self, device: torch.device) -> None:
         riders = self.numbers.numel() + len(self.parameters)
-        grouped = split_buckets(self.parameters)
-        if not grouped or grouped[-1][0].dtype not in (torch.float32, torch.float64):
-            grouped.append([])  # the riders travel alone
+        grouped = _grouped(self.parameters)
         for group in grouped:
             dtype = group[0].dtype if group else torch.float32
             extra = riders if group is grouped[-1] else 0
@@ -119,7 +118,7 @@ class AllReduce:
             self.numbers.copy_(torch.tensor([loss, count, float(stop), *mine], dtype=torch.float64))
         else:
             numbers = self.numbers.zero_()
-            numbers[0], numbers[1], numbers[2], numbers[3 + self.rank] = loss, count, float(stop), broken
+            numbers[0], numbers[1], numbers[2], numbers[RIDERS + self.rank] = loss, count, float(stop), broken
         self._next, self._armed = 0, True
         for bucket in self._buckets:
             bucket.waiting, bucket.work = len(bucket.parameters), None
@@ -189,11 +188,26 @@ class AllReduce:
             parameter.grad = None
 
     def cost(self) -> Cost:
-        gradients = sum(p.numel() * p.element_size() for p in self.parameters)
-        if self.group is None:
-            return Cost(held={"gradients": gradients})
-        moved = gradients + (self.numbers.numel() + len(self.parameters)) * self.numbers.element_size()
-        return Cost(held={"gradients": moved}, calls={"all_reduce": len(self._buckets)}, moved={"all_reduce": moved})
+        return cost(self.parameters, self.degree)
+
+
+def cost(parameters: list[nn.Parameter], degree: int) -> Cost:
+    """Of summing the gradients of ``parameters``, a step, on one of ``degree`` ranks."""
+    gradients = sum(p.numel() * p.element_size() for p in parameters)
+    if degree == 1:
+        return Cost(held={"gradients": gradients})
+    buckets = _grouped(parameters)
+    dtype = buckets[-1][0].dtype if buckets[-1] else torch.float32
+    moved = gradients + (RIDERS + degree + len(parameters)) * dtype.itemsize
+    return Cost(held={"gradients": moved}, calls={"all_reduce": len(buckets)}, moved={"all_reduce": moved})
+
+
+def _grouped(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters by bucket; the last has room for the riders, or is theirs alone."""
+    grouped = split_buckets(parameters)
+    if not grouped or grouped[-1][0].dtype not in (torch.float32, torch.float64):
+        grouped.append([])
+    return grouped
 
 
 def split_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -11,8 +11,14 @@ whose loss was not finite, the squared norm of each rank's part, which parameter
 
 [Note: the same order everywhere]
 Gradients may be complete in another order, or not at all, on one rank. So scatters start in one order on all ranks: the
-reverse of the forward, or once all ranks had the same order in a step, that. What a backward did not reach is sent as
-zeros at its end. As in allreduce.py, a parameter that no rank reached is left without a gradient.
+reverse of the forward, or once all ranks had the same order in a step, that. With zero=3, where all ranks use the same
+units, each use of a unit is a scatter: no whole gradient waits for the next. With zero=1 and 2 each unit is scattered
+once a pass, used or not: ranks may differ in what they use. What a backward did not reach is sent as zeros at its end.
+As in allreduce.py, a parameter that no rank reached is left without a gradient.
+
+[Note: checkpoints of the user's]
+A reentrant one runs a graph of its own within backward: its gradients come unannounced, maybe after others of the same
+unit. They are summed up, and scattered at the end of the pass.
 """
 
 from collections import Counter
@@ -23,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfit.errors import RankError
+from meshfit.errors import JobError, RankError
 from meshfit.exchange.allreduce import Riders
 from meshfit.exchange.update import total_norm
-from meshfit.layout.flat import Flat
+from meshfit.layout.flat import Flat, as_real
 from meshfit.layout.gather import OpenUnit, Shards
 from meshfit.torch_compat import reduce_scatter_single
 
@@ -60,6 +66,8 @@ class Scatter:
         self.shards, self.world, self.copies = shards, world, copies
         self.accumulate = accumulate
         """Sum whole gradients over microbatches, and scatter them once."""
+        self.once = shards.zero < 3
+        """One scatter for each unit in a pass; else one for each use."""
         self.degree = 1 if world is None else dist.get_world_size(world)
         self.rank = 0 if world is None else dist.get_rank(world)
         self.parameters = [p for flat in self._flats for p in flat.parameters]
@@ -69,16 +77,22 @@ class Scatter:
         self._numbers = torch.zeros(slots + len(self.parameters), dtype=torch.float64, device=shards.device)
         self._reached: set[int] = set()
         self._last = False
+        self._under_way = False
+        """Whether a pass has begun and not ended."""
         self._ready: dict[OpenUnit, list[list[Tensor]]] = {}
+        """Whole gradients, one row a flat, of each use that backward is done with."""
+        self._sums: dict[Flat, Tensor] = {}
+        """Whole gradients to which more may be added."""
+        self._unannounced: set[OpenUnit] = set()
+        """See [Note: checkpoints of the user's]."""
         self._expected: list[OpenUnit] | None = None
         self._returns: list[OpenUnit] = []
         self._agreed: list[OpenUnit] | None = None
         self._flying: list[_Flight] = []
-        self._sums: dict[Flat, Tensor] = {}
         self._summing: dict[Flat, Any] = {}
         for parameter in self.parameters:
             parameter.grad = None
-        shards.on_pass, shards.on_return = self._end_pass, self._returned
+        shards.on_pass, shards.on_return = self._begin_pass, self._returned
 
     @property
     def _flats(self) -> list[Flat]:
@@ -86,53 +100,77 @@ class Scatter:
 
     # As gradients are made
 
-    def _returned(self, unit: OpenUnit, gradients: tuple[Tensor | None, ...]) -> None:
+    def _begin_pass(self) -> None:
+        self._end_pass()
+        self._under_way = True
+        for unit in self.shards.used:  # by a forward that no backward followed
+            unit.left = 0
+        self.shards.used.clear()
+
+    def _returned(self, unit: OpenUnit, gradients: tuple[Tensor | None, ...], again: bool) -> None:
         """Backward is done with one use of a unit."""
         given, rows = iter(gradients), []
         for flat in unit.trained:
             theirs = [next(given) for _ in flat.parameters]
             self._reached.update(id(p) for p, g in zip(flat.parameters, theirs, strict=True) if g is not None)
-            packed = flat.add(theirs, self._sum(flat)) if self.accumulate else flat.pack(theirs, self.shards.device)
-            rows.append(packed)
+            if not (self.once or again):
+                rows.append(flat.pack(theirs, self.shards.device))
+            elif flat in self._sums:
+                flat.add(theirs, self._sums[flat])
+            else:
+                self._sums[flat] = flat.pack(theirs, self.shards.device)
         self._returns.append(unit)
-        if not self.accumulate or (self._last and unit.left == 0):
+        if again:
+            self._unannounced.add(unit)
+        elif not self.once:
             self._ready.setdefault(unit, []).append(rows)
-        self._launch()
-
-    def _zeros(self, flat: Flat) -> Tensor:
-        return torch.zeros(flat.padded, dtype=flat.dtype, device=self.shards.device)
-
-    def _sum(self, flat: Flat) -> Tensor:
-        if flat not in self._sums:
-            self._sums[flat] = self._zeros(flat)
-        return self._sums[flat]
+        if not self.shards.running:  # else it is a backward of the user's own, and the forward goes on
+            self._launch()
 
     def _launch(self) -> None:
         """Start the scatters that are next in order and complete."""
         if self._expected is None:
             self._expected = self._order()
-        while self._expected and self._ready.get(self._expected[0]):
-            unit = self._expected.pop(0)
-            self._scatter(unit, self._ready[unit].pop(0))
+        while self._expected and (rows := self._complete(self._expected[0])) is not None:
+            self._scatter(self._expected.pop(0), rows)
 
     def _order(self) -> list[OpenUnit]:
         """In which order gradients will be complete in this pass."""
-        used = self.shards.used
-        order = self._agreed if self._agreed and Counter(self._agreed) == Counter(used) else used[::-1]
-        if not self.accumulate:
-            return list(order)
-        return list(dict.fromkeys(order[::-1]))[::-1] if self._last else []
+        used, agreed = self.shards.used, self._agreed or []
+        if not self.once:
+            return list(agreed if Counter(agreed) == Counter(used) else used[::-1])
+        if self.accumulate and not self._last:
+            return []
+        known = list(dict.fromkeys(agreed[::-1]))[::-1]
+        return known + [unit for unit in self.shards.units[::-1] if unit.trained and unit not in known]
+
+    def _complete(self, unit: OpenUnit) -> list[Tensor] | None:
+        """Rows for the next scatter of a unit, if nothing will be added to them."""
+        if not self.once:
+            ready = self._ready.get(unit)
+            return ready.pop(0) if ready else None
+        if unit.left or unit in self._unannounced or unit.trained[0] not in self._sums:
+            return None
+        return self._summed(unit)
+
+    def _summed(self, unit: OpenUnit) -> list[Tensor]:
+        zeros = lambda flat: torch.zeros(flat.padded, dtype=flat.dtype, device=self.shards.device)
+        return [self._sums.pop(flat) if flat in self._sums else zeros(flat) for flat in unit.trained]
 
     def _end_pass(self) -> None:
-        """After a backward: send what it did not reach as zeros."""
-        used = self.shards.used
-        if not used:
+        """After a backward: send what it did not reach as zeros, and what came unannounced."""
+        if not self._under_way:
             return
         self._launch()
         for unit in self._expected or ():
-            waiting = self._ready.get(unit)
-            rows = [self._sum(flat) if self.accumulate else self._zeros(flat) for flat in unit.trained]
-            self._scatter(unit, waiting.pop(0) if waiting else rows)
+            ready = self._complete(unit)
+            self._scatter(unit, self._summed(unit) if ready is None else ready)
+        if not self.accumulate or self._last:
+            for unit in self.shards.units:
+                if any(flat in self._sums for flat in unit.trained):
+                    self.shards.mark(unit)
+                    self._scatter(unit, self._summed(unit))
+        used = self.shards.used
         if self._last and self._agreed is None:
             self._returns += (Counter(used) - Counter(self._returns)).elements()
         elif not self._last:
@@ -141,10 +179,15 @@ class Scatter:
             unit.left = 0
         self._ready.clear()
         used.clear()
-        self._expected = None
+        self._expected, self._under_way = None, False
 
     def _scatter(self, unit: OpenUnit, rows: list[Tensor]) -> None:
         for flat, row in zip(unit.trained, rows, strict=True):
+            if flat in self._summing:
+                raise JobError(
+                    "a gradient was added to after it had been summed over ranks",
+                    "reentrant checkpointing does that: checkpoint(..., use_reentrant=False) does not",
+                )
             if flat.gradient is None:
                 flat.gradient = torch.empty_like(flat.mine, pin_memory=flat.mine.is_pinned())
             first, flat.filled = not flat.filled, True
@@ -154,7 +197,7 @@ class Scatter:
             if self.shards.group is None:
                 out.copy_(row)
             else:
-                work = reduce_scatter_single(out, row, group=self.shards.group, async_op=True)
+                work = reduce_scatter_single(as_real(out), as_real(row), group=self.shards.group, async_op=True)
             self._flying.append(_Flight(flat, row, out, work, first))
         while len(self._flying) > FLYING:
             self._land()
@@ -173,8 +216,8 @@ class Scatter:
                 if gradient.is_cpu and came.out.is_cuda:  # a copy into it may still be under way
                     torch.cuda.current_stream(came.out.device).synchronize()
                 gradient.add_(came.out.to(gradient.device))
-        coming = any(came.flat in unit.flats for unit in self._expected or ())
-        if self.copies is not None and self._last and not coming:
+        may_come = any(came.flat in unit.flats for unit in (*(self._expected or ()), *self._unannounced))
+        if self.copies is not None and self._last and self._agreed is not None and not may_come:
             self._sum_copies(came.flat)
 
     def _sum_copies(self, flat: Flat) -> None:
@@ -193,9 +236,6 @@ class Scatter:
     def finish(self) -> Riders:
         """Wait until every gradient is summed, and hear what the other ranks have to say."""
         self._end_pass()
-        for unit in self.shards.units if self.accumulate else ():
-            if any(flat in self._sums and not flat.filled for flat in unit.trained):
-                self._scatter(unit, [self._sum(flat) for flat in unit.trained])
         while self._flying:
             self._land()
         filled = [flat for flat in self._flats if flat.filled]
@@ -227,6 +267,12 @@ class Scatter:
             numbers[3] = torch.where((trails == trails[0]).all(), numbers[3], torch.nan)
         for p, reached in zip(self.parameters, self._reached_flags(bool(behind)), strict=True):
             flat, i = self.shards.place[p]
+            if p.grad is not None:
+                raise RankError(
+                    f"a parameter of shape {tuple(flat.shapes[i])} was used where it is not gathered",
+                    "what uses it in training did not when the step was traced; this rank holds only a slice of it",
+                    "data= instead of shard= works: every device then holds it whole",
+                )
             here = flat.slices(i)[0]
             there = flat.filled and here.stop > here.start and reached
             p.grad = flat.piece(i, flat.gradient) if there and flat.gradient is not None else None
@@ -262,8 +308,6 @@ class Scatter:
         """Forget the gradients, ready for the next step; the weights have changed."""
         for flat in self._flats:
             flat.filled = False
-        for total in self._sums.values():
-            total.zero_()
         for parameter in self.parameters:
             parameter.grad = None
         self._reached.clear()

@@ -85,6 +85,7 @@ class Ranks:
                     if not isinstance(message, Raised):
                         yield rank, message
                     elif not message.peer_gone:
+                        yield from self._last_words()
                         _fail(rank, message)
                     elif suspect is None:
                         suspect, until = (rank, message), time.monotonic() + SECOND_THOUGHT
@@ -131,6 +132,14 @@ class Ranks:
                 yield message
             if rank not in self._exited:
                 return  # others want to be heard too
+
+    def _last_words(self) -> Iterator[tuple[int, Any]]:
+        """What ranks had sent before one of them failed, and nobody has heard yet."""
+        for rank in sorted(self._open):
+            while rank in self._open and self._channels[rank].poll(0):
+                for message in self._heard(rank):
+                    if not isinstance(message, Raised):
+                        yield rank, message
 
     def _report(self) -> str:
         """Note the next thing that the template reports."""

@@ -31,11 +31,24 @@ def check(plan: Plan, model: nn.Module) -> None:
     """Refuse what ``model`` cannot take, with the nearest plan that works."""
     _check_forward(plan, model)
     norms = batch_norms(model)
-    if norms and plan.devices > 1 and plan.batchnorm == "global" and plan.compile == "whole":
+    if plan.compile == "whole":
+        inside = {
+            f"shard={plan.shard} gathers weights": plan.shard > 1,
+            "offload=parameters fetches weights": plan.offload == "parameters",
+            f"recompute={plan.recompute} runs blocks twice": plan.recompute != "none",
+            f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and _global_norms(plan),
+        }
+        if any(inside.values()):
+            raise PlanError(
+                f"{plan}: this model cannot be compiled whole",
+                f"in the middle of the forward {' and '.join(what for what, so in inside.items() if so)}",
+                f"{replace(plan, compile='block')} works"
+                + ("; so does batchnorm=local beside compile=whole" if norms and _global_norms(plan) else ""),
+            )
+    if plan.compile == "block" and plan.recompute == "selective":
         raise PlanError(
-            f"{plan}: this model cannot be compiled whole",
-            f"its {len(norms)} BatchNorms talk to the other ranks in the middle of the forward",
-            f"{str(plan).replace(' compile=whole', '')} works; so does batchnorm=local beside compile=whole",
+            f"{plan}: compiled blocks choose for themselves what to compute again",
+            f"{replace(plan, recompute='none')} does so; {replace(plan, recompute='full')} keeps least",
         )
     if not any(p.requires_grad for p in model.parameters()):
         count = sum(1 for _ in model.parameters())
@@ -51,6 +64,10 @@ def check(plan: Plan, model: nn.Module) -> None:
         raise PlanError(
             f"{lazy[0]} has no shape yet: it is a lazy parameter", "run the model once on a batch before fit"
         )
+
+
+def _global_norms(plan: Plan) -> bool:
+    return plan.devices > 1 and plan.batchnorm == "global"
 
 
 def _check_forward(plan: Plan, model: nn.Module) -> None:

@@ -115,5 +115,10 @@ def _dense_strides(p: Tensor) -> tuple[int, ...]:
 def _row(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A tensor's elements as one row, in the order that ``strides`` lays them out."""
     if tensor.stride() != strides:
-        tensor = tensor.contiguous()
+        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def as_real(row: Tensor) -> Tensor:
+    """A row as ranks exchange it: not all collectives take complex numbers."""
+    return torch.view_as_real(row).flatten() if row.is_complex() else row

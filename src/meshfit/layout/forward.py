@@ -30,3 +30,7 @@ def unwrap(model: nn.Module) -> None:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = found
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    return module in _found

@@ -11,9 +11,10 @@ a weight is never stale, whatever is done to the outputs of a block. Gathers tha
 asked for last time, so the next one is started ahead.
 
 [Note: the same order everywhere]
-Ranks meet in gathers, so all must call them in the same order: that of the forward, the same on every rank (see
-units.py). ``trail`` is a number made from the gathers of a step; ranks compare theirs, since two blocks of one size
-can be mistaken for each other without an error.
+With zero=3 ranks meet in gathers, so all must use the units in the same order: that of the forward, the same on every
+rank (see units.py). ``trail`` is a number made from the uses and gathers of a step; ranks compare theirs, since two
+blocks of one size can be mistaken for each other without an error. With zero=1 and 2 all units are gathered before
+anything runs: ranks need not use the same ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.layout.flat import Flat
+from meshfit.layout.flat import Flat, as_real
 from meshfit.torch_compat import all_gather_single, in_backward
 
 
@@ -51,6 +52,8 @@ class OpenUnit:
     """What to wait for before it is here."""
     left: int = 0
     """Uses that backward has not come back from."""
+    narrow: torch.dtype | None = None
+    """What the weights that autocast rounds are gathered as; None: as they are."""
 
     @property
     def trained(self) -> list[Flat]:
@@ -63,9 +66,18 @@ class _Note:
 
     unit: OpenUnit
     flat: Flat
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Any other saved tensor. With hooks, torch leaves it to them to see that it was not changed since."""
+
+    tensor: Tensor
+    version: int
 
 
 class Shards:
@@ -81,12 +93,16 @@ class Shards:
     ):
         self.units, self.zero, self.group, self.device = units, zero, group, device
         self.trail = 0
+        self.running = False
+        """Whether a forward is under way."""
         self.used: list[OpenUnit] = []
         """Units as this pass used them: backward will come back from each."""
         self.on_pass: Callable[[], None] = lambda: None
         """Called before a forward that will have a backward."""
-        self.on_return: Callable[[OpenUnit, tuple[Tensor | None, ...]], None]
-        """Given the whole gradients of a unit's trained parameters, once for each use of it."""
+        self.on_return: Callable[[OpenUnit, tuple[Tensor | None, ...], bool], None]
+        """Given the whole gradients of a unit's trained parameters, once for each use of it; and whether that use was
+        in backward, by a checkpoint that computes again (a reentrant one: others have no use for such gradients)."""
+        self._hooked: list[nn.Module] = []
         self._storages: dict[int, tuple[OpenUnit, Flat]] = {}
         self._asked: list[OpenUnit] = []
         self._foreseen: list[OpenUnit] = []
@@ -99,26 +115,41 @@ class Shards:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Around whatever runs the model."""
-        if torch.is_grad_enabled() and not in_backward() and not self.units[0].open:
+        assert not self.running
+        if torch.is_grad_enabled():
             self.on_pass()
-            self._foreseen, self._asked = self._asked, []
+        self._foreseen, self._asked = self._asked, []
+        if self.zero < 3:
+            for unit in self.units:  # all at once: they stay, and each is waited for where it is needed
+                self._start(unit)
         watched = saved_tensors_hooks(self._pack, self._unpack) if self.zero == 3 else nullcontext()
-        with watched, self.open(self.units[0]):
-            yield
+        self.running = True
+        try:
+            with watched, self.open(self.units[0]):
+                yield
+        finally:
+            self.running = False
 
-    def around(self, unit: OpenUnit) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """For a module's forward: the unit is open while it runs."""
+    def around(self, unit: OpenUnit, *, rounds: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """For a module's forward: the unit is open while it runs. ``rounds``: and as precise as the module needs it."""
 
         def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                if unit.open:
-                    return forward(*args, **kwargs)
-                with self.open(unit):
-                    return forward(*args, **kwargs)
+                if not unit.open:
+                    with self.open(unit):
+                        return run(*args, **kwargs)
+                if rounds and unit.narrow not in (None, _autocast(self.device)):
+                    self._widen(unit)
+                return forward(*args, **kwargs)
 
             return run
 
         return wrapped
+
+    def around_hooks(self, module: nn.Module, unit: OpenUnit) -> None:
+        """The unit is open while the hooks of a module run, too."""
+        module.__dict__["_call_impl"] = self.around(unit)(module._call_impl)
+        self._hooked.append(module)
 
     @contextmanager
     def open(self, unit: OpenUnit) -> Iterator[None]:
@@ -134,19 +165,31 @@ class Shards:
             unit.open -= 1
             _put(unit, [p for flat in unit.flats for p in flat.parameters])
 
+    def _widen(self, unit: OpenUnit) -> None:
+        """Gather an open unit as it is, now and from now on: it is used where autocast does not round it."""
+        unit.narrow, unit.here = None, False
+        for flat in unit.flats:
+            if flat.gathered != flat.dtype:
+                flat.gathered, flat.whole = flat.dtype, None
+        self._fetch(unit)
+        _put(unit, self._tensors(unit))
+
     def _tensors(self, unit: OpenUnit) -> list[Tensor]:
         trained = [p for flat in unit.trained for p in flat.parameters]
         made: Iterator[Tensor] = iter(())
         if trained and torch.is_grad_enabled():
-            made = iter(_Gather.apply(self, unit, *trained))
-            if not in_backward():  # else it is computed again, and the first graph is the one that counts
+            again = in_backward()
+            made = iter(_Gather.apply(self, unit, again, *trained))
+            if not again:
                 self.used.append(unit)
                 unit.left += 1
+                if self.zero == 3:
+                    self.mark(unit)
         tensors: list[Tensor] = []
         for flat in unit.flats:
             assert flat.whole is not None
             if flat.trained and torch.is_grad_enabled():
-                tensors += [next(made) for _ in flat.parameters]
+                tensors += [next(made) if p.requires_grad else next(made).detach() for p in flat.parameters]
             else:
                 tensors += flat.views(flat.whole)
         return tensors
@@ -157,21 +200,23 @@ class Shards:
         """Have all of a unit here."""
         if unit.here or not unit.flats:
             return
-        if self.zero < 3:
-            for other in self.units:  # all at once: they stay, and each is waited for where it is needed
-                self._start(other)
-        else:
+        if self.zero == 3:
             self._asked.append(unit)
-            self.trail = (self.trail * 31 + unit.index + 1) % 65521
+            self.mark(unit)
             for other in self.units[1:]:  # the whole's own are few, and needed everywhere
                 if other.here and not other.open:
                     self.drop(other)
+        with torch.inference_mode(False):
             self._start(unit)
-        self._wait(unit)
+            self._wait(unit)
         if self._side is not None and self.zero == 3:
             following = self._following()
             if following is not None:
                 self._start(following)
+
+    def mark(self, unit: OpenUnit) -> None:
+        """Let the trail tell that ``unit`` was next."""
+        self.trail = (self.trail * 31 + unit.index + 1) % 65521
 
     def _following(self) -> OpenUnit | None:
         """The unit that was asked for after these, last time."""
@@ -220,7 +265,7 @@ class Shards:
             source = own
         if self.group is None:
             return None
-        work = all_gather_single(flat.whole, source, group=self.group, async_op=True)
+        work = all_gather_single(as_real(flat.whole), as_real(source), group=self.group, async_op=True)
         if wait and work is not None:
             work.wait()
         return work
@@ -248,15 +293,20 @@ class Shards:
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             found = self._storages.get(tensor.untyped_storage()._cdata)
             if found is not None:
-                return _Note(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return tensor.detach() if tensor.grad_fn is not None else tensor  # a node must not hold its own output
+                return _Note(*found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _Kept(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)  # no node holds itself
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Note):
-            return packed
+        if isinstance(packed, _Kept):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                    f" a tensor of shape {tuple(packed.tensor.shape)}, {packed.tensor._version - packed.version} times"
+                )
+            return packed.tensor
         self._fetch(packed.unit)
         assert packed.flat.whole is not None
-        return packed.flat.whole.as_strided(packed.size, packed.stride, packed.offset)
+        return packed.flat.whole.as_strided(packed.size, packed.stride, packed.offset).to(packed.dtype)
 
     # Whole tensors, for whoever saves or compares them
 
@@ -281,6 +331,8 @@ class Shards:
     def undo(self, device: torch.device) -> None:
         """Give every parameter back whole, on ``device``."""
         self.changed()
+        for module in self._hooked:
+            module.__dict__.pop("_call_impl", None)
         for unit in self.units:
             self._start(unit)
             if unit.flats:
@@ -303,7 +355,7 @@ class Shards:
         mine = flat.mine.to(self.device)
         if self.group is None:
             return row.copy_(mine)
-        all_gather_single(row, mine, group=self.group)
+        all_gather_single(as_real(row), as_real(mine), group=self.group)
         return row
 
 
@@ -311,8 +363,8 @@ class _Gather(torch.autograd.Function):
     """From the slices of a unit's parameters to whole ones; backward sends the whole gradients off."""
 
     @staticmethod
-    def forward(ctx: Any, shards: Shards, unit: OpenUnit, *slices: Tensor) -> tuple[Tensor, ...]:
-        ctx.shards, ctx.unit = shards, unit
+    def forward(ctx: Any, shards: Shards, unit: OpenUnit, again: bool, *slices: Tensor) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.unit, ctx.again = shards, unit, again
         ctx.set_materialize_grads(False)
         return tuple(view for flat in unit.trained for view in flat.views(flat.whole))  # type: ignore[arg-type]
 
@@ -320,11 +372,16 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         shards, unit = ctx.shards, ctx.unit
-        unit.left -= 1
-        shards.on_return(unit, gradients)
+        unit.left -= not ctx.again
+        shards.on_return(unit, gradients, ctx.again)
         if shards.zero == 3 and not unit.open and unit.left <= 0 and len(unit.trained) == len(unit.flats):
             shards.drop(unit)
-        return (None,) * (2 + len(gradients))
+        return (None,) * (3 + len(gradients))
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """What autocast rounds to now."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _put(unit: OpenUnit, tensors: list[Tensor]) -> None:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.anatomy.record import TraceError
-from meshfit.layout.forward import unwrap
+from meshfit.layout.batchnorm import batch_norms
+from meshfit.layout.compile import Blocks, compilable
+from meshfit.layout.forward import is_wrapped, unwrap, wrap
 from meshfit.layout.gather import Shards
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.precision import DTYPES
@@ -32,6 +34,8 @@ class Found:
     units: tuple[Unit, ...] = ()
     blocks: tuple[str, ...] = ()
     """To compute again in backward."""
+    compiled: tuple[str, ...] = ()
+    """Blocks that can be compiled."""
     notes: tuple[str, ...] = ()
 
 
@@ -42,12 +46,19 @@ class Placed:
     model: nn.Module
     mesh: Mesh
     shards: Shards | None = None
+    compiled: Blocks | None = None
+    """Where blocks can be compiled, but not the whole."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def together(self) -> bool:
         """Whether the ranks meet in every forward: then all must run it, also those without a sample."""
         return self.shards is not None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing acts inside the model: only then can it be compiled as a whole."""
+        return self.shards is None and not any(is_wrapped(module) for module in self.model.modules())
 
     def inside(self) -> AbstractContextManager[None]:
         """Around whatever runs the model."""
@@ -127,15 +138,20 @@ def place(
     """
     ties = tied(model)
     cuts = plan.shard > 1 or plan.offload == "parameters"
+    talks = plan.devices > 1 and plan.batchnorm == "global" and bool(batch_norms(model))
+    in_blocks = plan.compile == "block" or (
+        plan.compile == "auto" and device.type == "cuda" and (cuts or plan.recompute == "full" or talks)
+    )
     found = Found()
-    if cuts or plan.recompute != "none":
+    if cuts or plan.recompute != "none" or in_blocks:
         found = _agreed(lambda: find(plan, model, objective, few()), mesh)
     if not cuts:
         model.to(device)
     replicate = Replicate(degree=plan.shares, global_batchnorm=plan.batchnorm == "global")
     replicate.apply(model, mesh.world, same=same, device=device)
     before_cut()
-    placed = Placed(model, mesh, notes=list(found.notes))
+    blocks = Blocks(model, found.compiled) if in_blocks and found.compiled else None
+    placed = Placed(model, mesh, compiled=blocks, notes=list(found.notes))
     if cuts:
         shard = Shard(
             degree=plan.shard,
@@ -145,6 +161,8 @@ def place(
             home="host" if plan.offload == "parameters" else "device",
         )
         placed.shards = shard.apply(model, mesh.shard, device)
+        for path in found.blocks:  # computed again in backward, where nothing holds the whole's own open
+            wrap(model.get_submodule(path), placed.shards.around(placed.shards.units[0]))
     if plan.recompute != "none":
         Recompute(word=plan.recompute, blocks=found.blocks).apply(model)
     check_ties(model, ties)
@@ -162,9 +180,12 @@ def find(plan: Plan, model: nn.Module, objective: Callable[[nn.Module, Any], Any
             notes.append(f"shard: all parameters are gathered together, because {why}")
         if plan.recompute != "none":
             notes.append(f"recompute: none, because {why}")
+        if plan.compile == "block":
+            notes.append(f"compile: none, because {why}")
         return Found(units=(Unit(("",), names),), notes=tuple(notes))
     blocks = () if plan.recompute == "none" else recomputed_blocks(trace)
-    return Found(units=units(trace, names), blocks=blocks)
+    compiled = compilable(trace, global_batchnorm=plan.devices > 1 and plan.batchnorm == "global")
+    return Found(units=units(trace, names), blocks=blocks, compiled=compiled)
 
 
 def _agreed(find: Callable[[], Found], mesh: Mesh) -> Found:

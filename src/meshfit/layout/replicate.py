@@ -1,6 +1,6 @@
 """Data parallelism: every device holds the whole model and takes its share of each batch.
 
-memory    weights and gradients whole on every device (optimizer state too: see exchange)
+memory    weights whole on every device (gradients and optimizer state too: see exchange)
 traffic   none of its own; exchange sums the gradients. BatchNorm: see layout/batchnorm.py
 """
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.layout import batchnorm
 
@@ -38,10 +39,9 @@ class Replicate:
         if self.global_batchnorm:
             batchnorm.apply(model, group)
 
-    def cost(self, model: nn.Module) -> Cost:
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        return Cost(held={"weights": weights, "gradients": trained})
+    def cost(self, trace: Trace) -> tuple[Trace, Cost]:
+        """Of the weights alone: gradients belong to the exchange."""
+        return trace, Cost(held={"weights": trace.parameter_bytes})
 
 
 def tied(model: nn.Module) -> dict[str, str]:

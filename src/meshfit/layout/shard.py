@@ -9,8 +9,10 @@
     traffic  gathers: P(n-1)/n a step for zero=1 and 2, twice that a microbatch for zero=3; for scatters see
              exchange/scatter.py
 
-Under bf16 and fp16 the weights that autocast would round anyway (those of Linear and convolutions) are gathered in that
-precision: half the bytes, the same numbers. The parts that the optimizer steps stay as they were built.
+Under bf16 and fp16 the weights that autocast would round anyway (those of Linear and convolutions, where nothing else
+uses them) are gathered in that precision: half the bytes, the same numbers. A module that runs with autocast off is
+found out at its first call, and its unit gathered as it is from then on. The parts that the optimizer steps stay as
+they were built.
 
 Not torch's FSDP2, for what it cannot do (docs/LOG.md): units that are there for several calls but not between them,
 scalars, several dtypes in a block, ranks that differ in which parameters they reach, outputs that are views, parts
@@ -31,10 +33,7 @@ from meshfit.layout.flat import Flat
 from meshfit.layout.forward import wrap
 from meshfit.layout.gather import OpenUnit, Shards
 from meshfit.layout.shard_cost import shard_cost
-from meshfit.layout.units import Unit
-
-ROUNDED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-"""Modules whose forward under autocast uses their parameters rounded, and nothing else does."""
+from meshfit.layout.units import ROUNDED, Unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,22 +64,26 @@ class Shard:
         for index, unit in enumerate(ordered_units):
             kinds: dict[Any, list[str]] = defaultdict(list)
             for name in unit.parameters:
-                if (p := named[name]).is_floating_point():
-                    kinds[p.dtype, p.requires_grad, self._gathered_as(p, places[name])].append(name)
+                if (p := named[name]).is_floating_point() or p.is_complex():
+                    gathered = self._gathered_as(p, places[name]) if name in unit.rounded else p.dtype
+                    kinds[p.dtype, p.requires_grad, gathered].append(name)
             flats, ordered = [], []
             for (_, _, gathered), together in kinds.items():
                 flats.append(self._flat([named[name] for name in together], rank, gathered, device))
                 ordered += [places[name] for name in together]
             recurrent = {m for each in ordered for m, _ in each if isinstance(m, nn.RNNBase)}
-            opened.append(OpenUnit(index, flats, ordered, list(recurrent)))
+            narrow = self.gathered if any(flat.gathered != flat.dtype for flat in flats) else None
+            opened.append(OpenUnit(index, flats, ordered, list(recurrent), narrow=narrow))
         shards = Shards(opened, zero=self.zero, group=group, device=device)
         for unit, open_unit in zip(ordered_units, opened, strict=True):
             entrances = [model.get_submodule(path) for path in unit.entrances if path]
             # Modules that hold a parameter of the unit open it too: where they are called without the entrance, as when
             # part of a block is computed again in backward.
             holders = [module for places in open_unit.places for module, _ in places]
-            for module in dict.fromkeys((*entrances, *holders)):
-                wrap(module, shards.around(open_unit))
+            for module in dict.fromkeys((*entrances, *holders)) if open_unit.flats else ():
+                wrap(module, shards.around(open_unit, rounds=bool(open_unit.narrow) and isinstance(module, ROUNDED)))
+                if module._forward_pre_hooks or module._forward_hooks:
+                    shards.around_hooks(module, open_unit)
         _rest_to(model, device, set(shards.place))
         return shards
 

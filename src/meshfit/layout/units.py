@@ -30,6 +30,9 @@ SMALL = 1 / 8
 VARYING = ("inputs", "random", "activations")
 """What differs between ranks: a decision by one of these may come out differently on each."""
 
+ROUNDED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+"""Modules whose forward under autocast uses their parameters rounded."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -38,6 +41,9 @@ class Unit:
 
     parameters: tuple[str, ...]
     """By the names they are first known by."""
+
+    rounded: frozenset[str] = frozenset()
+    """Those that are used by modules alone which autocast lets round their parameters."""
 
 
 class Whole(nn.Module):
@@ -114,18 +120,34 @@ def units(trace: Trace, names: tuple[str, ...]) -> tuple[Unit, ...]:
     _merge_small(grouped, {name: parameter.bytes for name, parameter in trace.parameters.items()})
     order = {path: at for at, path in enumerate(dict.fromkeys(e for many in found.values() for e in many))}
     ordered = sorted(grouped.items(), key=lambda unit: min(order.get(path, -1) for path in unit[0]))
-    return tuple(Unit(entrances, tuple(names)) for entrances, names in ordered)
+    rounded = _rounded(trace)
+    return tuple(Unit(entrances, tuple(names), rounded & {*names}) for entrances, names in ordered)
 
 
 def entrance_of(event: Event, may_enter: Container[str], dynamic: Container[str] = ()) -> str:
     """The innermost entrance among the modules under way in an event; nothing inside a ``dynamic`` one is."""
     entrance = ""
+    if "" in dynamic:
+        return entrance
     for path in (*event.within, event.name) if event.kind == "module" else event.within:
         if path in may_enter:
             entrance = path
         if path in dynamic:
             break
     return entrance
+
+
+def _rounded(trace: Trace) -> frozenset[str]:
+    """Parameters that nothing uses but the modules of ``ROUNDED`` that hold them (or what was traced as one with them
+    inside)."""
+    kinds, owners = {kind.__name__ for kind in ROUNDED}, {name: {name.rpartition(".")[0]} for name in trace.parameters}
+    for name, first in trace.ties.items():
+        owners[first].add(name.rpartition(".")[0])
+    found = {name for name, paths in owners.items() if all(trace.kinds.get(path) in kinds for path in paths)}
+    for event in trace.events:
+        inside = lambda path, event=event: event.kind == "module" and f"{path}.".startswith(f"{event.name}.")
+        found.difference_update(name for name in event.parameters if not any(map(inside, owners[name])))
+    return frozenset(found)
 
 
 def _merge_small(grouped: dict[tuple[str, ...], list[str]], sizes: dict[str, int]) -> None:

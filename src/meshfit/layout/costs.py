@@ -1,0 +1,61 @@
+"""What a plan costs on one rank: the costs of its strategies, composed in the order in which they are applied.
+
+Each maps the trace of what a rank runs to the trace of what it runs under that strategy, and adds what it costs beside.
+"""
+
+from math import prod
+
+import torch
+from torch import nn
+
+from meshfit.anatomy.trace import Trace
+from meshfit.cost import Cost
+from meshfit.exchange import allreduce
+from meshfit.exchange.nature import state_bytes
+from meshfit.layout import batchnorm
+from meshfit.layout.offload import Offload
+from meshfit.layout.precision import DTYPES
+from meshfit.layout.recompute import Recompute, recomputed_blocks
+from meshfit.layout.replicate import Replicate
+from meshfit.layout.shard import Shard
+from meshfit.layout.units import units
+from meshfit.plan import Plan
+
+
+def cost(plan: Plan, trace: Trace, optimizer: torch.optim.Optimizer, *, ahead: bool = False) -> Cost:
+    """Of a step under ``plan``. ``trace`` is of one microbatch of one rank; ``ahead``: see ``Shard.cost``.
+
+    ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
+    """
+    total, whole = Cost(), trace
+    if plan.shard > 1 or plan.offload == "parameters":
+        shard = Shard(
+            degree=plan.shard,
+            zero=plan.zero,
+            units=units(trace, tuple(trace.parameters)),
+            gathered=DTYPES.get(plan.precision),
+            home="host" if plan.offload == "parameters" else "device",
+        )
+        trace, added = shard.cost(trace, copies=plan.data, microbatches=plan.microbatches, ahead=ahead)
+        total += added
+    else:
+        trace, added = Replicate(degree=plan.data).cost(trace)
+        trained = [_parameter(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
+        total += added + allreduce.cost(trained, plan.data)
+    if plan.devices > 1 and plan.batchnorm == "global":
+        total += batchnorm.cost(whole, plan.devices, plan.microbatches)
+    if plan.recompute != "none":
+        trace, added = Recompute(word=plan.recompute, blocks=recomputed_blocks(whole)).cost(trace)
+        total += added
+    state = state_bytes(optimizer)
+    if plan.offload == "optimizer":
+        trace, added = Offload(state=state).cost(trace)
+        total += added
+    else:
+        kept = sum(sum(state.of(p.shape, p.dtype)) for p in trace.parameters.values() if p.trained and prod(p.shape))
+        total += Cost(host={"optimizer": kept}) if plan.offload == "parameters" else Cost(held={"optimizer": kept})
+    return total + Cost(held={"activations": trace.cost.kept})
+
+
+def _parameter(shape: tuple[int, ...], dtype: str) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
