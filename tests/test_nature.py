@@ -350,3 +350,8 @@ def test_state_bytes_of_pieces_and_of_nothing() -> None:
     assert sorted(kept.of((0,), "float32")) == [0, 0, 4]
     assert kept.of((10,), "float16") == ()
     assert state_bytes(torch.optim.SGD(model().parameters(), lr=0.1)).of((10, 10), "float32") == ()
+
+
+def test_a_scalar_parameter_is_stepped_by_itself() -> None:
+    found = nature(torch.optim.AdamW([torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.ones(2, 3))]))
+    assert found.elementwise and found.separate

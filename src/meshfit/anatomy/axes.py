@@ -158,5 +158,4 @@ def _recompute(trace: Trace) -> Verdict:
         return Verdict(True, "by single modules: none repeats")
     left = kept_with_recompute(trace, [path for unit in repeated for path in unit.paths]) / cost.kept
     more = sum(len(unit.paths) * unit.cost.flops for unit in repeated) / max(cost.flops + cost.flops_backward, 1)
-    stateful = "; BatchNorms in them would count a batch twice" if norms(trace) and trace.training else ""
-    return Verdict(True, f"its repeated blocks: {left:.0%} of the bytes kept stay, for {more:.0%} more flops{stateful}")
+    return Verdict(True, f"its repeated blocks: {left:.0%} of the bytes kept stay, for {more:.0%} more flops")

@@ -206,7 +206,7 @@ class _Small:
         return cls(kind, start, (direction + 0.3 * noise) * scales * 2.0 ** (index % 4))
 
     def pieces(self) -> list["_Small"]:
-        start, gradients = self.start.flatten(), self.gradients.flatten(1)
+        start, gradients = self.start.flatten(), self.gradients.reshape(len(SCALES), -1)
         at = start.numel() // 3
         ends = ((0, at), (at, start.numel())) if at else ((0, start.numel()),)
         return [_Small(self.kind, start[a:b], gradients[:, a:b]) for a, b in ends]
