@@ -28,7 +28,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,20 +155,35 @@ def side_by_side(
     loops: tuple[str, ...], task: Task, ranks: int, *, chunks: int, every: int, warm_up: int, profiled: str = ""
 ) -> dict[str, list[tuple[float, float]]]:
     """Train by all loops, a chunk of one after a chunk of another; what ``Clock.read`` says of each."""
+
+    def start(loop: str, clock: Clock) -> Any:
+        if loop == "meshfit":
+            return mp.spawn(train_meshfit, (task, ranks, clock), join=False)
+        fused = True if loop.endswith("fused") else None
+        return mp.spawn(train_raw, (task, ranks, clock, fused), nprocs=ranks, join=False)
+
+    starts = {loop: partial(start, loop) for loop in loops}
+    return in_turns(starts, ranks, chunks=chunks, every=every, warm_up=warm_up, profiled=profiled)
+
+
+def in_turns(
+    starts: dict[str, Callable[[Clock], Any]],
+    ranks: int,
+    *,
+    chunks: int,
+    every: int,
+    warm_up: int,
+    profiled: str = "",
+) -> dict[str, list[tuple[float, float]]]:
+    """The same for any loops: each by what starts its processes, given its clock."""
     with tempfile.TemporaryDirectory() as folder:
         clocks = [
-            Clock(folder=folder, turn=i, turns=len(loops), ranks=ranks, chunks=chunks, every=every, warm_up=warm_up)
-            for i in range(len(loops))
+            Clock(folder=folder, turn=i, turns=len(starts), ranks=ranks, chunks=chunks, every=every, warm_up=warm_up)
+            for i in range(len(starts))
         ]
         if profiled:
             clocks = [replace(clock, profile=True) for clock in clocks]
-        running = []
-        for loop, clock in zip(loops, clocks, strict=True):
-            if loop == "meshfit":
-                running.append(mp.spawn(train_meshfit, (task, ranks, clock), join=False))
-            else:
-                fused = True if loop.endswith("fused") else None
-                running.append(mp.spawn(train_raw, (task, ranks, clock, fused), nprocs=ranks, join=False))
+        running = [start(clock) for start, clock in zip(starts.values(), clocks, strict=True)]
         try:
             pending = running
             while pending:
@@ -176,7 +193,7 @@ def side_by_side(
                 process.terminate()  # left over where another has failed
         if profiled:
             shutil.copy(f"{folder}/profile", profiled)
-        return {loop: clock.read() for loop, clock in zip(loops, clocks, strict=True)}
+        return {loop: clock.read() for loop, clock in zip(starts, clocks, strict=True)}
 
 
 def train_raw(rank: int, task: Task, ranks: int, clock: Clock, fused: bool | None) -> None:

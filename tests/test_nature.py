@@ -354,4 +354,5 @@ def test_state_bytes_of_pieces_and_of_nothing() -> None:
 
 def test_a_scalar_parameter_is_stepped_by_itself() -> None:
     found = nature(torch.optim.AdamW([torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.ones(2, 3))]))
-    assert found.elementwise and found.separate
+    assert found.elementwise
+    assert found.separate

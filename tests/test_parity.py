@@ -1,10 +1,26 @@
 """Real models train over ranks as on one device: one plan for each model here, all by all in the benchmark."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import parity, zoo
 
-DIAGONAL = [(case, parity.TRIALS[i % len(parity.TRIALS)]) for i, case in enumerate(zoo.CASES)]
+OVER_DATA = [trial for trial in parity.TRIALS if trial.axis == "data"]
+DIAGONAL = [(case, OVER_DATA[i % len(OVER_DATA)]) for i, case in enumerate(zoo.CASES)]
+
+SHARDED = {  # each plan once, with a model that does not make it easy
+    "shard=2 zero=1": "t5",
+    "shard=2 zero=2": "mixtral",
+    "shard=2": "gpt2",
+    "shard=3": "batchnorm-cnn",
+    "shard=4": "token-sum",
+    "data=2 shard=2": "partial",
+    "shard=2 recompute=full": "vit",
+    "shard=2 recompute=selective": "convnext",
+    "shard=2 offload=optimizer": "masked-lambda",
+    "shard=2 offload=parameters": "lstm",
+}
 
 
 @pytest.mark.parametrize(("case", "trial"), DIAGONAL, ids=[f"{case.name}-{trial.plan}" for case, trial in DIAGONAL])
@@ -13,7 +29,37 @@ def test_trains_like_one_device(case: zoo.Case, trial: parity.Trial) -> None:
     assert outcome.ok, outcome
 
 
+@pytest.mark.parametrize(("plan", "name"), SHARDED.items(), ids=[f"{name}-{plan}" for plan, name in SHARDED.items()])
+def test_trains_like_one_device_sharded(plan: str, name: str) -> None:
+    """Six steps: batches of all sizes that an epoch has, more than once."""
+    trial = next(trial for trial in parity.TRIALS if trial.plan == plan)
+    outcome = parity.judge(zoo.ZOO[name], replace(trial, steps=6), parity.fit)
+    assert outcome.ok, outcome
+
+
+def test_every_sharded_plan_is_tried() -> None:
+    assert [*SHARDED] == [trial.plan for trial in parity.TRIALS if trial.axis == "shard"]
+
+
+def test_a_refusal_is_no_failure() -> None:
+    """But no success either: fewer than 95 % passing do not keep the promise."""
+
+    def refuses(case: zoo.Case, trial: parity.Trial) -> parity.Trained:
+        return parity.fit(case, replace(trial, plan="shard=2 zero=7"))
+
+    def breaks(case: zoo.Case, trial: parity.Trial) -> parity.Trained:
+        raise ValueError("broken")
+
+    case, trial = zoo.ZOO["two-inputs"], replace(OVER_DATA[0], steps=1)
+    passed, refused, failed = (parity.judge(case, trial, train) for train in (parity.fit, refuses, breaks))
+    assert (refused.refused, failed.refused) == (True, False)
+    assert "zero=7" in refused.remarks[0]
+    assert parity.kept([passed] * 19 + [refused])
+    assert not parity.kept([passed] * 18 + [refused] * 2)
+    assert not parity.kept([passed] * 99 + [failed])
+
+
 def test_the_limits_are_above_rounding() -> None:
     """One device against itself, adding in another order, stays well within them."""
     case = next(case for case in zoo.CASES if case.name == "gpt2")
-    assert parity.judge(case, parity.TRIALS[0], parity.sum_in_reverse).ok
+    assert parity.judge(case, OVER_DATA[0], parity.sum_in_reverse).ok

@@ -37,7 +37,8 @@ from meshfit.anatomy.trace import Cost, Event, Trace, Use
 
 aten = torch.ops.aten
 
-_FREE = {aten._unsafe_view, aten._reshape_alias, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+_EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+_FREE = {aten._unsafe_view, aten._reshape_alias, *_EMPTY}
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 
 _BESIDE = -1
@@ -194,6 +195,8 @@ class Meter:
         taken = tensors(args) + tensors(kwargs) if kwargs else tensors(args)
         if self._function is not None and any(self._needs(tensor) for tensor in taken):
             self._touched |= {_key(made): _weak(made) for made in tensors(out) if _has_storage(made)}
+        if op in _EMPTY:  # memory without content: what fills it in place makes nothing
+            self._note([], tensors(out), 0, False)
         if view:
             return
         spent = self._spent.setdefault(self._event, [0, 0, 0])

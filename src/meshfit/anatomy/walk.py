@@ -332,7 +332,8 @@ class Walker:
         if value not in trace.maker or len(reach.behind) > 50:
             return False
         maker = trace.ops[trace.maker[value]]
-        before = list(dict.fromkeys(w.value for w in maker.reads if w.value in trace.trained))
+        before = [w.value for w in maker.reads if w.value in trace.trained]
+        before = list(dict.fromkeys(before or [w.value for w in maker.reads if real(w.dtype)]))
         if not before or maker.written or any(read in trace.source for read in before):
             return False
         reach.behind.append(maker.index)
@@ -382,7 +383,7 @@ class Walker:
                 outs = [(w, t) for w, t in results if isinstance(w, Window) and w.value in masks and t.requires_grad]
                 outs = [(w, t * (torch.rand(t.shape, dtype=torch.float64, generator=random) + 0.5)) for w, t in outs]
                 for rank in range(ranks):
-                    total = sum((t * trace.through(w, masks[w.value][rank])).abs().sum() for w, t in outs)
+                    total = sum((t * trace.through(w, masks[w.value][rank])).sum() for w, t in outs)
                     grads: Sequence[Tensor | None] = [None] * len(values)
                     if isinstance(total, Tensor):
                         grads = torch.autograd.grad(total, [*leaves.values()], retain_graph=True, allow_unused=True)

@@ -1,7 +1,7 @@
 """Gradients of a sharded model: summed over ranks, each part to the rank that owns it, while backward still runs.
 
-    memory    1/n of the gradients, and the whole ones of two units on their way; with zero=1 over several microbatches
-              the whole gradients, which are then scattered once
+    memory    1/n of the gradients, and the whole ones of two units on their way (with zero=2 also of units that will be
+              used again); with zero=1 over several microbatches the whole gradients, which are then scattered once
     traffic   P(n-1)/n bytes a microbatch for P bytes of gradients (zero=1: a step), one call a unit; over ``data``
               copies another 2(P/n)(d-1)/d; one small all_reduce a step
 
@@ -16,9 +16,10 @@ units, each use of a unit is a scatter: no whole gradient waits for the next. Wi
 once a pass, used or not: ranks may differ in what they use. What a backward did not reach is sent as zeros at its end.
 As in allreduce.py, a parameter that no rank reached is left without a gradient.
 
-[Note: checkpoints of the user's]
-A reentrant one runs a graph of its own within backward: its gradients come unannounced, maybe after others of the same
-unit. They are summed up, and scattered at the end of the pass.
+[Note: unannounced]
+A reentrant checkpoint of the user's runs a graph of its own within backward, and a step may call backward itself while
+its forward goes on: gradients then come unannounced, maybe after others of the same unit. They are scattered at the end
+of the pass.
 """
 
 from collections import Counter
@@ -33,7 +34,8 @@ from meshfit.errors import JobError, RankError
 from meshfit.exchange.allreduce import Riders
 from meshfit.exchange.update import total_norm
 from meshfit.layout.flat import Flat, as_real
-from meshfit.layout.gather import OpenUnit, Shards
+from meshfit.layout.gather import Shards
+from meshfit.layout.open_unit import OpenUnit
 from meshfit.torch_compat import reduce_scatter_single
 
 RIDERS = 4  # loss, count, stop, squared norm; then a slot a rank for broken losses and for trails, one a parameter
@@ -84,7 +86,7 @@ class Scatter:
         self._sums: dict[Flat, Tensor] = {}
         """Whole gradients to which more may be added."""
         self._unannounced: set[OpenUnit] = set()
-        """See [Note: checkpoints of the user's]."""
+        """See the note."""
         self._expected: list[OpenUnit] | None = None
         self._returns: list[OpenUnit] = []
         self._agreed: list[OpenUnit] | None = None
@@ -120,11 +122,11 @@ class Scatter:
             else:
                 self._sums[flat] = flat.pack(theirs, self.shards.device)
         self._returns.append(unit)
-        if again:
-            self._unannounced.add(unit)
-        elif not self.once:
+        if not (self.once or again):
             self._ready.setdefault(unit, []).append(rows)
-        if not self.shards.running:  # else it is a backward of the user's own, and the forward goes on
+        if again or self.shards.running:
+            self._unannounced.add(unit)
+        if not self.shards.running:
             self._launch()
 
     def _launch(self) -> None:
@@ -167,9 +169,11 @@ class Scatter:
             self._scatter(unit, self._summed(unit) if ready is None else ready)
         if not self.accumulate or self._last:
             for unit in self.shards.units:
-                if any(flat in self._sums for flat in unit.trained):
+                more = self._ready.pop(unit, [])
+                more += [self._summed(unit)] if any(flat in self._sums for flat in unit.trained) else []
+                for rows in more:
                     self.shards.mark(unit)
-                    self._scatter(unit, self._summed(unit))
+                    self._scatter(unit, rows)
         used = self.shards.used
         if self._last and self._agreed is None:
             self._returns += (Counter(used) - Counter(self._returns)).elements()

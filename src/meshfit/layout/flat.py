@@ -54,6 +54,8 @@ class Flat:
 
     def restore(self, row: Tensor, device: torch.device) -> None:
         """Make the parameters whole again, out of ``row``, which holds them all."""
+        if self.degree == 1 and self.mine.device == device:
+            return  # they are
         for p, whole in zip(self.parameters, self.views(row), strict=True):
             p.data = whole.detach().clone(memory_format=torch.preserve_format).to(device)
 
@@ -70,7 +72,9 @@ class Flat:
         return slice(first - self.first, last - self.first), slice(first - start, last - start)
 
     def cut(self, i: int, tensor: Tensor) -> Tensor:
-        """This rank's slice of a tensor that is shaped like parameter ``i``, where that one's is."""
+        """This rank's slice of a tensor that is shaped like parameter ``i``, in the shape and place of that one's."""
+        if self.degree == 1:
+            return tensor.detach().clone().to(self.mine.device)
         return _row(tensor.detach(), self.strides[i])[self.slices(i)[1]].clone().to(self.mine.device)
 
     def views(self, row: Tensor) -> list[Tensor]:

@@ -4,11 +4,8 @@ While a unit is open, its modules hold whole tensors in place of the parameters:
 is given the whole gradients and hands them to the exchange. Autograd itself thus knows when a unit's gradients are
 complete, however often it was called, and whatever its calls take or return.
 
-[Note: what backward needs]
-With zero=3 a unit is dropped after its call, but autograd saves weights. Hooks on saved tensors put a note in their
-place (which unit, where in its row), and gather the unit again when backward asks for one. Nothing has to be foreseen:
-a weight is never stale, whatever is done to the outputs of a block. Gathers that backward will ask for are those it
-asked for last time, so the next one is started ahead.
+With zero=3 a unit is dropped after its call, and gathered again when backward asks for a weight that it saved
+(saved.py). Gathers that backward will ask for are those it asked for last time, so the next one is started ahead.
 
 [Note: the same order everywhere]
 With zero=3 ranks meet in gathers, so all must use the units in the same order: that of the forward, the same on every
@@ -19,91 +16,41 @@ anything runs: ranks need not use the same ones.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
+from meshfit.errors import PlanError
 from meshfit.layout.flat import Flat, as_real
+from meshfit.layout.open_unit import OpenUnit
+from meshfit.layout.saved import Saved
 from meshfit.torch_compat import all_gather_single, in_backward
-
-
-@dataclass(eq=False)
-class OpenUnit:
-    """A unit at run time."""
-
-    index: int
-    flats: list[Flat]
-    places: list[list[tuple[nn.Module, str]]]
-    """Where each parameter stands, in the order of the flats."""
-
-    recurrent: list[nn.Module] = field(default_factory=list)
-    """Of its modules, those that keep a list of their weights beside: nn.LSTM and its kin."""
-
-    open: int = 0
-    """Calls under way in it."""
-    here: bool = False
-    """Whether ``whole`` of its flats is there and right."""
-    coming: Any = None
-    """What to wait for before it is here."""
-    left: int = 0
-    """Uses that backward has not come back from."""
-    narrow: torch.dtype | None = None
-    """What the weights that autocast rounds are gathered as; None: as they are."""
-
-    @property
-    def trained(self) -> list[Flat]:
-        return [flat for flat in self.flats if flat.trained]
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """In place of a saved weight."""
-
-    unit: OpenUnit
-    flat: Flat
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Any other saved tensor. With hooks, torch leaves it to them to see that it was not changed since."""
-
-    tensor: Tensor
-    version: int
 
 
 class Shards:
     """A model's units. ``units[0]`` is the whole's, open while anything runs."""
 
-    def __init__(
-        self,
-        units: list[OpenUnit],
-        *,
-        zero: int,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-    ):
+    def __init__(self, units: list[OpenUnit], *, zero: int, group: dist.ProcessGroup | None, device: torch.device):
         self.units, self.zero, self.group, self.device = units, zero, group, device
         self.trail = 0
         self.running = False
         """Whether a forward is under way."""
+        self._first, self._trial = True, False
+        """No pass is over yet, and it is looked at more closely; what runs is not one, and may fail."""
         self.used: list[OpenUnit] = []
         """Units as this pass used them: backward will come back from each."""
-        self.on_pass: Callable[[], None] = lambda: None
+        self.on_pass: Callable[[], None] | None = None
         """Called before a forward that will have a backward."""
         self.on_return: Callable[[OpenUnit, tuple[Tensor | None, ...], bool], None]
-        """Given the whole gradients of a unit's trained parameters, once for each use of it; and whether that use was
-        in backward, by a checkpoint that computes again (a reentrant one: others have no use for such gradients)."""
+        """Given the whole gradients of a unit's trained parameters, once for each use of it; and whether it was used in
+        backward, by a reentrant checkpoint."""
+        self._anchor = torch.empty(0, requires_grad=True)
+        """What autograd sees the whole parameters come from."""
         self._hooked: list[nn.Module] = []
-        self._storages: dict[int, tuple[OpenUnit, Flat]] = {}
+        self._saved = Saved(self._fetch)
         self._asked: list[OpenUnit] = []
         self._foreseen: list[OpenUnit] = []
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -116,17 +63,19 @@ class Shards:
     def inside(self) -> Iterator[None]:
         """Around whatever runs the model."""
         assert not self.running
-        if torch.is_grad_enabled():
+        self._trial = torch.is_grad_enabled() and self.on_pass is None
+        if torch.is_grad_enabled() and self.on_pass is not None:
             self.on_pass()
         self._foreseen, self._asked = self._asked, []
         if self.zero < 3:
             for unit in self.units:  # all at once: they stay, and each is waited for where it is needed
                 self._start(unit)
-        watched = saved_tensors_hooks(self._pack, self._unpack) if self.zero == 3 else nullcontext()
+        watched = self._saved.watched() if self.zero == 3 else nullcontext()
         self.running = True
         try:
             with watched, self.open(self.units[0]):
                 yield
+            self._first &= self._trial
         finally:
             self.running = False
 
@@ -134,6 +83,9 @@ class Shards:
         """For a module's forward: the unit is open while it runs. ``rounds``: and as precise as the module needs it."""
 
         def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+            if not unit.flats:
+                return forward
+
             def run(*args: Any, **kwargs: Any) -> Any:
                 if not unit.open:
                     with self.open(unit):
@@ -159,27 +111,46 @@ class Shards:
         self._fetch(unit)
         unit.open += 1
         try:
-            _put(unit, self._tensors(unit))
+            tensors = self._tensors(unit)
+            unit.put(tensors)
+            versions = _versions(tensors)
             yield
         finally:
             unit.open -= 1
-            _put(unit, [p for flat in unit.flats for p in flat.parameters])
+            unit.put([p for flat in unit.flats for p in flat.parameters])
+        changed = versions != _versions(tensors)
+        if changed or (self._first and not self._trial):
+            self._check(unit, changed)
+
+    def _check(self, unit: OpenUnit, changed: bool) -> None:
+        """Refuse a forward that changes weights, if what it changes is a copy. ``changed``: it is known to."""
+        for flat in unit.flats:
+            if flat.whole is None or flat.whole.untyped_storage()._cdata == flat.mine.untyped_storage()._cdata:
+                continue
+            now = flat.whole[flat.first : flat.first + flat.part]
+            if changed or not torch.allclose(now, flat.mine.to(now), rtol=0.0, atol=0.0, equal_nan=True):
+                held = {f"{type(module).__name__}.{name}" for places in unit.places for module, name in places}
+                raise PlanError(
+                    "the model's own code changes weights, which are cut over devices",
+                    f"it is one of {', '.join(sorted(held)[:8])}: what was changed was a copy, gathered for this call",
+                    "with zero=2 and precision=fp32, or with data= instead of shard=, every device holds them whole",
+                )
 
     def _widen(self, unit: OpenUnit) -> None:
         """Gather an open unit as it is, now and from now on: it is used where autocast does not round it."""
         unit.narrow, unit.here = None, False
         for flat in unit.flats:
             if flat.gathered != flat.dtype:
+                self._saved.forget(flat)
                 flat.gathered, flat.whole = flat.dtype, None
         self._fetch(unit)
-        _put(unit, self._tensors(unit))
+        unit.put(self._tensors(unit))
 
     def _tensors(self, unit: OpenUnit) -> list[Tensor]:
-        trained = [p for flat in unit.trained for p in flat.parameters]
         made: Iterator[Tensor] = iter(())
-        if trained and torch.is_grad_enabled():
+        if unit.trained and torch.is_grad_enabled():
             again = in_backward()
-            made = iter(_Gather.apply(self, unit, again, *trained))
+            made = iter(_Gather.apply(self._anchor, self, unit, again))
             if not again:
                 self.used.append(unit)
                 unit.left += 1
@@ -209,8 +180,7 @@ class Shards:
         with torch.inference_mode(False):
             self._start(unit)
             self._wait(unit)
-        if self._side is not None and self.zero == 3:
-            following = self._following()
+            following = self._following() if self._side is not None and self.zero == 3 else None
             if following is not None:
                 self._start(following)
 
@@ -238,7 +208,7 @@ class Shards:
                 unit.coming = self._side.record_event()
         for flat in unit.flats:
             assert flat.whole is not None
-            self._storages[flat.whole.untyped_storage()._cdata] = (unit, flat)
+            self._saved.know(unit, flat)
 
     def _wait(self, unit: OpenUnit) -> None:
         if self._side is None:
@@ -260,9 +230,10 @@ class Shards:
         if flat.whole is None:
             flat.whole = torch.empty(flat.padded, dtype=flat.gathered, device=self.device)
         own = flat.whole[flat.first : flat.first + flat.part]
-        if source.dtype != own.dtype or source.device.type != own.device.type:
-            own.copy_(source, non_blocking=True)
-            source = own
+        if source.device.type != own.device.type:  # cast where it is fast, and out of pinned memory
+            source = source.to(own.device, non_blocking=True)
+        if source.dtype != own.dtype or self.group is None:
+            source = own.copy_(source)
         if self.group is None:
             return None
         work = all_gather_single(as_real(flat.whole), as_real(source), group=self.group, async_op=True)
@@ -271,42 +242,22 @@ class Shards:
         return work
 
     def drop(self, unit: OpenUnit) -> None:
+        if unit.coming is not None:
+            self._wait(unit)
         unit.here = False
         for flat in unit.flats:
-            if flat.whole is not None:
-                self._storages.pop(flat.whole.untyped_storage()._cdata, None)
+            self._saved.forget(flat)
             flat.whole = None
 
     def changed(self) -> None:
         """The weights at rest are not what they were: what is gathered is out of date."""
         self.trail = 0
         for unit in self.units:
-            if unit.coming is not None:
-                self._wait(unit)
             if self.zero == 3:
                 self.drop(unit)
+            elif unit.coming is not None:
+                self._wait(unit)
             unit.here = False
-
-    # What backward needs: see the note above
-
-    def _pack(self, tensor: Tensor) -> Any:
-        if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
-            found = self._storages.get(tensor.untyped_storage()._cdata)
-            if found is not None:
-                return _Note(*found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return _Kept(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)  # no node holds itself
-
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Kept):
-            if packed.tensor._version != packed.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                    f" a tensor of shape {tuple(packed.tensor.shape)}, {packed.tensor._version - packed.version} times"
-                )
-            return packed.tensor
-        self._fetch(packed.unit)
-        assert packed.flat.whole is not None
-        return packed.flat.whole.as_strided(packed.size, packed.stride, packed.offset).to(packed.dtype)
 
     # Whole tensors, for whoever saves or compares them
 
@@ -344,7 +295,7 @@ class Shards:
                 flat.restore(row, device)
             if self.zero == 3:
                 self.drop(unit)
-            _refresh(unit)
+            unit.refresh()
 
     def _exact(self, flat: Flat) -> Tensor:
         """A flat's row in its own dtype."""
@@ -360,39 +311,33 @@ class Shards:
 
 
 class _Gather(torch.autograd.Function):
-    """From the slices of a unit's parameters to whole ones; backward sends the whole gradients off."""
+    """The whole parameters of a unit; backward sends their gradients off.
+
+    Not a function of the slices: a parameter remembers the shape that it had in a graph for as long as that lives.
+    """
 
     @staticmethod
-    def forward(ctx: Any, shards: Shards, unit: OpenUnit, again: bool, *slices: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, shards: Shards, unit: OpenUnit, again: bool) -> tuple[Tensor, ...]:
         ctx.shards, ctx.unit, ctx.again = shards, unit, again
         ctx.set_materialize_grads(False)
         return tuple(view for flat in unit.trained for view in flat.views(flat.whole))  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
         shards, unit = ctx.shards, ctx.unit
         unit.left -= not ctx.again
         shards.on_return(unit, gradients, ctx.again)
         if shards.zero == 3 and not unit.open and unit.left <= 0 and len(unit.trained) == len(unit.flats):
             shards.drop(unit)
-        return (None,) * (3 + len(gradients))
+        return None, None, None, None
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How often each was changed; in inference mode torch does not count."""
+    return [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:
     """What autocast rounds to now."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-def _put(unit: OpenUnit, tensors: list[Tensor]) -> None:
-    """Let the modules of a unit hold ``tensors`` as their parameters."""
-    for places, tensor in zip(unit.places, tensors, strict=True):
-        for module, name in places:
-            module._parameters[name] = tensor  # type: ignore[assignment]
-    _refresh(unit)
-
-
-def _refresh(unit: OpenUnit) -> None:
-    """Recurrent layers keep a list of their weights beside."""
-    for module in unit.recurrent:
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]  # type: ignore[attr-defined]

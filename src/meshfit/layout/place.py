@@ -6,7 +6,7 @@ sent to the others: all must cut alike.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.anatomy.record import TraceError
+from meshfit.anatomy.trace import Trace
+from meshfit.errors import PlanError
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.compile import Blocks, compilable
 from meshfit.layout.forward import is_wrapped, unwrap, wrap
@@ -99,6 +101,8 @@ class Placed:
         said: dict[str, dict[str, Tensor | None]] = {}  # None: cut as the parameter is
         for name, many in mine.items():
             p = named[name]
+            if p in self.shards.place and not p.numel():  # an optimizer never steps what is not here
+                continue
             cut = {key: p in self.shards.place and t.dim() and t.numel() == p.numel() for key, t in many.items()}
             said[name] = {key: None if cut[key] else t.cpu() for key, t in many.items()}
         every: list[Any] = [said]
@@ -183,9 +187,22 @@ def find(plan: Plan, model: nn.Module, objective: Callable[[nn.Module, Any], Any
         if plan.compile == "block":
             notes.append(f"compile: none, because {why}")
         return Found(units=(Unit(("",), names),), notes=tuple(notes))
+    _check_changes(plan, trace)
     blocks = () if plan.recompute == "none" else recomputed_blocks(trace)
     compiled = compilable(trace, global_batchnorm=plan.devices > 1 and plan.batchnorm == "global")
     return Found(units=units(trace, names), blocks=blocks, compiled=compiled)
+
+
+def _check_changes(plan: Plan, trace: Trace) -> None:
+    """Weights that a step changes by itself must be the ones at rest, not copies gathered for a call."""
+    changed = [(name, event.line) for event in trace.events for name in event.changes if name in trace.parameters]
+    if changed and plan.zero == 3 and (plan.shard > 1 or plan.offload == "parameters"):
+        whole = replace(plan, zero=2) if plan.shard > 1 else replace(plan, offload="optimizer")
+        raise PlanError(
+            f"{plan}: the model's own code changes {changed[0][0]}",
+            f"at {changed[0][1]}: on a device that keeps a slice of it, what is changed is a copy",
+            f"{whole} works: every device then holds it whole",
+        )
 
 
 def _agreed(find: Callable[[], Found], mesh: Mesh) -> Found:

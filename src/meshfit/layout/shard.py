@@ -31,7 +31,8 @@ from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.layout.flat import Flat
 from meshfit.layout.forward import wrap
-from meshfit.layout.gather import OpenUnit, Shards
+from meshfit.layout.gather import Shards
+from meshfit.layout.open_unit import OpenUnit
 from meshfit.layout.shard_cost import shard_cost
 from meshfit.layout.units import ROUNDED, Unit
 

@@ -11,7 +11,8 @@ from meshfit.exchange.scatter import RIDERS
 from meshfit.layout.units import Unit, entrance_of
 
 LOOKUPS = ("Embedding", "EmbeddingBag", "embedding", "embedding_bag")
-ROUNDED = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+CUT = ("float", "bfloat", "complex")
+"""Beginnings of the dtypes that are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,14 @@ class Row:
 
 def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list[Row]:
     """A unit's rows. ``gathered``: bytes of an element of what autocast would round."""
-    rounded = _rounded(trace)
     kinds: dict[tuple[str, bool, int], dict[str, int]] = {}
     for name in unit.parameters:
         p = trace.parameters[name]
+        if not p.dtype.startswith(CUT):
+            continue
         elements = _elements(p.shape)
         size = p.bytes // max(1, elements)
-        as_gathered = gathered if gathered and name in rounded and p.dtype == "float32" else size
+        as_gathered = gathered if gathered and name in unit.rounded and p.dtype == "float32" else size
         kinds.setdefault((p.dtype, p.trained, as_gathered), {})[name] = elements
     found = []
     for (_, trained, as_gathered), sizes in kinds.items():
@@ -97,10 +99,11 @@ def shard_cost(
         for unit, times in fetched.items():
             for row in rows[unit]:
                 call("all_gather", times, row.whole)
-        used = Counter(use.unit for use in uses)
+        used = Counter(use.unit for use in uses if use.returns)
         for unit, many in rows.items():
             for row in many:
-                times = min(1, used[unit]) if accumulate else used[unit] * microbatches
+                times = used[unit] if zero == 3 else 1
+                times *= 1 if accumulate else microbatches
                 call("reduce_scatter", times * row.trained, row.part * degree * row.itemsize)
     if copies > 1:
         for row in every:
@@ -108,6 +111,7 @@ def shard_cost(
     if degree * copies > 1:
         parameters = sum(len(row.sizes) for row in every if row.trained)
         call("all_reduce", 1, 8 * (RIDERS + 2 * degree * copies + parameters))
+    uncut = sum(p.bytes for p in trace.parameters.values() if not p.dtype.startswith(CUT))
     parts, gradients = sum(row.bytes for row in every), sum(row.bytes for row in every if row.trained)
     held = {"weights": parts, "gradients": gradients}
     if accumulate:
@@ -119,6 +123,7 @@ def shard_cost(
         held["weights"] += sum(row.whole - row.bytes for row in every if not host and row.gathered == row.itemsize)
     else:
         held["weights"] = sum(row.whole for row in every)
+    held["weights"] += uncut
     away: dict[str, int] = {}
     if host:
         away = {"weights": parts, "gradients": gradients}
@@ -144,6 +149,8 @@ class Use:
     unit: Unit
     saved: bool = False
     """Whether autograd saves a weight of it there, and so backward needs it again."""
+    returns: bool = False
+    """Whether backward comes back from it: not from what runs without gradients."""
 
 
 def uses_of(trace: Trace, units: tuple[Unit, ...]) -> list[Use]:
@@ -153,18 +160,17 @@ def uses_of(trace: Trace, units: tuple[Unit, ...]) -> list[Use]:
         for path in unit.entrances if unit.parameters else ():
             entered.setdefault(path, []).append(unit)
     whole = [Use(unit) for unit in entered.pop("", [])]
-    found, under_way, now, seen = [*whole], [], "", set()
+    found, under_way, now, first = [*whole], [], "", ""
     for event in trace.events:
         path = entrance_of(event, entered)
-        if path and (path != now or event.name in seen):
-            under_way, seen = [Use(unit) for unit in entered[path]], set()
+        module = event.name if event.kind == "module" else ""
+        if path and (path != now or module == first != ""):  # another module, or the same from its beginning
+            under_way, first = [Use(unit) for unit in entered[path]], ""
             found += under_way
-        if event.kind == "module":
-            seen.add(event.name)
-        now = path
-        if _saves_weights(trace, event):
-            for use in (*under_way, *whole) if path else whole:
-                use.saved |= bool({*event.parameters} & {*use.unit.parameters})
+        now, first = path, first or module
+        for use in (*under_way, *whole) if path else whole:
+            use.saved |= _saves_weights(trace, event) and bool({*event.parameters} & {*use.unit.parameters})
+            use.returns |= use in whole or any(trace.values[v].needs_grad for v in event.writes)
     return found
 
 
@@ -185,7 +191,7 @@ def gathers(trace: Trace, uses: list[Use], microbatches: int) -> Counter[Unit]:
         for use in uses:
             fetch(use.unit)
         for use in reversed(uses):
-            if use.saved:
+            if use.saved and use.returns:
                 fetch(use.unit)
             left[use.unit] -= 1
             if left[use.unit] == 0 and use.unit not in frozen:
@@ -196,8 +202,12 @@ def gathers(trace: Trace, uses: list[Use], microbatches: int) -> Counter[Unit]:
 def _saves_weights(trace: Trace, event: Event) -> bool:
     """Whether autograd saves a weight: not where it is only looked up, or multiplies what needs no gradient."""
     kind = trace.kinds.get(event.name, event.name) if event.kind == "module" else event.name
-    first = kind in ("Linear", "linear") and not any(trace.values[v].needs_grad for v in event.reads)
-    return kind not in LOOKUPS and not first
+    if kind in LOOKUPS:
+        return False
+    if any(trace.values[v].needs_grad for v in event.reads):
+        return True
+    names = {name.rpartition(".")[2] for name in event.parameters if trace.parameters[name].trained}
+    return bool(names) and not (kind in ("Linear", "linear") and names <= {"weight", "bias"})
 
 
 def _most(units: tuple[Unit, ...], wholes: dict[Unit, int], ahead: bool) -> int:
@@ -207,14 +217,6 @@ def _most(units: tuple[Unit, ...], wholes: dict[Unit, int], ahead: bool) -> int:
     others = [wholes[unit] for unit in units if unit.entrances != ("",)]
     pairs = [a + b for a, b in pairwise(others)] if ahead else []
     return always + max([*others, *pairs], default=0)
-
-
-def _rounded(trace: Trace) -> set[str]:
-    """Parameters of the modules that autocast rounds, tied to no other."""
-    owners: dict[str, list[str]] = {}
-    for name in (*trace.parameters, *trace.ties):
-        owners.setdefault(trace.ties.get(name, name), []).append(trace.kinds.get(name.rpartition(".")[0], ""))
-    return {name for name, kinds in owners.items() if all(kind in ROUNDED for kind in kinds)}
 
 
 def _elements(shape: tuple[int, ...]) -> int:

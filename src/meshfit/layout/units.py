@@ -147,6 +147,7 @@ def _rounded(trace: Trace) -> frozenset[str]:
     for event in trace.events:
         inside = lambda path, event=event: event.kind == "module" and f"{path}.".startswith(f"{event.name}.")
         found.difference_update(name for name in event.parameters if not any(map(inside, owners[name])))
+        found.difference_update(event.changes)
     return frozenset(found)
 
 

@@ -1,0 +1,49 @@
+"""A unit at run time: its rows, where its parameters stand in the model, and how far it is gathered."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.layout.flat import Flat
+
+
+@dataclass(eq=False)
+class OpenUnit:
+    """Parameters that are gathered together."""
+
+    index: int
+    flats: list[Flat]
+    places: list[list[tuple[nn.Module, str]]]
+    """Where each parameter stands, in the order of the flats."""
+
+    recurrent: list[nn.Module] = field(default_factory=list)
+    """Of its modules, those that keep a list of their weights beside: nn.LSTM and its kin."""
+
+    open: int = 0
+    """Calls under way in it."""
+    here: bool = False
+    """Whether ``whole`` of its flats is there and right."""
+    coming: Any = None
+    """What to wait for before it is here."""
+    left: int = 0
+    """Uses that backward has not come back from."""
+    narrow: torch.dtype | None = None
+    """What the weights that autocast rounds are gathered as; None: as they are."""
+
+    @property
+    def trained(self) -> list[Flat]:
+        return [flat for flat in self.flats if flat.trained]
+
+    def put(self, tensors: list[Tensor]) -> None:
+        """Let the modules hold ``tensors`` as their parameters."""
+        for places, tensor in zip(self.places, tensors, strict=True):
+            for module, name in places:
+                module._parameters[name] = tensor  # type: ignore[assignment]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recurrent layers keep a list of their weights beside."""
+        for module in self.recurrent:
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]  # type: ignore[attr-defined]

@@ -1,0 +1,259 @@
+"""Sharding: which parameters are gathered together, how they are cut, and what that costs."""
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import zoo
+from meshfit.anatomy.trace import Trace
+from meshfit.cost import Cost
+from meshfit.exchange.scatter import Scatter
+from meshfit.layout.flat import Flat
+from meshfit.layout.mesh import Mesh
+from meshfit.layout.place import Placed, place
+from meshfit.layout.precision import DTYPES
+from meshfit.layout.shard import Shard
+from meshfit.layout.units import traced, units
+from meshfit.objective import Objective
+from meshfit.plan import Plan
+from tests import traps
+from tests.distributed import distributed
+from tests.ranked import X, Y, built
+
+cloudpickle.register_pickle_by_value(traps)
+
+BATCH = (X[:4], Y[:4])
+
+
+def trace_of(model: nn.Module, step: Any = None) -> Trace:
+    found = traced(model, Objective(None if step else F.mse_loss, step), BATCH, device="cpu")
+    assert isinstance(found, Trace)
+    return found
+
+
+def units_of(model: nn.Module, step: Any = None) -> dict[tuple[str, ...], set[str]]:
+    found = units(trace_of(model, step), tuple(name for name, _ in model.named_parameters()))
+    names = [name for unit in found for name in unit.parameters]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    return {unit.entrances: set(unit.parameters) for unit in found}
+
+
+def named(model: nn.Module, *paths: str) -> set[str]:
+    return {name for name, _ in model.named_parameters() if name.startswith(paths)}
+
+
+# Units
+
+
+def test_blocks_are_units_and_what_is_small_is_the_wholes() -> None:
+    model = traps.Plain()
+    blocks = {(f"blocks.{i}",): named(model, f"blocks.{i}.") for i in range(3)}
+    assert units_of(model) == {("",): named(model, "last"), ("first",): named(model, "first"), **blocks}
+
+
+def test_ties_are_a_unit_with_an_entrance_for_each() -> None:
+    model = traps.Tied()
+    found = units_of(model)
+    assert found["token", "head", "other"] == {"token.weight"}
+    assert all((f"blocks.{i}",) in found for i in range(3))
+
+
+def test_what_nothing_uses_is_the_wholes() -> None:
+    model = traps.Unused()
+    found = units_of(model)
+    assert found["",] == named(model, "never")
+    assert found["aux",] == named(model, "aux")
+
+
+def test_a_parameter_that_the_models_own_code_uses_is_the_wholes() -> None:
+    model = traps.Plain()
+    assert units_of(model, traps.decay) == {("",): named(model, "")}
+    found = units_of(traps.ReadsSibling())
+    assert {f"blocks.{i}.norm.weight" for i in range(3)} < found["",]
+    assert "blocks.0.up.weight" in found["blocks.0",]
+
+
+def test_a_block_called_in_part() -> None:
+    """A step that calls only some modules of a block, and never the block."""
+
+    def step(model: Any, batch: Any) -> Tensor:
+        return F.mse_loss(model.last(model.blocks[0].up(model.first(batch[0]))[:, :8]), batch[1])
+
+    found = units_of(traps.Plain(), step)
+    assert found["blocks.0.up",] == {"blocks.0.up.weight", "blocks.0.up.bias"}
+    assert "blocks.0.down.weight" in found["",]
+
+
+def test_nothing_inside_what_decides_is_an_entrance() -> None:
+    entrances = {entrance for many in units_of(traps.MixtureOfExperts()) for entrance in many}
+    assert {"blocks.0", "blocks.1", "blocks.2"} < entrances
+    assert not any("expert" in entrance or "gate" in entrance for entrance in entrances)
+    assert units_of(traps.SkipsLayers()).keys() == {("",)}
+
+
+def test_one_huge_layer_is_a_unit_of_its_own() -> None:
+    found = units_of(traps.Huge())
+    assert found["huge",] == {"huge.weight"}
+
+
+def test_weights_that_something_else_uses_too_are_not_rounded() -> None:
+    model = traps.Plain()
+    (unit,) = (
+        u for u in units(trace_of(model), tuple(n for n, _ in model.named_parameters())) if "blocks.1" in u.entrances
+    )
+    assert unit.rounded == {n for n in unit.parameters if "norm" not in n}
+    model = traps.UsedTwice()
+    (unit,) = (
+        u for u in units(trace_of(model), tuple(n for n, _ in model.named_parameters())) if "blocks.1" in u.entrances
+    )
+    assert unit.rounded == {"blocks.1.up.bias", "blocks.1.down.weight", "blocks.1.down.bias"}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 7, 40])
+def test_rows_hold_every_element_once(degree: int) -> None:
+    shapes = [(), (1,), (3, 5), (0,), (2, 1, 4), (7,)]
+    wholes = [torch.randn(shape) for shape in shapes]
+    wholes += [torch.randn(4, 6)[:, ::2], torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last)]
+    parts, flats = [], []
+    for rank in range(degree):
+        flats.append(Flat([nn.Parameter(whole.clone()) for whole in wholes], degree, rank))
+        flats[-1].own(torch.empty(flats[-1].part))
+        parts.append(flats[-1].mine)
+        assert sum(p.numel() for p in flats[-1].parameters) <= flats[-1].part
+    assert {part.numel() for part in parts} == {-(-sum(whole.numel() for whole in wholes) // degree)}
+    for view, whole in zip(flats[0].views(torch.cat(parts)), wholes, strict=True):
+        assert torch.equal(view, whole)
+    for i, whole in enumerate(wholes):  # in whatever layout a tensor comes
+        for flat in flats:
+            assert torch.equal(flat.cut(i, whole.contiguous()), flat.parameters[i])
+
+
+# Cost
+
+
+OPERATORS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what ranks exchange: calls, and bytes of the larger side."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.moved = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = OPERATORS[func._opname]
+            self.calls[name] += 1
+            self.moved[name] += max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def cost_of(model: nn.Module, objective: Objective, batch: Any, plan: Plan) -> Cost:
+    trace = traced(model, objective, batch, device="cpu")
+    assert isinstance(trace, Trace)
+    found = units(trace, tuple(name for name, _ in model.named_parameters()))
+    shard = Shard(degree=plan.shard, zero=plan.zero, units=found, gathered=DTYPES.get(plan.precision))
+    return shard.cost(trace, copies=plan.data, microbatches=plan.microbatches)[1]
+
+
+def laid_out(name: str, plan: Plan) -> tuple[Placed, Scatter, Any, Cost]:
+    """A model under a plan, a step of it, and what that is said to cost."""
+    if name in zoo.ZOO:
+        case = zoo.ZOO[name]
+        model, objective, batch = case.build(), Objective(case.loss, None), case.data(4)
+    else:
+        model, objective, batch = built(traps.MODELS[name]), Objective(F.mse_loss, None), BATCH
+    model.train()
+    cost = cost_of(model, objective, batch, plan) if dist.get_rank() == 0 else Cost()
+    mesh = Mesh.of(plan, dist.get_rank(), dist.get_world_size())
+    placed = place(plan, model, mesh, torch.device("cpu"), objective=objective, few=lambda: batch, same=True)
+    assert placed.shards is not None
+    accumulate = plan.zero == 1 and plan.microbatches > 1
+    exchange = Scatter(placed.shards, world=mesh.world, copies=mesh.data, accumulate=accumulate)
+
+    def step() -> None:
+        for i in range(plan.microbatches):
+            with torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bf16"), placed.inside():
+                loss = objective(model, batch)
+            if i == plan.microbatches - 1:
+                exchange.arm(0.0, 0.0, stop=False, broken=False)
+            loss.backward()
+        exchange.finish()
+
+    return placed, exchange, step, cost
+
+
+SOME = ["tied-gpt", "Adapters"]
+MANY = [*SOME, "lstm", "OnlyHead", "CalledTwice", "SharedBlock", "MixtureOfExperts", "NotFloating", "Odd"]
+PLANS = {
+    "shard=2": [*MANY, "ActsTwice", "Dtypes", "PartWithoutGradient", "weight_norm"],
+    "shard=2 zero=1 microbatches=2": [*SOME, "OnlyHead", "CalledTwice", "Odd"],
+    "shard=2 zero=2": SOME,
+    "shard=2 precision=bf16": [*SOME, "CalledTwice"],
+    "shard=2 microbatches=2 recompute=full": SOME,
+    "shard=3": SOME,
+    "data=2 shard=2 zero=2 microbatches=2": SOME[1:],
+}
+
+
+def counted(plan: Plan, models: list[str]) -> None:
+    for name in models:
+        _, exchange, step, cost = laid_out(name, plan)
+        for _ in range(2):
+            with warnings.catch_warnings(), Collectives() as seen:
+                warnings.simplefilter("ignore")
+                step()
+            if dist.get_rank() == 0:
+                assert (name, dict(seen.calls)) == (name, cost.calls)
+                assert (name, dict(seen.moved)) == (name, cost.moved)
+            exchange.clear()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_cost_is_what_runs(plan: str) -> None:
+    @distributed(world=Plan.parse(plan).devices)
+    def run(plan: str) -> None:
+        counted(Plan.parse(plan), PLANS[plan])
+
+    run(plan=plan)
+
+
+def storages(tensors: Any) -> dict[int, int]:
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=2", "shard=2 precision=bf16"])
+@distributed(world=2)
+def test_held_is_what_there_is(plan: str) -> None:
+    """Weights and gradients at rest, and with zero=3 the most that is ever gathered: never the whole model."""
+    for name in ("tied-gpt", "Adapters", "NotFloating", "Odd"):
+        placed, exchange, step, cost = laid_out(name, Plan.parse(plan))
+        shards = placed.shards
+        assert shards is not None
+        flats, most = [flat for unit in shards.units for flat in unit.flats], []
+        plain = shards._fetch
+        shards._saved._fetch = shards._fetch = lambda unit, plain=plain, flats=flats, most=most: (
+            plain(unit),
+            most.append(sum(storages(flat.whole for flat in flats).values())),
+        )
+        step()
+        weights = storages([*placed.model.parameters(), *(flat.whole for flat in flats if "zero" in plan)])
+        gradients = storages(p.grad for p in placed.model.parameters())
+        whole = sum(p.nbytes for p in built(traps.MODELS[name]).parameters()) if name in traps.MODELS else None
+        exchange.clear()
+        if dist.get_rank() == 0:
+            assert (name, sum(weights.values())) == (name, cost.held["weights"])
+            assert (name, sum(gradients.values())) == (name, cost.held["gradients"])
+            assert (name, max(most)) == (name, cost.held.get("gathered", max(most)))
+        if whole is not None and "zero" not in plan and name == "Adapters":
+            assert max(most) + sum(weights.values()) < whole
