@@ -33,6 +33,7 @@ from meshfit.layout import batchnorm
 from meshfit.layout.forward import unwrap
 from meshfit.layout.recompute import Recompute, recomputed_blocks
 from meshfit.objective import call, split
+from tests import hostile
 from tests.distributed import distributed
 
 aten = torch.ops.aten
@@ -654,3 +655,16 @@ def test_products_run_again(word: str, counts: int) -> None:
             loss.backward()
         counted[paths] = products.count
     assert counted[("1",)] - counted[()] == counts
+
+
+@pytest.mark.parametrize("word", ["full", "selective"])
+def test_a_block_that_writes_to_an_object_it_is_given(word: str) -> None:
+    """The object is as it was when the block first ran, also if others have written to it since."""
+    ends = []
+    for blocks in ((), ("blocks.0", "blocks.1")):
+        torch.manual_seed(0)
+        model = hostile.BlocksChangeObject().train()
+        Recompute(word=word, blocks=blocks).apply(model)
+        model(torch.randn(4, 3)).square().sum().backward()
+        ends.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*ends)

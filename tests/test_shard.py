@@ -235,12 +235,19 @@ def storages(tensors: Any) -> dict[int, int]:
 @pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=2", "shard=2 precision=bf16"])
 @distributed(world=2)
 def test_held_is_what_there_is(plan: str) -> None:
-    """Weights and gradients at rest, and with zero=3 the most that is ever gathered: never the whole model."""
+    """Weights at rest; gradients, with those summed whole before they are scattered; and with zero=3 the most that is
+    ever gathered: never the whole model."""
     for name in ("tied-gpt", "Adapters", "NotFloating", "Odd"):
         placed, exchange, step, cost = laid_out(name, Plan.parse(plan))
         shards = placed.shards
         assert shards is not None
         flats, most = [flat for unit in shards.units for flat in unit.flats], []
+        summed: list[int] = [0]
+        returned = exchange._returned
+        shards.on_return = lambda *given, returned=returned, exchange=exchange, summed=summed: (
+            returned(*given),
+            summed.append(sum(storages(exchange._sums.values()).values())),
+        )
         plain = shards._fetch
         shards._saved._fetch = shards._fetch = lambda unit, plain=plain, flats=flats, most=most: (
             plain(unit),
@@ -253,7 +260,7 @@ def test_held_is_what_there_is(plan: str) -> None:
         exchange.clear()
         if dist.get_rank() == 0:
             assert (name, sum(weights.values())) == (name, cost.held["weights"])
-            assert (name, sum(gradients.values())) == (name, cost.held["gradients"])
+            assert (name, sum(gradients.values()) + max(summed)) == (name, cost.held["gradients"])
             assert (name, max(most)) == (name, cost.held.get("gathered", max(most)))
         if whole is not None and "zero" not in plan and name == "Adapters":
             assert max(most) + sum(weights.values()) < whole

@@ -95,3 +95,21 @@ def test_average_follows_and_swaps() -> None:
     torch.testing.assert_close(model.weight.item(), 1.1)
     average.swap()
     assert model.weight.item() == 2.0
+
+
+def test_momentum_of_a_parameter_that_comes_later() -> None:
+    """Fused like not fused, when a parameter gets its first gradient after others."""
+    ends = []
+    for fused in (True, False):
+        early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+        update = Update(torch.optim.SGD([early, late], lr=0.1, momentum=0.9), may_fuse=fused)
+        for step in range(4):
+            early.grad, late.grad = torch.full((3,), 1.0 + step), torch.full((2,), 2.0) if step > 1 else None
+            update([g for g in (early.grad, late.grad) if g is not None], torch.tensor(1.0))
+        ends.append((early.detach(), late.detach()))
+    torch.testing.assert_close(*ends)
+
+
+def test_norm_counts_both_parts_of_complex_gradients() -> None:
+    parts = [torch.tensor([3.0 + 4.0j]), torch.tensor([12.0])]
+    torch.testing.assert_close(total_norm(parts), torch.tensor(13.0), check_dtype=False)

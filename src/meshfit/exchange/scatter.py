@@ -91,6 +91,8 @@ class Scatter:
         self._returns: list[OpenUnit] = []
         self._agreed: list[OpenUnit] | None = None
         self._flying: list[_Flight] = []
+        self._squares: dict[Flat, Tensor] = {}
+        """Of gradients that went to host memory: summed before they left, where that is fast."""
         self._summing: dict[Flat, Any] = {}
         for parameter in self.parameters:
             parameter.grad = None
@@ -199,7 +201,7 @@ class Scatter:
             out = flat.gradient if direct else torch.empty(flat.part, dtype=flat.dtype, device=row.device)
             work = None
             if self.shards.group is None:
-                out.copy_(row)
+                out = out.copy_(row) if direct else row
             else:
                 work = reduce_scatter_single(as_real(out), as_real(row), group=self.shards.group, async_op=True)
             self._flying.append(_Flight(flat, row, out, work, first))
@@ -214,8 +216,10 @@ class Scatter:
         gradient = came.flat.gradient
         assert gradient is not None
         if came.out is not gradient:
+            self._squares.pop(came.flat, None)
             if came.first:
                 gradient.copy_(came.out, non_blocking=True)
+                self._squares[came.flat] = total_norm([came.out]).double().square()
             else:
                 if gradient.is_cpu and came.out.is_cuda:  # a copy into it may still be under way
                     torch.cuda.current_stream(came.out.device).synchronize()
@@ -227,6 +231,7 @@ class Scatter:
     def _sum_copies(self, flat: Flat) -> None:
         if flat not in self._summing and not any(flight.flat is flat for flight in self._flying):
             assert flat.gradient is not None
+            self._squares.pop(flat, None)
             self._summing[flat] = dist.all_reduce(flat.gradient, group=self.copies, async_op=True)
 
     # A step, as the loop sees it
@@ -254,10 +259,12 @@ class Scatter:
     def _heard(self) -> Riders:
         numbers, degree = self._numbers, self.degree
         copies = 1 if self.copies is None else dist.get_world_size(self.copies)
-        square = total_norm(self.gradients).double().square() / copies
+        other = [flat.gradient for flat in self._flats if flat.filled and flat not in self._squares]
+        square = total_norm([g for g in other if g is not None]).double().square().to(numbers.device)
+        square = (square + sum(self._squares.values())) / copies
         behind = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached]
         returns = _number(self._returns)
-        numbers[3] = square.to(numbers.device)
+        numbers[3] = square
         numbers[RIDERS + degree + self.rank] = self.shards.trail * 65521 + (returns if self._agreed is None else 0)
         numbers[RIDERS + 2 * degree :] = 1.0
         if behind:
@@ -316,6 +323,7 @@ class Scatter:
             parameter.grad = None
         self._reached.clear()
         self._returns.clear()
+        self._squares.clear()
         self._summing.clear()
         self._last = False
         self.shards.changed()

@@ -112,7 +112,21 @@ class Update:
         return Updated(norm, go)
 
     def _step(self) -> None:
+        if self.fused and isinstance(self.optimizer, torch.optim.SGD):
+            _begin_momentum(self.optimizer)
         (self.optimizer if self.offload is None else self.offload).step()
+
+
+def _begin_momentum(optimizer: torch.optim.SGD) -> None:
+    """Give a parameter that gets its first gradient after others a momentum of zero, which comes to the same: torch's
+    fused kernel cannot step those that have one together with those that have none."""
+    for group in optimizer.param_groups:
+        reached = [p for p in group["params"] if p.grad is not None] if group["momentum"] else []
+        begun = [p for p in reached if optimizer.state[p].get("momentum_buffer") is not None]
+        if 0 < len(begun) < len(reached):
+            for p in reached:
+                if optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
@@ -120,6 +134,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if len(gradients) == 1:
         return torch.linalg.vector_norm(gradients[0], dtype=dtype)
@@ -138,6 +153,8 @@ def fuse(optimizer: torch.optim.Optimizer) -> bool:
         for group in groups
     )
     if chosen or type(optimizer) not in FUSED_OPTIMIZERS:
+        return False
+    if any(group.get("dampening") for group in groups):  # see _begin_momentum: with it the first step is another
         return False
     if not all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters):
         return False

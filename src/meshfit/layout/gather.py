@@ -163,6 +163,8 @@ class Shards:
                 tensors += [next(made) if p.requires_grad else next(made).detach() for p in flat.parameters]
             else:
                 tensors += flat.views(flat.whole)
+        for tensor in tensors:
+            tensor._is_param = True  # type: ignore[attr-defined]  # to isinstance it is one: some forwards ask
         return tensors
 
     # Gathering

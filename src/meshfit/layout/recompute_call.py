@@ -190,7 +190,7 @@ def _draw_from(draws: tuple[Any, Any]) -> None:
 
 
 def _copied(thing: Any) -> Any:
-    """Containers anew, their tensors not: a block may add to a list or a cache that it is given."""
+    """Containers and objects anew, their tensors not: a block may add to a list, or write to an object, that it is given."""
     if type(thing) in (list, tuple):
         return type(thing)(map(_copied, thing))
     if type(thing) is dict:
@@ -199,7 +199,18 @@ def _copied(thing: Any) -> Any:
         new = copy.copy(thing)
         new.layers = [copy.copy(layer) for layer in thing.layers]
         return new
+    if _carries_tensors(thing):
+        new = copy.copy(thing)
+        vars(new).update({name: _copied(value) for name, value in vars(thing).items()})
+        return new
     return thing
+
+
+def _carries_tensors(thing: Any) -> bool:
+    """Whether it is an object of the user's that takes tensors from block to block."""
+    if isinstance(thing, Tensor | nn.Module | type) or callable(thing) or not hasattr(thing, "__dict__"):
+        return False
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(vars(thing)))
 
 
 def _is_cache(thing: Any) -> bool:

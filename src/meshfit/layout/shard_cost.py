@@ -116,6 +116,9 @@ def shard_cost(
     held = {"weights": parts, "gradients": gradients}
     if accumulate:
         held["gradients"] += gradients * degree
+    elif zero < 3:  # what is used several times in a pass is summed whole before it is scattered
+        again = {unit for unit, times in Counter(use.unit for use in uses if use.returns).items() if times > 1}
+        held["gradients"] += sum(row.bytes * degree for unit in again for row in rows[unit] if row.trained)
     if zero == 3:
         held["gathered"] = _most(units, wholes, ahead)
     elif gathered or host:
