@@ -661,10 +661,10 @@ def test_products_run_again(word: str, counts: int) -> None:
 def test_a_block_that_writes_to_an_object_it_is_given(word: str) -> None:
     """The object is as it was when the block first ran, also if others have written to it since."""
     ends = []
-    for blocks in ((), ("blocks.0", "blocks.1")):
+    for paths in ((), ("blocks.0", "blocks.1")):
         torch.manual_seed(0)
         model = hostile.BlocksChangeObject().train()
-        Recompute(word=word, blocks=blocks).apply(model)
+        Recompute(word=word, blocks=paths).apply(model)
         model(torch.randn(4, 3)).square().sum().backward()
         ends.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*ends)

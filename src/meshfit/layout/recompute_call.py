@@ -190,7 +190,7 @@ def _draw_from(draws: tuple[Any, Any]) -> None:
 
 
 def _copied(thing: Any) -> Any:
-    """Containers and objects anew, their tensors not: a block may add to a list, or write to an object, that it is given."""
+    """Containers and objects anew, their tensors not: a block may add or write to what it is given."""
     if type(thing) in (list, tuple):
         return type(thing)(map(_copied, thing))
     if type(thing) is dict:
