@@ -1,0 +1,150 @@
+"""Tensor parallelism: one operation over several devices. Each holds a share of the channels of most weights.
+
+Regions between column and row weights are computed by shares, with one sum over the ranks at their end and one of the
+gradients at their beginning; other large layers are cut by output channels, and what they return is gathered. All ranks
+see the same samples and, outside regions, compute the same. What is cut, and where, is a value: see ``tensor_plan``.
+
+    memory    1/n of what is cut: weights, gradients, optimizer state, and the activations inside regions
+    traffic   a transformer block: two all-reduces of its activations forward and two backward, a microbatch
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshfit.anatomy.trace import Trace
+from meshfit.cost import Cost
+from meshfit.layout.forward import unwrap
+from meshfit.layout.replicate import check_ties, tied
+from meshfit.layout.tensor_cut import Undo, cut
+from meshfit.layout.tensor_ops import Ranks, Stream
+from meshfit.layout.tensor_region import Cut, TensorPlan
+
+SHORT_CUTS = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
+"""What lets torch's modules take them, if it is not 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """Spread a model over the ``tensor`` axis."""
+
+    degree: int
+    plan: TensorPlan
+
+    def apply(self, model: nn.Module, group: dist.ProcessGroup) -> "Parts":
+        """Cut ``model`` in place: the same weights on every rank before, a share of them after. Parameters keep their
+        objects, names and ties; what a rank holds is in memory of its own, so the rest is free to go."""
+        ties, ranks = tied(model), Ranks(group)
+        if ranks.size != self.degree or self.plan.ways != self.degree:
+            raise ValueError(f"a plan for {self.plan.ways} ranks, tensor={self.degree} and a group of {ranks.size}")
+        stream = Stream(ranks)
+        undo = [step for region in self.plan.regions for step in cut(model, region, ranks, stream)]
+        undo += _no_short_cuts(model, self.plan)
+        check_ties(model, ties)
+        return Parts(model, self.plan, ranks, undo)
+
+    def cost(self, trace: Trace, *, microbatches: int = 1) -> tuple[Trace, Cost]:
+        """Of a step on one rank. Collectives are those counted when the plan was checked, for a batch of the size of
+        the trace's: exact where activations grow with the batch."""
+        cuts = self.plan.cuts
+        parameters = {
+            name: replace(p, shape=_cut_shape(p.shape, cuts[name]), bytes=p.bytes // self.degree) if name in cuts else p
+            for name, p in trace.parameters.items()
+        }
+        wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
+        batch = sum(prod(trace.values[v].shape) for v in trace.inputs)
+        grown = batch / (self.plan.batch or batch)
+        calls: dict[str, int] = defaultdict(int)
+        moved: dict[str, float] = defaultdict(float)
+        for region in self.plan.regions:
+            for each in region.traffic:
+                calls[each.op] += region.calls * microbatches
+                moved[each.op] += region.calls * microbatches * each.elements * wide * grown
+        partial = [trace.parameters[name] for name in self.plan.partial]
+        for dtype in {p.dtype for p in partial}:
+            calls["all_reduce"] += 1
+            moved["all_reduce"] += sum(p.bytes for p in partial if p.dtype == dtype)
+        after = replace(trace, parameters=parameters)
+        held = {"weights": sum(p.bytes for p in parameters.values())}
+        return after, Cost(held=held, calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
+
+
+class Parts:
+    """A model that is cut over the ranks of a tensor group, as the exchange sees it.
+
+    Gradients of parameters that are cut are complete on the rank that holds them: they are not summed over the tensor
+    group, and each rank's counts in the norm. All others are equal on all ranks after ``sum_partial``, and count once.
+    """
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, ranks: Ranks, undo: list[Undo]):
+        self.model, self.ranks = model, ranks
+        named = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
+        self.cuts: dict[torch.Tensor, Cut] = {
+            named[name] if name in named else buffers[name]: each for name, each in plan.cuts.items()
+        }
+        """Of parameters and buffers that this rank has a share of."""
+
+        self.partial = tuple(named[name] for name in plan.partial)
+        """Parameters that are whole on every rank, with a part of their gradient on each."""
+
+        self._undo = undo
+
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        return tensor in self.cuts
+
+    def sum_partial(self) -> None:
+        """Sum gradients of which each rank has a part: once a step, before anything reads them."""
+        kinds: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        for parameter in self.partial:
+            if parameter.grad is not None:
+                kinds[parameter.grad.dtype].append(parameter.grad)
+        for grads in kinds.values():
+            total = self.ranks.sum(torch.cat([grad.flatten() for grad in grads]))
+            for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def whole(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which belongs to ``parameter`` (its weights, gradient, or a moment of the optimizer), of all
+        ranks. What is not cut is returned as it is. All ranks call it together."""
+        each = self.cuts.get(parameter)
+        if each is None or tensor.shape != parameter.shape:
+            return tensor
+        return each.joined(self.ranks.parts(tensor))
+
+    def share(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's share of ``tensor``, as large as ``parameter`` was: what ``whole`` undoes."""
+        each = self.cuts.get(parameter)
+        return tensor if each is None or tensor.dim() != parameter.dim() else each.of(tensor, self.ranks.rank)
+
+    def undo(self) -> None:
+        """Give the model its whole weights and its own forwards back. All that was put around forwards comes off."""
+        with torch.no_grad():
+            for tensor in self.cuts:
+                tensor.data = self.whole(tensor, tensor.data)
+                tensor.grad = None
+        for step in reversed(self._undo):
+            step()
+        unwrap(self.model)
+        self.cuts, self._undo = {}, []
+
+
+def _no_short_cuts(model: nn.Module, plan: TensorPlan) -> list[Undo]:
+    """Keep torch's transformer layers from reading cut weights by themselves, as they do where nothing is trained."""
+    undo: list[Undo] = []
+    for path, module in model.named_modules():
+        for kind, name in SHORT_CUTS.items():
+            if isinstance(module, kind) and any(cut.startswith(f"{path}." if path else "") for cut in plan.cuts):
+                undo.append(partial(setattr, module, name, getattr(module, name)))
+                setattr(module, name, 0)
+    return undo
+
+
+def _cut_shape(shape: tuple[int, ...], each: Cut) -> tuple[int, ...]:
+    own = sum(stop - start for start, stop in each.ranges[0])
+    return (*shape[: each.dim], own, *shape[each.dim + 1 :])

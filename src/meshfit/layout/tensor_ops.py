@@ -1,0 +1,178 @@
+"""What ranks of a tensor group say to each other, and its derivatives.
+
+    enter    x as it is; backward sums the gradients of all ranks      (before columns: each rank has part of it)
+    leave    sums x over all ranks; backward is the gradient as it is  (after rows: every rank goes on alike)
+    gather   parts of a dim put together; backward is the rank's own part
+
+All ranks compute the same from ``leave`` and ``gather`` on, so gradients that come back there are whole and equal.
+
+``Ranks`` speaks over a process group. ``Threads`` are its stand-in for the check: the ranks of a group as threads of
+one process. Backward on the CPU runs in the thread that asked for it, so both directions may wait for each other.
+"""
+
+import threading
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshfit.layout.tensor_region import Traffic
+from meshfit.torch_compat import in_backward
+
+
+class Group(Protocol):
+    """The ranks that hold one copy of a region."""
+
+    rank: int
+    size: int
+
+    def sum(self, x: Tensor) -> Tensor: ...
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """``x`` of every rank, in order."""
+        ...
+
+
+class Ranks:
+    """A process group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        x = x.detach().contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self.group)
+        return parts
+
+
+PATIENCE = 120.0
+"""Seconds after which a thread that waits for the others gives up: they took another way through the code."""
+
+
+class Meeting:
+    """Where the threads of a check meet."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+        self.slots: list[Any] = [None] * size
+
+
+class Threads:
+    """One rank of a group of threads."""
+
+    def __init__(self, meeting: Meeting, rank: int):
+        self.meeting, self.rank, self.size = meeting, rank, len(meeting.slots)
+        self.log: list[Traffic] = []
+
+    def all(self, mine: Any) -> list[Any]:
+        self.meeting.slots[self.rank] = mine
+        self.meeting.barrier.wait()
+        every = list(self.meeting.slots)
+        self.meeting.barrier.wait()
+        return every
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        self.log.append(Traffic("all_gather", in_backward(), x.numel() * self.size))
+        return self._parts(x)
+
+    def sum(self, x: Tensor) -> Tensor:
+        self.log.append(Traffic("all_reduce", in_backward(), x.numel()))
+        return torch.stack(self._parts(x)).sum(0)
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        every = self.all(x.detach())
+        if len({(part.shape, part.dtype) for part in every}) > 1:
+            raise RuntimeError(f"ranks gather tensors of different shapes: {[tuple(part.shape) for part in every]}")
+        return every
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.group.sum(grad), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return group.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.size, ctx.rank = dim, x.shape[dim], group.rank
+        return torch.cat(group.parts(x), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad.narrow(ctx.dim, ctx.rank * ctx.size, ctx.size).contiguous(), None, None
+
+
+def enter(x: Tensor, group: Group) -> Tensor:
+    return _Enter.apply(x, group)  # type: ignore[return-value]
+
+
+def leave(x: Tensor, group: Group) -> Tensor:
+    return _Leave.apply(x, group)  # type: ignore[return-value]
+
+
+def gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    return _Gather.apply(x, dim, group)  # type: ignore[return-value]
+
+
+class Stream:
+    """Random numbers: those of the group, the same on every rank, or inside regions those of the rank alone.
+
+    The rank's own stream is seeded by a draw from the group's, which goes on where it stood when the last open region
+    is left. Both states belong to the generators of the process: what is computed again draws the same again.
+    """
+
+    def __init__(self, group: Group):
+        self.group = group
+        self._open: set[object] = set()
+        self._kept: tuple[Tensor, torch.device | None, Tensor | None] | None = None
+
+    @property
+    def inside(self) -> bool:
+        return bool(self._open)
+
+    def own(self, region: object, device: torch.device | None) -> None:
+        """From here on each rank draws its own numbers."""
+        first = not self._open
+        self._open.add(region)
+        if not first or not isinstance(self.group, Ranks):
+            return
+        seed = int(torch.randint(2**62, (), dtype=torch.int64)) + self.group.rank
+        gpu = device if device is not None and device.type == "cuda" else None
+        self._kept = torch.get_rng_state(), gpu, None if gpu is None else torch.cuda.get_rng_state(gpu)
+        torch.default_generator.manual_seed(seed)
+        if gpu is not None:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(seed)
+
+    def common(self, region: object) -> None:
+        """From here on all ranks draw the same numbers again, if no other region is open."""
+        self._open.discard(region)
+        if self._open or self._kept is None:
+            return
+        (state, gpu, of_gpu), self._kept = self._kept, None
+        torch.set_rng_state(state)
+        if gpu is not None and of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, gpu)

@@ -1,0 +1,275 @@
+"""How to spread a model over the ranks of a tensor group: found, checked, and written down as a value.
+
+Pairs of column and row weights come from ``anatomy.pairs``, as claims. Each is made into a region (where gradients are
+summed on the way in, outputs on the way out) and accepted only if it passes ``tensor_check``. Code that counts heads or
+channels is given its rank's number by a search over the integers its modules hold: none first, then one, then more,
+each tried by the same check. Weights that no pair holds are cut by output channels, and the output gathered. What is
+left, every rank holds whole.
+
+    cost   twice a forward and backward of a copy, the search for pairs, and for each distinct block some runs of it:
+           blocks of one class, with parameters of the same shapes, are checked once
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from meshfit.anatomy.pairs import find_pairs
+from meshfit.layout.replicate import tied
+from meshfit.layout.tensor_check import Refused, check, reference, study
+from meshfit.layout.tensor_claim import NORMS, Claims, around, is_layer, merged
+from meshfit.layout.tensor_region import Patch, Region, TensorPlan, joined
+from meshfit.layout.tensor_watch import watch
+
+WORTH_GATHERING = 0.01
+"""Layers of one kind that hold less than this share of a model stay whole: gathering costs more than it saves."""
+
+MOST_TRIES = 60
+"""Sets of attributes that are tried for one region."""
+
+CHECKED_WHOLE = 2**26
+"""Parameters, over all ranks, up to which more than a block is checked at once: the finished plan on the whole model,
+and blocks that were refused one by one."""
+
+
+def plan_tensor(model: nn.Module, run: Callable[[nn.Module], Any], ways: int) -> TensorPlan:
+    """Find how to split ``model`` over ``ways`` ranks. On one rank, on the CPU; ``model`` stays as it is.
+
+    ``run(model)`` runs a small forward, through ``model.__call__``, and returns the loss. The same model and batch give
+    the same plan.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return _Planner(model, run, ways).plan()
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], ways: int):
+        self.model, self.run, self.ways = study(model), run, ways
+        self.modules = dict(self.model.named_modules())
+        self.parameters = dict(self.model.named_parameters())
+        ties = tied(self.model)
+        self.tied = {*ties, *ties.values()}
+        self.notes: list[str] = []
+        self.first: dict[Any, Region] = {}
+        """Of each kind, the one that is checked."""
+
+        self.winners: list[frozenset[str]] = []
+        """Names of attributes that solved an earlier search: tried first."""
+
+    def plan(self) -> TensorPlan:
+        self.seen = seen = watch(self.model, self.run)
+        split = find_pairs(self.model, seen.inputs, ways=self.ways)
+        made = Claims(self.model, seen, self.ways)
+        claims, layers = [], made.of_layers(split)
+        for pair in split.pairs:
+            try:
+                claims.append(made.of_pair(pair))
+            except Refused as refused:
+                self.notes.append(f"{pair.module or 'the model'}: {pair.kind or 'pair'} refused: {refused}")
+        self.first = {self._likeness(region): region for region in reversed(claims + layers)}
+        self.seen = watch(self.model, self.run, {first.module for first in self.first.values()})
+        regions, refused = self._accepted(claims)
+        regions += self._together(refused)
+        held = {joined(r.module, name) for r in regions for name in (*r.partial, *(cut.name for cut in r.cuts))}
+        held |= {joined(r.module, f"{path}.weight") for r in regions for path in r.sources}
+        layers = [layer for layer in layers if joined(layer.module, "weight") not in held]
+        regions += self._accepted(self._worth(layers))[0]
+        regions = self._whole(regions)
+        cut = {joined(r.module, c.name) for r in regions for c in r.cuts}
+        why = {name: split.why.get(name, "its pair was refused") for name in self.parameters if name not in cut}
+        regions = [replace(region, calls=seen.times[region.module]) for region in regions]
+        batch = sum(x.numel() for x in tree_leaves(seen.inputs) if isinstance(x, torch.Tensor))
+        return TensorPlan(ways=self.ways, regions=tuple(regions), notes=tuple(self.notes), why=why, batch=batch)
+
+    # Layers whose output is gathered
+
+    def _worth(self, layers: list[Region]) -> list[Region]:
+        """Those of a kind that together hold enough of the model."""
+        total = sum(p.numel() for p in self.parameters.values())
+        size: dict[Any, int] = {}
+        for layer in layers:
+            key = self._likeness(layer)
+            size[key] = size.get(key, 0) + self._held(layer)
+        return [layer for layer in layers if size[self._likeness(layer)] >= WORTH_GATHERING * total]
+
+    # The check
+
+    def _accepted(self, claims: list[Region]) -> tuple[list[Region], list[Region]]:
+        """The claims that pass, as they passed, and those that do not; each kind is checked once."""
+        verdicts: dict[Any, Region | Refused] = {}
+        accepted, refused = [], []
+        for claim in claims:
+            key = self._likeness(claim)
+            if key not in verdicts:
+                try:
+                    verdicts[key] = self._checked(self.first[key])
+                except Refused as error:
+                    verdicts[key] = error
+            verdict = verdicts[key]
+            if isinstance(verdict, Region):
+                accepted.append(replace(verdict, module=claim.module))
+            else:
+                refused.append(claim)
+                names = ", ".join(c.name for c in claim.cuts[:3])
+                self.notes.append(
+                    f"{claim.module or 'the model'}: {claim.kind or 'pair'} of {names} refused: {verdict}"
+                )
+        return accepted, refused
+
+    def _together(self, refused: list[Region]) -> list[Region]:
+        """Refused claims on modules of one class, as one region of the module around them: what is shared out may go
+        from one to the next (a bias by head that the first of them makes)."""
+        kinds: dict[tuple, list[Region]] = {}
+        for claim in refused:
+            kinds.setdefault((type(self.modules[claim.module]), claim.kind), []).append(claim)
+        accepted = []
+        for claims in kinds.values():
+            home = self.seen.nearest(around([claim.module for claim in claims]))
+            if len(claims) < 2 or home == claims[0].module or self._too_large(home):
+                continue
+            if home not in self.seen.calls:
+                self.seen.calls |= watch(self.model, self.run, {home}).calls
+            try:
+                region = self._checked(merged(home, claims))
+            except Refused as error:
+                self.notes.append(f"{home or 'the model'}: {claims[0].kind or 'pair'} together refused: {error}")
+                continue
+            accepted.append(region)
+            self.notes.append(f"{home or 'the model'}: {claims[0].kind or 'pair'} accepted together")
+        return accepted
+
+    def _checked(self, claim: Region) -> Region:
+        whole = reference(self.modules[claim.module], self.seen.calls[claim.module])
+        first: Refused | None = None
+        for variant, patches in self._variants(claim):
+            tried = replace(variant, module="", patches=claim.patches + patches, draws=whole.draws)
+            try:
+                partial, traffic = check(whole, (tried,), self.ways)
+                self._only_here(claim.module, partial)
+            except Refused as refused:
+                first = first or refused
+                continue
+            if patches:
+                self.winners.insert(0, frozenset(patch.attribute for patch in patches))
+            return replace(tried, module=claim.module, partial=partial, traffic=traffic)
+        assert first is not None
+        raise first
+
+    def _only_here(self, home: str, partial: tuple[str, ...]) -> None:
+        """Gradients that are summed have no part from elsewhere: that would be summed along."""
+        for name in (joined(home, name) for name in partial):
+            path = name.rpartition(".")[0]
+            if name in self.tied or home not in self.seen.within.get(path, frozenset((home,))):
+                raise Refused(f"{name}, of whose gradient each rank has a part, is used elsewhere too")
+
+    def _variants(self, claim: Region) -> Iterator[tuple[Region, tuple[Patch, ...]]]:
+        """What to try: the claim; the same entered and left at the very products; entered as a whole, at the border of
+        the module, where all that stays whole inside has part of its gradient. Each with sets of attributes."""
+        inner = [raw.module for raw in claim.raw]
+        cut = {each.name for each in claim.cuts}
+        stays = [name for name, _ in self.modules[claim.module].named_parameters() if name not in cut]
+        variants = [replace(claim, raw=())]
+        if claim.raw:
+            enters = tuple(path for path in claim.enters if path not in inner)
+            leaves = tuple(each for each in claim.leaves if each.module not in inner)
+            variants.append(replace(claim, enters=enters, leaves=leaves))
+        if not claim.gathers and sum(self._size(claim.module, name) for name in stays) < self._held(claim):
+            raw = tuple(replace(raw, columns=()) for raw in claim.raw)
+            variants += [replace(v, enters=("",), raw=raw if v.raw else (), partial=tuple(stays)) for v in variants]
+        tries = ((variant, patches) for patches in self._patches(claim) for variant in variants)
+        yield from itertools.islice(tries, MOST_TRIES)
+
+    def _size(self, module: str, name: str) -> int:
+        return self.parameters[joined(module, name)].numel() if joined(module, name) in self.parameters else 0
+
+    def _held(self, region: Region) -> int:
+        return sum(self._size(region.module, each.name) for each in region.cuts)
+
+    def _patches(self, claim: Region) -> Iterator[tuple[Patch, ...]]:
+        """Sets of attributes to try: none, those that helped before, then by number."""
+        yield ()
+        if claim.gathers:
+            return
+        found: dict[tuple, list[Patch]] = {}
+        known = {(patch.module, patch.attribute) for patch in claim.patches}
+        holders = [f"{each.name.rpartition('.')[0]}." for each in claim.cuts]
+        for path, module in self.modules[claim.module].named_modules():
+            if is_layer(module) or isinstance(module, (*NORMS, nn.MultiheadAttention)):
+                continue
+            above = not path or any(holder.startswith(f"{path}.") for holder in holders)
+            if not above and next(module.parameters(), None) is not None:
+                continue  # another region may hold its weights
+            for name, value in vars(module).items():
+                if (path, name) in known or name.startswith("_") or _is_number(name):
+                    continue
+                for place, less in _divided(value, self.ways):
+                    found.setdefault((type(module), name, str(value), place), []).append(Patch(path, name, less))
+                for own, number in _settings(value):
+                    for _, less in _divided(number, self.ways):
+                        patch = Patch(path, f"{name}.{own}", less)
+                        found.setdefault((type(module), patch.attribute, str(number), 0), []).append(patch)
+        sets = [tuple(patches) for _, patches in sorted(found.items(), key=lambda item: "head" not in item[0][1])]
+        tries = [chosen for size in (1, 2, 3) for chosen in itertools.combinations(sets[:MOST_TRIES], size)]
+        tries = [t for t in tries if len({(p[0].module, p[0].attribute) for p in t}) == len(t)]  # one value each
+        tries.sort(key=lambda chosen: frozenset(p.attribute for each in chosen for p in each) not in self.winners)
+        yield from (tuple(itertools.chain(*chosen)) for chosen in tries[:MOST_TRIES])
+
+    def _whole(self, regions: list[Region]) -> list[Region]:
+        """The regions, after a check of all of them together where the model is small enough."""
+        if not regions or self._too_large(""):
+            self.notes += ["too large to be checked as a whole: each block was"] if regions else []
+            return regions
+        for some in (regions, [region for region in regions if region.kind != "gather"]):
+            try:
+                if some:
+                    check(reference(self.model, self.seen.calls[""]), some, self.ways)
+                return some
+            except Refused as refused:
+                self.notes.append(f"the model as a whole: refused: {refused}")
+        return []
+
+    def _too_large(self, path: str) -> bool:
+        return sum(p.numel() for p in self.modules[path].parameters()) * self.ways > CHECKED_WHOLE
+
+    def _likeness(self, claim: Region) -> tuple:
+        """Equal for claims of which one check is enough."""
+        home = self.modules[claim.module]
+        inside = []
+        for path, module in home.named_modules():
+            plain = [(k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and not _is_number(k)]
+            shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters(recurse=False)]
+            inside.append((path, type(module), tuple(sorted(plain)), tuple(shapes)))
+        return (*inside, self.seen.shapes[claim.module], replace(claim, module=""))
+
+
+def _is_number(attribute: str) -> bool:
+    """Whether an attribute says which of its kind a module is."""
+    return any(word in attribute for word in ("idx", "index", "layer_id", "training"))
+
+
+def _settings(value: Any) -> Iterator[tuple[str, Any]]:
+    """Numbers of heads and groups in an object of settings."""
+    if isinstance(value, (nn.Module, torch.Tensor, type)) or not hasattr(value, "__dict__"):
+        return
+    yield from ((name, v) for name, v in vars(value).items() if "head" in name or "group" in name)
+
+
+def _divided(value: Any, ways: int) -> Iterator[tuple[int, Any]]:
+    """``value`` with an integer in it divided by ``ways``, for each that can be; in a tuple, all at once too."""
+
+    def fits(number: Any) -> bool:
+        return type(number) is int and number >= ways and number % ways == 0
+
+    if fits(value):
+        yield 0, value // ways
+    elif type(value) in (tuple, list, torch.Size):
+        places = [i for i, number in enumerate(value) if fits(number)]
+        sets = [[i] for i in places] + ([places] if len(places) > 1 else [])
+        for count, chosen in enumerate(sets):
+            less = [number // ways if i in chosen else number for i, number in enumerate(value)]
+            yield count, type(value)(less)

@@ -1,0 +1,162 @@
+"""What a tensor plan says: regions of the model, each cut over the ranks of a tensor group. Plain values.
+
+A region is the inside of one module. Between ``enters`` and ``leaves`` each rank computes its share of the channels
+from its share of the weights; outside, all ranks compute the same. A layer whose output is gathered is a region of its
+own: it is entered, and ``gathers`` what it returns.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfit.anatomy.shares import Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter or buffer is cut."""
+
+    name: str
+    """Within the module of the region."""
+
+    dim: int
+    ranges: tuple[Ranges, ...]
+    """For each rank, the indices of ``dim`` that it holds."""
+
+    def index(self, rank: int) -> Tensor:
+        return torch.cat([torch.arange(start, stop) for start, stop in self.ranges[rank]])
+
+    def of(self, tensor: Tensor, rank: int) -> Tensor:
+        """The rank's share of ``tensor``, in memory of its own."""
+        if len(self.ranges[rank]) == 1:
+            ((start, stop),) = self.ranges[rank]
+            return tensor.narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+        return tensor.index_select(self.dim, self.index(rank).to(tensor.device))
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """The whole that ``parts``, one of each rank, are the shares of."""
+        size = list(parts[0].shape)
+        size[self.dim] = sum(stop - start for ranges in self.ranges for start, stop in ranges)
+        whole = parts[0].new_empty(size)
+        for rank, part in enumerate(parts):
+            whole.index_copy_(self.dim, self.index(rank).to(whole.device), part)
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A module whose output is the rank's part of a sum."""
+
+    module: str
+    bias: str = ""
+    """The parameter that the module would add to it: left out, and added once, after the sum."""
+
+    dim: int = -1
+    """The dim of the output that the bias lies along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A module in whose code products with weights of its own, which no layer holds, are met: see ``tensor_raw``."""
+
+    module: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """An attribute that says how many channels, groups or heads there are: what it is on a rank."""
+
+    module: str
+    attribute: str
+    """ "heads", or "config.heads" for one of an object that the module holds."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One collective, as it was counted in the check."""
+
+    op: str
+    """ "all_reduce" or "all_gather"."""
+
+    backward: bool
+    elements: int
+    """Of the tensor that is summed, or of what is gathered of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """Paths of modules and names of parameters are within ``module``; "" is the module itself."""
+
+    module: str
+    kind: str
+    """ "attention", "mlp", "conv", "experts", "" as found; "gather" for a layer whose output is gathered."""
+
+    cuts: tuple[Cut, ...]
+    enters: tuple[str, ...] = ()
+    """Modules that take inputs which every rank has whole, and return the rank's share."""
+
+    leaves: tuple[Leave, ...] = ()
+    gathers: tuple[tuple[str, int], ...] = ()
+    """Modules that return the rank's share of a dim, and the dim: it is gathered."""
+
+    raw: tuple[Raw, ...] = ()
+    sources: tuple[str, ...] = ()
+    """Modules inside that return a whole, of which each rank goes on to read something else."""
+
+    partial: tuple[str, ...] = ()
+    """Parameters that stay whole, and of whose gradient each rank has a part."""
+
+    patches: tuple[Patch, ...] = ()
+    heads: tuple[str, ...] = ()
+    """nn.MultiheadAttention, whose forward is replaced: torch's asserts that it has all heads."""
+
+    draws: bool = False
+    """Random numbers are drawn inside: other ones on each rank."""
+
+    traffic: tuple[Traffic, ...] = ()
+    """Of one call of the module, on the batch that the plan was made with."""
+
+    calls: int = 1
+    """Of the module, in one forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """How a model is spread over ``ways`` ranks, so that together they compute what one would."""
+
+    ways: int
+    regions: tuple[Region, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was refused, and why."""
+
+    why: dict[str, str] = field(default_factory=dict)
+    """Of each parameter that stays whole, what stood against cutting it."""
+
+    batch: int = 0
+    """Elements of the tensors that the model was given when the plan was made."""
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """By the name of the parameter or buffer."""
+        return {joined(region.module, cut.name): cut for region in self.regions for cut in region.cuts}
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        return tuple(joined(region.module, name) for region in self.regions for name in region.partial)
+
+    def __str__(self) -> str:
+        kinds: dict[str, int] = {}
+        for region in self.regions:
+            kinds[region.kind or "other"] = kinds.get(region.kind or "other", 0) + 1
+        found = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing to split"
+        return "\n".join((f"tensor={self.ways}: {found}", *(f"  {note}" for note in self.notes)))
+
+
+def joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module and name else module or name
