@@ -242,3 +242,19 @@ def test_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("data=1 0", "shard=2 0", "shard=2 1"))
     torch.testing.assert_close(first, second, atol=0.0, rtol=0.0)
     torch.testing.assert_close(first, alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "data=2", "offload=parameters"])
+def test_hooks_on_parameters_are_refused(plan: str) -> None:
+    model = nn.Linear(4, 3)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(meshfit.PlanError, match="weight has a hook"):
+        meshfit.fit(
+            model,
+            (torch.randn(8, 4), torch.randn(8, 3)),
+            loss=F.mse_loss,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            batch_size=4,
+            steps=1,
+            plan=plan,
+        )

@@ -71,7 +71,19 @@ def _global_norms(plan: Plan) -> bool:
 
 
 def _check_forward(plan: Plan, model: nn.Module) -> None:
-    """A forward that changes weights changes them differently on each rank."""
+    """A forward that changes weights changes them differently on each rank; hooks on parameters do not travel to ranks,
+    and see no gradient where parameters are cut."""
+    hooked = [
+        name
+        for name, p in model.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked and (plan.devices > 1 or plan.offload == "parameters"):
+        raise PlanError(
+            f"{plan}: {hooked[0]} has a hook on its gradient, which would not be called",
+            "clip= and the optimizer see summed gradients; step= can change a loss",
+            "without the hook every plan works; one device works as it is",
+        )
     for name, module in model.named_modules():
         if plan.devices > 1 and getattr(module, "max_norm", None) is not None and isinstance(module, EMBEDDINGS):
             raise PlanError(
