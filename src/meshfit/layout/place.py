@@ -148,7 +148,7 @@ def place(
     )
     found = Found()
     if cuts or plan.recompute != "none" or in_blocks:
-        found = _agreed(lambda: find(plan, model, objective, few()), mesh)
+        found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
     if not cuts:
         model.to(device)
     replicate = Replicate(degree=plan.shares, global_batchnorm=plan.batchnorm == "global")
@@ -173,10 +173,12 @@ def place(
     return placed
 
 
-def find(plan: Plan, model: nn.Module, objective: Callable[[nn.Module, Any], Any], batch: Any) -> Found:
+def find(
+    plan: Plan, model: nn.Module, objective: Callable[[nn.Module, Any], Any], batch: Any, device: str = "cuda"
+) -> Found:
     """Units and blocks of a model, from the trace of one step."""
     names = tuple(name for name, _ in model.named_parameters())
-    trace = traced(model, objective, batch)
+    trace = traced(model, objective, batch, device=device)
     if isinstance(trace, TraceError):
         why = f"the model cannot be traced ({trace.headline})"
         notes = []
