@@ -139,7 +139,7 @@ def sum_in_reverse(case: Case, trial: Trial) -> Trained:
 
 
 @functools.cache
-def reference(name: str, samples: int, batch_size: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def reference(name: str, samples: int, batch_size: int, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
     return train_alone(ZOO[name], samples=samples, batch_size=batch_size, steps=steps, lr=LEARNING_RATE)
 
 
