@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.anatomy_live import LiveBytes, unpacked
 from benchmarks.zoo import ZOO, Case, mean_loss, take
-from meshfit.anatomy.cost import Meter, kept_with_recompute
+from meshfit.anatomy.again import after_recompute
+from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.flops import FORMULAS
 from meshfit.anatomy.trace import Cost, Event, Trace, Value
 
@@ -220,7 +221,6 @@ def test_events_share_out_the_whole() -> None:
     assert activation == Cost(0, 0, made, made, made)
     assert last.flops_backward == 2 * last.flops == 2 * (2 * 5 * 16 * 4)
     assert last.kept == 0  # what the activation keeps already
-    assert meter.saved_by(y) == ()
     assert meter.outside == Cost(0, 0, 4 * 5 * 8, 4 * 5 * 8, 0)
     meter.start(7)
     with pytest.raises(RuntimeError, match="event 8 starts inside event 7"):
@@ -318,8 +318,8 @@ class Tiny(nn.Module):
         return self.head(self.norm(x))
 
 
-def traced(model: Any, first: Tensor, *others: Tensor) -> tuple[Trace, dict[int, tuple[int, ...]]]:
-    """A trace of a chain of modules, and who saves what: each event takes the last value."""
+def traced(model: Any, first: Tensor, *others: Tensor) -> Trace:
+    """A trace of a chain of modules: each event takes the last value."""
     events, values, seen = [], {0: _value(0, first, -1)}, [first]
     with Meter([*model.parameters(), *model.buffers(), first, *others], target="cpu") as meter:
         for index, (path, module) in enumerate(model.parts()):
@@ -332,8 +332,7 @@ def traced(model: Any, first: Tensor, *others: Tensor) -> tuple[Trace, dict[int,
     made = tuple(
         Event(index, "module", path, "", (index,), (index + 1,), cost=meter.costs[index]) for index, path in events
     )
-    trace = Trace(made, values, (0,), (len(made),), {}, {}, {})
-    return trace, {number: savers for number, value in enumerate(seen) if (savers := meter.saved_by(value))}
+    return Trace(made, values, (0,), (len(made),), {}, {}, {})
 
 
 def _value(number: int, tensor: Tensor, made_by: int) -> Value:
@@ -344,11 +343,10 @@ def _value(number: int, tensor: Tensor, made_by: int) -> Value:
 @pytest.mark.parametrize("recompute", [(), (0,), (1, 2), (0, 1, 2, 3)])
 def test_recomputed_blocks_keep_their_inputs(recompute: tuple[int, ...]) -> None:
     ids, mask = torch.randint(50, (8, 16)), torch.zeros(16, 16)
-    trace, saved_by = traced(Tiny().to("meta"), ids.to("meta"), mask.to("meta"))
+    trace = traced(Tiny().to("meta"), ids.to("meta"), mask.to("meta"))
     model = Tiny(recompute)
     live, paths = held(lambda: model(ids, mask)), [f"blocks.{i}" for i in recompute]
-    assert kept_with_recompute(trace, paths, saved_by) == pytest.approx(live, rel=0.03)
-    assert kept_with_recompute(trace, paths) == pytest.approx(live, rel=0.03)
+    assert sum(after_recompute(trace, paths)[0].values()) == pytest.approx(live, rel=0.03)
 
 
 class Convolutions(nn.Module):
@@ -375,9 +373,10 @@ class Convolutions(nn.Module):
 @pytest.mark.parametrize("recompute", [(), (1,), (0, 1, 2)])
 def test_recomputed_inputs_count_once(recompute: tuple[int, ...]) -> None:
     x = torch.randn(2, 3, 16, 16)
-    trace, saved_by = traced(Convolutions(), x)
+    trace = traced(Convolutions(), x)
     model, paths = Convolutions(recompute), [f"blocks.{i}" for i in recompute]
-    assert kept_with_recompute(trace, paths, saved_by) == pytest.approx(held(lambda: model(x)), rel=0.03)
+    kept, _ = after_recompute(trace, paths)
+    assert sum(kept.values()) == pytest.approx(held(lambda: model(x)), rel=0.03)
 
 
 def test_seventy_billion_parameters_in_seconds() -> None:

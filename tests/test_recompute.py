@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 from benchmarks import zoo
 from benchmarks.anatomy_live import LiveBytes
 from benchmarks.zoo import ZOO, Case, mean_loss, take
+from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.blocks import blocks
 from meshfit.anatomy.cost import Meter, worth_keeping
 from meshfit.anatomy.flops import FORMULAS
@@ -31,7 +32,7 @@ from meshfit.anatomy.trace import Trace
 from meshfit.data import tree
 from meshfit.layout import batchnorm
 from meshfit.layout.forward import unwrap
-from meshfit.layout.recompute import Recompute, recomputed_blocks
+from meshfit.layout.recompute import Recompute
 from meshfit.objective import call, split
 from tests import hostile
 from tests.distributed import distributed

@@ -136,6 +136,16 @@ class Plan:
         """Parts into which the ranks cut each batch."""
         return self.data * self.shard
 
+    @property
+    def cuts(self) -> bool:
+        """Whether parameters live elsewhere than where they are used, and are gathered."""
+        return self.shard > 1 or self.offload == "parameters"
+
+    @property
+    def joins_batchnorms(self) -> bool:
+        """Whether BatchNorms talk to other ranks in the middle of a forward."""
+        return self.devices > 1 and self.batchnorm == "global"
+
 
 def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:
     """The plan to run: read from text, "auto" filled in, and checked against the devices there are.

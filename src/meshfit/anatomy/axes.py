@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from math import gcd
 
+from meshfit.anatomy.again import after_recompute, recomputed_blocks
 from meshfit.anatomy.blocks import blocks
 from meshfit.anatomy.branches import branches
-from meshfit.anatomy.cost import kept_with_recompute
 from meshfit.anatomy.cuts import cuts, stages
 from meshfit.anatomy.pairs import Split
 from meshfit.anatomy.trace import Trace
@@ -150,12 +150,11 @@ def _expert(trace: Trace) -> Verdict:
 
 
 def _recompute(trace: Trace) -> Verdict:
-    cost = trace.cost
-    repeated = [unit for unit in blocks(trace) if len(unit.paths) > 1 and unit.cost.kept]
+    cost, found = trace.cost, recomputed_blocks(trace)
     if not cost.kept:
         return Verdict(False, "nothing is kept for backward")
-    if not repeated:
-        return Verdict(True, "by single modules: none repeats")
-    left = kept_with_recompute(trace, [path for unit in repeated for path in unit.paths]) / cost.kept
-    more = sum(len(unit.paths) * unit.cost.flops for unit in repeated) / max(cost.flops + cost.flops_backward, 1)
-    return Verdict(True, f"its repeated blocks: {left:.0%} of the bytes kept stay, for {more:.0%} more flops")
+    if not found:
+        return Verdict(False, "no module of it would keep much less")
+    kept, again = after_recompute(trace, found)
+    left, more = sum(kept.values()) / cost.kept, sum(again.values()) / max(cost.flops + cost.flops_backward, 1)
+    return Verdict(True, f"{len(found)} modules: {left:.0%} of the bytes kept stay, for {more:.0%} more flops")

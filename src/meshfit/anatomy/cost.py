@@ -18,7 +18,7 @@ compiled code) are not counted at all.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfit.anatomy import kernels
 from meshfit.anatomy.flops import backward_flops, forward_flops, has_flops, known_as, tensors
-from meshfit.anatomy.trace import Cost, Event, Trace, Use
+from meshfit.anatomy.trace import Cost, Use
 
 aten = torch.ops.aten
 
@@ -132,11 +132,6 @@ class Meter:
     @property
     def total(self) -> Cost:
         return sum(self.costs.values(), self.outside)
-
-    def saved_by(self, tensor: Tensor) -> tuple[int, ...]:
-        """The events that save ``tensor``, or something it shares memory with, for backward."""
-        saves = self._saved.get(_key(tensor), ())
-        return tuple(dict.fromkeys(event for node, event in saves if event is not None and self._counts(node)))
 
     def _costs(self) -> dict[int | None, Cost]:
         backward, kept = dict.fromkeys(self._spent, 0), dict.fromkeys(self._spent, 0)
@@ -319,48 +314,6 @@ def _is_dear(func: Any) -> bool:
         and not func._schema.is_mutable
         and has_flops(known_as(func._overloadpacket))
     )
-
-
-def kept_with_recompute(
-    trace: Trace, paths: Collection[str], saved_by: Mapping[int, Collection[int]] | None = None
-) -> int:
-    """Bytes kept from forward to backward when the modules at ``paths`` are computed again in backward.
-
-    Such a module keeps its inputs and nothing else (``torch.utils.checkpoint``, not reentrant). An input that is
-    kept anyway must not count twice: ``saved_by`` gives, by the number of a storage, the events that save it
-    (``Meter.saved_by``). Without it inputs are taken to be kept by nothing else, which is so where blocks
-    pass on sums, as transformers do, and too much where they pass on what an activation saved.
-    """
-    block = {event.index: _block_of(event, paths) for event in trace.events}
-    sizes: dict[int, int] = {}
-    for value in trace.values.values():
-        sizes[_storage(trace, value.id)] = max(sizes.get(_storage(trace, value.id), 0), value.bytes)
-    kept = sum(event.cost.kept for event in trace.events if block[event.index] is None)
-    held: set[int] = set()  # storages in that sum, or added to it
-    for storage, savers in (saved_by or {}).items():
-        outside = [block[event] is None for event in savers]
-        if any(outside):
-            held.add(storage)
-            if not outside[0]:  # booked to a block that lets go of it, while another event does not
-                kept += sizes.get(storage, 0)
-    for event in trace.events:
-        for read in event.reads if block[event.index] is not None else ():
-            maker, storage = trace.values[read].made_by, _storage(trace, read)
-            if maker >= 0 and block[maker] != block[event.index] and storage not in held:
-                held.add(storage)
-                kept += sizes[storage]
-    return kept
-
-
-def _block_of(event: Event, paths: Collection[str]) -> str | None:
-    place = event.name if event.kind == "module" else event.inside
-    return next((path for path in paths if place == path or place.startswith(f"{path}.")), None)
-
-
-def _storage(trace: Trace, value: int) -> int:
-    """Values without a number of their own share memory with none."""
-    number = trace.values[value].storage
-    return number if number >= 0 else -2 - value
 
 
 class _Operations(TorchDispatchMode):

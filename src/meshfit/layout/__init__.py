@@ -36,14 +36,14 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"shard={plan.shard} gathers weights": plan.shard > 1,
             "offload=parameters fetches weights": plan.offload == "parameters",
             f"recompute={plan.recompute} runs blocks twice": plan.recompute != "none",
-            f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and _global_norms(plan),
+            f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and plan.joins_batchnorms,
         }
         if any(inside.values()):
             raise PlanError(
                 f"{plan}: this model cannot be compiled whole",
                 f"in the middle of the forward {' and '.join(what for what, so in inside.items() if so)}",
                 f"{replace(plan, compile='block')} works"
-                + ("; so does batchnorm=local beside compile=whole" if norms and _global_norms(plan) else ""),
+                + ("; so does batchnorm=local beside compile=whole" if norms and plan.joins_batchnorms else ""),
             )
     if plan.compile == "block" and plan.recompute == "selective":
         raise PlanError(
@@ -64,10 +64,6 @@ def check(plan: Plan, model: nn.Module) -> None:
         raise PlanError(
             f"{lazy[0]} has no shape yet: it is a lazy parameter", "run the model once on a batch before fit"
         )
-
-
-def _global_norms(plan: Plan) -> bool:
-    return plan.devices > 1 and plan.batchnorm == "global"
 
 
 def _check_forward(plan: Plan, model: nn.Module) -> None:

@@ -8,14 +8,14 @@ from math import prod
 import torch
 from torch import nn
 
+from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.exchange import allreduce
 from meshfit.exchange.nature import state_bytes
 from meshfit.layout import batchnorm
 from meshfit.layout.offload import Offload
-from meshfit.layout.precision import DTYPES
-from meshfit.layout.recompute import Recompute, recomputed_blocks
+from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate
 from meshfit.layout.shard import Shard
 from meshfit.layout.units import units
@@ -28,21 +28,15 @@ def cost(plan: Plan, trace: Trace, optimizer: torch.optim.Optimizer, *, ahead: b
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
     total, whole = Cost(), trace
-    if plan.shard > 1 or plan.offload == "parameters":
-        shard = Shard(
-            degree=plan.shard,
-            zero=plan.zero,
-            units=units(trace, tuple(trace.parameters)),
-            gathered=DTYPES.get(plan.precision),
-            home="host" if plan.offload == "parameters" else "device",
-        )
+    if plan.cuts:
+        shard = Shard.of(plan, units(trace, tuple(trace.parameters)))
         trace, added = shard.cost(trace, copies=plan.data, microbatches=plan.microbatches, ahead=ahead)
         total += added
     else:
         trace, added = Replicate(degree=plan.data).cost(trace)
         trained = [_parameter(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
         total += added + allreduce.cost(trained, plan.data)
-    if plan.devices > 1 and plan.batchnorm == "global":
+    if plan.joins_batchnorms:
         total += batchnorm.cost(whole, plan.devices, plan.microbatches)
     if plan.recompute != "none":
         trace, added = Recompute(word=plan.recompute, blocks=recomputed_blocks(whole)).cost(trace)

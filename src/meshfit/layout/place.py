@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.errors import PlanError
@@ -21,8 +22,7 @@ from meshfit.layout.compile import Blocks, compilable
 from meshfit.layout.forward import is_wrapped, unwrap, wrap
 from meshfit.layout.gather import Shards
 from meshfit.layout.mesh import Mesh
-from meshfit.layout.precision import DTYPES
-from meshfit.layout.recompute import Recompute, recomputed_blocks
+from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate, check_ties, tensors_of, tied
 from meshfit.layout.shard import Shard
 from meshfit.layout.units import Unit, traced, units
@@ -70,13 +70,6 @@ class Placed:
         """Call when weights were changed by other means than a step."""
         if self.shards is not None:
             self.shards.changed()
-
-    def whole(self, parameter: nn.Parameter, mine: Tensor | None) -> Tensor:
-        """All of a tensor that lies as ``parameter`` does (its gradient, say); all ranks call it together."""
-        if self.shards is None:
-            assert mine is not None
-            return mine.detach()
-        return self.shards.whole(parameter, mine)
 
     def tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
         """All weights and buffers, whole, on the CPU. All ranks call it together; those that do not ``keep`` them get
@@ -141,30 +134,20 @@ def place(
     ``before_cut`` is called while the parameters are still whole: an optimizer made there sees their shapes.
     """
     ties = tied(model)
-    cuts = plan.shard > 1 or plan.offload == "parameters"
-    talks = plan.devices > 1 and plan.batchnorm == "global" and bool(batch_norms(model))
-    in_blocks = plan.compile == "block" or (
-        plan.compile == "auto" and device.type == "cuda" and (cuts or plan.recompute == "full" or talks)
-    )
+    acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
+    in_blocks = plan.compile == "block" or (plan.compile == "auto" and device.type == "cuda" and acts_inside)
     found = Found()
-    if cuts or plan.recompute != "none" or in_blocks:
+    if plan.cuts or plan.recompute != "none" or in_blocks:
         found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
-    if not cuts:
+    if not plan.cuts:
         model.to(device)
     replicate = Replicate(degree=plan.shares, global_batchnorm=plan.batchnorm == "global")
     replicate.apply(model, mesh.world, same=same, device=device)
     before_cut()
     blocks = Blocks(model, found.compiled) if in_blocks and found.compiled else None
     placed = Placed(model, mesh, compiled=blocks, notes=list(found.notes))
-    if cuts:
-        shard = Shard(
-            degree=plan.shard,
-            zero=plan.zero,
-            units=found.units,
-            gathered=DTYPES.get(plan.precision),
-            home="host" if plan.offload == "parameters" else "device",
-        )
-        placed.shards = shard.apply(model, mesh.shard, device)
+    if plan.cuts:
+        placed.shards = Shard.of(plan, found.units).apply(model, mesh.shard, device)
         for path in found.blocks:  # computed again in backward, where nothing holds the whole's own open
             wrap(model.get_submodule(path), placed.shards.around(placed.shards.units[0]))
     if plan.recompute != "none":
@@ -182,7 +165,7 @@ def find(
     if isinstance(trace, TraceError):
         why = f"the model cannot be traced ({trace.headline})"
         notes = []
-        if plan.shard > 1 or plan.offload == "parameters":
+        if plan.cuts:
             notes.append(f"shard: all parameters are gathered together, because {why}")
         if plan.recompute != "none":
             notes.append(f"recompute: none, because {why}")
@@ -191,14 +174,14 @@ def find(
         return Found(units=(Unit(("",), names),), notes=tuple(notes))
     _check_changes(plan, trace)
     blocks = () if plan.recompute == "none" else recomputed_blocks(trace)
-    compiled = compilable(trace, global_batchnorm=plan.devices > 1 and plan.batchnorm == "global")
+    compiled = compilable(trace, global_batchnorm=plan.joins_batchnorms)
     return Found(units=units(trace, names), blocks=blocks, compiled=compiled)
 
 
 def _check_changes(plan: Plan, trace: Trace) -> None:
     """Weights that a step changes by itself must be the ones at rest, not copies gathered for a call."""
     changed = [(name, event.line) for event in trace.events for name in event.changes if name in trace.parameters]
-    if changed and plan.zero == 3 and (plan.shard > 1 or plan.offload == "parameters"):
+    if changed and plan.zero == 3 and plan.cuts:
         whole = replace(plan, zero=2) if plan.shard > 1 else replace(plan, offload="optimizer")
         raise PlanError(
             f"{plan}: the model's own code changes {changed[0][0]}",

@@ -33,8 +33,10 @@ from meshfit.layout.flat import Flat
 from meshfit.layout.forward import wrap
 from meshfit.layout.gather import Shards
 from meshfit.layout.open_unit import OpenUnit
+from meshfit.layout.precision import DTYPES
 from meshfit.layout.shard_cost import shard_cost
 from meshfit.layout.units import ROUNDED, Unit
+from meshfit.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,17 @@ class Shard:
 
     home: str = "device"
     """Where the parts live: "device", or "host" (and come to the device when gathered)."""
+
+    @classmethod
+    def of(cls, plan: Plan, units: tuple[Unit, ...]) -> "Shard":
+        """What a plan says of it, for the units of one model."""
+        return cls(
+            degree=plan.shard,
+            zero=plan.zero,
+            units=units,
+            gathered=DTYPES.get(plan.precision),
+            home="host" if plan.offload == "parameters" else "device",
+        )
 
     def apply(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> Shards:
         """Cut ``model`` in place. It may lie in host memory: only parts of it go to the device."""

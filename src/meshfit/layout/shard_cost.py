@@ -41,6 +41,11 @@ class Row:
         """Bytes of all of it, gathered."""
         return self.part * self.degree * self.gathered
 
+    @property
+    def gradients(self) -> int:
+        """Bytes of all its gradients."""
+        return self.bytes * self.degree
+
     def first_slices(self) -> dict[str, int]:
         """Elements of each parameter that the first rank owns."""
         left, found = self.part, {}
@@ -83,66 +88,63 @@ def shard_cost(
     """See ``Shard.cost``."""
     rows = {unit: rows_of(trace, unit, degree, gathered) for unit in units}
     every = [row for many in rows.values() for row in many]
-    wholes = {unit: sum(row.whole for row in many) for unit, many in rows.items()}
     uses = uses_of(trace, units)
+    used = Counter(use.unit for use in uses if use.returns)
     accumulate = zero == 1 and microbatches > 1
-    calls: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
-
-    def call(name: str, times: int, size: int) -> None:
-        if times and size:
-            calls[name] += times
-            moved[name] += times * size
-
     fetched = Counter(units) if zero < 3 else gathers(trace, uses, microbatches)
-    if degree > 1:
-        for unit, times in fetched.items():
-            for row in rows[unit]:
-                call("all_gather", times, row.whole)
-        used = Counter(use.unit for use in uses if use.returns)
-        for unit, many in rows.items():
-            for row in many:
-                times = used[unit] if zero == 3 else 1
-                times *= 1 if accumulate else microbatches
-                call("reduce_scatter", times * row.trained, row.part * degree * row.itemsize)
-    if copies > 1:
-        for row in every:
-            call("all_reduce", int(row.trained), row.bytes)
-    if degree * copies > 1:
-        parameters = sum(len(row.sizes) for row in every if row.trained)
-        call("all_reduce", 1, 8 * (RIDERS + 2 * degree * copies + parameters))
+    scattered = {
+        unit: (used[unit] if zero == 3 else 1) * (1 if accumulate else microbatches) if degree > 1 else 0
+        for unit in units
+    }
     uncut = sum(p.bytes for p in trace.parameters.values() if not p.dtype.startswith(CUT))
-    parts, gradients = sum(row.bytes for row in every), sum(row.bytes for row in every if row.trained)
-    held = {"weights": parts, "gradients": gradients}
-    if accumulate:
-        held["gradients"] += gradients * degree
-    elif zero < 3:  # what is used several times in a pass is summed whole before it is scattered
-        again = {unit for unit, times in Counter(use.unit for use in uses if use.returns).items() if times > 1}
-        held["gradients"] += sum(row.bytes * degree for unit in again for row in rows[unit] if row.trained)
+    parts = {"weights": sum(row.bytes for row in every), "gradients": sum(row.bytes for row in every if row.trained)}
+    held = {"weights": uncut, "gradients": 0} if host else {**parts, "weights": parts["weights"] + uncut}
     if zero == 3:
-        held["gathered"] = _most(units, wholes, ahead)
-    elif gathered or host:
-        held["weights"] += sum(row.whole for row in every if host or row.gathered != row.itemsize)
-        held["weights"] += sum(row.whole - row.bytes for row in every if not host and row.gathered == row.itemsize)
-    else:
-        held["weights"] = sum(row.whole for row in every)
-    held["weights"] += uncut
-    away: dict[str, int] = {}
-    if host:
-        away = {"weights": parts, "gradients": gradients}
-        held["weights"] -= parts
-        held["gradients"] -= gradients
-        for unit, times in fetched.items():
-            call("host_to_device", times, sum(row.bytes for row in rows[unit]))
-        call("device_to_host", 1, gradients)
-    slices = {name: n for row in every for name, n in row.first_slices().items()}
+        held["gathered"] = _most(units, {unit: sum(row.whole for row in rows[unit]) for unit in units}, ahead)
+    else:  # a part that is gathered as it is lies within the whole
+        within = [0 if host or row.gathered != row.itemsize else row.bytes for row in every]
+        held["weights"] += sum(row.whole for row in every) - sum(within)
+        # Whole gradients wait for later microbatches, or for further uses of their unit in this one.
+        waiting = units if accumulate else [unit for unit in units if used[unit] > 1]
+        held["gradients"] += sum(row.gradients for unit in waiting for row in rows[unit] if row.trained)
+    calls, moved = _traffic(rows, fetched, scattered, degree, copies, host)
+    slices = {name: n for row in every for name, n in row.first_slices().items()} if degree > 1 else {}
     cut = {
         name: replace(p, shape=(slices[name],), bytes=p.bytes // max(1, _elements(p.shape)) * slices[name])
         for name, p in trace.parameters.items()
         if name in slices
     }
-    cost = Cost(held=held, host=away, calls=dict(calls), moved=dict(moved))
-    return replace(trace, parameters={**trace.parameters, **(cut if degree > 1 else {})}), cost
+    cost = Cost(held=held, host=parts if host else {}, calls=calls, moved=moved)
+    return replace(trace, parameters={**trace.parameters, **cut}), cost
+
+
+def _traffic(
+    rows: dict[Unit, list[Row]],
+    fetched: Counter[Unit],
+    scattered: dict[Unit, int],
+    degree: int,
+    copies: int,
+    host: bool,
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Calls and bytes of a step, by name: how often each unit is gathered and scattered is given."""
+    trained = [row for many in rows.values() for row in many if row.trained]
+    runs = [("reduce_scatter", scattered[unit], row.gradients) for unit in rows for row in rows[unit] if row.trained]
+    if degree > 1:
+        runs += [("all_gather", times, row.whole) for unit, times in fetched.items() for row in rows[unit]]
+    if copies > 1:
+        runs += [("all_reduce", 1, row.bytes) for row in trained]
+    if degree * copies > 1:
+        runs.append(("all_reduce", 1, 8 * (RIDERS + 2 * degree * copies + sum(len(row.sizes) for row in trained))))
+    if host:
+        runs += [("host_to_device", times, sum(r.bytes for r in rows[unit])) for unit, times in fetched.items()]
+        runs.append(("device_to_host", 1, sum(row.bytes for row in trained)))
+    calls: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    for name, times, size in runs:
+        if times and size:
+            calls[name] += times
+            moved[name] += times * size
+    return dict(calls), dict(moved)
 
 
 @dataclass(slots=True)
