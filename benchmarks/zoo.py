@@ -468,6 +468,32 @@ def convnext() -> nn.Module:
 
 
 @seeded
+def swin() -> nn.Module:
+    hf = transformers()
+    config = hf.SwinConfig(
+        image_size=32,
+        patch_size=4,
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[4, 4],
+        window_size=4,
+        num_labels=CLASSES,
+        drop_path_rate=0.0,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return hf.SwinForImageClassification(config)
+
+
+@seeded
+def mamba() -> nn.Module:
+    hf = transformers()
+    return hf.MambaForCausalLM(
+        hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, state_size=4, num_hidden_layers=2, use_cache=False)
+    )
+
+
+@seeded
 def unet() -> nn.Module:
     return diffusers().UNet2DModel(
         sample_size=16,
@@ -640,6 +666,8 @@ CASES = (
         data=images,
         loss=lambda outputs, targets: F.cross_entropy(outputs.logits, targets),
     ),
+    Case(name="swin", build=swin, data=labelled_images),
+    Case(name="mamba", build=mamba, data=unpadded_text, weight_of=labels_kept_shifted),
     Case(
         name="unet-diffusers",
         build=unet,

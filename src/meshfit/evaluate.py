@@ -79,24 +79,25 @@ def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
     loader, precision, placed = _prepare(job, world)
     outputs = list(outputs_of(placed, loader, precision))
     placed.undo()
-    return outputs
+    return outputs if placed.mesh.first else []
 
 
 def _prepare(job: Job, world: World) -> tuple[Loader, Precision, Placed]:
     assert isinstance(job.plan, Plan)
     assert isinstance(job.batch_size, int)
+    mesh = Mesh.of(job.plan, world.rank, world.size)
     loader = Loader(
         source=open_source(job.data),
         batch_size=job.batch_size,
-        rank=world.rank,
-        ranks=world.size,
+        rank=mesh.share,
+        ranks=job.plan.shares,
         device=world.device,
         shuffle=False,
     )
     placed = place(
         replace(job.plan, recompute="none", batchnorm="local"),
         job.build(),
-        Mesh.of(job.plan, world.rank, world.size),
+        mesh,
         world.device,
         objective=lambda model, batch: call(model, split(batch)[0]),
         few=loader.source.few,

@@ -76,7 +76,7 @@ def measure(
                 for name, metric in metrics.items():
                     add(name, *_reduced(name, metric(outputs, targets), part.samples))
     summed = {"loss"} if over.kind == "sum" else set()
-    return _mean_over_ranks(sums, summed, loader)
+    return _mean_over_ranks(sums, summed, placed.mesh.batch, loader.device)
 
 
 def _weighed(loss: Any, over: Over, content: Any, samples: int) -> tuple[Any, Any]:
@@ -104,12 +104,14 @@ def _reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
     return (value.double() if isinstance(value, Tensor) else value) * samples, samples
 
 
-def _mean_over_ranks(sums: dict[str, tuple[Any, Any]], summed: set[str], loader: Loader) -> dict[str, float]:
+def _mean_over_ranks(
+    sums: dict[str, tuple[Any, Any]], summed: set[str], group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, float]:
     """Totals over counts; those ``summed`` are left as totals. A mean over nothing is NaN."""
     flat = torch.tensor([float(value) for pair in sums.values() for value in pair], dtype=torch.float64)
-    if loader.ranks > 1:
-        flat = flat.to(loader.device)
-        dist.all_reduce(flat)
+    if group is not None:
+        flat = flat.to(device)
+        dist.all_reduce(flat, group=group)
     totals = zip(sums, flat.view(-1, 2).tolist(), strict=True)
     return {name: total if name in summed else total / count if count else nan for name, (total, count) in totals}
 

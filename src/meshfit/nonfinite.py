@@ -52,20 +52,20 @@ class Watch:
         what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
         raise NonFiniteError(
             f"step {step}: {what}",
-            self._samples(batch, [rank for rank, flag in enumerate(broken) if flag]),
+            self._samples(batch, [share for share, flag in enumerate(broken) if flag]),
             "the weights are as they were before that step",
             'on_nan="skip" would leave such steps out; a smaller learning rate or clip=1.0 may prevent them',
         )
 
-    def _samples(self, batch: Batch, ranks: list[int]) -> str:
+    def _samples(self, batch: Batch, broken: list[int]) -> str:
         bad = self._samples_with_nan(batch)
         if bad:
             return f"data holds NaN or Inf in sample{'s' * (len(bad) > 1)} {_listed(bad)}"
-        world = self.run.world.size
-        if world > 1 and 0 < len(ranks) < world:
-            parts = [at for rank in ranks for at in shares(batch.size, rank, world, len(batch.microbatches))]
+        plan = self.run.plan
+        if 0 < len(broken) < plan.shares:
+            parts = [at for one in broken for at in shares(batch.size, one, plan.shares, len(batch.microbatches))]
             ids = [i for at in parts for i in batch.ids[at].tolist()]
-            who = f"rank {', '.join(map(str, ranks))}"
+            who = f"rank {', '.join(str(one * plan.devices // plan.shares) for one in broken)}"
             return f"it came from {who}, samples {_listed(ids)} of epoch {batch.epoch}"
         return f"samples {_listed(batch.ids.tolist())} of epoch {batch.epoch}"
 

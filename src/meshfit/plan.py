@@ -10,6 +10,7 @@ the checkpoint and in the report:
     shard=8 zero=1                  ... of the optimizer state alone
     data=2 shard=4 recompute=full   two copies, each over four devices; blocks are computed again in backward
     offload=optimizer               optimizer state in host memory
+    data=2 tensor=4                 two copies, each with its operations over four devices
 """
 
 from dataclasses import dataclass, fields, replace
@@ -23,7 +24,7 @@ BATCHNORMS = ("global", "local")
 RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "parameters")
 ZEROS = (1, 2, 3)
-DEGREES = ("data", "shard")
+DEGREES = ("data", "shard", "tensor")
 
 WORDS = {
     "precision": PRECISIONS,
@@ -35,7 +36,6 @@ WORDS = {
 
 # Words of the plan language that this version can read but not yet carry out.
 LATER = [
-    "tensor",
     "branch",
     "context",
     "expert",
@@ -62,6 +62,9 @@ class Plan:
 
     zero: int = 3
     """What is cut over them: 1 the optimizer state, 2 gradients too, 3 weights too."""
+
+    tensor: int = 1
+    """Devices that share each operation: of most weights each holds a part of the channels. On the same samples."""
 
     microbatches: int = 1
     """Passes in which a device works through its share of a batch."""
@@ -129,7 +132,7 @@ class Plan:
     @property
     def devices(self) -> int:
         """Devices that the plan takes: the product of its degrees."""
-        return self.data * self.shard
+        return self.data * self.shard * self.tensor
 
     @property
     def shares(self) -> int:
@@ -144,7 +147,7 @@ class Plan:
     @property
     def joins_batchnorms(self) -> bool:
         """Whether BatchNorms talk to other ranks in the middle of a forward."""
-        return self.devices > 1 and self.batchnorm == "global"
+        return self.shares > 1 and self.batchnorm == "global"
 
 
 def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:

@@ -22,6 +22,7 @@ from meshfit.data.source import Stream, open_source
 from meshfit.errors import DataError
 from meshfit.evaluation import measure
 from meshfit.events import Events
+from meshfit.exchange.across import Across, share_state
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.scatter import Scatter, cut_state
 from meshfit.exchange.update import Average, Update
@@ -53,6 +54,7 @@ class Run:
         self.notes: list[str] = []
         """What was decided for the user, in words."""
         self.events = Events(None if folder is None else folder / "events", world.rank)
+        self.mesh = Mesh.of(self.plan, world.rank, world.size)
         self.loader = self.loader_of(job.data, microbatches=self.plan.microbatches, shuffle=job.shuffle)
         self.valid = None if job.valid is None else self.loader_of(job.valid)
         self.last_step = self._last_step()
@@ -60,11 +62,10 @@ class Run:
         self.model = job.build()
         if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
             self.model.train()
-        mesh = Mesh.of(self.plan, world.rank, world.size)
         self.placed = place(
             self.plan,
             self.model,
-            mesh,
+            self.mesh,
             world.device,
             objective=job.objective,
             few=self.loader.source.few,
@@ -72,37 +73,12 @@ class Run:
             before_cut=self._before_cut,
         )
         self.notes += self.placed.notes
-        shards = self.placed.shards
         self.precision = Precision(self.plan.precision)
         scale = LossScale(world.device) if self.plan.precision == "fp16" else None
         self.over = self._find_over()
 
-        if shards is not None:
-            cut_state(self.optimizer, shards)
-        average = None if job.ema is None else Average(self.model, job.ema)
-        scheduler = job.make_scheduler(self.optimizer, self.last_step)
-        theirs = isinstance(job.optimizer, torch.optim.Optimizer)  # an optimizer of the user's own is left as it is
-        sparse = any(getattr(module, "sparse", False) for module in self.model.modules())  # no fused kernel takes it
-        offload = Offload().apply(self.optimizer, world.device) if self.plan.offload == "optimizer" else None
-        self.update = Update(
-            self.optimizer,
-            scheduler,
-            clip=job.clip,
-            scale=scale,
-            average=average,
-            may_fuse=not (theirs or sparse),
-            offload=offload,
-        )
-        self.exchange = (
-            AllReduce(self.model.parameters(), mesh.world, world.device)
-            if shards is None
-            else Scatter(
-                shards,
-                world=mesh.world,
-                copies=mesh.data,
-                accumulate=self.plan.zero == 1 and self.plan.microbatches > 1,
-            )
-        )
+        self.update = self._make_update(scale)
+        self.exchange = self._make_exchange()
         self.schedule = Passes(
             self.model,
             job.objective,
@@ -124,9 +100,38 @@ class Run:
         self.at_end: Callable[[], None] = lambda: None
         """Called after the last step."""
         self.captured: dict[str, object] = {}
-        torch.manual_seed(_stream(job.seed, world.rank))
+        torch.manual_seed(_stream(job.seed, self.mesh.share))
         self.step = self.samples = 0
         self.started = time.perf_counter()
+
+    def _make_update(self, scale: LossScale | None) -> Update:
+        job, placed = self.job, self.placed
+        if placed.parts is not None:
+            share_state(self.optimizer, placed.parts)
+        if placed.shards is not None:
+            cut_state(self.optimizer, placed.shards)
+        theirs = isinstance(job.optimizer, torch.optim.Optimizer)  # an optimizer of the user's own is left as it is
+        sparse = any(getattr(module, "sparse", False) for module in self.model.modules())  # no fused kernel takes it
+        return Update(
+            self.optimizer,
+            job.make_scheduler(self.optimizer, self.last_step),
+            clip=job.clip,
+            scale=scale,
+            average=None if job.ema is None else Average(self.model, job.ema),
+            may_fuse=not (theirs or sparse),
+            offload=Offload().apply(self.optimizer, self.world.device) if self.plan.offload == "optimizer" else None,
+        )
+
+    def _make_exchange(self) -> AllReduce | Scatter | Across:
+        placed, mesh = self.placed, self.mesh
+        if placed.shards is None:
+            exchange = AllReduce(self.model.parameters(), mesh.batch, self.world.device)
+        else:
+            whole = self.plan.zero == 1 and self.plan.microbatches > 1
+            exchange = Scatter(placed.shards, world=mesh.batch, copies=mesh.data, accumulate=whole)
+        if placed.parts is None:
+            return exchange
+        return Across(exchange, placed.parts, self.world.device, copies=self.plan.data)
 
     def _before_cut(self) -> None:
         """What needs the parameters in their own shapes."""
@@ -138,8 +143,8 @@ class Run:
         return Loader(
             source=open_source(data),
             batch_size=self.job.batch_size,
-            rank=self.world.rank,
-            ranks=self.world.size,
+            rank=self.mesh.share,
+            ranks=self.plan.shares,
             device=self.world.device,
             microbatches=microbatches,
             seed=self.job.seed,
@@ -238,7 +243,7 @@ class Run:
 
     def _find_over(self) -> Over:
         """What the loss is a mean over; not asked where the whole batch always goes through at once."""
-        split = self.world.size > 1 or self.plan.microbatches > 1 or self.valid is not None
+        split = self.plan.shares > 1 or self.plan.microbatches > 1 or self.valid is not None
         source = self.loader.source
         if not split:
             return Over(kind="samples")
@@ -252,7 +257,7 @@ class Run:
             return 0.0
         first = next((t for t in tree.tensors(source.fetch(np.arange(1)))), None)
         tokens = first.numel() if first is not None and not first.is_floating_point() else 1
-        return expected_step_seconds(self.model, tokens * self.loader.batch_size // self.world.size, device)
+        return expected_step_seconds(self.model, tokens * self.loader.batch_size // self.plan.shares, device)
 
     def _reconsider_compile(self, made: int) -> None:
         """The same by the clock, after some steps. On one device alone: ranks might differ in what they measure."""
@@ -279,7 +284,7 @@ class Run:
             blocks.compile()
 
 
-def _stream(seed: int, rank: int) -> int:
-    """The seed of a rank's own random numbers (dropout): another for each, the same each time."""
-    mixed = mix(np.array([rank], np.uint64), np.uint64(seed % 2**64))
+def _stream(seed: int, share: int) -> int:
+    """The seed of the random numbers (dropout) of one share of the batch: another for each, the same each time."""
+    mixed = mix(np.array([share], np.uint64), np.uint64(seed % 2**64))
     return int(mixed[0] >> np.uint64(1))

@@ -99,7 +99,7 @@ def verify(model: Any, data: Any, *, check_steps: int = 5, **asked: Any) -> Verd
 
     The model is left as it is.
     """
-    return verify_job(Job.of({"model": model, "data": data, **asked}).training(), check_steps)
+    return verify_job(Job.of({"model": model, "data": data, "steps": check_steps, **asked}).training(), check_steps)
 
 
 def verify_job(job: Job, steps: int = 5) -> Verdict:
@@ -151,19 +151,19 @@ class _Capture:
 
         def gradients(correction: Tensor | float) -> None:
             if run.step == 0:
-                run.captured["first_buffers"] = buffers()
+                run.captured["first_buffers"] = buffers(run.placed.tensors())
                 made = {name: {"": p.grad * correction} for name, p in named.items() if p.grad is not None}
                 run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}
 
-        def buffers() -> dict[str, Tensor]:
-            return {name: b.detach().cpu().clone() for name, b in run.model.named_buffers() if b.is_floating_point()}
+        def buffers(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: whole[name] for name, b in run.model.named_buffers() if b.is_floating_point()}
 
         def captured() -> dict[str, Any]:
             whole = run.placed.tensors()
             weights = {name: whole[name] for name in named}
             optimizer = {f"{name}.{key}": t for name, many in run.optimizer_state().items() for key, t in many.items()}
             random = not torch.equal(before, torch.get_rng_state())
-            return {"weights": weights, "buffers": buffers(), "optimizer": optimizer, "random": random}
+            return {"weights": weights, "buffers": buffers(whole), "optimizer": optimizer, "random": random}
 
         run.tap = gradients
         run.at_end = lambda: run.captured.update(captured())

@@ -4,12 +4,14 @@ They are applied in this order (``place``), each to the model as those before le
 
 1. replicate    every rank starts from the same weights, still in host memory; BatchNorm is made global
 2. compile      of blocks: inside everything below, so that what is compiled is plain arithmetic on whole weights
-3. shard        parameters are cut, and gathered around the calls that use them. After replicate: only parts of the
-                weights ever go to a device. The optimizer is made just before: it sees whole shapes
-4. recompute    around the gathering: what is computed again in backward is gathered again, not kept
-5. precision    around it all, for as long as a forward runs: nothing about the weights
-6. offload      last: it moves what the optimizer holds beside the parameters it was left
-7. compile      of the whole: model and loss together, where nothing above acts inside the model
+3. tensor       weights are cut by channels, and modules told how many of them they have. The optimizer is made just
+                before: it sees whole shapes
+4. shard        what is left of each is cut as rows of memory, and gathered around the calls that use it, into what the
+                tensor axis left. Only parts of the weights ever go to a device
+5. recompute    around the gathering: what is computed again in backward is gathered again, not kept
+6. precision    around it all, for as long as a forward runs: nothing about the weights
+7. offload      last: it moves what the optimizer holds beside the parameters it was left
+8. compile      of the whole: model and loss together, where nothing above acts inside the model
 
 ``check`` says what a model cannot take, in the caller, before any process starts.
 """
@@ -35,6 +37,7 @@ def check(plan: Plan, model: nn.Module) -> None:
         inside = {
             f"shard={plan.shard} gathers weights": plan.shard > 1,
             "offload=parameters fetches weights": plan.offload == "parameters",
+            f"tensor={plan.tensor} sums activations over ranks": plan.tensor > 1,
             f"recompute={plan.recompute} runs blocks twice": plan.recompute != "none",
             f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and plan.joins_batchnorms,
         }
@@ -42,9 +45,14 @@ def check(plan: Plan, model: nn.Module) -> None:
             raise PlanError(
                 f"{plan}: this model cannot be compiled whole",
                 f"in the middle of the forward {' and '.join(what for what, so in inside.items() if so)}",
-                f"{replace(plan, compile='block')} works"
+                f"{replace(plan, compile='block' if plan.tensor == 1 else 'none')} works"
                 + ("; so does batchnorm=local beside compile=whole" if norms and plan.joins_batchnorms else ""),
             )
+    if plan.compile == "block" and plan.tensor > 1:
+        raise PlanError(
+            f"{plan}: blocks are not compiled where tensor={plan.tensor} acts inside them",
+            f"{replace(plan, compile='none')} works",
+        )
     if plan.compile == "block" and plan.recompute == "selective":
         raise PlanError(
             f"{plan}: compiled blocks choose for themselves what to compute again",
@@ -91,16 +99,16 @@ def _check_forward(plan: Plan, model: nn.Module) -> None:
 
 def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot step what the plan leaves it: slices of tensors, some parameters at a time."""
-    if plan.shard == 1 and plan.offload != "optimizer":
+    if plan.shard == 1 and plan.tensor == 1 and plan.offload != "optimizer":
         return
     kind, found = type(optimizer).__name__, nature(optimizer)
     if plan.offload == "optimizer" and not found.separate:
         raise PlanError(
             f"{plan}: {kind} cannot have its state in host memory", found.why, f"{replace(plan, offload='none')} works"
         )
-    if plan.shard > 1 and not (found.elementwise and found.separate):
+    if (plan.shard > 1 or plan.tensor > 1) and not (found.elementwise and found.separate):
         raise PlanError(
             f"{plan}: {kind} cannot step parameters that are cut over devices",
             found.why,
-            f"{replace(plan, shard=1, zero=3, data=plan.devices)} works: every device then holds them whole",
+            f"{replace(plan, shard=1, tensor=1, zero=3, data=plan.devices)} works: every device then holds them whole",
         )

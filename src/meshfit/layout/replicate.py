@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.layout import batchnorm
+from meshfit.layout.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,22 +23,17 @@ class Replicate:
     global_batchnorm: bool = True
     """BatchNorm over the whole batch, not over each device's share."""
 
-    def apply(
-        self, model: nn.Module, group: dist.ProcessGroup | None, *, same: bool, device: torch.device | None = None
-    ) -> None:
+    def apply(self, model: nn.Module, mesh: Mesh, *, same: bool, device: torch.device | None = None) -> None:
         """``same`` says that the ranks' weights are known to be equal; else the first rank's are sent, one at a time
         by way of ``device``."""
-        if group is None:
-            return
-        if not same:
-            first = dist.get_global_rank(group, 0)
+        if mesh.world is not None and not same:
             for tensor in (*model.parameters(), *model.buffers()):
                 sent = tensor.detach().to(device)
-                dist.broadcast(sent, first, group)
+                dist.broadcast(sent, 0, mesh.world)
                 if sent.device != tensor.device:
                     tensor.detach().copy_(sent)
-        if self.global_batchnorm:
-            batchnorm.apply(model, group)
+        if mesh.batch is not None and self.global_batchnorm:
+            batchnorm.apply(model, mesh.batch)
 
     def cost(self, trace: Trace) -> tuple[Trace, Cost]:
         """Of the weights alone: gradients belong to the exchange."""

@@ -90,6 +90,9 @@ class Parts:
         }
         """Of parameters and buffers that this rank has a share of."""
 
+        self.shapes = {tensor: tensor.shape for tensor in self.cuts}
+        """Of those shares: a parameter may be cut further."""
+
         self.partial = tuple(named[name] for name in plan.partial)
         """Parameters that are whole on every rank, with a part of their gradient on each."""
 
@@ -97,6 +100,10 @@ class Parts:
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
         return tensor in self.cuts
+
+    def weight(self, parameter: torch.Tensor) -> float:
+        """How much each element of the gradient that this rank holds counts in a sum over all ranks."""
+        return 1.0 if parameter in self.cuts else 1.0 / self.ranks.size
 
     def sum_partial(self) -> None:
         """Sum gradients of which each rank has a part: once a step, before anything reads them."""
@@ -113,14 +120,16 @@ class Parts:
         """``tensor``, which belongs to ``parameter`` (its weights, gradient, or a moment of the optimizer), of all
         ranks. What is not cut is returned as it is. All ranks call it together."""
         each = self.cuts.get(parameter)
-        if each is None or tensor.shape != parameter.shape:
+        if each is None or tensor.shape != self.shapes[parameter]:
             return tensor
         return each.joined(self.ranks.parts(tensor))
 
     def share(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's share of ``tensor``, as large as ``parameter`` was: what ``whole`` undoes."""
         each = self.cuts.get(parameter)
-        return tensor if each is None or tensor.dim() != parameter.dim() else each.of(tensor, self.ranks.rank)
+        if each is None or tensor.dim() != len(self.shapes[parameter]):
+            return tensor
+        return each.of(tensor, self.ranks.rank)
 
     def undo(self) -> None:
         """Give the model its whole weights and its own forwards back. All that was put around forwards comes off."""

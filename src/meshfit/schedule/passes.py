@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.data.loader import Batch, Microbatch
+from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.scatter import Scatter
 from meshfit.layout.batchnorm import counting
@@ -32,7 +33,7 @@ class Passes:
     over: Over
     precision: Precision
     scale: LossScale | None
-    exchange: AllReduce | Scatter
+    exchange: AllReduce | Scatter | Across
     device: torch.device
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around what runs the model: see layout."""
