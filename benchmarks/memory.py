@@ -41,6 +41,7 @@ from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.data import tree
+from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
@@ -248,7 +249,7 @@ def watch(job: Job, world: World) -> Cost:
 
 
 def gradients(run: Run) -> list[Tensor]:
-    exchange = run.exchange
+    exchange = run.exchange.inner if isinstance(run.exchange, Across) else run.exchange
     if isinstance(exchange, AllReduce):
         return [bucket.flat for bucket in exchange._buckets]
     flats = [flat for unit in exchange.shards.units for flat in unit.trained]

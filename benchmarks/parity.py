@@ -1,7 +1,7 @@
 """Does every plan train like one device?
 
     python benchmarks/parity.py
-    python benchmarks/parity.py --axes shard    # or all
+    python benchmarks/parity.py --axes shard    # or tensor, or all
     python benchmarks/parity.py --models gpt2,resnet10 --plans "data=2;data=4"
     python benchmarks/parity.py --rounding      # what the order of summing alone does to one device
 
@@ -34,6 +34,7 @@ from meshfit.errors import MeshfitError, NonFiniteError, RankError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up under the name benchmarks.zoo
 
+from benchmarks import tensor_table
 from benchmarks.zoo import CASES, ZOO, Case, train_alone
 
 STEPS, LEARNING_RATE = 20, 1e-3
@@ -80,6 +81,10 @@ TRIALS = (
     Trial(axis="shard", plan="shard=2 recompute=selective", samples=32),
     Trial(axis="shard", plan="shard=2 offload=optimizer", samples=32),
     Trial(axis="shard", plan="shard=2 offload=parameters", samples=32),
+    Trial(axis="tensor", plan="tensor=2", samples=18),
+    Trial(axis="tensor", plan="tensor=4", samples=18),
+    Trial(axis="tensor", plan="data=2 tensor=2", samples=30),
+    Trial(axis="tensor", plan="shard=2 tensor=2", samples=30),
 )
 
 
@@ -272,6 +277,8 @@ def main() -> int:
             told = "\n  ".join((f"{outcome.model}, {outcome.plan}", *outcome.remarks[:5]))
             console.print(told, markup=False, highlight=False, soft_wrap=True)
         console.print(summary(outcomes), highlight=False, soft_wrap=True)
+    if options.axes == "tensor" and not (options.json or options.plans):
+        console.print(tensor_table.table(tensor_table.rows(cases, 2), 2))
     return 0 if kept(outcomes) else 1
 
 

@@ -76,7 +76,7 @@ def test_ranks_of_one_operation_see_the_same_samples() -> None:
     assert mesh.share == dist.get_rank() // 2
     assert dist.get_process_group_ranks(mesh.tensor) == [[0, 1], [2, 3]][mesh.share]
     assert dist.get_process_group_ranks(mesh.batch) == [[0, 2], [1, 3]][dist.get_rank() % 2]
-    assert mesh.first == (dist.get_rank() % 2 == 0)
+    assert mesh.has_results == (dist.get_rank() % 2 == 0)
 
 
 class Dropping(nn.Module):
@@ -199,7 +199,19 @@ class Muddled(torch.optim.SGD):
                     p.data -= group["lr"] * p.grad / p.grad.norm()
 
 
+def test_a_penalty_on_gradients() -> None:
+    """Which differentiates the backward of what crosses ranks."""
+
+    @distributed(world=2)
+    def run() -> None:
+        assert_alike(traps.Plain, "tensor=2", step=traps.penalty, optimizer=SGD)
+
+    run()
+
+
 REFUSED = {
+    "weights read by the step": ("tensor=2", {"loss": None, "step": traps.decay}, "is read outside of"),
+    "a model that is not called": ("tensor=2", {"loss": None, "step": traps.parts}, "never calls the model"),
     "an optimizer by tensors": ("tensor=2", {"optimizer": lambda p: Muddled(p, lr=0.1)}, "cannot step parameters"),
     "compiled whole": ("tensor=2 compile=whole", {}, "tensor=2 sums activations over ranks"),
     "compiled blocks": ("tensor=2 compile=block", {}, "compile=none works"),
@@ -211,6 +223,6 @@ REFUSED = {
 def test_refused(why: str) -> None:
     plan, asked, says = REFUSED[why]
     given = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 8, "steps": 1, **asked}
-    with pytest.raises(meshfit.PlanError) as error:
+    with pytest.raises((meshfit.PlanError, meshfit.JobError)) as error:
         meshfit.fit(built(traps.Plain), (X, Y), plan=plan, devices=f"cpu:{Plan.parse(plan).devices}", **given)
     assert says in str(error.value)

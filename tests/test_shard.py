@@ -1,7 +1,6 @@
 """Sharding: which parameters are gathered together, how they are cut, and what that costs."""
 
 import warnings
-from collections import Counter
 from typing import Any
 
 import cloudpickle
@@ -10,10 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks import zoo
+from benchmarks.collectives import Collectives
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.exchange.scatter import Scatter
@@ -138,24 +136,6 @@ def test_rows_hold_every_element_once(degree: int) -> None:
 
 
 # Cost
-
-
-OPERATORS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
-
-
-class Collectives(TorchDispatchMode):
-    """Counts what ranks exchange: calls, and bytes of the larger side."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.moved = Counter(), Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            name = OPERATORS[func._opname]
-            self.calls[name] += 1
-            self.moved[name] += max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
-        return func(*args, **(kwargs or {}))
 
 
 def cost_of(model: nn.Module, objective: Objective, batch: Any, plan: Plan) -> Cost:

@@ -79,7 +79,7 @@ def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
     loader, precision, placed = _prepare(job, world)
     outputs = list(outputs_of(placed, loader, precision))
     placed.undo()
-    return outputs if placed.mesh.first else []
+    return outputs
 
 
 def _prepare(job: Job, world: World) -> tuple[Loader, Precision, Placed]:

@@ -54,29 +54,29 @@ def measure(
     def add(name: str, total: Any, count: Any) -> None:
         sums[name] = (sums[name][0] + total, sums[name][1] + count)
 
-    def run(content: Any) -> tuple[Any, Any, Any]:
+    def run(model: nn.Module, content: Any) -> tuple[Any, Any, Any]:
         """(loss, outputs, targets), as far as they are needed."""
         if objective is None:
             inputs, targets = split(content)
             return None, call(model, inputs), targets
         return objective.outputs(model, content) if metrics else (objective(model, content), None, None)
 
-    model = placed.model
-    with evaluating(model), precision.arithmetic(loader.device):
+    forward = placed.forwards(run, precision, loader.device)
+    with evaluating(placed.model):
         for batch in loader.epoch(0):
             for part in batch.microbatches:
                 if not part.samples and not placed.together:
                     continue
-                with placed.inside():
-                    loss, outputs, targets = run(part.content)
-                if not part.samples:
+                result = forward(part.content)
+                if result is None or not part.samples:
                     continue
+                loss, outputs, targets = result
                 if objective is not None:
                     add("loss", *_weighed(loss, over, part.content, part.samples))
                 for name, metric in metrics.items():
                     add(name, *_reduced(name, metric(outputs, targets), part.samples))
     summed = {"loss"} if over.kind == "sum" else set()
-    return _mean_over_ranks(sums, summed, placed.mesh.batch, loader.device)
+    return _mean_over_ranks(sums, summed, placed.mesh.samples, loader.device)
 
 
 def _weighed(loss: Any, over: Over, content: Any, samples: int) -> tuple[Any, Any]:
@@ -118,18 +118,18 @@ def _mean_over_ranks(
 
 def outputs_of(placed: Placed, loader: Loader, precision: Precision) -> Iterator[tuple[int, Any]]:
     """(position of its first sample, outputs on the CPU) of every part that this rank runs."""
-    with evaluating(placed.model), precision.arithmetic(loader.device):
+    forward = placed.forwards(lambda model, content: call(model, split(content)[0]), precision, loader.device)
+    with evaluating(placed.model):
         seen = 0
         for batch in loader.epoch(0):
             at = seen + share(batch.size, loader.rank, loader.ranks).start
             for part in batch.microbatches:
                 if not part.samples and not placed.together:
                     continue
-                with placed.inside():
-                    outputs = call(placed.model, split(part.content)[0])
-                if part.samples:
+                outputs = forward(part.content)
+                if part.samples and placed.mesh.has_results:
                     yield at, tree.map_tensors(_on_cpu, outputs)
-                    at += part.samples
+                at += part.samples
             seen += batch.size
 
 

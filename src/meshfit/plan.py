@@ -11,6 +11,7 @@ the checkpoint and in the report:
     data=2 shard=4 recompute=full   two copies, each over four devices; blocks are computed again in backward
     offload=optimizer               optimizer state in host memory
     data=2 tensor=4                 two copies, each with its operations over four devices
+    pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
 """
 
 from dataclasses import dataclass, fields, replace
@@ -24,9 +25,11 @@ BATCHNORMS = ("global", "local")
 RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "parameters")
 ZEROS = (1, 2, 3)
-DEGREES = ("data", "shard", "tensor")
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+DEGREES = ("pipeline", "data", "shard", "tensor")
 
 WORDS = {
+    "schedule": SCHEDULES,
     "precision": PRECISIONS,
     "recompute": RECOMPUTES,
     "offload": OFFLOADS,
@@ -39,10 +42,6 @@ LATER = [
     "branch",
     "context",
     "expert",
-    "pipeline",
-    "schedule",
-    "chunks",
-    "cut",
     "server",
     "staleness",
     "exchange",
@@ -65,6 +64,18 @@ class Plan:
 
     tensor: int = 1
     """Devices that share each operation: of most weights each holds a part of the channels. On the same samples."""
+
+    pipeline: int = 1
+    """Devices over which the layers are spread, one stage after another. They see the same samples."""
+
+    schedule: str = "1f1b"
+    """In what order those devices work on microbatches: see schedule/actions.py."""
+
+    chunks: int = 0
+    """Stages on each of them; 0: as many as the schedule usually has."""
+
+    cut: str = ""
+    """Modules with which the stages after the first begin, "layers.4,layers.8"; none: where the costs are even."""
 
     microbatches: int = 1
     """Passes in which a device works through its share of a batch."""
@@ -92,6 +103,12 @@ class Plan:
         for key, words in WORDS.items():
             if (word := getattr(self, key)) not in words:
                 raise PlanError(f"{key}={word} is not known", did_you_mean(str(word), words))
+        if not isinstance(self.chunks, int) or self.chunks < 0:
+            raise PlanError(f"chunks={self.chunks} is not a number of stages", "chunks=2, say")
+        of_pipeline = [f for f in fields(self) if f.name in ("schedule", "chunks", "cut")]
+        stated = [f"{f.name}={getattr(self, f.name)}" for f in of_pipeline if getattr(self, f.name) != f.default]
+        if stated and self.pipeline == 1:
+            raise PlanError(f"{stated[0]} says how pipeline= works, but pipeline=1 is one stage", "pipeline=2, say")
         if self.zero not in ZEROS:
             raise PlanError(f"zero={self.zero} is not known", "1, 2 or 3: how much is cut over the shard axis")
         if self.zero != 3 and self.shard == 1:
@@ -132,7 +149,7 @@ class Plan:
     @property
     def devices(self) -> int:
         """Devices that the plan takes: the product of its degrees."""
-        return self.data * self.shard * self.tensor
+        return self.pipeline * self.data * self.shard * self.tensor
 
     @property
     def shares(self) -> int:

@@ -7,7 +7,7 @@ is in ``fit.py``.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from meshfit.data.source import Stream, open_source
 from meshfit.errors import DataError
 from meshfit.evaluation import measure
 from meshfit.events import Events
-from meshfit.exchange.across import Across, share_state
+from meshfit.exchange.across import Across, Spread, share_state
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.scatter import Scatter, cut_state
 from meshfit.exchange.update import Average, Update
@@ -37,6 +37,7 @@ from meshfit.layout.precision import LossScale, Precision
 from meshfit.objective import Over, find_over
 from meshfit.plan import Plan
 from meshfit.schedule.passes import Passes
+from meshfit.schedule.pipeline import Pipelined
 
 MEASURED_STEPS = (10, 25)  # between them, whether compiling would pay is measured
 
@@ -59,6 +60,7 @@ class Run:
         self.valid = None if job.valid is None else self.loader_of(job.valid)
         self.last_step = self._last_step()
 
+        self.precision = Precision(self.plan.precision)
         self.model = job.build()
         if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
             self.model.train()
@@ -72,23 +74,15 @@ class Run:
             same=same,
             before_cut=self._before_cut,
         )
+        self.model = self.placed.model  # with a pipeline, this rank's part of it
         self.notes += self.placed.notes
-        self.precision = Precision(self.plan.precision)
         scale = LossScale(world.device) if self.plan.precision == "fp16" else None
-        self.over = self._find_over()
+        if self.placed.staged is None:
+            self.over = self._find_over()
 
         self.update = self._make_update(scale)
         self.exchange = self._make_exchange()
-        self.schedule = Passes(
-            self.model,
-            job.objective,
-            self.over,
-            self.precision,
-            scale,
-            self.exchange,
-            world.device,
-            self.placed.inside,
-        )
+        self.schedule = self._make_schedule(scale)
         self._compile_if(self._step_seconds, self.last_step)
 
         self.statistics = batchnorm.Statistics(self.model)
@@ -100,7 +94,7 @@ class Run:
         self.at_end: Callable[[], None] = lambda: None
         """Called after the last step."""
         self.captured: dict[str, object] = {}
-        torch.manual_seed(_stream(job.seed, self.mesh.share))
+        torch.manual_seed(self._stream)
         self.step = self.samples = 0
         self.started = time.perf_counter()
 
@@ -128,13 +122,36 @@ class Run:
             exchange = AllReduce(self.model.parameters(), mesh.batch, self.world.device)
         else:
             whole = self.plan.zero == 1 and self.plan.microbatches > 1
-            exchange = Scatter(placed.shards, world=mesh.batch, copies=mesh.data, accumulate=whole)
-        if placed.parts is None:
+            mixed = placed.staged is not None
+            exchange = Scatter(placed.shards, world=mesh.batch, copies=mesh.data, accumulate=whole, mixed=mixed)
+        if placed.parts is None and placed.staged is None:
             return exchange
-        return Across(exchange, placed.parts, self.world.device, copies=self.plan.data)
+        tied = {} if placed.staged is None else placed.staged.tied
+        spread = Spread(parts=placed.parts, tied=tied, pipeline=mesh.pipeline)
+        return Across(exchange, spread, self.model, self.world.device, copies=self.plan.data, tellers=self.plan.tensor)
+
+    def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
+        placed, objective, device = self.placed, self.job.objective, self.world.device
+        if placed.staged is None:
+            return Passes(self.model, objective, self.over, self.precision, scale, self.exchange, device, placed.inside)
+        return Pipelined(
+            placed.staged,
+            objective,
+            over=self.over,
+            precision=self.precision,
+            scale=scale,
+            exchange=self.exchange,
+            device=device,
+            group=self.mesh.pipeline,
+            seed=self._stream,
+            inside=placed.inside,
+            split_backward=placed.shards is None and self.plan.recompute == "none",
+        )
 
     def _before_cut(self) -> None:
         """What needs the parameters in their own shapes."""
+        if self.plan.pipeline > 1:
+            self.over = self._find_over()
         self.optimizer = self.job.make_optimizer(self.model)
         self._step_seconds = self._expected_step()
 
@@ -241,14 +258,23 @@ class Run:
             limits.append(max(1, math.ceil(round(self.job.epochs * per_epoch, 9))))
         return min(limits) if limits else None
 
+    @property
+    def _stream(self) -> int:
+        """The seed of the random numbers (dropout) of one share of the batch: another for each, the same each time."""
+        mixed = mix(np.array([self.mesh.share], np.uint64), np.uint64(self.job.seed % 2**64))
+        return int(mixed[0] >> np.uint64(1))
+
     def _find_over(self) -> Over:
         """What the loss is a mean over; not asked where the whole batch always goes through at once."""
         split = self.plan.shares > 1 or self.plan.microbatches > 1 or self.valid is not None
         source = self.loader.source
         if not split:
             return Over(kind="samples")
-        with self.precision.arithmetic(self.world.device):
-            return find_over(self.job.objective, self.model, source.few(), self.world.device, self.placed.inside)
+        # a pipeline's model is still whole, and in host memory
+        whole = self.plan.pipeline > 1
+        device, inside = (torch.device("cpu"), nullcontext) if whole else (self.world.device, self.placed.inside)
+        with self.precision.arithmetic(device):
+            return find_over(self.job.objective, self.model, source.few(), device, inside)
 
     def _expected_step(self) -> float:
         """A guess of how long a step takes, for ``_compile_if``; see ``_reconsider_compile``."""
@@ -278,13 +304,7 @@ class Run:
         self._compiled, why = choice.decide(device=device, step_seconds=seconds, steps=steps, means=means)
         if device.type == "cuda" or self._compiled:
             self.notes[:] = [note for note in self.notes if not note.startswith("compile")] + [why]
-        if self._compiled and whole:
+        if self._compiled and whole and isinstance(self.schedule, Passes):
             self.schedule.objective = choice.apply(self.schedule.objective)
         elif self._compiled and blocks is not None:
             blocks.compile()
-
-
-def _stream(seed: int, share: int) -> int:
-    """The seed of the random numbers (dropout) of one share of the batch: another for each, the same each time."""
-    mixed = mix(np.array([share], np.uint64), np.uint64(seed % 2**64))
-    return int(mixed[0] >> np.uint64(1))

@@ -147,7 +147,7 @@ class _Capture:
             for module in run.model.modules():
                 module.training = module in norms
         before = torch.get_rng_state()
-        named = dict(run.model.named_parameters())
+        named, shape = dict(run.model.named_parameters()), run.placed.shape
 
         def gradients(correction: Tensor | float) -> None:
             if run.step == 0:
@@ -156,11 +156,11 @@ class _Capture:
                 run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}
 
         def buffers(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: whole[name] for name, b in run.model.named_buffers() if b.is_floating_point()}
+            return {name: whole[name] for name, b in shape.named_buffers() if b.is_floating_point()}
 
         def captured() -> dict[str, Any]:
             whole = run.placed.tensors()
-            weights = {name: whole[name] for name in named}
+            weights = {name: whole[name] for name, _ in shape.named_parameters()}
             optimizer = {f"{name}.{key}": t for name, many in run.optimizer_state().items() for key, t in many.items()}
             random = not torch.equal(before, torch.get_rng_state())
             return {"weights": weights, "buffers": buffers(whole), "optimizer": optimizer, "random": random}

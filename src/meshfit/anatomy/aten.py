@@ -22,8 +22,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 Storage = torch.UntypedStorage
 
-DOUBLE = 2**28
-"""Parameters of the largest model that is recorded in double precision: 2 GiB of weights."""
+DOUBLE = 2**24
+"""Parameters of the largest model that is recorded in double precision: 128 MiB of weights."""
 
 MOVES = ("_to_copy", "clone")
 """Operations that copy a tensor into another type or order of memory."""
@@ -106,6 +106,14 @@ class Op:
         return tree_unflatten(self.leaves, self.spec)[0]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Given:
+    """Arguments of a call, some of them by name."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+
 @dataclass(eq=False)
 class AtenTrace:
     """One forward. Build it with ``AtenTrace.of``."""
@@ -156,7 +164,8 @@ class AtenTrace:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Any) -> "AtenTrace":
-        """Record ``model`` on ``inputs``: a tensor, a tuple of arguments or a dict of them. ``model`` is left as it is.
+        """Record ``model`` on ``inputs``: a tensor, a tuple of arguments, a dict of them or both. ``model`` is left
+        as it is.
 
         In double precision, where a difference is no matter of rounding; in single if the model refuses that or is
         too large.
@@ -169,21 +178,21 @@ class AtenTrace:
     @classmethod
     def _of(cls, model: nn.Module, inputs: Any, dtype: torch.dtype) -> "AtenTrace":
         twin = _twin(model, dtype)
-        given = tree_map(lambda x: _converted(x, dtype) if isinstance(x, Tensor) else x, inputs)
+        given = inputs if isinstance(inputs, Given) else _given(inputs)
+        args, kwargs = tree_map(
+            lambda x: _converted(x, dtype) if isinstance(x, Tensor) else x, (given.args, given.kwargs)
+        )
         trace = cls(twin)
         recorder = _Recorder(trace)
         named = (*twin.named_parameters(), *twin.named_buffers())
         for name, tensor in named:
             value = recorder.window(tensor).value
             trace.names[value], trace.value_of[name] = name, value
-        trace.inputs = tuple(recorder.window(x).value for x in tree_leaves(given) if isinstance(x, Tensor))
+        trace.inputs = tuple(recorder.window(x).value for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         attention = sdpa_kernel(SDPBackend.MATH)  # as products and a softmax, each with its derivative
         with torch.random.fork_rng(devices=[]), torch.no_grad(), attention, recorder:
             torch.manual_seed(0)
-            if isinstance(given, dict):
-                out = twin(**given)
-            else:
-                out = twin(*given) if isinstance(given, (tuple, list)) else twin(given)
+            out = twin(*args, **kwargs)
         trace.outputs = tuple(dict.fromkeys(recorder.window(x).value for x in _tensors(out)))
         trace.splits = recorder.splits()
         trace._index({name for name, _ in twin.named_parameters()})
@@ -277,6 +286,12 @@ class AtenTrace:
         elif seen < own:
             mask = mask.repeat_interleave(own // seen)
         return mask.as_strided(window.size, window.stride, window.offset)
+
+
+def _given(inputs: Any) -> Given:
+    if isinstance(inputs, dict):
+        return Given((), inputs)
+    return Given(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
 
 
 def real(dtype: torch.dtype) -> bool:

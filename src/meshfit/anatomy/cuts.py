@@ -120,8 +120,32 @@ def stages(trace: Trace, k: int, cost: Callable[[Event], float] = work, *, band:
     at = [sums[place] for place in places]
     price = [0, *((cut.bytes << 20) + flow.depth(cut.after + 1) for cut in legal), 0]
     ends = _cheapest(at, price, k, band)
-    chosen = [legal[end - 1] for end in ends[:-1]]
-    bounds = [0, *(places[end] for end in ends)]
+    return _split(flow, [legal[end - 1] for end in ends[:-1]], sums, places, band)
+
+
+def stages_at(trace: Trace, after: Sequence[int], cost: Callable[[Event], float] = work) -> Stages:
+    """``trace`` cut after the events ``after``; a ``PlanError`` where that is not legal. A stage between two equal
+    cuts, before the first event (-1) or after the last does nothing, and hands on what it gets."""
+    flow = _Flow(trace)
+    legal = {cut.after: cut for cut in (Cut(-1, (), 0), *flow.cuts(), flow.cut_at_end())}
+    for event in after:
+        if event not in legal:
+            near = min(legal, key=lambda place: abs(place - event), default=None)
+            where = trace.events[event + 1]
+            raise PlanError(
+                f"the model cannot be cut before {where.name} (in {where.inside or 'its own code'}, {where.line})",
+                *flow.why_not(),
+                "" if near is None else f"the nearest place is before {trace.events[near + 1].name}",
+            )
+    sums = [0.0, *accumulate(map(cost, trace.events))]
+    places = [place + 1 for place in legal]
+    return _split(flow, [legal[event] for event in after], sums, places, BAND)
+
+
+def _split(flow: "_Flow", chosen: list[Cut], sums: list[float], places: list[int], band: float) -> Stages:
+    """``flow`` cut at ``chosen``; ``sums`` are running costs by event, ``places`` all legal ones."""
+    trace, k = flow.trace, len(chosen) + 1
+    bounds = [0, *(cut.after + 1 for cut in chosen), len(trace.events)]
     ranges = tuple(range(a, b) for a, b in pairwise(bounds))
     even = sums[-1] / k * (1 + band)
     lumps = (range(a, b) for a, b in pairwise(places) if sums[b] - sums[a] > even)
@@ -227,6 +251,13 @@ class _Flow:
             sent = tuple(v for v in live if v not in given or self._changed_before(v, place))
             found.append(Cut(place - 1, sent, sum(self.trace.values[v].bytes for v in sent)))
         return tuple(found)
+
+    def cut_at_end(self) -> Cut:
+        """After all events: the outputs cross."""
+        given = set(self.trace.inputs)
+        outputs = dict.fromkeys(v for v in self.trace.outputs if v not in self.constants)
+        sent = tuple(v for v in outputs if v not in given or self._changed_before(v, self.end))
+        return Cut(self.end - 1, sent, sum(self.trace.values[v].bytes for v in sent))
 
     def _parts_aliases(self, live: dict[int, None], place: int) -> bool:
         if not self.changed:

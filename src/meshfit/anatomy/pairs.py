@@ -36,13 +36,14 @@ from meshfit.anatomy.shares import (
     Ranges,
     as_ranges,
     cut_into,
+    divisors,
     factors_of,
     filled_up,
+    held_alike,
     is_uniform,
     runs_of,
-    same_owners,
 )
-from meshfit.anatomy.walk import Conflict, Mixed, Reach, Row, Walker, agreeing, closure_of
+from meshfit.anatomy.walk import Conflict, Mixed, Reach, Row, Walker, agreeing, alike, closure_of
 
 MOST_OF_MODULE = 0.4
 """A pair that holds this share of the lowest module around it comes before larger ones that lie across modules."""
@@ -58,7 +59,7 @@ class Shard:
     parameter: str
     dim: int
     ranges: tuple[Ranges, ...]
-    """For each device, the indices of ``dim`` that it holds."""
+    """For each device, the indices of ``dim`` that it holds; several hold the same if there are too few to go round."""
 
     limit: int
     """The largest number of ways in which it could be cut here, were it alone: heads, groups, channels."""
@@ -140,10 +141,11 @@ class Split:
         return math.gcd(*(pair.limit for pair in self.pairs)) or 1
 
 
-def find_pairs(model: nn.Module, inputs: Any, *, ways: int = 2) -> Split:
+def find_pairs(model: nn.Module, inputs: Any, *, ways: int = 2, copies: bool = False) -> Split:
     """Find what can be split over ``ways`` devices, from one forward on ``inputs``; ``model`` stays as it is.
 
-    ``inputs`` is a small batch: a tensor, a tuple of arguments, or a dict of keyword arguments.
+    ``inputs`` is a small batch: a tensor, a tuple of arguments, or a dict of keyword arguments. With ``copies`` several
+    devices may hold the same share of a column: heads of keys and values that are fewer than the devices.
     """
     if ways < 2:
         raise ValueError(f"a split has two ways or more, not {ways}")
@@ -151,7 +153,7 @@ def find_pairs(model: nn.Module, inputs: Any, *, ways: int = 2) -> Split:
     modules = dict(model.named_modules())
     with torch.random.fork_rng(devices=[]):
         trace = AtenTrace.of(model, inputs)
-        finder = _Finder(trace, ways)
+        finder = _Finder(trace, ways, copies)
         found = finder.pairs(sizes)
     pairs = _chosen(found, modules, sizes)
     held = {shard.parameter for pair in pairs for shard in pair.shards}
@@ -224,6 +226,9 @@ class _Finder(Walker):
                 self.why[name][dim] = mixed
             if not isinstance(mixed, Conflict):
                 return []
+            less = self._coarsened(members)
+            if less is not None:
+                return self._pairs_of(less, sizes)
         groups: list[dict[tuple[str, int], Reach]] = []
         for key, reach in members.items():
             group = next((g for g in groups if all(agreeing(reach, other) for other in g.values())), None)
@@ -234,6 +239,27 @@ class _Finder(Walker):
         groups = [group for group in groups if any(reach.column for reach in group.values())]
         return [pair for group in groups if len(group) < len(members) for pair in self._pairs_of(group, sizes)]
 
+    def _coarsened(self, members: dict[tuple[str, int], Reach]) -> dict[tuple[str, int], Reach] | None:
+        """Members that disagree with the largest one cut in fewer parts, as heads of keys and values that are fewer
+        than the devices; None if that does not help."""
+        full = [key for key, reach in members.items() if reach.shares == self.ways]
+        if not full or not self.copies:
+            return None
+        base = members[max(full, key=lambda key: self._elements(key[0]))]
+        found = {}
+        for (name, dim), reach in members.items():
+            tried = [reach]
+            if not agreeing(base, reach):
+                tried = [self.again(name, dim, reach.sizes, n) for n in divisors(self.ways) if 1 < n < reach.shares]
+            fitting = [each for each in reversed(tried) if each is not None and agreeing(base, each)]
+            if not fitting:
+                return None
+            found[name, dim] = fitting[0]
+        return found if any(found[key] is not reach for key, reach in members.items()) else None
+
+    def _elements(self, name: str) -> int:
+        return math.prod(self.trace.whole[self.trace.value_of[name]].size)
+
     def _pair(self, members: dict[tuple[str, int], Reach], sizes: Mapping[str, int]) -> Pair:
         trace = self.trace
         while True:  # vectors and tables that meet something else as well are not part of it
@@ -243,6 +269,10 @@ class _Finder(Walker):
                 break
             members = {key: reach for key, reach in members.items() if key not in stray}
         names = [name for name, _ in members]
+        largest = max((self._elements(name) for (name, _), reach in members.items() if reach.column), default=0)
+        for (name, _), reach in members.items():
+            if reach.column and reach.shares < self.ways and self._elements(name) == largest:
+                raise Mixed(f"can be shared by {reach.shares} devices at most")
         if len(set(names)) < len(names):
             raise Mixed("would be cut in two dims")
         for value in sorted({value for reach in members.values() for value in reach.own} - shared):
@@ -284,10 +314,10 @@ class _Finder(Walker):
             for name, (dim, owners) in reach.along.items():
                 if name in names:
                     continue
-                owners = filled_up(owners, self.ways)
-                if owners is None or len(set(torch.bincount(owners, minlength=self.ways).tolist())) > 1:
+                owners = filled_up(owners, reach.shares)
+                if owners is None or len(set(torch.bincount(owners, minlength=reach.shares).tolist())) > 1:
                     raise Mixed("meets {}, of which devices read parts that are no cut", name)
-                shard = Shard(name, dim, runs_of(owners, self.ways), len(owners))
+                shard = Shard(name, dim, held_alike(runs_of(owners, reach.shares), self.ways), len(owners))
                 if found.setdefault(name, shard) != shard:
                     raise Mixed("meets {}, which would be cut in two ways", name)
                 if not inside.issuperset(trace.users[trace.value_of[name]]):
@@ -301,13 +331,17 @@ class _Finder(Walker):
         for reach in members.values():
             for row in reach.rows:
                 known = found.get(row.op, row)
-                if not same_owners(known.owners, row.owners):
+                if not alike(known, row):
                     raise Conflict("{} would be cut in two ways", row.weight)
-                found[row.op] = replace(row, owners=torch.maximum(known.owners, row.owners))
+                if known.shares == row.shares:
+                    row = replace(row, owners=torch.maximum(known.owners, row.owners))
+                found[row.op] = max(known, row, key=lambda row: row.shares) if known.shares != row.shares else row
         shards: dict[str, Shard] = {}
         for row in found.values():
             read = {trace.source[w.value] for w in trace.ops[row.op].reads if w.value in trace.source}
             self.added.setdefault(row.weight, set()).update(read)
+            if row.shares < self.ways:
+                raise Mixed("{} has input from {} devices at most", row.weight, str(row.shares))
             if row.weight in names:
                 raise Mixed("{} would be both column and row", row.weight)
             owners = filled_up(row.owners, self.ways)
@@ -379,17 +413,25 @@ class _Finder(Walker):
         key = tuple(sorted(id(reach.first or reach) for reach in members.values()))
         if key in self.proven:
             return
-        joint = Reach()
-        cuts = {s.parameter: (s.dim, [torch.tensor(s.index(rank)) for rank in range(self.ways)]) for s in shards}
-        self._spread(cuts, joint)
-        found = sorted({row.weight for row in joint.rows})
-        if found != sorted(row.parameter for row in rows):
-            raise Mixed("together they reach " + ", ".join("{}" for _ in found), *found)
+        for shares in sorted({reach.shares for reach in members.values()}):
+            joint = Reach()
+            cuts = {}
+            for shard in shards:
+                held = list(dict.fromkeys(shard.ranges))
+                if len(held) >= shares:
+                    parts = [torch.tensor(shard.index(rank)) for rank in range(0, self.ways, self.ways // len(held))]
+                    times = len(held) // shares
+                    cuts[shard.parameter] = shard.dim, [torch.cat(parts[i * times :][:times]) for i in range(shares)]
+            self._spread(cuts, joint)
+            found = sorted({row.weight for row in joint.rows})
+            if found != sorted(row.parameter for row in rows):
+                raise Mixed("together they reach " + ", ".join("{}" for _ in found), *found)
         self.proven.add(key)
 
     def _shard(self, name: str, dim: int, reach: Reach) -> Shard:
-        ranges = tuple(as_ranges(share.tolist()) for share in cut_into(reach.sizes, self.ways))
-        return Shard(name, dim, ranges, self._limit(name, dim, reach))
+        ranges = [as_ranges(share.tolist()) for share in cut_into(reach.sizes, reach.shares)]
+        limit = self._limit(name, dim, reach) if reach.shares == self.ways else self.ways
+        return Shard(name, dim, held_alike(ranges, self.ways), limit)
 
     def _limit(self, name: str, dim: int, reach: Reach) -> int:
         """The largest number of ways for which two neighbouring shares still stay apart."""

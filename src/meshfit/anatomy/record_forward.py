@@ -380,8 +380,9 @@ def _draws() -> tuple[Any, ...]:
 
 
 def _device_of(model: nn.Module, inputs: list[Tensor]) -> torch.device:
-    found = next((t.device for t in (*model.parameters(), *model.buffers(), *inputs)), None)
-    return found or torch.device("cpu")
+    every = [t.device for t in (*model.parameters(), *model.buffers(), *inputs)]
+    real = next((device for device in every if device.type != "meta"), None)  # a model without weights runs on inputs
+    return real or next(iter(every), torch.device("cpu"))
 
 
 def _masks(args: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,12 @@ def cut_into(sizes: Sequence[int], ways: int) -> list[Tensor]:
     return [torch.cat([part[rank] for part in parts]) for rank in range(ways)]
 
 
+def divisors(size: int) -> list[int]:
+    """In order."""
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return sorted({*small, *(size // n for n in small)})
+
+
 def as_ranges(index: Iterable[int]) -> Ranges:
     runs: list[list[int]] = []
     for i in index:
@@ -44,20 +51,55 @@ def runs_of(owners: Tensor, ways: int) -> tuple[Ranges, ...]:
     return tuple(as_ranges(owners.eq(rank).nonzero().flatten().tolist()) for rank in range(ways))
 
 
-def noised(trace: AtenTrace, name: str, dim: int, shares: Sequence[Tensor]) -> list[Storage]:
-    random = torch.Generator().manual_seed(1)
-    value = trace.value_of[name]
-    window, recorded = trace.whole[value], trace.elements(value)
-    scale = 0.1 + float(recorded.std()) if recorded.numel() > 1 else 1.0
-    noised = []
-    for share in shares:
-        storage = trace.contents[value].clone()
-        tensor = window.on(storage)
-        size = (*tensor.shape[:dim], len(share), *tensor.shape[dim + 1 :])
-        noise = (torch.rand(size, generator=random, dtype=torch.float64) + 0.5) * scale
-        tensor.index_add_(dim, share, noise.to(tensor.dtype))
-        noised.append(storage)
-    return noised
+def held_alike(shares: Sequence[Ranges], ways: int) -> tuple[Ranges, ...]:
+    """For each of ``ways`` ranks its share, where neighbours hold the same one if there are fewer."""
+    return tuple(shares[rank * len(shares) // ways] for rank in range(ways))
+
+
+WIDE = 2**18
+"""Elements from which on a matrix gets noise in some of its input channels only."""
+
+SOME = 64
+"""So many of them."""
+
+
+class Noise:
+    """Noise on one rank's share of a parameter's channels at a time: put on what was recorded, and taken off again."""
+
+    def __init__(self, trace: AtenTrace, name: str, dim: int, shares: Sequence[Tensor]):
+        random = torch.Generator().manual_seed(1)
+        value = trace.value_of[name]
+        self.tensor = trace.whole[value].on(trace.contents[value])
+        self.storage, self.dim = trace.contents[value], dim
+        some = self.tensor.flatten()[: 2**16] if self.tensor.is_contiguous() else self.tensor.flatten()
+        scale = 0.1 + float(some.std()) if some.numel() > 1 else 1.0
+        self.places: list[tuple[Tensor, ...]] = []
+        self.before, self.after = [], []
+        for share in shares:
+            place: list[Any] = [slice(None)] * self.tensor.dim()
+            place[dim] = share
+            if self._is_wide(trace, value):
+                other = self.tensor.shape[1 - dim]
+                some = torch.arange(min(SOME, other)) * other // min(SOME, other)
+                place = [share[:, None], some] if dim == 0 else [some[:, None], share]
+            before = self.tensor[tuple(place)]
+            noise = (torch.rand(before.shape, generator=random, dtype=torch.float64) + 0.5) * scale
+            self.places.append(tuple(place))
+            self.before.append(before)
+            self.after.append(before + noise.to(before.dtype))
+
+    def _is_wide(self, trace: AtenTrace, value: int) -> bool:
+        """Whether the parameter is a large matrix that is used in products only."""
+        if self.tensor.dim() != 2 or self.tensor.numel() < WIDE:
+            return False
+        return all(factors_of(trace.ops[i]) for i in trace.users[value])
+
+    def put(self, rank: int) -> Storage:
+        self.tensor[self.places[rank]] = self.after[rank]
+        return self.storage
+
+    def take(self, rank: int) -> None:
+        self.tensor[self.places[rank]] = self.before[rank]
 
 
 def overlapping(masks: Sequence[Tensor]) -> bool:
@@ -109,6 +151,11 @@ def filled_up(owners: Tensor, ways: int) -> Tensor | None:
     even = torch.arange(len(owners)) * ways // len(owners)
     known = owners >= 0
     return even if torch.equal(owners[known], even[known]) else None
+
+
+def coarser(owners: Tensor, times: int) -> Tensor:
+    """Owners where so many ranks count as one."""
+    return torch.where(owners >= 0, owners // times, owners)
 
 
 def same_owners(one: Tensor, two: Tensor) -> bool:

@@ -16,11 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from meshfit.anatomy.aten import AtenTrace, Op, Storage, Window, real
 from meshfit.anatomy.shares import (
+    Noise,
+    coarser,
     cut_into,
+    divisors,
     factors_of,
     in_common,
     is_blunt,
-    noised,
     overlapping,
     owners_of,
     same_owners,
@@ -68,6 +70,9 @@ class Row:
     index: Tensor
     """The index in that dim, for each input channel."""
 
+    shares: int
+    """How many ranks there are among the owners."""
+
 
 @dataclass(eq=False)
 class Reach:
@@ -98,6 +103,9 @@ class Reach:
     sizes: tuple[int, ...] = ()
     """Blocks of channels that were each cut in equal parts."""
 
+    shares: int = 0
+    """Into how many parts: fewer than there are ranks if several have to hold the same one."""
+
     first: "Reach | None" = None
     """The reach that this one is a copy of, for another parameter."""
 
@@ -116,8 +124,8 @@ class Walk:
 class Walker:
     """Walks from every parameter of a recorded forward, for ``ways`` devices."""
 
-    def __init__(self, trace: AtenTrace, ways: int):
-        self.trace, self.ways = trace, ways
+    def __init__(self, trace: AtenTrace, ways: int, copies: bool = False):
+        self.trace, self.ways, self.copies = trace, ways, copies
         self.why: dict[str, dict[int, Mixed]] = {}
         self.reached: dict[str, bool] = {}
         self.added: dict[str, set[str]] = {}
@@ -151,10 +159,10 @@ class Walker:
         reaches, why = {}, {}
         other = self._not_channels(name)
         for dim, size in enumerate(window.size):
-            for sizes in self._blocks(size) if dim not in other else ():
-                reach = Reach(sizes=sizes)
+            for shares, sizes in self._blocks(size) if dim not in other else ():
+                reach = Reach(sizes=sizes, shares=shares)
                 try:
-                    self._spread({name: (dim, cut_into(sizes, self.ways))}, reach)
+                    self._spread({name: (dim, cut_into(sizes, shares))}, reach)
                     reaches[dim] = reach
                     break
                 except Mixed as mixed:
@@ -162,6 +170,15 @@ class Walker:
                 finally:
                     ops.update(reach.ops)
         return Walk(name, sorted(ops), reaches, why)
+
+    def again(self, name: str, dim: int, sizes: tuple[int, ...], shares: int) -> Reach | None:
+        """The reach of a parameter that is cut in so many parts."""
+        reach = Reach(sizes=sizes, shares=shares)
+        try:
+            self._spread({name: (dim, cut_into(sizes, shares))}, reach)
+        except Mixed:
+            return None
+        return reach
 
     def _not_channels(self, name: str) -> tuple[int, ...]:
         """Dims that are no output channels: what the first product sums over, kernels, entries of a look-up table."""
@@ -177,20 +194,24 @@ class Walker:
         kernel = range(2, len(window.size)) if op.name == "convolution" else ()
         return (*kernel, place[0]) if place else ()
 
-    def _blocks(self, size: int) -> Iterator[tuple[int, ...]]:
-        """Ways to see a dim as fused blocks, each to be cut in equal parts."""
-        for count in (1, 3, 2):
-            if size and size % (count * self.ways) == 0:
-                yield (size // count,) * count
-        yield from (
-            sizes for sizes in self.trace.splits if sum(sizes) == size and all(s % self.ways == 0 for s in sizes)
-        )
+    def _blocks(self, size: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Ways to see a dim as fused blocks, each to be cut in equal parts: in as many as there are ranks, or in fewer,
+        which several ranks hold alike."""
+        fewer = [n for n in reversed(divisors(self.ways)) if 1 < n < self.ways] if self.copies else []
+        for shares in (self.ways, *fewer):
+            for count in (1, 3, 2):
+                if size and size % (count * shares) == 0:
+                    yield shares, (size // count,) * count
+            for sizes in self.trace.splits:
+                if sum(sizes) == size and all(s % shares == 0 for s in sizes):
+                    yield shares, sizes
 
     def _spread(self, cuts: Mapping[str, tuple[int, Sequence[Tensor]]], reach: Reach) -> None:
         """Follow noise on each rank's share of the parameters in ``cuts`` until it mixes, and fill in ``reach``."""
         trace = self.trace
         ranks = len(next(iter(cuts.values()))[1])
-        live: dict[int, list[Storage]] = {trace.value_of[n]: noised(trace, n, dim, s) for n, (dim, s) in cuts.items()}
+        noise = {trace.value_of[name]: Noise(trace, name, dim, shares) for name, (dim, shares) in cuts.items()}
+        live: dict[int, list[Storage]] = {value: [] for value in noise}
         masks: dict[int, list[Tensor]] = {}
         reach.shared |= set(live)
         blind: set[int] = set()
@@ -206,7 +227,7 @@ class Walker:
             reads = {window.value for window in op.reads if window.value in live}
             results = []
             for rank in range(ranks):
-                made = trace.replay(op, {value: live[value][rank] for value in reads})
+                made = self._replayed(op, rank, {value: live[value] for value in reads}, noise)
                 if made is None:
                     raise Mixed(f"changes the shape that {op.name} returns")
                 results.append(made)
@@ -233,6 +254,18 @@ class Walker:
         if not reach.rows:
             raise Mixed("ends in no row, or has no effect on this batch")
         self._meet(reach, live, masks)
+
+    def _replayed(
+        self, op: Op, rank: int, live: Mapping[int, list[Storage]], noise: Mapping[int, Noise]
+    ) -> dict[int, Storage] | None:
+        put = [noise[value] for value in live if value in noise]
+        changed = {value: each[rank] for value, each in live.items() if value not in noise}
+        try:
+            changed |= {value: noise[value].put(rank) for value in live if value in noise}
+            return self.trace.replay(op, changed)
+        finally:
+            for each in put:
+                each.take(rank)
 
     def _row(self, op: Op, live: Mapping[int, Any], masks: Mapping[int, list[Tensor]]) -> Row:
         """The row that ``op`` is, if it is one."""
@@ -262,20 +295,32 @@ class Walker:
         place = self._place(weight, outer, outer_dim)
         if place is None:
             raise Mixed("meets {}, which is rearranged before use", weight)
-        return Row(op.index, weight, owners, *place)
+        return Row(op.index, weight, owners, *place, len(channels))
 
     def _place(self, name: str, window: Window, dim: int) -> tuple[int, Tensor] | None:
         """Which dim of a parameter ``dim`` of a window on it is, and the index there of each place here."""
         key = window, dim
         if key not in self.places:
-            self.places[key] = None
+            self.places[key] = self._same_place(name, window, dim)
             for own in range(len(self.trace.whole[self.trace.value_of[name]].size)):
+                if self.places[key] is not None:
+                    break
                 numbers = window.on(self._numbered(name, own, window.value)).movedim(dim, 0)
                 numbers = numbers.reshape(len(numbers), -1)
                 if bool((numbers == numbers[:, :1]).all()) and bool((numbers[0] != numbers[-1]).any()):
                     self.places[key] = own, numbers[:, 0].long()
                     break
         return self.places[key]
+
+    def _same_place(self, name: str, window: Window, dim: int) -> tuple[int, Tensor] | None:
+        """The same, where the window shows the parameter as it is, or with its dims in another order."""
+        whole = self.trace.whole[self.trace.value_of[name]]
+        if window.value != whole.value or window.offset != whole.offset or 1 in whole.size:
+            return None
+        dims, others = ([*zip(w.size, w.stride, strict=True)] for w in (whole, window))
+        if sorted(dims) != sorted(others) or len(set(whole.stride)) < len(dims):
+            return None
+        return dims.index(others[dim]), torch.arange(window.size[dim])
 
     def _numbered(self, name: str, dim: int, value: int) -> Storage:
         """``value``, which holds a parameter, with every element replaced by its index in ``dim`` of that parameter."""
@@ -311,8 +356,20 @@ class Walker:
                     self._along(reach, value, masks[new])
             outside = {w.value: None for w in op.reads if w.value not in op.written and real(w.dtype)}
             outside = [value for value in outside if value not in reach.shared]
+            whole = self._read_by_all(op, live)
+            if whole in outside:
+                reach.common.append((index, whole))
+                outside.remove(whole)
             for value, supports in zip(outside, self._supports(op, outside, masks), strict=True):
                 self._from_outside(reach, index, value, supports)
+
+    def _read_by_all(self, op: Op, live: Mapping[int, Any]) -> int | None:
+        """What a plain product multiplies with a parameter that is cut by its output channels."""
+        factors = factors_of(op) if op.name in ("mm", "addmm") else None
+        if factors is None:
+            return None
+        inside, outside = (w.value for w, _ in sorted(factors, key=lambda f: f[0].value not in live))
+        return outside if inside in live and inside in self.trace.source and outside not in live else None
 
     def _from_outside(self, reach: Reach, op: int, value: int, supports: list[Tensor]) -> None:
         """Sort a value from outside by what each rank reads of it."""
@@ -471,7 +528,13 @@ class Walker:
 
 def agreeing(one: Reach, two: Reach) -> bool:
     rows = {row.op: row for row in one.rows}
-    return all(same_owners(rows[row.op].owners, row.owners) for row in two.rows if row.op in rows)
+    return all(alike(rows[row.op], row) for row in two.rows if row.op in rows)
+
+
+def alike(one: Row, two: Row) -> bool:
+    """Whether two see the same owners, as far as both can tell them apart."""
+    shares = min(one.shares, two.shares)
+    return same_owners(coarser(one.owners, one.shares // shares), coarser(two.owners, two.shares // shares))
 
 
 def closure_of(

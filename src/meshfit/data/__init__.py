@@ -1,2 +1,49 @@
-"""The CPU's side: source (where samples lie) -> order (which come next) -> loader (this rank's share, on
-its device). Randomness follows the sample, never the worker: DESIGN rule 7."""
+"""The CPU's side: source (where samples lie) -> transform -> order (which come next) -> loader (this rank's share, on
+its device). Randomness follows the sample, never the worker: DESIGN rule 7.
+
+    import meshfit
+    from meshfit.data import transform
+
+    train = meshfit.data.parquet("s3://bucket/train/*.parquet", columns=("image", "label"))
+    train = train.map(transform.crop(32, padding=4), transform.flip()).on_device(transform.normalise())
+    meshfit.fit(model, train, ...)
+"""
+
+from meshfit.data import transform
+from meshfit.data.arrays import arrays
+from meshfit.data.bad import BadSample
+from meshfit.data.cache import Cache
+from meshfit.data.classics import cifar, mnist
+from meshfit.data.folder import folder
+from meshfit.data.mixture import mixture
+from meshfit.data.opening import open
+from meshfit.data.source import Source, Stream
+from meshfit.data.source import open_source as memory
+from meshfit.data.sql import sql
+from meshfit.data.table import arrow, csv, jsonl, parquet
+from meshfit.data.tars import tars
+from meshfit.data.tokens import text, tokens, vocabulary
+
+__all__ = [
+    "BadSample",
+    "Cache",
+    "Source",
+    "Stream",
+    "arrays",
+    "arrow",
+    "cifar",
+    "csv",
+    "folder",
+    "jsonl",
+    "memory",
+    "mixture",
+    "mnist",
+    "open",
+    "parquet",
+    "sql",
+    "tars",
+    "text",
+    "tokens",
+    "transform",
+    "vocabulary",
+]

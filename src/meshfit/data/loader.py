@@ -5,10 +5,13 @@ each of them over the ranks; shares may differ by one sample. Where a share has 
 first sample of the batch with weight zero, so that every rank takes part in the same collectives.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import chain
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,15 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from meshfit.data import tree
+from meshfit.data.clock import Clock, stage
+from meshfit.data.draw import Key
 from meshfit.data.order import Ids, share
-from meshfit.data.source import Source, Stream
+from meshfit.data.reading import Reading, decide, pool_of
+from meshfit.data.ring import Ring
+from meshfit.data.source import Source, Stream, handed
+from meshfit.errors import DataError
+
+Job = tuple[Key, int, NDArray[np.int64], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,17 @@ class Loader:
     seed: int = 0
     shuffle: bool = True
 
+    workers: int | None = None
+    """Who reads ahead; 0 reads when asked. By default some on accelerators and for what is far away."""
+
+    kind: str | None = None
+    """Whether these are "threads" or "processes"; by default told by a short measurement, see reading.py."""
+
+    clock: Clock = field(default_factory=Clock)
+    """Where the time went; of processes, only the waiting."""
+
+    _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
     @property
     def batches_per_epoch(self) -> int | None:
         """None for a stream, whose end is not known before it comes."""
@@ -68,20 +89,115 @@ class Loader:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from batch ``start`` on, each on the device when it is handed over."""
-        made = self._stream(epoch) if isinstance(self.source, Stream) else self._indexed(self.source, epoch, start)
-        if self.device.type == "cpu":
-            return made
-        return self._ahead(made)
+        how = self.reading
+        if isinstance(self.source, Stream):
+            batches = islice(self._stream(epoch), start, None)
+            made: Iterator[Callable[[], Batch | None]] = repeat(lambda: self._pinned(next(batches, None)))
+        elif how.kind == "processes":
+            ready = self._from_ring(self.source, epoch, start)
+            made = repeat(lambda: next(ready, None))
+        else:
+            made = (partial(self._made, self.source, *job) for job in self._jobs(self.source, epoch, start))
+        if how.kind == "threads":
+            host = self._threads(made, how.workers)
+        elif how.kind == "processes" and self.device.type != "cpu":
+            host = self._threads(made, 1)  # takes batches out of the ring while the device works
+        else:
+            host = _each(made)
+        return self._waited_for(host if self.device.type == "cpu" else self._moved(host))
 
-    def _indexed(self, source: Source, epoch: int, start: int) -> Iterator[Batch]:
-        ids_of = Ids(len(source), self.batch_size, seed=self.seed, shuffle=self.shuffle)
+    @property
+    def reading(self) -> Reading:
+        """Who reads: decided once."""
+        if "reading" not in self._kept:
+            self._kept["reading"] = decide(self)
+        return self._kept["reading"]
+
+    def close(self) -> None:
+        """End the processes that read, if there are."""
+        if (ring := getattr(self, "_kept", {}).pop("ring", None)) is not None:
+            ring.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def state(self, epoch: int, batch: int) -> dict[str, Any]:
+        """What resumes at ``batch`` of ``epoch``, on any number of ranks and workers; the same on every rank, but for
+        the bad samples it has met."""
+        source = self.source
+        place = {"seed": self.seed, "shuffle": self.shuffle, "epoch": epoch, "consumed": batch * self.batch_size}
+        if isinstance(source, Stream):
+            return place
+        return {**place, "samples": len(source), "fingerprint": source.fingerprint, "source": source.state()}
+
+    def resume(self, state: dict[str, Any]) -> tuple[int, int]:
+        """(epoch, batch) to go on from; refused where the samples would not be the same."""
+        source = self.source
+        now = {"seed": self.seed, "shuffle": self.shuffle}
+        if not isinstance(source, Stream):
+            now |= {"samples": len(source), "fingerprint": source.fingerprint}
+        for name, value in now.items():
+            if name in state and state[name] != value:
+                raise DataError(
+                    "the data is not that of the run to be resumed",
+                    f"{name} was {state[name]}",
+                    f"now it is {value}",
+                )
+        batch, left = divmod(state["consumed"], self.batch_size)
+        if left:
+            raise DataError(
+                f"the run stopped after {state['consumed']} samples of an epoch",
+                f"that is no whole number of batches of {self.batch_size}",
+                "resume with the batch_size it had",
+            )
+        if not isinstance(source, Stream):
+            source.load_state(state.get("source", {}))
+        return state["epoch"], batch
+
+    def _jobs(self, source: Source, epoch: int, start: int) -> Iterator[Job]:
+        """Key, position, samples of all ranks, and whether it is the last, of every batch."""
+        ids_of = Ids(len(source), self.batch_size, seed=self.seed, shuffle=self.shuffle, blocks=source.blocks)
         for index in range(start, ids_of.batches):
-            ids = ids_of(epoch, index)
-            parts = []
-            for at in self._shares(len(ids)):
-                mine = ids[at]
-                parts.append(Microbatch(source.fetch(mine if len(mine) else ids[[0, 0]]), len(mine)))
-            yield Batch(epoch, index, ids, index == ids_of.batches - 1, parts)
+            yield Key(self.seed, epoch), index, ids_of(epoch, index), index == ids_of.batches - 1
+
+    def mine(self, ids: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """What this rank reads of a batch, by microbatches; where it has no share, a stand-in."""
+        parts = [ids[at] for at in self._shares(len(ids))]
+        return [part if len(part) else ids[[0, 0]] for part in parts]
+
+    def _made(self, source: Source, key: Key, index: int, ids: NDArray[np.int64], last: bool) -> Batch:
+        with self.clock.reading(), stage("read"):
+            contents = [source.read(part, key) for part in self.mine(ids)]
+            if self.device.type == "cuda":
+                with stage("transfer"):
+                    contents = tree.map_tensors(lambda t: t.pin_memory(), contents)
+            return self._batch(source, contents, key, index, ids, last)
+
+    def _batch(
+        self, source: Source, contents: list[Any], key: Key, index: int, ids: NDArray[np.int64], last: bool
+    ) -> Batch:
+        if self.device.type == "cpu":
+            both = zip(contents, self.mine(ids), strict=True)
+            contents = [handed(source.finish(content, part, key)) for content, part in both]
+        counts = [at.stop - at.start for at in self._shares(len(ids))]
+        return Batch(key.epoch, index, ids, last, [Microbatch(*part) for part in zip(contents, counts, strict=True)])
+
+    def _from_ring(self, source: Source, epoch: int, start: int) -> Iterator[Batch]:
+        """Batches that processes read."""
+        if "ring" not in self._kept:
+            first = source.read(self.mine(np.arange(min(self.batch_size, len(source))))[0], Key())
+            size = sum(t.numel() * t.element_size() + 64 for t in tree.tensors(first))
+            self._kept["ring"] = Ring(source, self.reading.workers, (size + size // 8) * self.microbatches)
+        jobs: deque[Job] = deque()
+
+        def asks() -> Iterator[Any]:
+            for job in self._jobs(source, epoch, start):
+                jobs.append(job)
+                yield self.mine(job[2]), job[0]
+
+        own = (lambda t: t.pin_memory()) if self.device.type == "cuda" else torch.clone
+        for contents in self._kept["ring"].batches(asks(), own):
+            yield self._batch(source, contents, *jobs.popleft())
 
     def _stream(self, epoch: int) -> Iterator[Batch]:
         assert isinstance(self.source, Stream)
@@ -99,26 +215,75 @@ class Loader:
             seen += len(held)
             held = following
 
+    def _pinned(self, batch: Batch | None) -> Batch | None:
+        if batch is None or self.device.type != "cuda":
+            return batch
+        pin = lambda content: tree.map_tensors(lambda t: t.pin_memory(), content)
+        return replace(batch, microbatches=[replace(part, content=pin(part.content)) for part in batch.microbatches])
+
     def _shares(self, size: int) -> list[slice]:
         return shares(size, self.rank, self.ranks, self.microbatches)
 
-    def _ahead(self, made: Iterator[Batch]) -> Iterator[Batch]:
-        """Read the next batch, and start its copy to the device, while this one is worked on."""
+    def _threads(self, made: Iterator[Callable[[], Batch | None]], workers: int) -> Iterator[Batch]:
+        """Batches in order, a few of them in the making."""
+        pool = pool_of(workers)
+        try:
+            coming = deque(pool.submit(make) for make in islice(made, workers + 1))
+            while coming and (batch := coming.popleft().result()) is not None:
+                coming.extend(pool.submit(make) for make in islice(made, 1))
+                yield batch
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
-        def read() -> Batch | None:
-            batch = next(made, None)
-            return None if batch is None else self._map(batch, lambda t: t.pin_memory())
+    def _moved(self, host: Iterator[Batch]) -> Iterator[Batch]:
+        """On the device, copied while the batch before it is worked on; what is left to do is done there."""
+        cuda = self.device.type == "cuda"
+        side = torch.cuda.Stream(self.device) if cuda else None
+        held: tuple[Batch, Any] | None = None
+        for batch in chain(host, [None]):
+            sent = None
+            if batch is not None:
+                with torch.cuda.stream(side) if side is not None else nullcontext():
+                    moved = self._sent(batch)
+                sent = moved, side.record_event() if side is not None else None
+            if held is not None:
+                yield self._received(*held)
+            held = sent
 
-        with ThreadPoolExecutor(1, thread_name_prefix="meshfit-data") as reader:
-            coming = [reader.submit(read), reader.submit(read)]
-            while (batch := coming.pop(0).result()) is not None:
-                coming.append(reader.submit(read))
-                yield self._map(batch, lambda t: t.to(self.device, non_blocking=True))
+    def _sent(self, batch: Batch) -> Batch:
+        parts = []
+        for ids, part in zip(self.mine(batch.ids), batch.microbatches, strict=True):
+            content = tree.to_device(part.content, self.device)
+            if not isinstance(self.source, Stream):
+                content = self.source.finish(content, ids, Key(self.seed, batch.epoch))
+            parts.append(replace(part, content=handed(content)))
+        return replace(batch, microbatches=parts)
 
-    @staticmethod
-    def _map(batch: Batch, fn: Any) -> Batch:
-        parts = [Microbatch(tree.map_tensors(fn, part.content), part.samples) for part in batch.microbatches]
-        return Batch(batch.epoch, batch.index, batch.ids, batch.last, parts)
+    def _received(self, batch: Batch, event: Any) -> Batch:
+        if event is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(event)
+            for part in batch.microbatches:
+                for tensor in tree.tensors(part.content):
+                    tensor.record_stream(current)
+        return batch
+
+    def _waited_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.clock.waited += time.perf_counter() - start
+            if batch is None:
+                return
+            self.clock.batches += 1
+            yield batch
+
+
+def _each(made: Iterator[Callable[[], Batch | None]]) -> Iterator[Batch]:
+    for make in made:
+        if (batch := make()) is None:
+            return
+        yield batch
 
 
 def shares(size: int, rank: int, ranks: int, microbatches: int) -> list[slice]:

@@ -3,6 +3,9 @@
 A Feistel network permutes the integers below 4^b; indices that land outside [0, n) walk on through the
 same permutation until they land inside (cycle walking), which keeps it a bijection on [0, n). Six rounds:
 four to eight cannot be told from a random permutation by lag correlation or fixed points, three can.
+
+Where samples lie in blocks of which one costs as much to read as all (row groups far away), order goes by windows: the
+blocks are permuted, then the samples inside each window of ``WINDOW`` blocks. Each sample still comes once.
 """
 
 from dataclasses import dataclass
@@ -11,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 6
-_CHUNK = 4096  # indices computed at a time: numpy's overhead per call is spread over them
+_CHUNK = 16384  # indices computed at a time: numpy's overhead per call is spread over them
 _u64 = np.uint64
+WINDOW = 8  # blocks whose samples are mixed
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,23 @@ class Permutation:
         mask = (_u64(1) << bits) - _u64(1)
         left, right = x >> bits, x & mask
         for key in self.keys:
-            left, right = right, left ^ (mix(right, key) & mask)
-        return (left << bits) | right
+            mixed = mix(right, key)
+            mixed &= mask
+            mixed ^= left
+            left, right = right, mixed
+        left = left << bits
+        left |= right
+        return left
 
 
 def mix(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     """Hash 64-bit integers under ``key``: the one source of randomness tied to samples."""
-    with np.errstate(over="ignore"):
-        x = (x ^ key) * _u64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> _u64(32))) * _u64(0xD6E8FEB86659FD93)
-        return x ^ (x >> _u64(32))
+    x = x ^ key
+    x *= _u64(0x9E3779B97F4A7C15)  # in place: arrays of integers overflow without a word
+    x ^= x >> _u64(32)
+    x *= _u64(0xD6E8FEB86659FD93)
+    x ^= x >> _u64(32)
+    return x
 
 
 def order(n: int, *, seed: int, epoch: int) -> Permutation:
@@ -59,11 +70,38 @@ def order(n: int, *, seed: int, epoch: int) -> Permutation:
     return Permutation(n, keys)
 
 
-class Ids:
-    """Which samples each batch of an epoch holds: ``ids(epoch, batch)``."""
+class Windows:
+    """``windows[i]`` for an array of positions ``i``: blocks shuffled, then samples inside windows of blocks.
 
-    def __init__(self, n: int, batch_size: int, *, seed: int, shuffle: bool):
-        self.n, self.batch_size, self.seed, self.shuffle = n, batch_size, seed, shuffle
+    ``edges`` are the first samples of the blocks, and the number of samples. Memory: one number a block.
+    """
+
+    def __init__(self, edges: NDArray[np.int64], *, seed: int, epoch: int):
+        self.seed, self.epoch = seed, epoch
+        shuffled = order(len(edges) - 1, seed=seed, epoch=epoch)[np.arange(len(edges) - 1)]
+        self.firsts = edges[shuffled]
+        self.starts = np.concatenate([[0], np.cumsum(np.diff(edges)[shuffled])])
+        """Positions at which the shuffled blocks start."""
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        windows = (np.searchsorted(self.starts, positions, "right") - 1) // WINDOW
+        found = np.empty(len(positions), np.int64)
+        for window in np.unique(windows).tolist():
+            at = windows == window
+            low = self.starts[window * WINDOW]
+            high = self.starts[min((window + 1) * WINDOW, len(self.starts) - 1)]
+            inside = order(int(high - low), seed=self.seed + (window + 1) * 2**32, epoch=self.epoch)
+            place = low + inside[positions[at] - low]
+            block = np.searchsorted(self.starts, place, "right") - 1
+            found[at] = self.firsts[block] + place - self.starts[block]
+        return found
+
+
+class Ids:
+    """Which samples each batch of an epoch holds: ``ids(epoch, batch)``. With ``blocks``, their edges, by windows."""
+
+    def __init__(self, n: int, batch_size: int, *, seed: int, shuffle: bool, blocks: NDArray[np.int64] | None = None):
+        self.n, self.batch_size, self.seed, self.shuffle, self.blocks = n, batch_size, seed, shuffle, blocks
         self._chunk: tuple[int, int, int, NDArray[np.int64]] = (-1, 0, 0, np.empty(0, np.int64))
 
     @property
@@ -79,9 +117,14 @@ class Ids:
         at, low, high, chunk = self._chunk
         if at != epoch or first < low or last > high:
             low, high = first, min(max(last, first + _CHUNK), self.n)
-            chunk = order(self.n, seed=self.seed, epoch=epoch)[np.arange(low, high)]
+            chunk = self._order(epoch)[np.arange(low, high)]
             self._chunk = (epoch, low, high, chunk)
         return chunk[first - low : last - low]
+
+    def _order(self, epoch: int) -> "Permutation | Windows":
+        if self.blocks is None or len(self.blocks) < 3:
+            return order(self.n, seed=self.seed, epoch=epoch)
+        return Windows(self.blocks, seed=self.seed, epoch=epoch)
 
 
 def share(size: int, part: int, parts: int) -> slice:

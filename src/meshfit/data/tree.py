@@ -5,7 +5,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+
+
+class Ragged(list):
+    """One thing a sample that does not stack: words, bytes, images of different sizes. A leaf, not a container."""
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -13,7 +18,7 @@ def leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from leaves(value)
-    elif isinstance(tree, tuple | list):
+    elif isinstance(tree, tuple | list) and not isinstance(tree, Ragged):
         for value in tree:
             yield from leaves(value)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -32,7 +37,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     if isinstance(tree, Mapping):
         new = {key: map_leaves(fn, value, *(r[key] for r in rest)) for key, value in tree.items()}
         return new if type(tree) is dict else _like(tree, new)
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, tuple | list) and not isinstance(tree, Ragged):
         items = [map_leaves(fn, *values) for values in zip(tree, *rest, strict=True)]
         if hasattr(tree, "_fields"):  # a named tuple
             return type(tree)(*items)
@@ -82,3 +87,37 @@ def concatenate(trees: list[Any]) -> Any:
         names = [field.name for field in dataclasses.fields(first)]
         return dataclasses.replace(first, **{name: concatenate([getattr(t, name) for t in trees]) for name in names})
     return first
+
+
+def size(tree: Any) -> int:
+    """Samples in a batch."""
+    return next((len(x) for x in leaves(tree) if isinstance(x, Ragged) or (isinstance(x, torch.Tensor) and x.dim())), 0)
+
+
+def sample(tree: Any, i: int) -> Any:
+    """The ``i``-th sample of a batch."""
+    return map_leaves(lambda leaf: leaf[i] if isinstance(leaf, Ragged | torch.Tensor) else leaf, tree)
+
+
+def stack(samples: list[Any]) -> Any:
+    """A batch of samples, as torch collates them; what does not stack becomes ``Ragged``."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        new = {key: stack([s[key] for s in samples]) for key in first}
+        return new if type(first) is dict else _like(first, new)
+    if isinstance(first, tuple | list) and not isinstance(first, Ragged):
+        items = [stack(list(parts)) for parts in zip(*samples, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if isinstance(first, torch.Tensor):
+        same = all(s.shape == first.shape and s.dtype == first.dtype for s in samples)
+        return torch.stack(samples) if same else Ragged(samples)
+    if isinstance(first, str | bytes | memoryview):
+        return Ragged(samples)
+    if type(first).__module__.startswith("PIL."):
+        first, samples = None, [np.array(s) for s in samples]
+        samples = [s.transpose(2, 0, 1) if s.ndim == 3 else s[None] for s in samples]
+    if first is None or isinstance(first, np.ndarray):
+        return stack([torch.as_tensor(np.ascontiguousarray(s)) for s in samples])
+    if isinstance(first, bool | int | float | np.generic):
+        return torch.as_tensor(np.array(samples))
+    return Ragged(samples)

@@ -1,35 +1,74 @@
-"""Gradients of a model that is spread over ranks which work on the same samples, as tensor parallelism does.
+"""Gradients of a model that is spread over ranks which work on the same samples: its operations, or its layers.
 
 ``AllReduce`` or ``Scatter`` sums gradients over the ranks that hold the same part of the model, and differ in their
-samples. What is left are sums over the parts: of gradients that a rank has only some terms of, and of a few numbers
-that every rank must know before it steps: the norm, in which each element counts once, and whether to stop.
+samples. What is left are sums over the parts: of gradients that a rank has only some terms of (a norm's weight used by
+each rank for its own channels; an embedding tied to the head, both ends of a pipeline), and of a few numbers that every
+rank must know before it steps: the loss, which the last stage alone knows; the norm, in which each element counts once;
+whether to stop.
 
-    traffic   the gradients of parameters that are whole on every rank but used in part by each, once a step; one
-              small all_reduce over all ranks
+    traffic   the gradients of such parameters, once a step; one small all_reduce over all ranks
 """
 
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.cost import Cost
 from meshfit.exchange.allreduce import AllReduce, Riders
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.update import total_norm
+from meshfit.layout.mesh import groups
 from meshfit.layout.tensor import Parts
 
-RIDERS = 2  # squared norm, stop; then one a partial parameter: whether any rank reached it
+RIDERS = 4  # squared norm, stop, loss, count; then a slot a share for broken losses, one a parameter of many ranks
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a model lies over ranks that work on the same samples."""
+
+    parts: Parts | None = None
+    """Of operations, over the tensor axis."""
+
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameters that several stages use, and the ranks of the pipeline that hold them."""
+
+    pipeline: dist.ProcessGroup | None = None
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Names of parameters whose gradients are sums over ranks, the same on all of them."""
+        partial = () if self.parts is None else self.parts.names
+        return tuple(dict.fromkeys((*partial, *self.tied)))
 
 
 class Across:
-    """``inner`` sums over samples; ``parts`` says how the model lies. ``copies``: of the whole model, in the world."""
+    """``inner`` sums over samples, ``spread`` says what else there is to sum. ``copies``: of the whole model, in the
+    world; ``tellers``: ranks that know the loss, for each share of a batch."""
 
-    def __init__(self, inner: AllReduce | Scatter, parts: Parts, device: torch.device, *, copies: int):
-        self.inner, self.parts, self.device, self.copies = inner, parts, device, copies
+    def __init__(
+        self,
+        inner: AllReduce | Scatter,
+        spread: Spread,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        copies: int,
+        tellers: int,
+    ):
+        self.inner, self.spread, self.device, self.copies, self.tellers = inner, spread, device, copies, tellers
         self.norm: Tensor | None = None
         """Of all gradients together, after ``finish``."""
+        named = dict(model.named_parameters())
+        self._shared = [named.get(name) for name in spread.shared]
+        """Those of other ranks are None."""
+        self._tied = [(named[name], ranks) for name, ranks in spread.tied.items() if name in named]
+        self._lines = {} if spread.pipeline is None else _lines(spread.pipeline, spread.tied.values())
+        self._holders = {p: len(ranks) for p, ranks in self._tied}
         self._added: list[Tensor] = []
         """Gradients that other ranks have terms of, and this one has not."""
 
@@ -43,48 +82,54 @@ class Across:
         return self.inner.parameters
 
     def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
-        """The next backward is the last of this step."""
-        self._stop = stop
+        """The next backward is the last of this step. Ranks that do not know the loss say zero."""
         self.inner.arm(loss, count, stop=stop, broken=broken)
 
     def finish(self) -> Riders:
         """Wait until every gradient is summed, and hear what the other ranks have to say."""
         riders = self.inner.finish()
-        partial = self.parts.partial
-        behind = {p for p in partial if p.grad is None and p.numel()}
-        for p in behind:
-            p.grad = torch.zeros_like(p)
-        self.parts.sum_partial()
-        numbers = torch.zeros(RIDERS + len(partial), dtype=torch.float64, device=self.device)
-        numbers[0] = self._square() / self.copies
-        numbers[1] = float(self._stop)
-        for i, p in enumerate(partial):
-            numbers[RIDERS + i] = float(p.grad is not None and p not in behind)
+        reached = [p is not None and p.grad is not None for p in self._shared]
+        for p in self._shared:  # one that this rank did not reach adds nothing to what the others have
+            if p is not None and p.requires_grad and p.numel() and p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if self.spread.parts is not None:
+            self.spread.parts.sum_partial()
+        for p, ranks in self._tied:
+            if p.grad is not None:
+                dist.all_reduce(p.grad, group=self._lines[ranks])
+        tellers = self.degree * self.tellers
+        known = [riders.loss / tellers, riders.count / tellers, *riders.broken]
+        numbers = torch.zeros(2 + len(known) + len(reached), dtype=torch.float64, device=self.device)
+        numbers[0], numbers[1] = self._square() / self.copies, riders.stop
+        for i, number in enumerate((*known, *reached), start=2):
+            numbers[i] = number
         dist.all_reduce(numbers)
-        self._added = []
-        if behind:
-            for p, reached in zip(partial, numbers[RIDERS:].tolist(), strict=True):
-                if not reached:
-                    p.grad = None
-                elif p in behind and p.grad is not None:
-                    self._added.append(p.grad)
-        self.norm = numbers[0].sqrt()
-        if self._gradient_device.type == "cpu":
-            self.norm = self.norm.cpu()
-        stop = numbers[1] if numbers.is_cuda else float(numbers[1])
-        return replace(riders, stop=stop)
-
-    @property
-    def _gradient_device(self) -> torch.device:
+        self._drop_unreached(reached, numbers[2 + len(known) :])
         gradients = self.gradients
-        return gradients[0].device if gradients else self.device
+        self.norm = numbers[0].sqrt().to(gradients[0].device if gradients else self.device)
+        _, stop, loss, count, *broken = numbers[: 2 + len(known)].tolist() if numbers.is_cpu else numbers.unbind()
+        return Riders(loss, count, stop, broken[: len(riders.broken)])
+
+    def _drop_unreached(self, reached: list[bool], anywhere: Tensor) -> None:
+        """Where no rank reached a parameter it has no gradient, as on one device."""
+        self._added = []
+        if all(mine or p is None for mine, p in zip(reached, self._shared, strict=True)):
+            return
+        for p, mine, other in zip(self._shared, reached, anywhere.tolist(), strict=True):
+            if p is None or p.grad is None or mine:
+                continue
+            if other:
+                self._added.append(p.grad)
+            else:
+                p.grad = None
 
     def _square(self) -> Tensor:
         """This rank's part of the squared norm: elements that several ranks hold count in part on each."""
         kinds: dict[float, list[Tensor]] = defaultdict(list)
         for p in self.parameters:
             if p.grad is not None:
-                kinds[self.parts.weight(p)].append(p.grad)
+                weight = 1.0 if self.spread.parts is None else self.spread.parts.weight(p)
+                kinds[weight / self._holders.get(p, 1)].append(p.grad)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight, grads in kinds.items():
             total += weight * total_norm(grads).double().square().to(self.device)
@@ -104,9 +149,23 @@ class Across:
         self.inner.remove()
 
 
+def _lines(pipeline: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A group for each set of ranks of the pipeline that share a parameter, where this rank is one of them."""
+    world, own = dist.get_process_group_ranks(pipeline), dist.get_rank(pipeline)
+    named = {members: tuple(sorted(world[r] for r in members)) for members in wanted if own in members}
+    made = groups(named.values())
+    return {members: made[ranks] for members, ranks in named.items()}
+
+
 def share_state(optimizer: torch.optim.Optimizer, parts: Parts) -> None:
     """Cut what an optimizer holds already as its parameters are cut: some make state when they are built."""
     for parameter in parts.cuts:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 optimizer.state[parameter][key] = parts.share(parameter, value)
+
+
+def cost(shared: int, shares: int) -> Cost:
+    """Of what ranks say to each other beside gradients, a step: for ``shared`` parameters, and ``shares`` of a batch.
+    What the gradients of those take: see ``Tensor.cost`` and ``Pipeline.cost``."""
+    return Cost(calls={"all_reduce": 1}, moved={"all_reduce": 8 * (RIDERS + shares + shared)})

@@ -64,11 +64,13 @@ class Scatter:
         world: dist.ProcessGroup | None,
         copies: dist.ProcessGroup | None,
         accumulate: bool,
+        mixed: bool = False,
     ):
-        self.shards, self.world, self.copies = shards, world, copies
-        self.accumulate = accumulate
+        """``mixed``: forwards and backwards of several microbatches come in any order, as in a pipeline."""
+        self.shards, self.world, self.copies, self.mixed = shards, world, copies, mixed
+        self.accumulate = accumulate or mixed
         """Sum whole gradients over microbatches, and scatter them once."""
-        self.once = shards.zero < 3
+        self.once = shards.zero < 3 or mixed
         """One scatter for each unit in a pass; else one for each use."""
         self.degree = 1 if world is None else dist.get_world_size(world)
         self.rank = 0 if world is None else dist.get_rank(world)
@@ -105,6 +107,8 @@ class Scatter:
     # As gradients are made
 
     def _begin_pass(self) -> None:
+        if self.mixed and self._under_way:
+            return
         self._end_pass()
         self._under_way = True
         for unit in self.shards.used:  # by a forward that no backward followed
@@ -239,6 +243,8 @@ class Scatter:
     def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
         """The next backward is the last of this step."""
         self._last = True
+        if self.mixed:
+            self._expected = None  # now they may go
         numbers = self._numbers.zero_()
         numbers[0], numbers[1], numbers[2], numbers[RIDERS + self.rank] = loss, count, float(stop), broken
 

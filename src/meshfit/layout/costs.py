@@ -11,23 +11,39 @@ from torch import nn
 from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
-from meshfit.exchange import allreduce
+from meshfit.exchange import across, allreduce
 from meshfit.exchange.nature import state_bytes
 from meshfit.layout import batchnorm
 from meshfit.layout.offload import Offload
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate
 from meshfit.layout.shard import Shard
+from meshfit.layout.tensor import Tensor
+from meshfit.layout.tensor_region import TensorPlan
 from meshfit.layout.units import units
 from meshfit.plan import Plan
 
 
-def cost(plan: Plan, trace: Trace, optimizer: torch.optim.Optimizer, *, ahead: bool = False) -> Cost:
-    """Of a step under ``plan``. ``trace`` is of one microbatch of one rank; ``ahead``: see ``Shard.cost``.
+def cost(
+    plan: Plan,
+    trace: Trace,
+    optimizer: torch.optim.Optimizer,
+    *,
+    split: TensorPlan | None = None,
+    ahead: bool = False,
+) -> Cost:
+    """Of a step under ``plan``. ``trace`` is of one microbatch of one rank, as if nothing were split; ``split`` what
+    the tensor axis was found to; ``ahead``: see ``Shard.cost``.
 
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
-    total, whole = Cost(), trace
+    total = Cost()
+    if plan.tensor > 1:
+        if split is None:
+            raise ValueError(f"{plan}: its cost depends on what is split: plan_tensor says so")
+        trace, added = Tensor(degree=plan.tensor, plan=split).cost(trace, microbatches=plan.microbatches)
+        total += added + across.cost(len(split.shared), plan.shares)
+    whole = trace
     if plan.cuts:
         shard = Shard.of(plan, units(trace, tuple(trace.parameters)))
         trace, added = shard.cost(trace, copies=plan.data, microbatches=plan.microbatches, ahead=ahead)
@@ -37,7 +53,7 @@ def cost(plan: Plan, trace: Trace, optimizer: torch.optim.Optimizer, *, ahead: b
         trained = [_parameter(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
         total += added + allreduce.cost(trained, plan.data)
     if plan.joins_batchnorms:
-        total += batchnorm.cost(whole, plan.devices, plan.microbatches)
+        total += batchnorm.cost(whole, plan.shares, plan.microbatches)
     if plan.recompute != "none":
         trace, added = Recompute(word=plan.recompute, blocks=recomputed_blocks(whole)).cost(trace)
         total += added

@@ -1,15 +1,17 @@
 """The ranks along each axis of the mesh.
 
-Axes from outer to inner: data, shard, tensor. Neighbours along an inner one are neighbours in rank, and so usually on
-one machine: the more an axis talks, the further in it is.
+Axes from outer to inner: pipeline, data, shard, tensor. Neighbours along an inner one are neighbours in rank, and so
+usually on one machine: the more an axis talks, the further in it is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
 import torch.distributed as dist
 
 from meshfit.plan import DEGREES, Plan
+from meshfit.schedule.actions import rank_of, usual_chunks
 
 Group = dist.ProcessGroup | None
 
@@ -19,6 +21,8 @@ class Mesh:
     """The groups that this rank belongs to; None where it is alone."""
 
     world: Group = None
+    pipeline: Group = None
+    """Ranks that together hold one copy, layer after layer, and work on the same samples."""
     data: Group = None
     """Ranks that hold the same part of different copies."""
     shard: Group = None
@@ -28,12 +32,17 @@ class Mesh:
     batch: Group = None
     """Ranks that hold, or shard, the same part of the model, and work on different samples: data and shard at once."""
 
-    share: int = 0
-    """Which part of a batch this rank takes."""
+    samples: Group = None
+    """Ranks that differ in their samples, or in the layers that they hold: all but those of one operation."""
+
     rank: int = 0
     """In the world."""
-    first: bool = True
-    """Whether it is the first of those that work on the same samples."""
+    stage: int = 0
+    """Along the pipeline."""
+    share: int = 0
+    """Which part of a batch this rank takes."""
+    has_results: bool = True
+    """Whether what the model returns is here, and no other rank's task to tell of."""
 
     @classmethod
     def of(cls, plan: Plan, rank: int, size: int) -> "Mesh":
@@ -57,15 +66,27 @@ class Mesh:
             groups = {fixed: dist.new_group(ranks) for fixed, ranks in lines.items()}  # all ranks make all of them
             return groups[tuple(at for axis, at in own.items() if axis not in axes)]  # type: ignore[return-value]
 
-        data, shard, tensor = along("data"), along("shard"), along("tensor")
-        batch = data if shard is None else shard if data is None else along("data", "shard")
+        last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
+        axes = {axis: along(axis) for axis in DEGREES}
+        one = next((axis for axis in ("shard", "data") if axes["data" if axis == "shard" else "shard"] is None), None)
         return cls(
+            **axes,
             world=dist.group.WORLD,
-            data=data,
-            shard=shard,
-            tensor=tensor,
-            batch=batch,
-            share=own["data"] * plan.shard + own["shard"],
+            batch=along("data", "shard") if one is None else axes[one],
+            samples=along("pipeline", "data", "shard"),
             rank=rank,
-            first=own["tensor"] == 0,
+            stage=own["pipeline"],
+            share=own["data"] * plan.shard + own["shard"],
+            has_results=own["pipeline"] == last and own["tensor"] == 0,
         )
+
+
+def groups(wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A group for each set of ranks of the world that this rank names. All ranks call it together, each with its own
+    sets: all of them make all groups, in one order."""
+    mine, world = set(wanted), dist.get_world_size()
+    every: list[set[tuple[int, ...]]] = [mine] * world
+    dist.all_gather_object(every, mine)
+    found = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set().union(*every)) if len(ranks) < world}
+    whole = {ranks: dist.group.WORLD for ranks in mine if len(ranks) == world}
+    return {ranks: group for ranks, group in (found | whole).items() if ranks in mine}  # type: ignore[misc]

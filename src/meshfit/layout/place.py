@@ -1,50 +1,37 @@
 """A model laid out over the ranks: the strategies of a plan, applied in their order.
 
-What they need to know of the model (its units, its blocks) is found once, on the first rank, from one traced step, and
-sent to the others: all must cut alike.
+What they need to know of the model is found before: see find.py.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.anatomy.again import recomputed_blocks
-from meshfit.anatomy.record import TraceError
-from meshfit.anatomy.trace import Trace
-from meshfit.data import tree
-from meshfit.errors import PlanError
 from meshfit.layout.batchnorm import batch_norms
-from meshfit.layout.compile import Blocks, compilable
+from meshfit.layout.compile import Blocks
+from meshfit.layout.find import Found, find, pipeline_of, split_of_part
 from meshfit.layout.forward import is_wrapped, unwrap, wrap
 from meshfit.layout.gather import Shards
 from meshfit.layout.mesh import Mesh
+from meshfit.layout.pipeline import Staged
+from meshfit.layout.pipeline_split import Shell
+from meshfit.layout.pipeline_weights import collect
+from meshfit.layout.precision import Precision
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate, check_ties, tied
 from meshfit.layout.shard import Shard
 from meshfit.layout.tensor import Parts
 from meshfit.layout.tensor import Tensor as TensorAxis
-from meshfit.layout.tensor_plan import plan_tensor
-from meshfit.layout.tensor_region import TensorPlan
-from meshfit.layout.units import Unit, traced, units
+from meshfit.layout.vocabulary import whole_output
 from meshfit.plan import Plan
+from meshfit.schedule.pipeline import Forward
 
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What the plan's strategies act on in one model."""
-
-    tensor: TensorPlan | None = None
-    units: tuple[Unit, ...] = ()
-    blocks: tuple[str, ...] = ()
-    """To compute again in backward."""
-    compiled: tuple[str, ...] = ()
-    """Blocks that can be compiled."""
-    notes: tuple[str, ...] = ()
+Forwards = Callable[[Any], Any]
 
 
 @dataclass
@@ -52,7 +39,10 @@ class Placed:
     """A model on this rank."""
 
     model: nn.Module
+    """All of it, or with a pipeline what this rank holds of it."""
     mesh: Mesh
+    staged: Staged | None = None
+    """This rank's stages of a pipeline."""
     parts: Parts | None = None
     """Of operations that are cut over the tensor axis."""
     shards: Shards | None = None
@@ -69,7 +59,8 @@ class Placed:
     def plain(self) -> bool:
         """Whether nothing acts inside the model: only then can it be compiled as a whole."""
         return (
-            self.shards is None
+            self.staged is None
+            and self.shards is None
             and self.parts is None
             and not any(is_wrapped(module) for module in self.model.modules())
         )
@@ -77,6 +68,26 @@ class Placed:
     def inside(self) -> AbstractContextManager[None]:
         """Around whatever runs the model."""
         return nullcontext() if self.shards is None else self.shards.inside()
+
+    @property
+    def shape(self) -> nn.Module:
+        """A model with all the names and shapes, if not the elements, of the whole."""
+        return self.model if self.staged is None else self.staged.skeleton
+
+    def forwards(self, step: Callable[[nn.Module, Any], Any], precision: Precision, device: torch.device) -> Forwards:
+        """``step(model, content)`` as a function of the content; None where the result is another rank's. All ranks
+        that work on the same samples call it together."""
+        if self.staged is not None:
+            forward = Forward(
+                self.staged, step, precision=precision, device=device, group=self.mesh.pipeline, inside=self.inside
+            )
+            return lambda content: whole_output(forward(content))
+
+        def run(content: Any) -> Any:
+            with precision.arithmetic(device), self.inside():
+                return whole_output(step(self.model, content))
+
+        return run
 
     def changed(self) -> None:
         """Call when weights were changed by other means than a step."""
@@ -94,13 +105,30 @@ class Placed:
         for name, tensor in named:
             if tensor not in seen:
                 whole = self._whole(tensor, tensor.detach())
-                seen[tensor] = whole.cpu().clone() if keep else None
+                seen[tensor] = whole.cpu().clone() if keep or self.staged is not None else None
             found[name] = seen[tensor]
+        if self.staged is not None:
+            every = self._collected({name: {"": tensor} for name, tensor in found.items()}, keep)
+            found = {name: many[""] for name, many in every.items()}
+            found |= {name: found[first] for name, first in tied(self.staged.skeleton).items() if first in found}
         return found if keep else {}
 
     def wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Tensors that go with parameters (gradients, optimizer state), whole, on the CPU: by the parameter's name,
         then by a name of their own. A rank without a slice of a parameter may lack them. All ranks call it together."""
+        found = self._wholes(mine)
+        if self.staged is not None:
+            found = self._collected(found, keep=True)
+        return found
+
+    def _collected(self, mine: dict[str, dict[str, Tensor]], keep: bool) -> dict[str, dict[str, Tensor]]:
+        """What the ranks of the pipeline have of it, together."""
+        assert self.staged is not None
+        assert self.mesh.pipeline is not None
+        return collect(mine, self.staged.owners, self.mesh.pipeline, keep=keep)
+
+    def _wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Of the parameters that are here."""
         named = dict(self.model.named_parameters())
         if self.shards is None and self.parts is None:
             return {name: {key: t.detach().cpu().clone() for key, t in many.items()} for name, many in mine.items()}
@@ -132,12 +160,15 @@ class Placed:
         return mine if self.parts is None else self.parts.whole(tensor, mine)
 
     def undo(self) -> None:
-        """Leave the model as it was found, but trained: whole, with its own forwards."""
+        """Leave the model as it was found, but trained: whole, with its own forwards. All ranks call it together."""
         if self.shards is not None:
             self.shards.undo(torch.device("cpu"))
         if self.parts is not None:
             self.parts.undo()
         unwrap(self.model)
+        if self.staged is not None:
+            self.parts = self.shards = None
+            self.staged.undo(self.tensors())
 
 
 def place(
@@ -158,11 +189,12 @@ def place(
     ties = tied(model)
     acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
     in_blocks = plan.compile == "block" or (plan.compile == "auto" and device.type == "cuda" and acts_inside)
-    in_blocks &= plan.tensor == 1
+    in_blocks &= plan.tensor == plan.pipeline == 1
+    spreads = plan.cuts or plan.tensor > 1 or plan.pipeline > 1
     found = Found()
-    if plan.cuts or plan.tensor > 1 or plan.recompute != "none" or in_blocks:
+    if spreads or plan.recompute != "none" or in_blocks:
         found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
-    if not plan.cuts and plan.tensor == 1:  # else only parts of it go there
+    if not spreads:  # else only parts of it go there
         model.to(device)
     Replicate(degree=plan.shares, global_batchnorm=plan.batchnorm == "global").apply(
         model, mesh, same=same, device=device
@@ -170,80 +202,24 @@ def place(
     before_cut()
     blocks = Blocks(model, found.compiled) if in_blocks and found.compiled else None
     placed = Placed(model, mesh, compiled=blocks, notes=list(found.notes))
+    if found.pipeline is not None:
+        placed.staged = pipeline_of(plan, found.pipeline.atoms).apply(model, found.pipeline, mesh.stage)
+        placed.model = model = placed.staged.part
+        ties = tied(model)
     if found.tensor is not None:
         assert mesh.tensor is not None
-        placed.parts = TensorAxis(degree=plan.tensor, plan=found.tensor).apply(model, mesh.tensor)
+        placed.parts = TensorAxis(degree=plan.tensor, plan=split_of_part(found.tensor, model)).apply(model, mesh.tensor)
+    again = [path for path in found.blocks if not isinstance(model.get_submodule(path), Shell)]
     if plan.cuts:
-        placed.shards = Shard.of(plan, found.units).apply(model, mesh.shard, device)
-        for path in found.blocks:  # computed again in backward, where nothing holds the whole's own open
+        placed.shards = Shard.of(plan, found.units[mesh.stage]).apply(model, mesh.shard, device)
+        for path in again:  # computed again in backward, where nothing holds the whole's own open
             wrap(model.get_submodule(path), placed.shards.around(placed.shards.units[0]))
     else:
         model.to(device)
     if plan.recompute != "none":
-        Recompute(word=plan.recompute, blocks=found.blocks).apply(model)
+        Recompute(word=plan.recompute, blocks=tuple(again)).apply(model)
     check_ties(model, ties)
     return placed
-
-
-def find(
-    plan: Plan, model: nn.Module, objective: Callable[[nn.Module, Any], Any], batch: Any, device: str = "cuda"
-) -> Found:
-    """What the strategies of a plan act on, from one step of the model."""
-    found = Found()
-    if plan.tensor > 1:
-        split = plan_tensor(model, lambda twin: _number(objective(twin, batch)), plan.tensor)
-        if not split.regions:
-            raise _splits_nothing(plan, split)
-        found = replace(found, tensor=split, notes=tuple(str(split).splitlines()[:1]))
-    if not plan.cuts and plan.recompute == "none" and plan.compile != "block" and device == "cpu":
-        return found
-    names = tuple(name for name, _ in model.named_parameters())
-    trace = traced(model, objective, batch, device=device)
-    if isinstance(trace, TraceError):
-        why = f"the model cannot be traced ({trace.headline})"
-        notes = []
-        if plan.cuts:
-            notes.append(f"shard: all parameters are gathered together, because {why}")
-        if plan.recompute != "none":
-            notes.append(f"recompute: none, because {why}")
-        if plan.compile == "block":
-            notes.append(f"compile: none, because {why}")
-        return replace(found, units=(Unit(("",), names),), notes=(*found.notes, *notes))
-    _check_changes(plan, trace)
-    blocks = () if plan.recompute == "none" else recomputed_blocks(trace)
-    compiled = compilable(trace, global_batchnorm=plan.joins_batchnorms)
-    return replace(found, units=units(trace, names), blocks=blocks, compiled=compiled)
-
-
-def _splits_nothing(plan: Plan, split: TensorPlan) -> PlanError:
-    return PlanError(
-        f"{plan}: tensor={plan.tensor} splits nothing of this model",
-        *(f"{name}: {why}" for name, why in list(split.why.items())[:3]),
-        *split.notes[:2],
-        f"{replace(plan, tensor=1, data=plan.data * plan.tensor)} works",
-    )
-
-
-def _number(result: Any) -> Tensor:
-    """What a step came to, as one number to go backward from."""
-    if isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[0], Tensor) and not result[0].dim():
-        return result[0]  # a sum, and what it is over
-    if isinstance(result, Tensor) and not result.dim():
-        return result
-    made = [t for t in tree.tensors(result) if t.is_floating_point() and t.requires_grad]
-    return torch.stack([t.float().square().mean() for t in made]).sum() if made else torch.zeros(())
-
-
-def _check_changes(plan: Plan, trace: Trace) -> None:
-    """Weights that a step changes by itself must be the ones at rest, not copies gathered for a call."""
-    changed = [(name, event.line) for event in trace.events for name in event.changes if name in trace.parameters]
-    if changed and plan.zero == 3 and plan.cuts:
-        whole = replace(plan, zero=2) if plan.shard > 1 else replace(plan, offload="optimizer")
-        raise PlanError(
-            f"{plan}: the model's own code changes {changed[0][0]}",
-            f"at {changed[0][1]}: on a device that keeps a slice of it, what is changed is a copy",
-            f"{whole} works: every device then holds it whole",
-        )
 
 
 def _agreed(find: Callable[[], Found], mesh: Mesh) -> Found:

@@ -21,6 +21,7 @@ from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.layout.forward import unwrap
 from meshfit.layout.replicate import check_ties, tied
+from meshfit.layout.tensor_cost import shrunk
 from meshfit.layout.tensor_cut import Undo, cut
 from meshfit.layout.tensor_ops import Ranks, Stream
 from meshfit.layout.tensor_region import Cut, TensorPlan
@@ -53,7 +54,9 @@ class Tensor:
         the trace's: exact where activations grow with the batch."""
         cuts = self.plan.cuts
         parameters = {
-            name: replace(p, shape=_cut_shape(p.shape, cuts[name]), bytes=p.bytes // self.degree) if name in cuts else p
+            name: replace(p, shape=_cut_shape(p.shape, cuts[name]), bytes=p.bytes * cuts[name].own // cuts[name].size)
+            if name in cuts
+            else p
             for name, p in trace.parameters.items()
         }
         wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
@@ -65,24 +68,30 @@ class Tensor:
             for each in region.traffic:
                 calls[each.op] += region.calls * microbatches
                 moved[each.op] += region.calls * microbatches * each.elements * wide * grown
-        partial = [trace.parameters[name] for name in self.plan.partial]
-        for dtype in {p.dtype for p in partial}:
+        kinds = defaultdict(int)
+        for name in self.plan.shared:
+            kinds[parameters[name].dtype, cuts[name].copies if name in cuts else self.degree] += parameters[name].bytes
+        for size in kinds.values():
             calls["all_reduce"] += 1
-            moved["all_reduce"] += sum(p.bytes for p in partial if p.dtype == dtype)
-        after = replace(trace, parameters=parameters)
-        held = {"weights": sum(p.bytes for p in parameters.values())}
-        return after, Cost(held=held, calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
+            moved["all_reduce"] += size
+        buffers = {
+            name: replace(b, shape=_cut_shape(b.shape, cuts[name])) if name in cuts else b
+            for name, b in trace.buffers.items()
+        }
+        after = replace(shrunk(trace, self.plan), parameters=parameters, buffers=buffers)
+        return after, Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
 
 
 class Parts:
     """A model that is cut over the ranks of a tensor group, as the exchange sees it.
 
-    Gradients of parameters that are cut are complete on the rank that holds them: they are not summed over the tensor
-    group, and each rank's counts in the norm. All others are equal on all ranks after ``sum_partial``, and count once.
+    Gradients of parameters that are cut are complete on the ranks that hold them after ``sum_partial``: they are not
+    summed over the tensor group again. All others are equal on all ranks then. ``weight`` says how much each counts in
+    a sum over all ranks, as that of squares for the norm.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, ranks: Ranks, undo: list[Undo]):
-        self.model, self.ranks = model, ranks
+        self.model, self.plan, self.ranks = model, plan, ranks
         named = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         self.cuts: dict[torch.Tensor, Cut] = {
@@ -93,26 +102,41 @@ class Parts:
         self.shapes = {tensor: tensor.shape for tensor in self.cuts}
         """Of those shares: a parameter may be cut further."""
 
-        self.partial = tuple(named[name] for name in plan.partial)
-        """Parameters that are whole on every rank, with a part of their gradient on each."""
+        self.names = plan.shared
+        """Of parameters of whose gradient several ranks have a part: whole on every rank, or the same share on some."""
+
+        everyone = tuple(range(ranks.size))
+        self._sums = [(named[name], self._mates(plan.cuts.get(name)) or everyone) for name in plan.shared]
+        self._lines = ranks.among(dict.fromkeys(mates for _, mates in self._sums))
 
         self._undo = undo
+
+    def _mates(self, each: Cut | None) -> tuple[int, ...]:
+        """Ranks that hold the same share of it."""
+        return (
+            ()
+            if each is None
+            else tuple(r for r, held in enumerate(each.ranges) if held == each.ranges[self.ranks.rank])
+        )
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
         return tensor in self.cuts
 
     def weight(self, parameter: torch.Tensor) -> float:
-        """How much each element of the gradient that this rank holds counts in a sum over all ranks."""
-        return 1.0 if parameter in self.cuts else 1.0 / self.ranks.size
+        """How much this rank's part counts in a sum over the tensor group that is to count each element once."""
+        each = self.cuts.get(parameter)
+        return 1 / self.ranks.size if each is None else 1 / each.copies
 
+    @torch.no_grad()
     def sum_partial(self) -> None:
-        """Sum gradients of which each rank has a part: once a step, before anything reads them."""
-        kinds: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-        for parameter in self.partial:
+        """Sum gradients of which several ranks have a part: once a step, before anything reads them; in one collective
+        for each dtype and set of ranks."""
+        kinds: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+        for parameter, mates in self._sums:
             if parameter.grad is not None:
-                kinds[parameter.grad.dtype].append(parameter.grad)
-        for grads in kinds.values():
-            total = self.ranks.sum(torch.cat([grad.flatten() for grad in grads]))
+                kinds[mates, parameter.grad.dtype].append(parameter.grad)
+        for (mates, _), grads in kinds.items():
+            total = self._lines[mates].sum(torch.cat([grad.flatten() for grad in grads]))
             for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
 
@@ -155,5 +179,4 @@ def _no_short_cuts(model: nn.Module, plan: TensorPlan) -> list[Undo]:
 
 
 def _cut_shape(shape: tuple[int, ...], each: Cut) -> tuple[int, ...]:
-    own = sum(stop - start for start, stop in each.ranges[0])
-    return (*shape[: each.dim], own, *shape[each.dim + 1 :])
+    return (*shape[: each.dim], each.own, *shape[each.dim + 1 :])

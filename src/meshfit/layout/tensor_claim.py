@@ -123,7 +123,9 @@ class Claims:
     def _sizes(self, path: str, rest: int, cuts: tuple[Cut, ...]) -> Iterator[Patch]:
         """Numbers that torch's own layers keep of their channels."""
         module, ways = self.modules[path], self.ways
-        dim = next((c.dim for c in cuts if c.name == joined(path[rest:], "weight")), None)
+        cut = next((c for c in cuts if c.name == joined(path[rest:], "weight")), None)
+        dim = None if cut is None else cut.dim
+        part = ways if cut is None else cut.size // cut.own
         names: list[str] = []
         if isinstance(module, nn.modules.conv._ConvNd):
             if module.groups > 1:
@@ -141,7 +143,7 @@ class Claims:
         for name in names:
             value = getattr(module, name, None)
             if isinstance(value, int):
-                yield Patch(path[rest:], name, max(value // ways, 1))
+                yield Patch(path[rest:], name, max(value // part, 1))
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from meshfit.layout.forward import wrap
 from meshfit.layout.tensor_ops import Group, Stream, enter, gather, leave
 from meshfit.layout.tensor_raw import Products
 from meshfit.layout.tensor_region import Leave, Raw, Region
+from meshfit.layout.vocabulary import Slice
 
 Forward = Callable[..., Any]
 Undo = Callable[[], None]
@@ -41,17 +42,23 @@ def cut(model: nn.Module, region: Region, group: Group, stream: Stream) -> list[
     crossing = Crossing(group, stream if region.draws else None)
     for path in region.heads:
         wrap(home.get_submodule(path), _local_heads(home.get_submodule(path)))  # type: ignore[arg-type]
+    for path in region.lookups:
+        module = home.get_submodule(path)
+        undo.append(partial(setattr, module, "padding_idx", module.padding_idx))
+        wrap(module, crossing.looking_up(module))  # type: ignore[arg-type]
     for path in region.enters:
         wrap(home.get_submodule(path), crossing.entering)
     for path, dim in region.gathers:
         wrap(home.get_submodule(path), crossing.gathering(dim))
+    for path in region.slices:
+        wrap(home.get_submodule(path), crossing.slicing)
     for each in region.leaves:
         wrap(home.get_submodule(each.module), crossing.leaving(home, each))
     for each in region.raw:
         wrap(home.get_submodule(each.module), crossing.multiplying(home, each))
     for path in region.sources:
         wrap(home.get_submodule(path), crossing.sourcing)
-    if not region.gathers:
+    if not (region.gathers or region.lookups or region.slices):
         wrap(home, crossing.around)
     return undo
 
@@ -101,6 +108,30 @@ class Crossing:
             return run
 
         return around
+
+    def looking_up(self, module: nn.Embedding) -> Callable[[Forward], Forward]:
+        """Each entry is on one rank: the others add zeros to what that one returns."""
+        size = module.weight.shape[0]
+        start = self.group.rank * size
+        if module.padding_idx is not None:
+            own = module.padding_idx - start
+            module.padding_idx = own if 0 <= own < size else None  # type: ignore[assignment]
+
+        total = size * self.group.size
+
+        def around(forward: Forward) -> Forward:
+            def run(input: Tensor) -> Tensor:
+                _in_range(input, total)
+                here = (input >= start) & (input < start + size)
+                found = forward(torch.where(here, input - start, 0))
+                return leave(found.masked_fill(~here.unsqueeze(-1), 0.0), self.group)
+
+            return run
+
+        return around
+
+    def slicing(self, forward: Forward) -> Forward:
+        return lambda *args, **kwargs: Slice.of(forward(*args, **kwargs), self.group)
 
     def multiplying(self, home: nn.Module, raw: Raw) -> Callable[[Forward], Forward]:
         columns = [_tensor(home, name) for name in raw.columns]
@@ -162,6 +193,14 @@ class Crossing:
         self._entered[id(x)] = x, x._version, copy  # x is kept: its id must not be used again
         self._entered[id(copy)] = copy, copy._version, copy
         return copy
+
+
+def _in_range(index: Tensor, size: int) -> None:
+    wrong = ((index < 0) | (index >= size)).any()
+    if index.is_cuda:
+        torch._assert_async(~wrong)
+    elif bool(wrong):
+        raise IndexError(f"index out of range: an embedding of {size} entries has none at {int(index.max())}")
 
 
 def _real(x: Any) -> bool:

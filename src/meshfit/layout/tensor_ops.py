@@ -11,12 +11,14 @@ one process. Backward on the CPU runs in the thread that asked for it, so both d
 """
 
 import threading
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfit.layout.mesh import groups
 from meshfit.layout.tensor_region import Traffic
 from meshfit.torch_compat import in_backward
 
@@ -29,6 +31,8 @@ class Group(Protocol):
 
     def sum(self, x: Tensor) -> Tensor: ...
 
+    def max(self, x: Tensor) -> Tensor: ...
+
     def parts(self, x: Tensor) -> list[Tensor]:
         """``x`` of every rank, in order."""
         ...
@@ -40,9 +44,21 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
+    def among(self, wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], "Ranks"]:
+        """Groups of some of them, of which this rank is one. All ranks of the world call it together."""
+        world = dist.get_process_group_ranks(self.group)
+        named = {members: tuple(world[r] for r in members) for members in wanted}
+        made = groups(named.values())
+        return {members: self if len(members) == self.size else Ranks(made[ranks]) for members, ranks in named.items()}
+
     def sum(self, x: Tensor) -> Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x, group=self.group)
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         return x
 
     def parts(self, x: Tensor) -> list[Tensor]:
@@ -86,11 +102,37 @@ class Threads:
         self.log.append(Traffic("all_reduce", in_backward(), x.numel()))
         return torch.stack(self._parts(x)).sum(0)
 
+    def max(self, x: Tensor) -> Tensor:
+        self.log.append(Traffic("all_reduce", in_backward(), x.numel()))
+        return torch.stack(self._parts(x)).amax(0)
+
     def _parts(self, x: Tensor) -> list[Tensor]:
         every = self.all(x.detach())
         if len({(part.shape, part.dtype) for part in every}) > 1:
             raise RuntimeError(f"ranks gather tensors of different shapes: {[tuple(part.shape) for part in every]}")
         return every
+
+
+class Alone:
+    """A group of one, which counts what it would say to others."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.log: list[Traffic] = []
+
+    def _noted(self, op: str, x: Tensor) -> Tensor:
+        self.log.append(Traffic(op, in_backward(), x.numel()))
+        return x.detach()
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self._noted("all_reduce", x)
+
+    def max(self, x: Tensor) -> Tensor:
+        return self._noted("all_reduce", x)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        return [self._noted("all_gather", x)]
 
 
 class _Enter(torch.autograd.Function):
@@ -101,28 +143,43 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.group.sum(grad), None
+        return leave(grad, ctx.group), None  # itself differentiable, as a penalty on gradients needs it
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return group.sum(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
+        return enter(grad, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.size, ctx.rank = dim, x.shape[dim], group.rank
+        ctx.dim, ctx.group = dim, group
         return torch.cat(group.parts(x), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return grad.narrow(ctx.dim, ctx.rank * ctx.size, ctx.size).contiguous(), None, None
+        return _Own.apply(grad, ctx.dim, ctx.group), None, None  # type: ignore[return-value]
+
+
+class _Own(torch.autograd.Function):
+    """The rank's own part of a dim: what undoes ``gather``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        part = x.shape[dim] // group.size
+        return x.narrow(dim, group.rank * part, part).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return gather(grad, ctx.dim, ctx.group), None, None
 
 
 def enter(x: Tensor, group: Group) -> Tensor:

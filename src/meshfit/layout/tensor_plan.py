@@ -19,11 +19,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshfit.anatomy.pairs import find_pairs
 from meshfit.layout.replicate import tied
-from meshfit.layout.tensor_check import Refused, check, reference, study
+from meshfit.layout.tensor_check import Refused, check, reference
 from meshfit.layout.tensor_claim import NORMS, Claims, around, is_layer, merged
-from meshfit.layout.tensor_region import Patch, Region, TensorPlan, joined
+from meshfit.layout.tensor_find import find
+from meshfit.layout.tensor_region import VOCABULARY, Patch, Region, TensorPlan, joined
+from meshfit.layout.tensor_twin import is_number, kinds_of, study
+from meshfit.layout.tensor_vocabulary import candidates, of_vocabulary, verify
 from meshfit.layout.tensor_watch import watch
 
 WORTH_GATHERING = 0.01
@@ -50,6 +52,7 @@ def plan_tensor(model: nn.Module, run: Callable[[nn.Module], Any], ways: int) ->
 class _Planner:
     def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], ways: int):
         self.model, self.run, self.ways = study(model), run, ways
+        self.kinds = kinds_of(self.model)
         self.modules = dict(self.model.named_modules())
         self.parameters = dict(self.model.named_parameters())
         ties = tied(self.model)
@@ -62,29 +65,77 @@ class _Planner:
         """Names of attributes that solved an earlier search: tried first."""
 
     def plan(self) -> TensorPlan:
-        self.seen = seen = watch(self.model, self.run)
-        split = find_pairs(self.model, seen.inputs, ways=self.ways)
+        total = sum(p.numel() for p in self.parameters.values())
+        found = candidates(self.model, self.kinds, WORTH_GATHERING * total)
+        self.seen = seen = watch(
+            self.model, self.run, found.paths, kinds=self.kinds, heads=found.heads, counted=found.tensors
+        )
+        vocabulary, why = of_vocabulary(self.model, found, seen, self.ways)
+        apart = [joined(r.module, path) for r in vocabulary for path in (*r.lookups, *r.slices)]
+        split, notes = find(self.model, seen, self.kinds, self.ways, apart)
+        self.notes += notes
         made = Claims(self.model, seen, self.ways)
-        claims, layers = [], made.of_layers(split)
+        pairs, layers = [], [layer for layer in made.of_layers(split) if not self._read_elsewhere(layer)]
         for pair in split.pairs:
             try:
-                claims.append(made.of_pair(pair))
+                pairs.append(self._read_inside(made.of_pair(pair)))
             except Refused as refused:
                 self.notes.append(f"{pair.module or 'the model'}: {pair.kind or 'pair'} refused: {refused}")
-        self.first = {self._likeness(region): region for region in reversed(claims + layers)}
-        self.seen = watch(self.model, self.run, {first.module for first in self.first.values()})
-        regions, refused = self._accepted(claims)
+        self._choose_first(pairs + layers)
+        regions, refused = self._accepted(pairs)
         regions += self._together(refused)
-        held = {joined(r.module, name) for r in regions for name in (*r.partial, *(cut.name for cut in r.cuts))}
-        held |= {joined(r.module, f"{path}.weight") for r in regions for path in r.sources}
+        regions += self._vocabulary(vocabulary, _held(regions))
+        held = _held(regions)
         layers = [layer for layer in layers if joined(layer.module, "weight") not in held]
         regions += self._accepted(self._worth(layers))[0]
         regions = self._whole(regions)
         cut = {joined(r.module, c.name) for r in regions for c in r.cuts}
-        why = {name: split.why.get(name, "its pair was refused") for name in self.parameters if name not in cut}
-        regions = [replace(region, calls=seen.times[region.module]) for region in regions]
+        self.notes += [f"{name}: not cut along the vocabulary: {reason}" for name, reason in why.items()]
+        why = {**split.why, **why}
+        why = {name: why.get(name, "its pair was refused") for name in self.parameters if name not in cut}
+        regions = [replace(r, calls=1 if r.kind in VOCABULARY else seen.times[r.module]) for r in regions]
         batch = sum(x.numel() for x in tree_leaves(seen.inputs) if isinstance(x, torch.Tensor))
-        return TensorPlan(ways=self.ways, regions=tuple(regions), notes=tuple(self.notes), why=why, batch=batch)
+        return TensorPlan(
+            ways=self.ways,
+            regions=tuple(regions),
+            notes=tuple(dict.fromkeys(self.notes)),
+            why=why,
+            batch=batch,
+            elements={name: p.numel() for name, p in self.parameters.items()},
+        )
+
+    def _read_elsewhere(self, claim: Region) -> str:
+        """A parameter that is cut and that code outside of the region's module reads too: it would see a share."""
+        names = [joined(claim.module, each.name) for each in claim.cuts]
+        return next((name for name in names if claim.module not in self.seen.readers.get(name, (claim.module,))), "")
+
+    def _read_inside(self, claim: Region) -> Region:
+        if name := self._read_elsewhere(claim):
+            raise Refused(f"{name} is read outside of {claim.module or 'the model'} too")
+        return claim
+
+    def _choose_first(self, claims: list[Region]) -> None:
+        """One claim of each kind, on a module whose call was kept."""
+        for claim in claims:
+            key = self._likeness(claim)
+            if key not in self.first or self.first[key].module not in self.seen.calls:
+                self.first[key] = claim
+        missing = {claim.module for claim in self.first.values()} - set(self.seen.calls)
+        if missing:
+            self.seen.calls |= watch(self.model, self.run, missing).calls
+
+    def _vocabulary(self, claims: list[Region], held: set[str]) -> list[Region]:
+        """Those of the embeddings and heads that pass the check."""
+        accepted = []
+        for claim in claims:
+            if held & {joined(claim.module, cut.name) for cut in claim.cuts}:
+                continue
+            try:
+                verify(self.model, claim, self.seen, self.ways)
+                accepted.append(claim)
+            except Refused as refused:
+                self.notes.append(f"{', '.join((*claim.lookups, *claim.slices))}: {claim.kind} refused: {refused}")
+        return accepted
 
     # Layers whose output is gathered
 
@@ -197,6 +248,8 @@ class _Planner:
             return
         found: dict[tuple, list[Patch]] = {}
         known = {(patch.module, patch.attribute) for patch in claim.patches}
+        copies = [each.copies for each in claim.cuts if each.copies > 1]
+        parts = tuple(dict.fromkeys((self.ways, *copies, *(self.ways // n for n in copies))))
         holders = [f"{each.name.rpartition('.')[0]}." for each in claim.cuts]
         for path, module in self.modules[claim.module].named_modules():
             if is_layer(module) or isinstance(module, (*NORMS, nn.MultiheadAttention)):
@@ -205,14 +258,12 @@ class _Planner:
             if not above and next(module.parameters(), None) is not None:
                 continue  # another region may hold its weights
             for name, value in vars(module).items():
-                if (path, name) in known or name.startswith("_") or _is_number(name):
+                if (path, name) in known or name.startswith("_") or is_number(name):
                     continue
-                for place, less in _divided(value, self.ways):
-                    found.setdefault((type(module), name, str(value), place), []).append(Patch(path, name, less))
-                for own, number in _settings(value):
-                    for _, less in _divided(number, self.ways):
-                        patch = Patch(path, f"{name}.{own}", less)
-                        found.setdefault((type(module), patch.attribute, str(number), 0), []).append(patch)
+                for by, (own, number) in itertools.product(parts, (("", value), *_settings(value))):
+                    for place, less in _divided(number, by):
+                        patch = Patch(path, f"{name}.{own}" if own else name, less)
+                        found.setdefault((type(module), patch.attribute, str(number), place, by), []).append(patch)
         sets = [tuple(patches) for _, patches in sorted(found.items(), key=lambda item: "head" not in item[0][1])]
         tries = [chosen for size in (1, 2, 3) for chosen in itertools.combinations(sets[:MOST_TRIES], size)]
         tries = [t for t in tries if len({(p[0].module, p[0].attribute) for p in t}) == len(t)]  # one value each
@@ -238,18 +289,13 @@ class _Planner:
 
     def _likeness(self, claim: Region) -> tuple:
         """Equal for claims of which one check is enough."""
-        home = self.modules[claim.module]
-        inside = []
-        for path, module in home.named_modules():
-            plain = [(k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and not _is_number(k)]
-            shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters(recurse=False)]
-            inside.append((path, type(module), tuple(sorted(plain)), tuple(shapes)))
-        return (*inside, self.seen.shapes[claim.module], replace(claim, module=""))
+        return self.kinds[claim.module], self.seen.shapes[claim.module], replace(claim, module="")
 
 
-def _is_number(attribute: str) -> bool:
-    """Whether an attribute says which of its kind a module is."""
-    return any(word in attribute for word in ("idx", "index", "layer_id", "training"))
+def _held(regions: list[Region]) -> set[str]:
+    """Parameters that regions cut, or need whole."""
+    held = {joined(r.module, name) for r in regions for name in (*r.partial, *(cut.name for cut in r.cuts))}
+    return held | {joined(r.module, f"{path}.weight") for r in regions for path in r.sources}
 
 
 def _settings(value: Any) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from meshfit.anatomy.shares import Ranges
 
+VOCABULARY = ("embedding", "head", "tied")
+"""Kinds of regions that are cut along the vocabulary: their traffic is that of a whole forward."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -23,22 +26,42 @@ class Cut:
 
     dim: int
     ranges: tuple[Ranges, ...]
-    """For each rank, the indices of ``dim`` that it holds."""
+    """For each rank, the indices of ``dim`` that it holds: those of no other, or the same as some others."""
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each share. If more than one, each has part of its gradient."""
+        return len(self.ranges) // len(set(self.ranges))
+
+    @property
+    def size(self) -> int:
+        """Of the whole dim."""
+        return sum(stop - start for ranges in dict.fromkeys(self.ranges) for start, stop in ranges)
+
+    @property
+    def own(self) -> int:
+        """Of a rank's share of it."""
+        return sum(stop - start for start, stop in self.ranges[0])
 
     def index(self, rank: int) -> Tensor:
         return torch.cat([torch.arange(start, stop) for start, stop in self.ranges[rank]])
 
-    def of(self, tensor: Tensor, rank: int) -> Tensor:
-        """The rank's share of ``tensor``, in memory of its own."""
+    def part(self, tensor: Tensor, rank: int) -> Tensor:
+        """The rank's share of ``tensor``: a view, where that is possible."""
         if len(self.ranges[rank]) == 1:
             ((start, stop),) = self.ranges[rank]
-            return tensor.narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+            return tensor.narrow(self.dim, start, stop - start)
         return tensor.index_select(self.dim, self.index(rank).to(tensor.device))
+
+    def of(self, tensor: Tensor, rank: int) -> Tensor:
+        """The same in memory of its own."""
+        share = self.part(tensor, rank)
+        return share.clone(memory_format=torch.contiguous_format) if len(self.ranges[rank]) == 1 else share
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """The whole that ``parts``, one of each rank, are the shares of."""
         size = list(parts[0].shape)
-        size[self.dim] = sum(stop - start for ranges in self.ranges for start, stop in ranges)
+        size[self.dim] = self.size
         whole = parts[0].new_empty(size)
         for rank, part in enumerate(parts):
             whole.index_copy_(self.dim, self.index(rank).to(whole.device), part)
@@ -95,7 +118,8 @@ class Region:
 
     module: str
     kind: str
-    """ "attention", "mlp", "conv", "experts", "" as found; "gather" for a layer whose output is gathered."""
+    """ "attention", "mlp", "conv", "experts", "" as found; "gather" for a layer whose output is gathered; "embedding",
+    "head" and, for one weight that is both, "tied" for those cut along the vocabulary."""
 
     cuts: tuple[Cut, ...]
     enters: tuple[str, ...] = ()
@@ -104,6 +128,12 @@ class Region:
     leaves: tuple[Leave, ...] = ()
     gathers: tuple[tuple[str, int], ...] = ()
     """Modules that return the rank's share of a dim, and the dim: it is gathered."""
+
+    lookups: tuple[str, ...] = ()
+    """Embeddings that are cut by rows: each rank looks up those it holds, and the sum over ranks has all."""
+
+    slices: tuple[str, ...] = ()
+    """Modules that return the rank's share of the last dim, and leave it at that: see ``vocabulary``."""
 
     raw: tuple[Raw, ...] = ()
     sources: tuple[str, ...] = ()
@@ -141,6 +171,9 @@ class TensorPlan:
     batch: int = 0
     """Elements of the tensors that the model was given when the plan was made."""
 
+    elements: dict[str, int] = field(default_factory=dict)
+    """Of each parameter."""
+
     @property
     def cuts(self) -> dict[str, Cut]:
         """By the name of the parameter or buffer."""
@@ -149,6 +182,28 @@ class TensorPlan:
     @property
     def partial(self) -> tuple[str, ...]:
         return tuple(joined(region.module, name) for region in self.regions for name in region.partial)
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """Parameters and buffers of which several ranks hold the same share."""
+        return tuple(name for name, each in self.cuts.items() if each.copies > 1)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Parameters of whose gradient several ranks have a part."""
+        return tuple(name for name in (*self.partial, *self.copied) if name in self.elements)
+
+    @property
+    def share(self) -> float:
+        """Of the parameters, how many are cut."""
+        cuts = self.cuts
+        return sum(n for name, n in self.elements.items() if name in cuts) / max(sum(self.elements.values()), 1)
+
+    def explain(self) -> list[str]:
+        """A few lines for people, however deep the model: what is cut and how, what is whole and why."""
+        from meshfit.layout.tensor_words import explain
+
+        return explain(self)
 
     def __str__(self) -> str:
         kinds: dict[str, int] = {}

@@ -45,6 +45,9 @@ class Unit:
     rounded: frozenset[str] = frozenset()
     """Those that are used by modules alone which autocast lets round their parameters."""
 
+    apart: frozenset[str] = frozenset()
+    """Those that lie in a row of their own, and so are cut in the same places wherever they are held."""
+
 
 class Whole(nn.Module):
     """A model and its objective as one module, so that a trace shows all that a training step calls."""

@@ -1,0 +1,31 @@
+"""What ranks say to each other, counted as it happens."""
+
+from collections import Counter
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+OPERATORS = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts calls, and bytes of the larger side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = OPERATORS[func._opname]
+            self.calls[name] += 1
+            sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]
+            self.moved[name] += max(sides)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,253 @@
+"""Sources made of sources: transformed, blended, in part.
+
+``source.map(fn)`` runs ``fn`` on whole batches: fn(batch), or fn(batch, draw) for one that is random, whose numbers
+come from ``draw`` (draw.py) and so follow the samples. ``each=True`` runs it on one sample at a time: fn(sample), or
+fn(sample, generator). A sample's function may draw from torch's, NumPy's or Python's own generators, which are seeded
+for every sample and put back after; torchvision's transforms do, and are run so without being asked. A batch's function
+may not: its numbers would depend on how the batch was shared, so that is refused when it first happens.
+
+``source.on_device(fn)`` runs ``fn`` on batches too, but where the model is.
+"""
+
+import hashlib
+import inspect
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshfit.data import tree
+from meshfit.data.bad import BadSample
+from meshfit.data.clock import stage
+from meshfit.data.draw import Draw, Key
+from meshfit.data.order import order
+from meshfit.data.source import Over, Source
+from meshfit.errors import DataError
+
+_one_at_a_time = threading.Lock()
+
+
+class Mapped(Over):
+    """``source`` with every batch passed through ``function``; ``place`` tells its random numbers from others'."""
+
+    def __init__(self, source: Source, function: Callable[..., Any], *, each: bool, device: bool, place: int):
+        super().__init__(source)
+        self.function, self.each, self.device, self.place = function, each, device, place
+        self.draws = _arguments(function) > 1
+        self.device_stage = source.device_stage or device
+        self.global_random = source.global_random or (each and not self.draws)
+        self._tried = self.draws or each
+
+    def read(self, ids: NDArray[np.int64], key: Key) -> Any:
+        content = self.source.read(ids, key)
+        return content if self.device else self._applied(self.source.finish(content, ids, key), ids, key)
+
+    def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        return self._applied(self.source.finish(content, ids, key), ids, key) if self.device else content
+
+    def _applied(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        with stage("transform"):
+            return self._run(content, ids, key)
+
+    def _run(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        draw = Draw(ids, key.at(self.place))
+        if self.each:
+            return self._one_by_one(content, draw)
+        try:
+            if self.draws:
+                return self.function(content, draw)
+            if self._tried:
+                return self.function(content)
+            return self._first(content)
+        except DataError:
+            raise
+        except Exception as error:
+            raise self._blamed(error, content, ids, key) from error
+
+    def _one_by_one(self, content: Any, draw: Draw) -> Any:
+        def run(i: int, *more: Any) -> Any:
+            try:
+                return self.function(tree.sample(content, i), *more)
+            except Exception as error:
+                raise self._bad(int(draw.ids[i]), error) from error
+
+        if self.draws:
+            return tree.stack([run(i, generator) for i, generator in enumerate(draw.generators())])
+        done = []
+        with _own_generators():
+            for i, seed in enumerate(draw.seeds()):
+                torch.default_generator.manual_seed(seed)
+                random.seed(seed)
+                np.random.seed(seed)
+                done.append(run(i))
+        return tree.stack(done)
+
+    def _first(self, content: Any) -> Any:
+        """Run a batch's function for the first time, and see whether it draws numbers behind our back."""
+        with _own_generators():
+            before = _generator_states()
+            made = self.function(content)
+            if _generator_states() != before:
+                raise DataError(
+                    f"{_name(self.function)} draws random numbers, which would depend on how a batch is shared",
+                    "take them from the second argument: def fn(batch, draw): ... draw.uniform()",
+                    "or have it run on each sample: .map(fn, each=True)",
+                )
+        self._tried = True
+        return made
+
+    def _blamed(self, error: Exception, content: Any, ids: NDArray[np.int64], key: Key) -> DataError:
+        """Which sample it was, found by trying each alone."""
+        for i, at in enumerate(ids.tolist()):
+            one = tree.map_leaves(lambda x, i=i: x[i : i + 1] if isinstance(x, Tensor) else _cut(x, i), content)
+            try:
+                self.function(*([one, Draw(ids[i : i + 1], key.at(self.place))] if self.draws else [one]))
+            except Exception as alone:
+                if type(alone) is type(error):
+                    return self._bad(at, alone)
+        return DataError(
+            f"{_name(self.function)} failed on a batch of {len(ids)} samples, though on none of them alone",
+            f"{type(error).__name__}: {error}",
+        )
+
+    def _bad(self, i: int, error: Exception) -> BadSample:
+        return BadSample(f"{_name(self.function)} failed on {self.name_of(i)}", f"{type(error).__name__}: {error}")
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint} | {_name(self.function)}"
+
+
+def _cut(leaf: Any, i: int) -> Any:
+    return tree.Ragged(leaf[i : i + 1]) if isinstance(leaf, tree.Ragged) else leaf
+
+
+def mapped(
+    source: Source, functions: tuple[Callable[..., Any], ...], each: bool | None, device: bool = False
+) -> Source:
+    """``source`` through ``functions``, one after another."""
+    for function in functions:
+        if not callable(function):
+            raise DataError(f"map was given {function!r}, which is no function")
+        if source.device_stage and not device:
+            raise DataError("map follows on_device", "what runs on the device comes last: put .map before .on_device")
+        one = _is_torchvision(function) if each is None else each
+        if one and device:
+            raise DataError("on_device runs on whole batches", "torchvision's transforms go into .map")
+        source = Mapped(source, function, each=one, device=device, place=_places(source) + 1)
+    return source
+
+
+class Mixup(Over):
+    """Each sample blended with another by a weight of Beta(alpha, alpha); labels become shares of classes.
+
+    The other is the sample that a second, fixed permutation of the epoch puts in its place: every sample is blended
+    with another under every plan alike. It costs a second read.
+    """
+
+    def __init__(self, source: Source, alpha: float, classes: int):
+        super().__init__(source)
+        if not 0 < alpha <= 2:
+            raise DataError(f"mixup's alpha={alpha} is not between 0 and 2", "0.2 is usual")
+        self.alpha, self.classes, self.place = alpha, classes, _places(source) + 1
+        if source.device_stage:
+            raise DataError("mixup follows on_device", "what runs on the device comes last")
+
+    def read(self, ids: NDArray[np.int64], key: Key) -> Any:
+        partners = order(len(self), seed=int(key.at(self.place).number), epoch=key.epoch)[ids]
+        weight = Draw(ids, key.at(self.place)).beta(self.alpha)
+        all_ids = np.concatenate([ids, partners])
+        both = self.source.finish(self.source.read(all_ids, key), all_ids, key)
+
+        def blend(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if leaf.dim() == 1 and not leaf.is_floating_point():
+                leaf = torch.nn.functional.one_hot(leaf.long(), self.classes).float()
+            mine, other = leaf.float().split(len(ids))
+            return torch.lerp(other, mine, weight.view(-1, *[1] * (leaf.dim() - 1)))
+
+        return tree.map_leaves(blend, both)
+
+    def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        return content
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint} | mixup({self.alpha})"
+
+
+class Part(Over):
+    """Some samples of ``source``, in an order of their own."""
+
+    def __init__(self, source: Source, ids: NDArray[np.int64]):
+        super().__init__(source)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < len(source)):
+            raise DataError(f"take asks for sample {ids.max()}", f"there are {len(source)}")
+        self.ids, self.blocks = ids, None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def read(self, ids: NDArray[np.int64], key: Key) -> Any:
+        return self.source.read(self.ids[ids], key)
+
+    def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        return self.source.finish(content, self.ids[ids], key)
+
+    def name_of(self, i: int) -> str:
+        return self.source.name_of(int(self.ids[i]))
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint} [{len(self)}: {hashlib.sha256(self.ids.tobytes()).hexdigest()[:16]}]"
+
+
+def _places(source: Source) -> int:
+    """Transforms a sample of ``source`` has been through."""
+    count = 0
+    while isinstance(source, Over):
+        count += isinstance(source, Mapped | Mixup)
+        source = source.source
+    return count
+
+
+def _arguments(function: Callable[..., Any]) -> int:
+    try:
+        given = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in given)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or repr(function).split("\n")[0]
+
+
+def _is_torchvision(function: Callable[..., Any]) -> bool:
+    return any(kind.__module__.startswith("torchvision.transforms") for kind in inspect.getmro(type(function)))
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """The process's generators for us alone; afterwards they are as they were."""
+    with _one_at_a_time:
+        mine = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            torch.random.set_rng_state(mine[0])
+            random.setstate(mine[1])
+            np.random.set_state(mine[2])
+
+
+def _generator_states() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return torch.random.get_rng_state().numpy().tobytes(), random.getstate(), (name, keys.tobytes(), *rest)  # type: ignore[union-attr]

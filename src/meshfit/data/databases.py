@@ -1,0 +1,241 @@
+"""What differs between databases: how to connect, how to ask for many keys at once, what a lost connection looks like.
+
+PostgreSQL   psycopg 3, binary, one prepared query with the keys as an array; keys and copies by ADBC if it is there
+SQLite       sqlite3, the keys as JSON; copies by ADBC if it is there
+others       any DB-API connection (DuckDB, ADBC drivers): the keys in the query's text, put in order here
+"""
+
+import contextlib
+import importlib.util
+import json
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from meshfit.data.extra import needed
+from meshfit.data.remote import without_secrets
+from meshfit.errors import DataError, did_you_mean
+
+TOGETHER = 4096  # rows of a copy read at once where there is no ADBC
+
+
+class Database(ABC):
+    """A database: its URL, and how to ask it."""
+
+    shown: str
+    """For people: no password."""
+
+    @abstractmethod
+    def connect(self) -> Any: ...
+
+    @abstractmethod
+    def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
+        """The rows of ``keys``, in that order, one for each."""
+
+    @abstractmethod
+    def lost(self, error: Exception) -> bool:
+        """Whether a new connection may help."""
+
+    def columns(self, connection: Any, query: str) -> list[str]:
+        with contextlib.closing(connection.cursor()) as cursor:
+            cursor.execute(f"select * from ({query}) as q limit 0")
+            return [column[0] for column in cursor.description]
+
+    def keys(self, connection: Any, query: str, key: str) -> list[Any]:
+        with contextlib.closing(connection.cursor()) as cursor:
+            cursor.execute(f"select q.{quoted(key)} from ({query}) as q order by 1")
+            return [row[0] for row in cursor.fetchall()]
+
+    def batches(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> Iterable[Any]:
+        """All rows in the order of ``keys``, as Arrow's record batches."""
+        import pyarrow as pa
+
+        for start in range(0, len(keys), TOGETHER):
+            rows = self.rows(connection, query, key, keys[start : start + TOGETHER], names)
+            across = zip(*rows, strict=True)
+            yield pa.record_batch({name: list(column) for name, column in zip(names, across, strict=True)})
+
+    def clean(self, text: str) -> str:
+        return text
+
+
+def quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+class Postgres(Database):
+    """PostgreSQL, and what speaks its protocol."""
+
+    def __init__(self, url: str):
+        self.url, self.shown = url, without_secrets(url)
+        self._secrets = [part for part in (urlsplit(url).password, urlsplit(url).query) if part]
+
+    def connect(self) -> Any:
+        psycopg = needed("psycopg", "sql", "PostgreSQL")
+        connection = psycopg.connect(self.url, autocommit=True, connect_timeout=10, client_encoding="utf8")
+        connection.read_only = True
+        return connection
+
+    def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
+        kind = "bigint" if isinstance(keys[0], int) else "text" if isinstance(keys[0], str) else "uuid"
+        wanted = ", ".join(f"q.{quoted(name)}" for name in names)
+        text = (
+            f"select {wanted} from unnest(%s::{kind}[]) with ordinality as k(key, place) "
+            f"join ({query.replace('%', '%%')}) as q on q.{quoted(key)} = k.key order by k.place"
+        )
+        with connection.cursor(binary=True) as cursor:
+            return cursor.execute(text, (keys,), prepare=True).fetchall()
+
+    def keys(self, connection: Any, query: str, key: str) -> list[Any]:
+        if importlib.util.find_spec("adbc_driver_postgresql") is None:
+            return super().keys(connection, query, key)
+        return _adbc_keys(self._adbc(), query, key) or super().keys(connection, query, key)
+
+    def batches(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> Iterable[Any]:
+        if importlib.util.find_spec("adbc_driver_postgresql") is None:
+            return super().batches(connection, query, key, keys, names)
+        return _adbc_batches(self._adbc(), query, key, names)
+
+    def _adbc(self) -> Any:
+        import adbc_driver_postgresql.dbapi as adbc
+
+        return adbc.connect(self.url)
+
+    def lost(self, error: Exception) -> bool:
+        psycopg: Any = needed("psycopg", "sql")
+        if isinstance(error, psycopg.errors.InvalidPassword | psycopg.errors.InvalidAuthorizationSpecification):
+            return False
+        if isinstance(error, psycopg.OperationalError) and "authentication failed" in str(error):
+            return False
+        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError | OSError) or _adbc_lost(error)
+
+    def clean(self, text: str) -> str:
+        for secret in (*self._secrets, *map(unquote, self._secrets)):
+            text = text.replace(secret, "***")
+        return text
+
+
+class Sqlite(Database):
+    """A file of SQLite, opened for reading only."""
+
+    def __init__(self, url: str):
+        self.path = _path(url, "sqlite")
+        self.shown = f"sqlite:///{self.path}"
+
+    def connect(self) -> Any:
+        try:
+            connection = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, check_same_thread=False, timeout=30)
+            connection.execute("pragma mmap_size = 1073741824")
+        except sqlite3.OperationalError as error:
+            raise DataError(f"{self.shown} cannot be opened", str(error), "is the path right?") from None
+        return connection
+
+    def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
+        wanted = ", ".join(f"q.{quoted(name)}" for name in names)
+        text = (
+            f"select {wanted} from json_each(?) as k cross join ({query}) as q "
+            f"on q.{quoted(key)} = k.value order by k.key"
+        )
+        return connection.execute(text, (json.dumps(keys),)).fetchall()
+
+    def batches(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> Iterable[Any]:
+        if importlib.util.find_spec("adbc_driver_sqlite") is None:
+            return super().batches(connection, query, key, keys, names)
+        import adbc_driver_sqlite.dbapi as adbc
+
+        return _adbc_batches(adbc.connect(f"file:{self.path}?mode=ro"), query, key, names)
+
+    def lost(self, error: Exception) -> bool:
+        return isinstance(error, sqlite3.OperationalError) and any(word in str(error) for word in ("locked", "busy"))
+
+
+class Dbapi(Database):
+    """Any other: a function that returns a DB-API connection."""
+
+    def __init__(self, connect: Callable[[], Any], shown: str):
+        self._connect, self.shown = connect, shown
+
+    def connect(self) -> Any:
+        return self._connect()
+
+    def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
+        literals = ", ".join(str(k) if isinstance(k, int) else "'" + str(k).replace("'", "''") + "'" for k in set(keys))
+        wanted = ", ".join(f"q.{quoted(name)}" for name in names)
+        with contextlib.closing(connection.cursor()) as cursor:
+            cursor.execute(f"select {wanted} from ({query}) as q where q.{quoted(key)} in ({literals})")
+            at = names.index(key)
+            found = {row[at]: row for row in cursor.fetchall()}
+        return [found[k] for k in keys if k in found]
+
+    def lost(self, error: Exception) -> bool:
+        return type(error).__name__ in ("OperationalError", "InterfaceError", "ConnectionException", "IOException")
+
+
+def _adbc_keys(connection: Any, query: str, key: str) -> list[Any]:
+    with connection, connection.cursor() as cursor:
+        cursor.execute(f"select q.{quoted(key)} from ({query}) as q order by 1")
+        table = cursor.fetch_arrow_table()
+    import pyarrow as pa
+
+    kind = table.schema.field(0).type
+    return table.column(0).to_pylist() if pa.types.is_integer(kind) or pa.types.is_string(kind) else []
+
+
+def _adbc_batches(connection: Any, query: str, key: str, names: list[str]) -> Iterator[Any]:
+    import pyarrow as pa
+
+    wanted = ", ".join(f"q.{quoted(name)}" for name in names)
+    with connection, connection.cursor() as cursor:
+        cursor.execute(f"select {wanted} from ({query}) as q order by q.{quoted(key)}")
+        for batch in cursor.fetch_record_batch():
+            yield pa.record_batch(
+                {field.name: _numeric(batch.column(i), field) for i, field in enumerate(batch.schema)}
+            )
+
+
+def _numeric(array: Any, field: Any) -> Any:
+    """PostgreSQL's numeric comes as text."""
+    kind = (field.metadata or {}).get(b"ADBC:postgresql:typname")
+    return array.cast("double") if kind == b"numeric" else array
+
+
+def _adbc_lost(error: Exception) -> bool:
+    kind = type(error)
+    return kind.__module__.startswith("adbc_driver") and kind.__name__ in ("OperationalError", "InternalError")
+
+
+def database(url: str | Callable[[], Any]) -> Database:
+    """The database at ``url``."""
+    if not isinstance(url, str):
+        if not callable(url):
+            raise DataError("sql's first argument is neither a URL nor a function that connects")
+        return Dbapi(url, getattr(url, "__qualname__", "the database"))
+    scheme = url.partition(":")[0].partition("+")[0].lower()
+    if scheme in ("postgresql", "postgres"):
+        return Postgres("postgresql:" + url.partition(":")[2])
+    if scheme == "sqlite":
+        return Sqlite(url)
+    if scheme == "duckdb":
+        path = _path(url, "duckdb")
+
+        def connect() -> Any:
+            return needed("duckdb", "sql", "DuckDB").connect(path, read_only=True)
+
+        return Dbapi(connect, f"duckdb:///{path}")
+    raise DataError(
+        f"{scheme}:// is no database that is known by its URL",
+        did_you_mean(scheme, ["postgresql", "sqlite", "duckdb"]),
+        "or give a function that returns a DB-API connection: sql(lambda: driver.connect(...), ...)",
+    )
+
+
+def _path(url: str, scheme: str) -> str:
+    """sqlite:///relative.db and sqlite:////absolute.db, as SQLAlchemy has it; sqlite:///tmp/x.db where that exists."""
+    from pathlib import Path
+
+    rest = url.partition(":")[2]
+    rest = rest[3:] if rest.startswith("///") else rest.removeprefix("//")
+    absolute = Path("/" + rest)
+    return str(absolute if not Path(rest).exists() and absolute.exists() else Path(rest).absolute())

@@ -1,0 +1,130 @@
+"""Several sources in fixed shares.
+
+An epoch of a mixture has ``length`` samples, of which each source gives exactly its weight's part (largest remainders
+get the odd ones). A source that gives more than it has starts over, in another order; one that gives less leaves some
+out, others each epoch. Which sample stands where is a pure function, so shuffling, sharing and resuming stay exact.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshfit.data import tree
+from meshfit.data.draw import Key
+from meshfit.data.order import order
+from meshfit.data.source import Source, Stream, open_source
+from meshfit.errors import DataError
+
+
+class Mixture(Source):
+    """``sources`` in the shares of ``weights``. Position i of an epoch belongs to one source for good; which sample of
+    it that is depends on the epoch."""
+
+    def __init__(self, sources: list[Source], weights: list[float], length: int | None, seed: int):
+        self.sources, self.seed = sources, seed
+        sizes = np.array([len(source) for source in sources])
+        shares = np.array(weights, np.float64) / sum(weights)
+        total = length or int(sizes.sum())
+        self.counts = _exact(shares, total)
+        self.edges = np.concatenate([[0], np.cumsum(self.counts)])
+        self.waits = any(source.waits for source in sources)
+        self.global_random = any(source.global_random for source in sources)
+
+    def __len__(self) -> int:
+        return int(self.edges[-1])
+
+    def fetch(self, ids: NDArray[np.int64]) -> Any:
+        return self.read(ids, Key())
+
+    def read(self, ids: NDArray[np.int64], key: Key) -> Any:
+        which, inner = self.where(ids, key.epoch)
+        parts, places = [], []
+        for k in np.unique(which).tolist():
+            at = np.flatnonzero(which == k)
+            source, mine = self.sources[k], inner[at]
+            parts.append(source.finish(source.read(mine, key), mine, key))
+            places.append(at)
+        back = np.argsort(np.concatenate(places))
+        try:
+            joined = parts[0] if len(parts) == 1 else tree.concatenate(parts)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DataError("the sources of the mixture give different samples", str(error).split("\n")[0]) from error
+        return tree.map_leaves(lambda leaf: _at(leaf, back), joined)
+
+    def where(self, ids: NDArray[np.int64], epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which source each position belongs to, and which of its samples stands there."""
+        which = np.searchsorted(self.edges, ids, "right") - 1
+        inner = np.empty(len(ids), np.int64)
+        for k in np.unique(which).tolist():
+            at = which == k
+            n = len(self.sources[k])
+            # A position's place in the endless row of passes over the source; epochs follow each other in it.
+            place = epoch * self.counts[k] + ids[at] - self.edges[k]
+            rounds = place // n
+            found = np.empty(len(place), np.int64)
+            for turn in np.unique(rounds).tolist():
+                now = rounds == turn
+                found[now] = order(n, seed=self.seed + k, epoch=turn)[place[now] - turn * n]
+            inner[at] = found
+        return which, inner
+
+    def name_of(self, i: int) -> str:
+        which, inner = self.where(np.array([i]), 0)
+        return f"{self.sources[int(which[0])].name_of(int(inner[0]))} (in epoch 0)"
+
+    @property
+    def fingerprint(self) -> str:
+        return " + ".join(f"{n} of ({s.fingerprint})" for n, s in zip(self.counts.tolist(), self.sources, strict=True))
+
+    def state(self) -> dict[str, Any]:
+        return {"sources": [source.state() for source in self.sources]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for source, held in zip(self.sources, state.get("sources", []), strict=False):
+            source.load_state(held)
+
+
+def _exact(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+    """Whole numbers in these shares that add up to ``total``."""
+    ideal = shares * total
+    counts = np.floor(ideal).astype(np.int64)
+    missing = total - int(counts.sum())
+    counts[np.argsort(-(ideal - counts), kind="stable")[:missing]] += 1
+    return counts
+
+
+def _at(leaf: Any, rows: NDArray[np.int64]) -> Any:
+    if isinstance(leaf, tree.Ragged):
+        return tree.Ragged(leaf[i] for i in rows.tolist())
+    return leaf[rows] if hasattr(leaf, "shape") else leaf
+
+
+def mixture(
+    sources: Sequence[Any] | Mapping[Any, float],
+    weights: Sequence[float] | None = None,
+    *,
+    length: int | None = None,
+    seed: int = 0,
+) -> Source:
+    """``mixture([a, b], weights=[3, 1])``: three samples of ``a`` for one of ``b``. ``length`` samples make an epoch;
+    by default as many as all sources have together, in proportion to their sizes where no weights are given."""
+    given = [open_source(source, "mixture") for source in sources]
+    opened = [source for source in given if isinstance(source, Source)]
+    if any(isinstance(source, Stream) for source in given):
+        raise DataError(
+            "a stream cannot be part of a mixture", "its samples have no index: mix them in the stream itself"
+        )
+    shares = [float(len(source)) for source in opened] if weights is None else [float(weight) for weight in weights]
+    if isinstance(sources, Mapping) and weights is None:
+        shares = [float(weight) for weight in sources.values()]
+    if len(shares) != len(opened) or not opened:
+        raise DataError(f"the mixture has {len(opened)} sources and {len(shares)} weights", "give one weight a source")
+    if any(not np.isfinite(w) or w < 0 for w in shares) or not sum(shares):
+        raise DataError(f"the weights {shares} are no shares", "numbers of 0 or more, not all 0")
+    if empty := [i for i, source in enumerate(opened) if not len(source) and shares[i]]:
+        raise DataError(f"source {empty[0]} of the mixture holds no sample")
+    if any(source.device_stage for source in opened):
+        raise DataError("a source of the mixture has an on_device stage", "mix first, then .on_device")
+    return Mixture(opened, shares, length, seed)

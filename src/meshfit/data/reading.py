@@ -1,0 +1,117 @@
+"""Who reads the batches: whoever trains, threads, or processes. Decided by what it is and a short measurement.
+
+Threads cost nothing and share all memory, and most work on whole batches lets go of Python's lock, as do files,
+networks and image decoders. A transform of one sample at a time does not: two threads are no faster than one, and
+processes are worth their start. What draws from the process's own generators may not run beside the training, whose
+dropout draws from them too: that is read by processes, or by whoever trains.
+"""
+
+import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from meshfit.data.draw import Key
+from meshfit.data.source import Stream
+from meshfit.errors import DataError
+
+if TYPE_CHECKING:
+    from meshfit.data.loader import Loader
+
+QUICK = 0.001  # seconds for a batch under which one thread is enough
+STEP = 0.005  # seconds: who reads should be able to keep up with steps this short; more would only be in the way
+WORTH = 1.3  # what two threads must gain over one
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """``workers`` of a ``kind``, and why."""
+
+    kind: str
+    """ "inline", "threads" or "processes"."""
+    workers: int
+    why: str
+
+    def __str__(self) -> str:
+        who = "where it is trained" if self.kind == "inline" else f"by {self.workers} {self.kind}"
+        return f"data: read {who} ({self.why})"
+
+
+def decide(loader: "Loader") -> Reading:
+    """Who reads for ``loader``."""
+    source, asked, kind = loader.source, loader.workers, loader.kind
+    if kind not in (None, "threads", "processes"):
+        raise DataError(f"data is to be read by {kind!r}", 'there are "threads" and "processes"')
+    far = loader.device.type != "cpu"
+    if isinstance(source, Stream):
+        ahead = far if asked is None else asked > 0
+        return Reading("threads", 1, "a stream has one reader") if ahead else Reading("inline", 0, "a stream")
+    if asked == 0 or (asked is None and not far and not source.waits and kind is None):
+        return Reading("inline", 0, "as asked" if asked == 0 else "the processor would only share itself")
+    cores = max(1, len(os.sched_getaffinity(0)) // loader.ranks)
+    if kind == "threads" and source.global_random:
+        raise DataError(
+            "threads cannot read this data: a function of its map draws from the process's own random generators",
+            'write it as fn(sample, generator), or have it read by "processes"',
+        )
+    if kind is not None:
+        return Reading(kind, asked or cores, "as asked")
+    if source.waits and not source.global_random:
+        return Reading("threads", asked or 4, "it waits for others")
+    alone, together = _measured(loader)
+    workers = asked or min(cores, 8, math.ceil(alone / STEP))
+    if source.global_random:
+        why = "it draws from the process's own generators"
+        return Reading("inline", 0, why) if alone < QUICK else Reading("processes", workers, why)
+    if alone < QUICK:
+        return Reading("threads", workers, f"a batch takes {alone * 1e3:.1f} ms")
+    gain = 2 * alone / together
+    why = f"a batch takes {alone * 1e3:.0f} ms, two threads are {gain:.1f} times one"
+    few = workers == 1 and asked is None  # one thread keeps up: nothing to share the lock with but the training
+    return Reading("processes" if gain < WORTH and cores > 1 and not few else "threads", workers, why)
+
+
+def _measured(loader: "Loader") -> tuple[float, float]:
+    """Seconds for a batch, and for two at once in two threads."""
+    source = loader.source
+    assert not isinstance(source, Stream)
+    ids = loader.mine(np.arange(min(loader.batch_size, len(source))))
+
+    def read() -> float:
+        start = time.perf_counter()
+        for part in ids:
+            source.read(part, Key())
+        return time.perf_counter() - start
+
+    read()
+    alone = min(read(), read())
+    if alone < QUICK or source.global_random:
+        return alone, 2 * alone
+    with pool_of(2) as pool:
+        alone = min(pool.submit(read).result() for _ in range(3))
+        together = min(max(pool.map(lambda _: read(), range(2))) for _ in range(3))
+    return alone, together
+
+
+def pool_of(workers: int) -> ThreadPoolExecutor:
+    """Threads to read with. Each runs torch's operations by itself: side by side they would otherwise all start as
+    many threads as there are cores."""
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="meshfit-data")
+    threads = torch.get_num_threads()
+    if threads > 1:
+        together = Barrier(workers)
+
+        def alone(_: int) -> None:
+            together.wait()
+            torch.get_num_threads()  # takes on the default, once, which later would undo what follows
+            torch.set_num_threads(1)  # of this thread, and the default of threads to come
+
+        list(pool.map(alone, range(workers)))
+        torch.set_num_threads(threads)
+    return pool

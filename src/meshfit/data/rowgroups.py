@@ -1,0 +1,143 @@
+"""Parquet too large to be turned into columns: row groups are read as they come, and a few are kept.
+
+A row costs its whole row group, so order goes by windows (order.py): the groups are shuffled, then the rows inside
+each window of a few groups, all of which fit in memory.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshfit.data import tree
+from meshfit.data.blob import Blob, Local, tag_of
+from meshfit.data.columns import Columns, Writer
+from meshfit.data.images import decode, looks_like_image
+from meshfit.data.order import WINDOW
+from meshfit.data.source import Source
+from meshfit.data.table import Asked, names_in, opened, shaped, understood
+
+
+def _metadata(blob: Blob) -> Any:
+    import pyarrow.parquet as pq
+
+    return understood(blob, lambda: pq.ParquetFile(opened(blob)).metadata)
+
+
+def decoded_bytes(blobs: Sequence[Blob]) -> int:
+    """Bytes of all columns, uncompressed; of many files an estimate from the first."""
+    first = _metadata(blobs[0])
+    total = sum(first.row_group(i).total_byte_size for i in range(first.num_row_groups))
+    return int(total * sum(blob.size for blob in blobs) / max(1, blobs[0].size))
+
+
+class RowGroups(Source):
+    """Rows of Parquet files, a row group at a time."""
+
+    def __init__(self, blobs: list[Blob], columns: Asked, images: bool = True):
+        self.blobs, self.asked, self.images = blobs, columns, images
+        self.groups: list[tuple[int, int]] = []
+        firsts = [0]
+        for at, blob in enumerate(blobs):
+            metadata = _metadata(blob)
+            if at == 0:
+                self.names = names_in(columns, metadata.schema.to_arrow_schema().names)
+            for i in range(metadata.num_row_groups):
+                self.groups.append((at, i))
+                firsts.append(firsts[-1] + metadata.row_group(i).num_rows)
+        self.firsts = np.array(firsts)
+        self.blocks = self.firsts
+        self.waits = not isinstance(blobs[0], Local)
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self._held: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_held", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._fresh()
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def fetch(self, ids: NDArray[np.int64]) -> Any:
+        groups = np.searchsorted(self.firsts, ids, "right") - 1
+        parts, places = [], []
+        for group in np.unique(groups).tolist():
+            at = np.flatnonzero(groups == group)
+            held = self._group(group)
+            rows = ids[at] - self.firsts[group]
+            parts.append({name: _rows(value, rows) for name, value in held.items()})
+            places.append(at)
+        back = np.argsort(np.concatenate(places))
+        joined = {name: _rows(_joined([part[name] for part in parts]), back) for name in self.names}
+        return shaped(self.asked, {name: self._seen(value, ids) for name, value in joined.items()})
+
+    def _seen(self, value: Any, ids: NDArray[np.int64]) -> Any:
+        if not self.images or not isinstance(value, tree.Ragged) or not isinstance(value[0], memoryview):
+            return value
+        pictures = any(looks_like_image(data) for data in value[:8])
+        return decode(value, lambda i: self.name_of(int(ids[i]))) if pictures else value
+
+    def _group(self, group: int) -> dict[str, Any]:
+        """All rows of one row group, as a batch."""
+        import pyarrow.parquet as pq
+
+        with self._lock:
+            if group in self._held:
+                self._held.move_to_end(group)
+                return self._held[group]
+            file, i = self.groups[group]
+            blob = self.blobs[file]
+            read = understood(blob, lambda: pq.ParquetFile(opened(blob)).read_row_group(i, columns=self.names))
+            self._held[group] = found = in_memory(read, blob.name)
+            while len(self._held) > WINDOW + 1:
+                self._held.popitem(last=False)
+            return found
+
+    def name_of(self, i: int) -> str:
+        group = int(np.searchsorted(self.firsts, i, "right") - 1)
+        file, _ = self.groups[group]
+        first = self.firsts[[at for at, _ in self.groups].index(file)]
+        return f"row {i - first} of {self.blobs[file].name}"
+
+    @property
+    def fingerprint(self) -> str:
+        return f"parquet {tag_of(self.blobs)} {len(self)}"
+
+
+def in_memory(table: Any, name: str) -> dict[str, Any]:
+    """An Arrow table as a batch of columns."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        writer = Writer(Path(folder))
+        writer.add_file(name, table.combine_chunks().to_batches())
+        writer.close()
+        columns = Columns(Path(folder))
+        rows = np.arange(columns.rows)
+        return {column: columns.gather(column, rows) for column in columns.names}
+
+
+def _rows(value: Any, rows: NDArray[np.int64]) -> Any:
+    if isinstance(value, tree.Ragged):
+        return tree.Ragged(value[i] for i in rows.tolist())
+    return value[rows]
+
+
+def _joined(values: list[Any]) -> Any:
+    import torch
+
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], tree.Ragged) or isinstance(values[-1], tree.Ragged):
+        return tree.Ragged(item for value in values for item in value)
+    return torch.cat(values)

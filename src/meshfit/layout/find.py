@@ -1,0 +1,186 @@
+"""What the strategies of a plan act on in one model: which operations are split, where layers are cut, what is gathered
+together, what is computed again. Found once, on one rank, from steps on a few samples, and sent to the others: all must
+cut alike.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.anatomy.again import recomputed_blocks
+from meshfit.anatomy.record import TraceError
+from meshfit.anatomy.trace import Trace
+from meshfit.data import tree
+from meshfit.errors import PlanError
+from meshfit.layout.compile import compilable
+from meshfit.layout.pipeline import Found as FoundStages
+from meshfit.layout.pipeline import Pipeline, part_of_trace
+from meshfit.layout.pipeline_split import Shell
+from meshfit.layout.tensor_region import TensorPlan, joined
+from meshfit.layout.units import Unit, traced, units
+from meshfit.plan import Plan
+from meshfit.schedule.actions import stages_of
+
+Objective = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    tensor: TensorPlan | None = None
+    pipeline: FoundStages | None = None
+    units: tuple[tuple[Unit, ...], ...] = ((),)
+    """By the rank along the pipeline."""
+    blocks: tuple[str, ...] = ()
+    """To compute again in backward."""
+    compiled: tuple[str, ...] = ()
+    """Blocks that can be compiled."""
+    notes: tuple[str, ...] = ()
+
+
+def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device: str = "cuda") -> Found:
+    """``model`` stays as it is; costs are those on ``device``."""
+    found = Found()
+    if plan.tensor > 1:
+        found = _split(found, plan, model, objective, batch)
+    traces = plan.cuts or plan.recompute != "none" or plan.compile == "block" or device != "cpu"
+    if traces:
+        found = _traced(found, plan, model, objective, batch, device)
+    if plan.pipeline > 1:
+        found = _staged(found, plan, model, objective, batch, device)
+    return found
+
+
+def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
+    from meshfit.layout.tensor_plan import plan_tensor  # the first rank alone plans
+
+    try:
+        split = plan_tensor(model, lambda twin: _number(objective(twin, batch)), plan.tensor)
+    except RuntimeError as error:
+        if "deepcopy" not in str(error):
+            raise
+        raise PlanError(
+            f"{plan}: the model cannot be copied, and what can be split is found by trying",
+            "some attribute of a module is a tensor that was computed, as torch.nn.utils.weight_norm leaves them",
+            "torch.nn.utils.parametrizations has the same without; data= and shard= take the model as it is",
+        ) from error
+    if not split.regions:
+        raise PlanError(
+            f"{plan}: tensor={plan.tensor} splits nothing of this model",
+            *(f"{name}: {why}" for name, why in list(split.why.items())[:3]),
+            *split.notes[:2],
+            f"{replace(plan, tensor=1, data=plan.data * plan.tensor)} works",
+        )
+    return replace(found, tensor=split, notes=tuple(split.explain()))
+
+
+def _number(result: Any) -> Tensor:
+    """What a step came to, as one number to go backward from."""
+    if isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[0], Tensor) and not result[0].dim():
+        return result[0]  # a sum, and what it is over
+    if isinstance(result, Tensor) and not result.dim():
+        return result
+    made = [t for t in tree.tensors(result) if t.is_floating_point() and t.requires_grad]
+    return torch.stack([t.float().square().mean() for t in made]).sum() if made else torch.zeros(())
+
+
+def _traced(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any, device: str) -> Found:
+    names = tuple(name for name, _ in model.named_parameters())
+    trace = traced(model, objective, batch, device=device)
+    if isinstance(trace, TraceError):
+        why = f"the model cannot be traced ({trace.headline})"
+        notes = []
+        if plan.cuts:
+            notes.append(f"shard: all parameters are gathered together, because {why}")
+        if plan.recompute != "none":
+            notes.append(f"recompute: none, because {why}")
+        if plan.compile == "block":
+            notes.append(f"compile: none, because {why}")
+        return replace(found, units=((Unit(("",), names),),), notes=(*found.notes, *notes))
+    _check_changes(plan, trace)
+    blocks = () if plan.recompute == "none" else recomputed_blocks(trace)
+    compiled = compilable(trace, global_batchnorm=plan.joins_batchnorms)
+    return replace(found, units=(units(trace, names),), blocks=blocks, compiled=compiled)
+
+
+def _check_changes(plan: Plan, trace: Trace) -> None:
+    """Weights that a step changes by itself must be the ones at rest, not copies gathered for a call."""
+    changed = [(name, event.line) for event in trace.events for name in event.changes if name in trace.parameters]
+    if changed and plan.zero == 3 and plan.cuts:
+        whole = replace(plan, zero=2) if plan.shard > 1 else replace(plan, offload="optimizer")
+        raise PlanError(
+            f"{plan}: the model's own code changes {changed[0][0]}",
+            f"at {changed[0][1]}: on a device that keeps a slice of it, what is changed is a copy",
+            f"{whole} works: every device then holds it whole",
+        )
+
+
+# Layers over the pipeline
+
+
+def pipeline_of(plan: Plan, atoms: Collection[str] = ()) -> Pipeline:
+    return Pipeline(
+        degree=plan.pipeline,
+        word=plan.schedule,
+        chunks=plan.chunks,
+        microbatches=plan.microbatches,
+        cut=tuple(filter(None, plan.cut.split(","))),
+        atoms=tuple(atoms),
+    )
+
+
+def _staged(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any, device: str) -> Found:
+    atoms = [*found.blocks, *(_wrapped(found.tensor) if found.tensor else ())]
+    pipe = pipeline_of(plan, dict.fromkeys(atoms))
+    staged = pipe.find(model, objective, batch, device=device)
+    notes = (*found.notes, *staged.notes)
+    found = replace(found, pipeline=staged.to_send(), notes=notes)
+    if not plan.cuts:
+        return found
+    assert staged.trace is not None
+    stages = [stages_of(pipe.word, pipe.degree, pipe.stages // pipe.degree, rank) for rank in range(pipe.degree)]
+    every = [{name for stage in own for name in staged.split.parameters[stage]} for own in stages]
+    cut = pipe.cut_of(staged.trace)
+    own = [part_of_trace(staged.trace, cut, some) for some in stages]
+    shared = {name for name in set().union(*every) if sum(name in names for names in every) > 1}
+    rows = [_units_of_part(trace, names, shared) for trace, names in zip(own, every, strict=True)]
+    return replace(found, units=tuple(rows))
+
+
+def _units_of_part(trace: Trace, names: Collection[str], shared: Collection[str]) -> tuple[Unit, ...]:
+    """Units of the modules that one rank calls; parameters that several ranks hold are cut alike on all of them."""
+    held = [name for name in trace.parameters if name in names] + [n for n in names if n not in trace.parameters]
+    apart = lambda path: any(f"{name}.".startswith(f"{path}.") for name in trace.parameters if name not in names)
+    events = tuple(replace(e, within=tuple(path for path in e.within if not apart(path))) for e in trace.events)
+    found = units(replace(trace, events=events), tuple(held))
+    return tuple(replace(unit, apart=frozenset(name for name in unit.parameters if name in shared)) for unit in found)
+
+
+def _wrapped(split: TensorPlan) -> list[str]:
+    """Modules at whose calls something acts: they are not to be cut."""
+    paths = []
+    for region in split.regions:
+        apart = (*region.lookups, *region.slices)
+        paths += [joined(region.module, path) for path in apart] if apart else [region.module]
+    return [path for path in paths if path]
+
+
+def split_of_part(split: TensorPlan, part: nn.Module) -> TensorPlan:
+    """What of ``split`` is in one rank's part of the model; all of it, if that is the whole."""
+    modules = {path: module for path, module in part.named_modules() if not isinstance(module, Shell)}
+    tensors = {name for name, _ in (*part.named_parameters(remove_duplicate=False), *part.named_buffers())}
+    regions = []
+    for region in split.regions:
+        here = [path for path in (*region.lookups, *region.slices) if joined(region.module, path) in modules]
+        if here:
+            lookups, slices = (tuple(p for p in paths if p in here) for paths in (region.lookups, region.slices))
+            enters = tuple(path for path in region.enters if joined(region.module, path) in modules)
+            patches = tuple(each for each in region.patches if joined(region.module, each.module) in modules)
+            cuts = tuple(each for each in region.cuts if joined(region.module, each.name) in tensors)
+            region = replace(region, lookups=lookups, slices=slices, enters=enters, patches=patches, cuts=cuts)
+        elif region.module not in modules or region.lookups or region.slices:
+            continue
+        regions.append(region)
+    return split if regions == list(split.regions) else replace(split, regions=tuple(regions))

@@ -1,0 +1,88 @@
+"""What a rank of a tensor group keeps and computes, from the trace of the whole: events inside regions do 1/n.
+
+A value is shared out from the weight that is cut by columns to the one that is cut by rows; whatever is computed from
+it in between is shared out too. Sizes are those of the trace divided by n: a mask or an index that every rank has whole
+in between counts too little, what regions add (sums, gathered outputs) counts as it was.
+"""
+
+from dataclasses import replace
+
+from meshfit.anatomy.trace import Cost, Event, Trace
+from meshfit.layout.tensor_region import TensorPlan, joined
+
+WHOLE, COLUMN, INSIDE, ROW = "whole", "column", "inside", "row"
+
+
+def shrunk(trace: Trace, plan: TensorPlan) -> Trace:
+    """The trace of what one rank runs, but for its parameters."""
+    roles = _Roles(trace, plan)
+    cut: set[int] = set()  # storages of which a rank has a share
+    saved: set[int] = set()
+    events = []
+    for event in trace.events:
+        role = roles.of(event)
+        less = 0
+        uses = []
+        for use in event.cost.uses:
+            if use.made and role in (COLUMN, INSIDE):
+                cut.add(use.storage)
+            elif use.made:
+                cut.discard(use.storage)
+            own = use.bytes // plan.ways if use.storage in cut else use.bytes
+            if use.saved and use.storage not in saved:
+                saved.add(use.storage)
+                less += use.bytes - own
+            flops = use.flops if role == WHOLE else use.flops // plan.ways
+            uses.append(replace(use, bytes=own, flops=flops))
+        events.append(replace(event, cost=_less(event.cost, role, less, tuple(uses), plan.ways)))
+    values = {
+        number: replace(value, bytes=value.bytes // plan.ways) if number in roles.shared else value
+        for number, value in trace.values.items()
+    }
+    return replace(trace, events=tuple(events), values=values)
+
+
+def _less(cost: Cost, role: str, less: int, uses: tuple, ways: int) -> Cost:
+    by = 1 if role == WHOLE else ways
+    return Cost(
+        cost.flops // by,
+        cost.flops_backward // by,
+        cost.bytes_read // by,
+        cost.bytes_written // by,
+        max(cost.kept - less, 0),
+        uses,
+    )
+
+
+class _Roles:
+    """What each event is to the regions of a plan; events are asked for in order."""
+
+    def __init__(self, trace: Trace, plan: TensorPlan):
+        self.ties = trace.ties
+        self.cuts, self.shared = plan.cuts, set()
+        self.rows, self.returns = set(), set()
+        self.homes: dict[str, str] = {}
+        for region in plan.regions:
+            self.rows |= {joined(region.module, leave.module) for leave in region.leaves}
+            self.rows |= {joined(region.module, name) for raw in region.raw for name in raw.rows}
+            self.returns |= {joined(region.module, path) for path, _ in region.gathers}
+            self.returns |= {joined(region.module, path) for path in region.lookups}
+            for each in region.cuts:
+                self.homes[joined(region.module, each.name)] = "" if region.slices else region.module
+        self.home: dict[int, str] = {}  # of a value that is shared out
+
+    def of(self, event: Event) -> str:
+        parameters = [self.ties.get(name, name) for name in event.parameters]
+        held = [name for name in parameters if name in self.cuts]
+        reads = [value for value in event.reads if value in self.shared and self._is_inside(event, self.home[value])]
+        if not held and not reads:
+            return WHOLE
+        if event.name in self.returns or event.name in self.rows or self.rows & set(held):
+            return ROW
+        home = self.homes[held[0]] if held else self.home[reads[0]]
+        self.shared |= set(event.writes)
+        self.home |= dict.fromkeys(event.writes, home)
+        return INSIDE if reads else COLUMN
+
+    def _is_inside(self, event: Event, home: str) -> bool:
+        return not home or any(path == home or path.startswith(f"{home}.") for path in (event.name, event.inside))

@@ -1,0 +1,75 @@
+"""When each action of a step ran on this rank, and the picture of all ranks together.
+
+On CPUs by the clock; on GPUs by events in the stream, so that nobody waits for it. A rank that waits for a tensor is
+idle: an action starts when what it needs is there.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshfit.schedule.actions import Action, Schedule
+from meshfit.schedule.simulate import Simulated, Span
+
+
+class Clock:
+    """Keeps the times of the last step."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.plan = device, None
+        self._spans: list[tuple[Action, Any, Any]] = []
+
+    def begin(self, plan: Schedule) -> None:
+        self.plan, self._spans = plan, []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device) if not hasattr(self, "_zero") else None
+            self._zero = torch.cuda.Event(enable_timing=True)
+            self._zero.record()
+            self._zero_at = time.time_ns()
+
+    @contextmanager
+    def __call__(self, action: Action) -> Iterator[None]:
+        start = self._now()
+        yield
+        self._spans.append((action, start, self._now()))
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Of the last step, in seconds on a clock that ranks of one machine share."""
+        if self.device.type != "cuda":
+            ahead = _ahead()
+            return tuple(Span(a, (start + ahead) / 1e9, (end + ahead) / 1e9) for a, start, end in self._spans)
+        torch.cuda.synchronize(self.device)
+        at = lambda event: self._zero_at / 1e9 + self._zero.elapsed_time(event) / 1e3
+        return tuple(Span(action, at(start), at(end)) for action, start, end in self._spans)
+
+    def together(self, group: dist.ProcessGroup | None) -> Simulated:
+        """The last step on all ranks of ``group``, from 0 on. They call it together."""
+        assert self.plan is not None
+        every: list[Any] = [self.spans]
+        if group is not None:
+            every *= dist.get_world_size(group)
+            dist.all_gather_object(every, self.spans, group=group)
+        zero = min(spans[0].start for spans in every)
+        moved = tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in spans) for spans in every)
+        return Simulated(self.plan, moved)
+
+
+def _ahead() -> float:
+    """How far the time of day is ahead of the counter, by the reading that was disturbed least."""
+    readings = []
+    for _ in range(9):
+        before, now, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        readings.append((after - before, now - (before + after) / 2))
+    return min(readings)[1]

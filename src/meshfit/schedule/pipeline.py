@@ -1,0 +1,316 @@
+"""Microbatches through the stages of a pipeline: one rank works through its list of actions.
+
+It takes the place of ``Passes``: ``schedule(batch)`` leaves in the exchange the gradients of this rank's parameters,
+weighted as one device would weigh them. Loss and counts are known on the rank of the last stage; the exchange tells the
+others (see exchange/across.py).
+
+Random numbers (dropout) come from a stream for each step, microbatch and stage: the same in every run and under every
+schedule. Another cut draws others.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshfit.data.loader import Batch, Microbatch
+from meshfit.data.order import mix
+from meshfit.errors import JobError
+from meshfit.layout.batchnorm import counting
+from meshfit.layout.pipeline import Staged
+from meshfit.layout.pipeline_program import Layout, Program
+from meshfit.layout.precision import LossScale, Precision
+from meshfit.objective import Over
+from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, sent, short
+from meshfit.schedule.backward import Owed, input_gradients
+from meshfit.schedule.clock import Clock
+from meshfit.schedule.passes import Passes
+from meshfit.schedule.transport import (
+    Inbox,
+    Transport,
+    header,
+    layouts_of,
+    packed,
+    read_header,
+)
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What a stage keeps of a microbatch from its forward to its backward."""
+
+    fed: list[Tensor]
+    """Leaves that need a gradient."""
+    made: list[Tensor]
+    """What it handed on and wants a gradient for; on the last stage the loss."""
+    owed: Owed | None = None
+
+
+class Pipelined:
+    """Runs batches through this rank's stages. All ranks of ``group`` build it together, and run the same batches."""
+
+    def __init__(
+        self,
+        staged: Staged,
+        objective: Callable[..., Any],
+        *,
+        over: Over,
+        precision: Precision,
+        scale: LossScale | None,
+        exchange: Any,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        seed: int = 0,
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        split_backward: bool = True,
+    ):
+        """``split_backward=False`` does the whole of a backward where its first half is due: where activations are
+        computed again in backward, the second half would do so once more for every weight."""
+        self.staged, self.plan = staged, staged.pipeline.schedule
+        self.device, self.group, self.seed, self.inside = device, group, seed, inside
+        self.weigh = Passes(staged.part, objective, over, precision, scale, exchange, device, inside)
+        self.split_backward = split_backward
+        self.clock = Clock(device)
+        self.steps = 0
+        """Taken so far: random numbers follow it, so a resumed run sets it."""
+        self.stages = _Stages(staged, objective, precision, device, group)
+
+    def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
+        count = len(batch.microbatches)
+        plan = self.plan if count == self.plan.microbatches else short(self.plan, count)
+        order = plan.orders[self.staged.rank]
+        final = max(i for i, action in enumerate(order) if action.kind != FORWARD)
+        step = _Step(self, plan, batch)
+        if step.programs[0].gives_pair and self.weigh.over.kind != "pair":
+            self.weigh.over = Over(kind="pair")
+        self.clock.begin(plan)
+        for i, action in enumerate(order):
+            if i == final:  # the gradients that it completes may go
+                total, counted = step.total, step.counted
+                broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
+                self.weigh.exchange.arm(total, counted, stop=stop(), broken=broken)
+            step.run(action)
+        self.stages.transport.flush()
+        self.steps += 1
+
+    def correction(self, batch: Batch, count: Tensor | float) -> Tensor | float:
+        """The factor from what was summed to the true mean, once the count over all ranks is known."""
+        return self.weigh.correction(batch, count)
+
+    @property
+    def over(self) -> Over:
+        return self.weigh.over
+
+
+class Forward:
+    """Predictions through the stages: ``forward(content)`` gives on the last rank what ``objective(model, content)``
+    would, and None on the others. The part should be in eval mode. All ranks call it together, with the same content.
+
+    A rank goes on to the next call as soon as it has handed one on: call after call fills the pipeline.
+    """
+
+    def __init__(
+        self,
+        staged: Staged,
+        objective: Callable[..., Any],
+        *,
+        precision: Precision,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        self.inside = inside
+        self.stages = _Stages(staged, objective, precision, device, group)
+
+    def __call__(self, content: Any) -> Any:
+        stages, result = self.stages, None
+        program = stages.program(content, training=False)
+        given = program.bind(content)
+        plan = stages.staged.pipeline.schedule
+        handed: list[Tensor] = []
+        with torch.no_grad():
+            for stage in stages.staged.stages:
+                before = plan.rank_of(stage - 1) if stage else None
+                if before is not None and before != stages.staged.rank:
+                    message = (FORWARD, stage - 1, 0)
+                    inbox = Inbox(stages.transport, before, [message], lambda m, read: stages.layouts(program, m, read))
+                    handed = inbox.take(message)
+                with stages.precision.arithmetic(stages.device), self.inside():
+                    made, result = program.run(stage, stages.root, given, handed, stages.device)
+                handed = made
+                if stage < len(program.stages.ranges) - 1 and plan.rank_of(stage + 1) != stages.staged.rank:
+                    stages.send_forward(program, stage, made, plan.rank_of(stage + 1))
+        return result if stages.staged.last else None
+
+    def flush(self) -> None:
+        """Wait until all that was handed on has arrived."""
+        self.stages.transport.flush()
+
+
+class _Stages:
+    """This rank's stages and its lines to the others."""
+
+    def __init__(
+        self,
+        staged: Staged,
+        objective: Callable[..., Any],
+        precision: Precision,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ):
+        self.staged, self.precision, self.device = staged, precision, device
+        self.programs, self.root = staged.programs(objective), staged.root(objective)
+        plan = staged.pipeline.schedule
+        near = {(plan.rank_of(s), plan.rank_of(s + 1)) for s in range(plan.stages - 1)}
+        pairs = {pair for a, b in near for pair in ((a, b), (b, a)) if a != b}
+        self.transport = Transport(group, device, pairs)
+
+    def program(self, content: Any, *, training: bool) -> Program:
+        with self.precision.arithmetic(self.device):
+            return self.programs.of(content, self.root, self.device, training=training)
+
+    def send_forward(self, program: Program, stage: int, tensors: list[Tensor], target: int) -> None:
+        layouts = layouts_of(tensors)
+        said = program.layouts.get(stage)
+        if said is None:
+            program.layouts[stage] = layouts
+            if layouts:
+                self.transport.send(header(layouts), target)
+        elif said != layouts:
+            i = next(i for i, (a, b) in enumerate(zip(said, layouts, strict=True)) if a != b)
+            raise JobError(
+                f"what crosses from stage {stage} to the next has another size than before: {layouts[i].shape}",
+                f"it was {said[i].shape}, for a microbatch of the same shape: it depends on the values",
+                "name other modules to cut at (cut=), so that it does not cross",
+            )
+        self.transport.send(packed(tensors), target)
+
+    def layouts(
+        self, program: Program, message: Message, read: Callable[[int], Tensor] | None
+    ) -> tuple[Layout, ...] | None:
+        """What ``message`` holds; None if that is not known without a header."""
+        kind, stage, _ = message
+        if kind == BACKWARD:  # gradients of what the stage before handed on
+            known = program.layouts.get(stage - 1)
+            return None if known is None else tuple(layout for layout in known if layout.needs_grad)
+        if stage not in program.layouts:
+            crossing = len(program.stages.cuts[stage].crossing)
+            if crossing and read is None:
+                return None
+            program.layouts[stage] = read_header(read(crossing)) if crossing and read is not None else ()
+        return program.layouts[stage]
+
+
+class _Step:
+    """One batch under way on this rank."""
+
+    def __init__(self, run: Pipelined, plan: Schedule, batch: Batch):
+        self.pipelined, self.plan, self.batch = run, plan, batch
+        self.stages, self.rank = run.stages, run.staged.rank
+        self.programs = [run.stages.program(part.content, training=True) for part in batch.microbatches]
+        self.given = [program.bind(p.content) for program, p in zip(self.programs, batch.microbatches, strict=True)]
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self.handed: dict[Message, list[Tensor]] = {}
+        """From one stage of this rank to another."""
+        self.total: Tensor | float = 0.0
+        self.counted: Tensor | float = 0.0
+        others = {plan.rank_of(s + d) for s in run.staged.stages for d in (-1, 1) if 0 <= s + d < plan.stages}
+        self.inboxes = {
+            rank: Inbox(self.stages.transport, rank, sent(plan, rank, self.rank), self._layouts)
+            for rank in sorted(others - {self.rank})
+        }
+        for inbox in self.inboxes.values():
+            inbox.look_ahead()
+
+    def run(self, action: Action) -> None:
+        match action.kind:
+            case "F":
+                self._forward(action)
+            case "W":
+                kept = self.kept.pop((action.stage, action.microbatch))
+                with self.pipelined.clock(action):
+                    if kept.owed is not None:
+                        kept.owed.pay()
+            case _:
+                self._backward(action)
+
+    def _forward(self, action: Action) -> None:
+        stage, at = action.stage, action.microbatch
+        program, part = self.programs[at], self.batch.microbatches[at]
+        received = self._take((FORWARD, stage - 1, at)) if stage else []
+        run = self.pipelined
+        with run.clock(action):
+            fed = [t.detach().requires_grad_(needs) for t, needs in zip(received, self._needs(stage, at), strict=True)]
+            _seed(run.seed, run.steps, at, stage)
+            with counting(part.samples > 0), run.weigh.precision.arithmetic(run.device), run.inside():
+                made, result = program.run(stage, self.stages.root, self.given[at], fed, run.device)
+            wanting = [t for t in made if t.requires_grad]
+            if stage == self.plan.stages - 1:
+                wanting = [self._weigh(result, part)]
+            self.kept[stage, at] = Kept([t for t in fed if t.requires_grad], wanting)
+        if stage == self.plan.stages - 1:
+            return
+        if self.plan.rank_of(stage + 1) == self.rank:
+            self.handed[FORWARD, stage, at] = made
+            program.layouts.setdefault(stage, layouts_of(made))
+        else:
+            self.stages.send_forward(program, stage, made, self.plan.rank_of(stage + 1))
+
+    def _needs(self, stage: int, at: int) -> list[bool]:
+        return [layout.needs_grad for layout in self.programs[at].layouts[stage - 1]] if stage else []
+
+    def _weigh(self, loss: Any, part: Microbatch) -> Tensor:
+        weigh = self.pipelined.weigh
+        share, count = weigh._share(loss, part, self.batch)
+        if part.samples:
+            value = share.detach()
+            if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
+                value = torch.where(count > 0, value, 0.0)
+            self.total = self.total + weigh._read(value)
+            self.counted = self.counted + weigh._read(count)
+        return share if weigh.scale is None else share * weigh.scale.value
+
+    def _backward(self, action: Action) -> None:
+        stage, at = action.stage, action.microbatch
+        last = stage == self.plan.stages - 1
+        arrived: list[Any] = [None] if last else self._take((BACKWARD, stage + 1, at))
+        kept = self.kept[stage, at]
+        with self.pipelined.clock(action):
+            if action.kind == INPUT and self.pipelined.split_backward and not self.programs[at].recomputes:
+                kept.owed = input_gradients(kept.made, arrived, kept.fed) if kept.made else None
+            elif any(t.requires_grad for t in kept.made):
+                torch.autograd.backward(kept.made, arrived)
+            back = [torch.zeros_like(t) if t.grad is None else t.grad for t in kept.fed]
+        if stage:
+            self._send_back(stage, at, back)
+        kept.fed, kept.made = [], []
+        if action.kind == BACKWARD:
+            del self.kept[stage, at]
+
+    def _send_back(self, stage: int, at: int, gradients: list[Tensor]) -> None:
+        to = self.plan.rank_of(stage - 1)
+        if to == self.rank:
+            self.handed[BACKWARD, stage, at] = gradients
+        else:
+            self.stages.transport.send(packed(gradients), to)
+
+    def _take(self, message: Message) -> list[Tensor]:
+        source = self.plan.rank_of(message[1])
+        return self.handed.pop(message) if source == self.rank else self.inboxes[source].take(message)
+
+    def _layouts(self, message: Message, read: Callable[[int], Tensor] | None) -> tuple[Layout, ...] | None:
+        return self.stages.layouts(self.programs[message[2]], message, read)
+
+
+def _seed(seed: int, step: int, microbatch: int, stage: int) -> None:
+    """A stream of random numbers of its own for each step, microbatch and stage."""
+    mixed = np.uint64(seed % 2**64)
+    for number in (step, microbatch, stage):
+        mixed = mix(np.array([number], np.uint64), mixed)[0]
+    torch.manual_seed(int(mixed >> np.uint64(1)))

@@ -1,0 +1,345 @@
+"""Every format on disk: the samples that were written, by index, in any order; clear words where they are not."""
+
+import gzip
+import io
+import json
+import pickle
+import struct
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+
+import meshfit
+from meshfit.data import Source
+from meshfit.data.draw import Key
+from meshfit.data.tree import Ragged
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+N = 37
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((N, 5)).astype(np.float32)
+Y = RNG.integers(0, 3, N)
+PICTURES = RNG.integers(0, 255, (N, 12, 16, 3), dtype=np.uint8)
+IDS = np.array([30, 2, 2, 36, 0])
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(meshfit.data.Cache, "usual", classmethod(lambda cls: cls(tmp_path / "cache")))
+
+
+def encoded(picture: np.ndarray, kind: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(picture).save(out, kind)
+    return out.getvalue()
+
+
+def table(**more: Any) -> pa.Table:
+    return pa.table({**{f"x{k}": X[:, k] for k in range(5)}, "y": Y, **more})
+
+
+def same(source: Source, x: Any = X, y: Any = Y) -> None:
+    """Length, batches by index, and a pickled copy's batches are as written; memory is the batch's own."""
+    assert len(source) == len(x)
+    for one in (source, pickle.loads(cloudpickle.dumps(source))):
+        got_x, got_y = one.fetch(IDS)
+        np.testing.assert_array_equal(got_x.numpy(), x[IDS])
+        np.testing.assert_array_equal(got_y.numpy(), y[IDS])
+        got_x.zero_()
+        np.testing.assert_array_equal(one.fetch(IDS)[0].numpy(), x[IDS])
+
+
+COLUMNS = (["x0", "x1", "x2", "x3", "x4"], "y")
+
+
+def test_parquet_arrow_csv_and_json_lines_give_the_same_rows(tmp_path: Path):
+    pq.write_table(table(), tmp_path / "a.parquet", row_group_size=10)
+    pyarrow.feather.write_feather(table(), str(tmp_path / "a.feather"))
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as out, pa.ipc.new_stream(out, table().schema) as writer:
+        writer.write_table(table(), max_chunksize=7)
+    pyarrow.csv.write_csv(table(), tmp_path / "a.csv")
+    rows = "\n".join(json.dumps(row) for row in table().to_pylist())
+    (tmp_path / "a.jsonl").write_text(rows)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    for name in ("a.parquet", "a.feather", "a.arrow", "a.csv", "a.jsonl", "b.jsonl.gz"):
+        same(meshfit.data.open(tmp_path / name, columns=COLUMNS))
+    held = meshfit.data.parquet(tmp_path / "a.parquet").fetch(IDS)
+    assert set(held) == {"x0", "x1", "x2", "x3", "x4", "y"}
+    renamed = meshfit.data.parquet(tmp_path / "a.parquet", columns={"labels": "y"}).fetch(IDS)
+    np.testing.assert_array_equal(renamed["labels"].numpy(), Y[IDS])
+
+
+def test_many_files_are_one_source_in_order_of_their_names(tmp_path: Path):
+    for i, start in enumerate(range(0, N, 10)):
+        pq.write_table(table().slice(start, 10), tmp_path / f"part-{i}.parquet")
+    for url in (tmp_path, f"{tmp_path}/*.parquet", [tmp_path / f"part-{i}.parquet" for i in range(4)]):
+        source = meshfit.data.parquet(url, columns=COLUMNS)
+        same(source)
+    assert source.name_of(13) == f"row 3 of {tmp_path}/part-1.parquet"
+
+
+def test_lists_words_and_images_in_tables(tmp_path: Path):
+    lists = [list(range(k % 4)) for k in range(N)]
+    held = table(
+        fixed=pa.FixedSizeListArray.from_arrays(pa.array(X.reshape(-1)), 5),
+        lists=pa.array(lists),
+        words=[f"word {k}" for k in range(N)],
+        image=[encoded(p) for p in PICTURES],
+        hub=pa.array([{"bytes": encoded(p), "path": None} for p in PICTURES]),
+        flag=Y > 0,
+    )
+    pq.write_table(held, tmp_path / "a.parquet", row_group_size=8)
+    got = meshfit.data.parquet(tmp_path / "a.parquet").fetch(IDS)
+    np.testing.assert_array_equal(got["fixed"].numpy(), X[IDS])
+    assert [t.tolist() for t in got["lists"]] == [lists[i] for i in IDS]
+    assert got["words"] == [f"word {i}" for i in IDS]
+    np.testing.assert_array_equal(got["image"].numpy(), PICTURES[IDS].transpose(0, 3, 1, 2))
+    assert torch.equal(got["hub"], got["image"])
+    assert got["flag"].dtype == torch.bool
+    raw = meshfit.data.parquet(tmp_path / "a.parquet", columns="image", decode=False).fetch(IDS)
+    assert isinstance(raw, Ragged)
+    assert bytes(raw[0]) == encoded(PICTURES[30])
+
+
+def test_parquet_larger_than_the_cache_is_read_by_row_groups(tmp_path: Path):
+    held = table(image=[encoded(p) for p in PICTURES])
+    pq.write_table(held, tmp_path / "a.parquet", row_group_size=4)
+    small = meshfit.data.Cache(tmp_path / "small", most=1000)
+    source = meshfit.data.parquet(tmp_path / "a.parquet", columns=COLUMNS, cache=small)
+    assert type(source).__name__ == "RowGroups"
+    assert source.blocks is not None
+    same(source)
+    images = meshfit.data.parquet(tmp_path / "a.parquet", columns=("image", "y"), cache=small)
+    same(images, PICTURES.transpose(0, 3, 1, 2))
+    assert images.name_of(9).startswith("row 9 of")
+
+
+def test_a_changed_file_is_read_anew(tmp_path: Path):
+    pyarrow.csv.write_csv(table(), tmp_path / "a.csv")
+    first = meshfit.data.csv(tmp_path / "a.csv", columns=COLUMNS)
+    same(first)
+    pyarrow.csv.write_csv(table().slice(0, 20), tmp_path / "a.csv")
+    again = meshfit.data.csv(tmp_path / "a.csv", columns=COLUMNS)
+    assert len(again) == 20
+    assert again.fingerprint != first.fingerprint
+
+
+def test_numpy_files_are_mapped(tmp_path: Path):
+    np.save(tmp_path / "x.npy", X)
+    np.save(tmp_path / "y.npy", Y)
+    np.savez(tmp_path / "both.npz", x=X, y=Y)
+    X.tofile(tmp_path / "x.raw")
+    same(meshfit.data.arrays(tmp_path / "x.npy", tmp_path / "y.npy"))
+    got = meshfit.data.arrays({"x": tmp_path / "x.npy", "y": tmp_path / "y.npy"}).fetch(IDS)
+    np.testing.assert_array_equal(got["x"].numpy(), X[IDS])
+    np.testing.assert_array_equal(meshfit.data.open(tmp_path / "both.npz").fetch(IDS)["y"].numpy(), Y[IDS])
+    raw = meshfit.data.arrays(tmp_path / "x.raw", dtype="float32", shape=(5,)).fetch(IDS)
+    np.testing.assert_array_equal(raw.numpy(), X[IDS])
+    assert len(pickle.dumps(meshfit.data.arrays(tmp_path / "x.npy"))) < 1000
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_tokens_are_rows_of_inputs_and_targets(tmp_path: Path, dtype: str):
+    words = RNG.integers(0, 2**16, 1000).astype(dtype)
+    words.tofile(tmp_path / "train.bin")
+    words[:250].tofile(tmp_path / "train2.bin")
+    source = meshfit.data.tokens(tmp_path / "train.bin", length=16, dtype=dtype)
+    assert len(source) == 999 // 16
+    x, y = source.fetch(np.array([5, 0]))
+    np.testing.assert_array_equal(x[0].numpy(), words[80:96])
+    np.testing.assert_array_equal(y[0].numpy(), words[81:97])
+    assert x.dtype == torch.int64
+    narrow = source.read(np.array([5, 0]), Key())
+    assert narrow.element_size() == np.dtype(dtype).itemsize  # what travels to the device
+    both = meshfit.data.tokens(tmp_path, length=16, dtype=dtype)
+    assert len(both) == 62 + 15
+    np.testing.assert_array_equal(both.fetch(np.array([63, 1]))[0][0].numpy(), words[16:32])
+    assert "tokens 16 to 32" in both.name_of(63)
+    whole = meshfit.data.tokens(tmp_path / "train.bin", length=16, dtype=dtype, whole=True)
+    assert whole.fetch(np.array([0])).shape == (1, 17)
+
+
+def test_text_is_tokenised_once_and_packed(tmp_path: Path):
+    words = "Before we proceed any further, hear me speak. " * 30
+    (tmp_path / "a.txt").write_text(words)
+    x, y = meshfit.data.open(tmp_path / "a.txt", length=20).fetch(np.array([2]))
+    assert bytes(x[0].tolist()).decode() == words[40:60]
+    assert bytes(y[0].tolist()).decode() == words[41:61]
+    signs = meshfit.data.vocabulary(tmp_path / "a.txt")
+    x, _ = meshfit.data.text(tmp_path / "a.txt", length=20, tokenizer="characters").fetch(np.array([2]))
+    assert "".join(signs[i] for i in x[0]) == words[40:60]
+    calls: list[str] = []
+
+    def split(text: str) -> list[int]:
+        calls.append(text)
+        return [len(word) for word in text.split()]
+
+    for _ in range(2):
+        x, _ = meshfit.data.text(tmp_path / "a.txt", length=4, tokenizer=split, end=99).fetch(np.array([0]))
+    assert x.tolist() == [[6, 2, 7, 3]]
+    assert sum(text == words for text in calls) == 1  # the rest: what it is like, to know it again
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_folders_of_images_by_class(tmp_path: Path, kind: str):
+    for i, picture in enumerate(PICTURES):
+        place = tmp_path / "train" / ["cat", "dog", "emu"][Y[i]]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{i:02}.{kind.lower()}").write_bytes(encoded(picture, kind))
+    source = meshfit.data.open(tmp_path / "train")
+    order = np.argsort(Y, kind="stable")
+    want = [np.asarray(Image.open(io.BytesIO(encoded(p, kind)))).transpose(2, 0, 1) for p in PICTURES[order]]
+    same(source, np.stack(want), Y[order])
+    assert source.classes == ["cat", "dog", "emu"]
+    assert source.name_of(0).endswith(f"cat/{order[0]:02}.{kind.lower()}")
+
+
+def cifar_files(folder: Path, python: bool) -> tuple[np.ndarray, np.ndarray]:
+    images = RNG.integers(0, 255, (6, 4, 3, 32, 32), dtype=np.uint8)
+    labels = RNG.integers(0, 10, (6, 4))
+    folder.mkdir()
+    for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        if python:
+            held = {b"data": images[i].reshape(4, -1), b"labels": labels[i].tolist()}
+            (folder / name).write_bytes(pickle.dumps(held, protocol=2))
+        else:
+            rows = np.concatenate([labels[i][:, None].astype(np.uint8), images[i].reshape(4, -1)], 1)
+            (folder / f"{name}.bin").write_bytes(rows.tobytes())
+    return images, labels
+
+
+@pytest.mark.parametrize("python", [True, False])
+def test_cifar_in_its_own_formats(tmp_path: Path, python: bool):
+    images, labels = cifar_files(tmp_path / "cifar", python)
+    x, y = meshfit.data.open(tmp_path / "cifar").fetch(np.array([5, 19]))
+    np.testing.assert_array_equal(x.numpy(), images[:5].reshape(-1, 3, 32, 32)[[5, 19]])
+    np.testing.assert_array_equal(y.numpy(), labels[:5].reshape(-1)[[5, 19]])
+    assert len(meshfit.data.cifar(tmp_path / "cifar", train=False)) == 4
+
+
+def test_a_cifar_file_that_would_run_code_is_refused(tmp_path: Path):
+    cifar_files(tmp_path / "cifar", python=True)
+
+    class Bomb:
+        def __reduce__(self):
+            return print, ("run",)
+
+    (tmp_path / "cifar" / "data_batch_3").write_bytes(pickle.dumps({b"data": Bomb()}))
+    with pytest.raises(meshfit.DataError, match="data_batch_3"):
+        meshfit.data.cifar(tmp_path / "cifar")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_mnist_in_its_own_format(tmp_path: Path, zipped: bool):
+    images = RNG.integers(0, 255, (9, 28, 28), dtype=np.uint8)
+    labels = np.arange(9, dtype=np.uint8)
+    for name, array in {"train-images-idx3-ubyte": images, "train-labels-idx1-ubyte": labels}.items():
+        head = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+        data = head + array.tobytes()
+        (tmp_path / (name + (".gz" if zipped else ""))).write_bytes(gzip.compress(data) if zipped else data)
+    x, y = meshfit.data.open(tmp_path).fetch(np.array([3, 1]))
+    np.testing.assert_array_equal(x.numpy(), images[[3, 1], None])
+    assert y.tolist() == [3, 1]
+
+
+def write_tars(folder: Path, kind: str = "PNG") -> None:
+    for shard, start in enumerate(range(0, N, 15)):
+        with tarfile.open(folder / f"shard-{shard}.tar", "w") as tar:
+            for i in range(start, min(start + 15, N)):
+                parts = {"img.png": encoded(PICTURES[i], kind), "cls": str(Y[i]).encode(), "json": b'{"k": %d}' % i}
+                for ending, data in parts.items():
+                    info = tarfile.TarInfo(f"{i:04}.{ending}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+
+
+def test_webdataset_tars_are_read_by_index(tmp_path: Path):
+    write_tars(tmp_path)
+    source = meshfit.data.open(tmp_path, columns=("img.png", "cls"))
+    same(source, PICTURES.transpose(0, 3, 1, 2))
+    assert source.name_of(16) == f"0016 in {tmp_path}/shard-1.tar"
+    assert meshfit.data.tars(tmp_path, columns="json").fetch(IDS)["k"].tolist() == IDS.tolist()
+
+
+def test_a_path_is_data(tmp_path: Path):
+    np.save(tmp_path / "x.npy", X)
+    losses = []
+    for data in (X, str(tmp_path / "x.npy"), tmp_path / "x.npy"):
+        result = meshfit.fit(
+            lambda: nn.Linear(5, 5),
+            data,
+            loss=F.mse_loss,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            batch_size=8,
+            epochs=2,
+            plan="data=2",
+            devices="cpu",
+        )
+        losses.append([step.loss for step in result.history])
+    assert losses[0] == losses[1] == losses[2]
+
+
+def _broken(folder: Path) -> dict[str, tuple[Any, str]]:
+    (folder / "bad.parquet").write_bytes(b"PAR1 nothing")
+    (folder / "bad.jsonl").write_text('{"x": 1}\n{"x": \n')
+    (folder / "list.jsonl").write_text("[1, 2]\n")
+    (folder / "odd.bin").write_bytes(b"123")
+    (folder / "short.npy").write_bytes((folder / "x.npy").read_bytes()[:200])
+    (folder / "nulls.jsonl").write_text('{"x": 1}\n{"x": null}\n')
+    (folder / "mixed").mkdir()
+    (folder / "mixed" / "a.csv").write_text("a\n1\n")
+    (folder / "mixed" / "b.npy").write_bytes(b"")
+    (folder / "flat").mkdir()
+    (folder / "flat" / "a.png").write_bytes(encoded(PICTURES[0]))
+    (folder / "bad.tar").write_bytes(b"x" * 2000)
+    data = meshfit.data
+    return {
+        "missing": (lambda: data.open(folder / "train.csv"), r"train\.csv' is a path, but nothing lies there.*holds"),
+        "parquet": (lambda: data.open(folder / "bad.parquet").few(), r"bad\.parquet"),
+        "json": (lambda: data.open(folder / "bad.jsonl").few(), r"line 2 of .*bad\.jsonl is not JSON"),
+        "object": (lambda: data.open(folder / "list.jsonl").few(), r"line 1 of .* is no object"),
+        "nulls": (lambda: data.open(folder / "nulls.jsonl").few(), r"'x' has no value in row 1 of .*nulls\.jsonl"),
+        "column": (lambda: data.open(folder / "mixed" / "a.csv", columns="b").few(), "no column 'b'.*known: a"),
+        "tokens": (lambda: data.open(folder / "odd.bin", length=4), "3 bytes do not divide by 2"),
+        "long rows": (lambda: data.tokens(folder / "x.npy", length=4000), "no file holds a row"),
+        "no length": (lambda: data.open(folder / "odd.bin"), "length"),
+        "cut": (lambda: data.open(folder / "short.npy"), "cut short"),
+        "mixed": (lambda: data.open(folder / "mixed"), "arrays and csv"),
+        "no class": (lambda: data.folder(folder / "flat"), "lies in no class"),
+        "tar": (lambda: data.open(folder / "bad.tar"), r"bad\.tar is no tar"),
+        "cifar": (lambda: data.cifar(folder / "flat"), "does not hold data_batch_1.*it holds a.png"),
+        "option": (lambda: data.open(folder / "x.npy", colour="red"), "colour"),
+        "database": (lambda: data.open("postgresql://u:pw@h/d"), "is a database"),
+        "unknown": (lambda: data.open(folder / "x.npy.xyz"), "nothing lies there"),
+    }
+
+
+def test_what_cannot_be_read_is_refused_in_words(tmp_path: Path):
+    np.save(tmp_path / "x.npy", X)
+    for case, (act, words) in _broken(tmp_path).items():
+        with pytest.raises(meshfit.DataError, match=f"(?s){words}") as caught:
+            act()
+        assert "pw" not in str(caught.value), case
+
+
+def test_parts_of_a_source():
+    source = meshfit.data.memory((X, Y))
+    train, rest = source.split(0.8)
+    assert (len(train), len(rest)) == (30, 7)
+    assert not set(train.ids.tolist()) & set(rest.ids.tolist())
+    np.testing.assert_array_equal(source.take(slice(10, 20)).fetch(np.array([3]))[0].numpy(), X[[13]])
+    assert source.take(slice(10, 20)).name_of(3) == "sample 13"

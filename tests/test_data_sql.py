@@ -1,0 +1,258 @@
+"""Rows of databases by key: a real PostgreSQL, SQLite, DuckDB; connections that break, tables that change."""
+
+import pickle
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshfit
+from meshfit.data import Source, sql
+from meshfit.data.loader import Loader
+from tests.servers import PASSWORD, Postgres, postgres_folder
+from tests.test_data_sources import IDS, PICTURES, X, Y, encoded
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+rows_module = sys.modules["meshfit.data.sql"]
+N = len(X)
+KEYS = [10 * i + 3 for i in range(N)]
+QUERY = "select id, x, y, image, word, price from train"
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    if postgres_folder() is None:
+        pytest.skip("no PostgreSQL on this machine")
+    pytest.importorskip("psycopg")
+    server = Postgres()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def filled(postgres: Postgres) -> Postgres:
+    import psycopg
+
+    with psycopg.connect(postgres.url, autocommit=True) as link:
+        link.execute("drop table if exists train")
+        link.execute(
+            "create table train (id bigint primary key, x real[], y smallint, image bytea, word text, "
+            "price numeric, a double precision, b double precision)"
+        )
+        for i in np.random.default_rng(0).permutation(N).tolist():
+            link.execute(
+                "insert into train values (%s, %s, %s, %s, %s, %s, %s, %s)",
+                (
+                    KEYS[i],
+                    X[i].tolist(),
+                    int(Y[i]),
+                    encoded(PICTURES[i]),
+                    f"w{i}",
+                    i / 4,
+                    float(X[i, 0]),
+                    float(X[i, 1]),
+                ),
+            )
+    return postgres
+
+
+@pytest.fixture
+def lite(tmp_path: Path) -> str:
+    with sqlite3.connect(tmp_path / "train.db") as link:
+        link.execute(
+            "create table train (id integer primary key, x blob, y integer, image blob, word text, "
+            "price real, a real, b real)"
+        )
+        for i in range(N):
+            row = (
+                KEYS[i],
+                X[i].tobytes(),
+                int(Y[i]),
+                encoded(PICTURES[i]),
+                f"w{i}",
+                i / 4,
+                float(X[i, 0]),
+                float(X[i, 1]),
+            )
+            link.execute("insert into train values (?, ?, ?, ?, ?, ?, ?, ?)", row)
+    link.close()
+    return f"sqlite:///{tmp_path}/train.db"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rows_module, "PAUSE", 0.02)
+
+
+def check(source: Source) -> None:
+    assert len(source) == N
+    for one in (source, pickle.loads(cloudpickle.dumps(source))):
+        images, labels = one.fetch(IDS)
+        np.testing.assert_array_equal(images.numpy(), PICTURES[IDS].transpose(0, 3, 1, 2))
+        assert labels.tolist() == Y[IDS].tolist()
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_rows_of_postgresql_come_by_key(filled: Postgres, tmp_path: Path, copy: bool):
+    how: dict[str, Any] = {"key": "id", "copy": copy, "cache": tmp_path / "cache"}
+    check(sql(filled.url, QUERY, columns=("image", "y"), **how))
+    held = sql(filled.url, QUERY + ";", **how)
+    batch = held.fetch(IDS)
+    assert set(batch) == {"x", "y", "image", "word", "price"}
+    np.testing.assert_allclose(batch["x"].numpy(), X[IDS])
+    assert batch["word"] == [f"w{i}" for i in IDS]
+    np.testing.assert_allclose(batch["price"].numpy().astype(float), IDS / 4)
+    assert f"id={KEYS[5]}" in held.name_of(5)
+    assert PASSWORD not in held.name_of(5) + held.fingerprint + repr(held)
+    features = sql(filled.url, "select * from train where word like 'w%'", columns=(["a", "b"], "y"), **how)
+    np.testing.assert_allclose(features.fetch(IDS)[0].numpy(), X[IDS][:, :2])
+    by_word = sql(filled.url, QUERY, columns="y", **{**how, "key": "word"})
+    order = sorted(range(N), key=lambda i: f"w{i}")
+    assert by_word.fetch(IDS).tolist() == Y[order][IDS].tolist()
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_rows_of_sqlite_come_by_key(lite: str, tmp_path: Path, copy: bool):
+    how: dict[str, Any] = {"key": "id", "copy": copy, "cache": tmp_path / "cache"}
+    check(sql(lite, QUERY, columns=("image", "y"), **how))
+    raw = sql(lite, QUERY, columns=("x", "y"), **how).map(meshfit.data.transform.from_bytes("float32", (5,)))
+    np.testing.assert_array_equal(raw.fetch(IDS)[0].numpy(), X[IDS])
+    opened = meshfit.data.open(lite, query=QUERY, key="word", columns="y")
+    assert len(opened) == N
+
+
+def test_rows_of_duckdb_and_of_any_connection(tmp_path: Path):
+    duckdb = pytest.importorskip("duckdb")
+    path = str(tmp_path / "train.duckdb")
+    with duckdb.connect(path) as link:
+        link.execute("create table train (id integer, y integer, image blob)")
+        for i in range(N):
+            link.execute("insert into train values (?, ?, ?)", [KEYS[i], int(Y[i]), encoded(PICTURES[i])])
+    check(sql(f"duckdb:///{path}", "select * from train", key="id", columns=("image", "y")))
+    connect = lambda: __import__("duckdb").connect(path, read_only=True)
+    check(sql(connect, "select * from train", key="id", columns=("image", "y")))
+
+
+def test_training_from_a_database_is_training_from_memory(filled: Postgres, lite: str):
+    losses = []
+    for data in (
+        (torch.from_numpy(X[:, :2].copy()), torch.from_numpy(Y)),
+        sql(filled.url, "select id, a, b, y from train", key="id", columns=(["a", "b"], "y")),
+        sql(lite, "select id, a, b, y from train", key="id", columns=(["a", "b"], "y")),
+    ):
+        result = meshfit.fit(
+            lambda: nn.Linear(2, 3),
+            data,
+            loss=F.cross_entropy,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            batch_size=8,
+            epochs=2,
+            plan="data=2",
+            devices="cpu",
+        )
+        losses.append([step.loss for step in result.history])
+    assert losses[0] == losses[1] == losses[2]
+
+
+def ids_of(source: Source, during: Any = None) -> list[int]:
+    loader = Loader(source=source, batch_size=5, rank=0, ranks=1, device=torch.device("cpu"), workers=2)
+    found = []
+    for batch in loader.epoch(0):
+        assert batch.microbatches[0].content[1].tolist() == Y[batch.ids].tolist()
+        found += batch.ids.tolist()
+        if during is not None:
+            during(batch.index)
+    return sorted(found)
+
+
+def test_a_dropped_connection_is_made_again_and_rows_come_once(filled: Postgres):
+    import psycopg
+
+    source = sql(filled.url, QUERY, key="id", columns=("image", "y"))
+
+    def drop(index: int) -> None:
+        with psycopg.connect(filled.url, autocommit=True) as link:
+            link.execute("select pg_terminate_backend(pid) from pg_stat_activity where pid <> pg_backend_pid()")
+
+    assert ids_of(source, drop) == list(range(N))
+
+
+def test_a_server_that_restarts_is_waited_for(filled: Postgres, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rows_module, "PAUSE", 0.3)
+    source = sql(filled.url, QUERY, key="id", columns=("image", "y"))
+
+    def restart(index: int) -> None:
+        if index == 2:
+            filled.stop()
+            later = threading.Timer(0.7, filled.start)
+            later.start()
+            restarts.append(later)
+
+    restarts: list[threading.Timer] = []
+    assert ids_of(source, restart) == list(range(N))
+    restarts[0].join()
+
+
+def test_a_server_that_stays_away_is_an_error_without_the_password(filled: Postgres):
+    source = sql(filled.url, QUERY, key="id")
+    filled.stop()
+    try:
+        start = time.monotonic()
+        with pytest.raises(
+            meshfit.DataError, match=r"postgresql://tests:\*\*\*@.* cannot be reached, after 6"
+        ) as caught:
+            source.fetch(IDS)
+        assert PASSWORD not in str(caught.value)
+        assert time.monotonic() - start < 20
+    finally:
+        filled.start()
+
+
+def test_a_changed_table_is_noticed(filled: Postgres, lite: str):
+    import psycopg
+
+    first = sql(filled.url, QUERY, key="id", columns="y", check=True)
+    with psycopg.connect(filled.url, autocommit=True) as link:
+        link.execute("update train set y = y + 5 where id = 13")
+        changed = sql(filled.url, QUERY, key="id", columns="y", check=True)
+        assert changed.fingerprint != first.fingerprint
+        link.execute("delete from train where id = 23")
+        with pytest.raises(meshfit.DataError, match="the row with id=23 is gone"):
+            first.fetch(np.arange(5))
+        link.execute("insert into train (id, x, y) values (99999, '{}', 1)")
+    fewer = sql(filled.url, QUERY, key="id", columns="y")
+    assert fewer.fingerprint != first.fingerprint
+    loader = Loader(source=first, batch_size=5, rank=0, ranks=1, device=torch.device("cpu"))
+    with pytest.raises(meshfit.DataError, match="not that of the run"):
+        Loader(source=fewer, batch_size=5, rank=0, ranks=1, device=torch.device("cpu")).resume(loader.state(0, 2))
+    with pytest.raises(meshfit.data.BadSample, match=r"id=99999.* has no value in column 'image'"):
+        sql(filled.url, QUERY, key="id").fetch(np.array([N - 1]))
+
+
+def test_what_a_database_cannot_give_is_refused_in_words(filled: Postgres, lite: str, tmp_path: Path):
+    wrong = filled.url.replace(PASSWORD, "wr0ng-passw0rd")
+    for url, query, key, words in (
+        (filled.url, "select * from absent", "id", "(?s)refuses the query.*absent"),
+        (filled.url, QUERY, "key", "gives no column 'key'"),
+        (filled.url, QUERY, "y", "y names more than one row"),
+        (filled.url, QUERY + " where id < 0", "id", "gives no row"),
+        (wrong, QUERY, "id", "refuses|cannot be reached"),
+        (lite, "select * from absent", "id", "no such table: absent"),
+        (f"sqlite:///{tmp_path}/none.db", QUERY, "id", "cannot be opened"),
+        ("mysql://u:geheim@h/d", QUERY, "id", "mysql:// is no database"),
+        (filled.url, "select id, now() as t from train", "id", "cast it in the query"),
+    ):
+        with pytest.raises(meshfit.DataError, match=words) as caught:
+            sql(url, query, key=key).few()
+        for secret in (PASSWORD, "wr0ng-passw0rd", "geheim"):
+            assert secret not in str(caught.value)

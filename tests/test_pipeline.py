@@ -1,0 +1,449 @@
+"""Training through the stages of a pipeline: like one device over the same microbatches, under every schedule."""
+
+import warnings
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import zoo
+from meshfit.data.loader import Loader
+from meshfit.data.source import open_source
+from meshfit.exchange.across import Across, Spread
+from meshfit.exchange.allreduce import AllReduce
+from meshfit.layout.pipeline import Pipeline, Staged
+from meshfit.layout.pipeline_weights import collect, deliver, whole_state
+from meshfit.layout.precision import LossScale, Precision
+from meshfit.objective import Objective, call, find_over, split
+from meshfit.schedule.actions import WORDS
+from meshfit.schedule.backward import input_gradients
+from meshfit.schedule.gantt import gantt
+from meshfit.schedule.passes import Passes
+from meshfit.schedule.pipeline import Forward, Pipelined
+from meshfit.schedule.transport import header, layouts_of, packed, packed_size, read_header, unpacked
+from tests.distributed import distributed
+from tests.ranked import X, Y, built
+
+CPU = torch.device("cpu")
+MSE = Objective(F.mse_loss)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.dropout(layer(x).tanh(), 0.3, self.training)
+        return self.head(x)
+
+
+def deep(width: int = 8) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(8)]
+    return nn.Sequential(*layers, nn.Linear(width, 4))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)), nn.Linear(8, 4))
+
+
+def loader_of(
+    data: Any, batch: int, microbatches: int, rank: int = 0, ranks: int = 1, device: torch.device = CPU
+) -> Loader:
+    return Loader(
+        source=open_source(data),
+        batch_size=batch,
+        rank=rank,
+        ranks=ranks,
+        device=device,
+        microbatches=microbatches,
+        shuffle=False,
+    )
+
+
+def train(run: Any, exchange: Any, model: nn.Module, loader: Loader, steps: int, scale: float = 1.0) -> list[float]:
+    """The loop, without its watch; the loss of each step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2) if trained else None
+    losses, epoch = [], 0
+    while len(losses) < steps:
+        for batch in loader.epoch(epoch):
+            run(batch)
+            riders = exchange.finish()
+            correction = float(run.correction(batch, riders.count))
+            for gradient in exchange.gradients:
+                gradient.mul_(correction / scale)
+            if optimizer is not None:
+                optimizer.step()
+            exchange.clear()
+            losses.append(float(riders.loss) * correction)
+            if len(losses) == steps:
+                break
+        epoch += 1
+    return losses
+
+
+def alone(model: nn.Module, objective: Objective, loader: Loader, *, steps: int, word: str = "fp32") -> list[float]:
+    """One device over the same microbatches."""
+    device = loader.device
+    model.to(device)
+    over = find_over(objective, model, loader.source.few(), device)
+    exchange = AllReduce(model.parameters(), None, device)
+    run = Passes(model, objective, over, Precision(word), None, exchange, device)
+    return train(run, exchange, model.train(), loader, steps)
+
+
+def pipelined(
+    model: nn.Module,
+    objective: Objective,
+    loader: Loader,
+    *,
+    steps: int,
+    pipeline: Pipeline,
+    word: str = "fp32",
+    seed: int = 0,
+    scale: LossScale | None = None,
+    mesh: tuple[Any, Any] | None = None,
+) -> tuple[list[float], Staged, Pipelined]:
+    """This rank's part of it; ``mesh`` is (the pipeline's group, that of the copies)."""
+    along, copies = mesh or (dist.group.WORLD, None)
+    assert along is not None
+    over = find_over(objective, model, loader.source.few(), CPU)
+    found = pipeline.find(model.train(), objective, loader.source.few(), device="cpu").to_send()
+    staged = pipeline.apply(model, found, dist.get_rank(along))
+    device = loader.device
+    staged.part.to(device)
+    exchange = Across(
+        AllReduce(staged.part.parameters(), copies, device),
+        Spread(tied=staged.tied, pipeline=along),
+        staged.part,
+        device,
+        copies=1 if copies is None else dist.get_world_size(copies),
+        tellers=1,
+    )
+    run = Pipelined(
+        staged,
+        objective,
+        over=over,
+        precision=Precision(word),
+        scale=scale,
+        exchange=exchange,
+        device=device,
+        group=along,
+        seed=seed,
+    )
+    by = 1.0 if scale is None else float(scale.value)
+    return train(run, exchange, staged.part, loader, steps, by), staged, run
+
+
+def assert_like(staged: Staged, want: dict[str, Tensor], *, near: float = 1e-4) -> None:
+    """This rank's tensors are those of ``want``; all ranks together hold all of them."""
+    off = total = 0.0
+    for name, tensor in staged.part.state_dict().items():
+        assert not tensor.is_meta
+        if tensor.is_floating_point():
+            off += float((tensor.double() - want[name].double().to(tensor.device)).square().sum())
+            total += float(want[name].double().square().sum())
+        else:
+            assert torch.equal(tensor, want[name].to(tensor.device)), name
+    assert off**0.5 <= near * max(1e-6, total**0.5)
+    names: list[Any] = [set()] * dist.get_world_size()
+    dist.all_gather_object(names, set(staged.part.state_dict()))
+    assert set().union(*names) == set(want)
+
+
+def assert_parity(
+    make: Any, data: Any, objective: Objective, word: str, *, batch: int, microbatches: int, device: torch.device = CPU
+) -> None:
+    loader = loader_of(data, batch, microbatches, device=device)
+    reference = built(make)
+    wanted = alone(reference, objective, loader, steps=5)
+    pipeline = Pipeline(degree=dist.get_world_size(), word=word, microbatches=microbatches)
+    losses, staged, _ = pipelined(built(make), objective, loader, steps=5, pipeline=pipeline)
+    torch.testing.assert_close(losses, wanted, atol=1e-5, rtol=1e-5)
+    assert_like(staged, dict(reference.state_dict()))
+
+
+@pytest.mark.parametrize("word", WORDS)
+@distributed(world=2)
+def test_every_schedule_trains_like_one_device(word: str) -> None:
+    """18 samples in batches of 8: the third has two, fewer than there are microbatches."""
+    assert_parity(deep, (X, Y), MSE, word, batch=8, microbatches=4)
+
+
+@pytest.mark.parametrize("word", WORDS)
+@distributed(world=4)
+def test_four_ranks(word: str) -> None:
+    assert_parity(deep, (X, Y), MSE, word, batch=9, microbatches=8 if word == "dualpipev" else 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("word", ["1f1b", "zbv"])
+@distributed(world=2, timeout=120)
+def test_two_ranks_that_share_a_gpu(word: str) -> None:
+    """Over gloo, by way of host memory: NCCL wants a GPU for each."""
+    objective = Objective(lambda out, y: F.cross_entropy(out.view(-1, zoo.VOCABULARY), y.view(-1)))
+    data, device = zoo.next_tokens(20), torch.device("cuda", 0)
+    assert_parity(zoo.TiedGPT, data, objective, word, batch=8, microbatches=4, device=device)
+
+
+DIAGONAL = [
+    *(("gpt2", "1f1b"), ("llama", "zbv"), ("mixtral", "gpipe"), ("t5", "interleaved"), ("unet-diffusers", "zbv")),
+    *(("resnet10", "1f1b"), ("token-sum", "dualpipev"), ("lstm", "gpipe"), ("partial", "1f1b"), ("masked", "zbv")),
+    *(("two-inputs", "sequential"), ("dict-output", "interleaved")),
+]
+
+
+@pytest.mark.parametrize(("name", "word"), DIAGONAL)
+@distributed(world=2, timeout=120)
+def test_real_models_train_like_one_device(name: str, word: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case = zoo.ZOO[name]
+        data = case.data(20)
+        data = (*data[0], data[1]) if isinstance(data, tuple) and isinstance(data[0], tuple) else data
+        assert_parity(case.build, data, Objective(case.loss), word, batch=16, microbatches=4)
+
+
+@distributed(world=4)
+def test_copies_of_a_pipeline() -> None:
+    """pipeline=2 data=2: each copy takes its share of every microbatch; one of the last batch has no sample."""
+    rank = dist.get_rank()
+    lines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    copies = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    data = (X[:17], Y[:17])
+    reference = built(deep)
+    wanted = alone(reference, MSE, loader_of(data, 8, 2), steps=5)
+    losses, staged, _ = pipelined(
+        built(deep),
+        MSE,
+        loader_of(data, 8, 2, rank=rank % 2, ranks=2),
+        steps=5,
+        pipeline=Pipeline(degree=2, microbatches=2),
+        mesh=(lines[rank % 2], copies[rank // 2]),
+    )
+    torch.testing.assert_close(losses, wanted, atol=1e-5, rtol=1e-5)
+    assert_like(staged, dict(reference.state_dict()))
+
+
+@distributed(world=2)
+def test_statistics_are_counted_once_for_each_microbatch() -> None:
+    reference = built(normed)
+    loader = loader_of((X, Y), 6, 3)
+    wanted = alone(reference, MSE, loader, steps=4)
+    losses, staged, _ = pipelined(
+        built(normed), MSE, loader, steps=4, pipeline=Pipeline(degree=2, word="gpipe", microbatches=3)
+    )
+    torch.testing.assert_close(losses, wanted, atol=1e-5, rtol=1e-5)
+    counts = {int(b) for name, b in staged.part.named_buffers() if name.endswith("num_batches_tracked")}
+    assert counts <= {12}
+    assert_like(staged, dict(reference.state_dict()))
+
+
+@distributed(world=2)
+def test_dropout_is_the_same_in_every_run_and_schedule() -> None:
+    def losses(word: str, seed: int) -> list[float]:
+        torch.manual_seed(dist.get_rank() + hash(word) % 100)  # no matter
+        pipeline = Pipeline(degree=2, word=word, microbatches=4)
+        return pipelined(built(Dropping), MSE, loader_of((X, Y), 8, 4), steps=4, pipeline=pipeline, seed=seed)[0]
+
+    first = losses("gpipe", 1)
+    assert losses("gpipe", 1) == first
+    assert losses("1f1b", 1) == first
+    assert losses("sequential", 1) == first
+    assert losses("gpipe", 2) != first
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp32"])
+@distributed(world=2)
+def test_precision(word: str) -> None:
+    """What crosses is what autocast makes of it, and the loss may be scaled."""
+    loader, reference = loader_of((X, Y), 8, 4), built(deep)
+    wanted = alone(reference, MSE, loader, steps=4, word=word)
+    scale = LossScale(CPU, start=2.0**10)
+    losses, staged, _ = pipelined(
+        built(deep), MSE, loader, steps=4, pipeline=Pipeline(degree=2, microbatches=4), word=word, scale=scale
+    )
+    torch.testing.assert_close(losses, wanted, atol=1e-2 if word == "bf16" else 1e-5, rtol=1e-3)
+    assert_like(staged, dict(reference.state_dict()), near=2e-2 if word == "bf16" else 1e-4)
+
+
+@pytest.mark.parametrize("word", ["gpipe", "zbv"])
+@distributed(world=2)
+def test_predictions(word: str) -> None:
+    model = built(normed)
+    model(X)
+    want = model.eval()(X[:5])
+    pipeline = Pipeline(degree=2, word=word, microbatches=4)
+    staged = pipeline.apply(model, pipeline.find(model.train(), MSE, (X[:4], Y[:4]), device="cpu"), dist.get_rank())
+    staged.part.eval()
+    outputs = lambda model, batch: call(model, split(batch)[0])
+    forward = Forward(staged, outputs, precision=Precision(), device=CPU, group=dist.group.WORLD)
+    for size in (5, 3, 5):
+        got = forward((X[:size], Y[:size]))
+        if staged.last:
+            torch.testing.assert_close(got, want[:size])
+        else:
+            assert got is None
+    forward.flush()
+
+
+@distributed(world=2)
+def test_weights_reach_the_ranks_that_need_them_and_come_back() -> None:
+    """Rank 1 never holds the model: it builds shapes, and is sent its part."""
+    rank, device = dist.get_rank(), "cpu" if dist.get_rank() == 0 else "meta"
+    with torch.device(device):
+        model = built(zoo.TiedGPT)
+    objective = Objective(lambda out, y: F.cross_entropy(out.view(-1, zoo.VOCABULARY), y.view(-1)))
+    pipeline = Pipeline(degree=2, microbatches=2)
+    found = [pipeline.find(model, objective, zoo.next_tokens(4), device="cpu").to_send() if rank == 0 else None]
+    dist.broadcast_object_list(found)
+    assert found[0] is not None
+    staged = pipeline.apply(model, found[0], rank, drop=False)
+    group = dist.group.WORLD
+    assert group is not None
+    deliver(staged, model, group, CPU)
+    whole = dict(built(zoo.TiedGPT).state_dict())
+    for name, tensor in staged.part.state_dict().items():
+        assert torch.equal(tensor, whole[name])
+    assert tuple(staged.tied) == ("token.weight",)
+    back = whole_state(staged, group, keep=rank == 0)
+    assert set(back) == (set(whole) if rank == 0 else set())
+    assert all(torch.equal(back[name], whole[name]) for name in back)
+    mine = {name: {"twice": p.detach() * 2, "step": torch.tensor(3.0)} for name, p in staged.part.named_parameters()}
+    states = collect(mine, staged.owners, group, keep=True)
+    assert set(states) == {name for name, _ in built(zoo.TiedGPT).named_parameters()}
+    assert all(torch.equal(state["twice"], 2 * whole[name]) for name, state in states.items())
+
+
+@distributed(world=2)
+def test_what_is_sent_is_what_cost_says() -> None:
+    sends: Counter[str] = Counter()
+    real = dist.isend
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sends["calls"] += 1
+        sends["bytes"] += tensor.numel() * tensor.element_size()
+        return real(tensor, *args, **kwargs)
+
+    x, y = torch.randn(16, 64), torch.randn(16, 4)
+    pipeline = Pipeline(degree=2, microbatches=4)
+    model = built(lambda: deep(64))
+    trace = pipeline.find(model, MSE, (x[:4], y[:4]), device="cpu").trace
+    assert trace is not None
+    _, cost = pipeline.cost(trace, dist.get_rank())
+    with patch.object(dist, "isend", counted):
+        pipelined(model, MSE, loader_of((x, y), 16, 4), steps=2, pipeline=pipeline)
+    header_bytes = 15 * 8 if dist.get_rank() == 0 else 0  # once, of the one tensor that crosses
+    assert sends["bytes"] == 2 * cost.moved["send"] + header_bytes
+    assert sends["calls"] == 2 * cost.calls["send"] + bool(header_bytes)
+
+
+@distributed(world=2)
+def test_each_action_is_timed() -> None:
+    pipeline = Pipeline(degree=2, word="1f1b", microbatches=4)
+    _, _, run = pipelined(built(deep), MSE, loader_of((X[:16], Y[:16]), 16, 4), steps=2, pipeline=pipeline)
+    timed = run.clock.together(dist.group.WORLD)
+    assert [tuple(span.action for span in spans) for spans in timed.spans] == list(pipeline.schedule.orders)
+    end = {span.action: span.end for spans in timed.spans for span in spans}
+    for spans in timed.spans:
+        for span in spans:
+            assert all(end[need] <= span.start for need in pipeline.schedule.needs(span.action))
+    assert 0 < timed.bubble < 1
+    assert "rank 1" in gantt("measured", ("measured", timed))
+
+
+# Backward in halves
+
+
+class Shared(nn.Module):
+    """A layer used twice, one used once, norms, an embedding, a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.twice, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.table, self.recurrent = nn.Embedding(4, 8), nn.LSTM(8, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.group, self.conv = nn.GroupNorm(2, 4), nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.norm(torch.relu(self.twice(self.once(x)))) + self.twice(x) + self.table.weight
+        hidden = self.recurrent(self.attention(hidden, hidden, hidden)[0])[0]
+        last = self.conv(self.group(hidden.transpose(1, 2).contiguous().transpose(1, 2)))
+        return last, hidden, hidden * y, y
+
+
+def test_halves_are_the_whole() -> None:
+    model = built(Shared).double()
+    given = [torch.randn(3, 4, 8, dtype=torch.float64) for _ in range(2)]
+    back = [torch.randn(3, 4, 8, dtype=torch.float64) for _ in range(4)]
+    hooked: Counter[str] = Counter()
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: hooked.update([name]))
+    leaves = [t.clone().requires_grad_() for t in given]
+    torch.autograd.backward(model(*leaves), back)
+    want = {name: p.grad for name, p in model.named_parameters()}
+    want_inputs = [t.grad for t in leaves]
+    model.zero_grad()
+    hooked.clear()
+    leaves = [t.clone().requires_grad_() for t in given]
+    owed = input_gradients(model(*leaves), back, leaves)
+    assert all(torch.equal(t.grad, w) for t, w in zip(leaves, want_inputs, strict=True))  # type: ignore[arg-type]
+    late = {name for name, p in model.named_parameters() if p.grad is None}
+    assert {"once.weight", "once.bias", "conv.weight", "attention.out_proj.weight"} <= late
+    assert not {"twice.weight", "norm.weight", "group.weight", "table.weight"} & late
+    owed.pay()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, want[name])  # type: ignore[arg-type]
+    assert hooked == Counter(dict(model.named_parameters()).keys())
+
+
+class Recomputing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda y, layer=layer: layer(y).tanh(), x, use_reentrant=False)  # type: ignore[assignment]
+        return self.head(x)
+
+
+@distributed(world=2)
+def test_what_computes_again_is_not_halved() -> None:
+    assert_parity(Recomputing, (X, Y), MSE, "zbv", batch=8, microbatches=4)
+
+
+# Messages
+
+
+def test_messages_are_unpacked_as_they_were_packed() -> None:
+    sent = [
+        torch.randn(3, 5),
+        torch.randint(0, 9, (2, 2)),
+        torch.tensor(True),
+        torch.randn(4, 3).t(),
+        torch.randn(2, dtype=torch.complex64),
+        torch.empty(0, 4),
+        torch.randn(7).bfloat16(),
+        torch.randn(3, requires_grad=True),
+    ]
+    layouts = layouts_of(sent)
+    assert read_header(header(layouts)) == layouts
+    buffer = packed(sent)
+    assert buffer.numel() == packed_size(layouts)
+    for got, want in zip(unpacked(buffer, layouts), sent, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+    one = torch.randn(4, 16)
+    assert packed([one]).data_ptr() == one.data_ptr(), "one tensor is sent as it lies"
+    assert packed([]).numel() == 0
