@@ -27,6 +27,7 @@ check: .venv/dev
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) --editable ".[dev]"
 	$(PIP) --no-deps --upgrade --target .venv/torchvision torchvision
+	command -v chromium >/dev/null || apt-get install -qq -y --no-install-recommends chromium >/dev/null || echo "no Chromium: tests of pages are skipped"
 	touch $@ .venv/demo
 
 # torchvision lies beside the environment: its wheel needs a CUDA torch, and transformers would stumble over it.

@@ -1,7 +1,7 @@
 """Does every plan train like one device?
 
     python benchmarks/parity.py
-    python benchmarks/parity.py --axes shard    # or tensor, or all
+    python benchmarks/parity.py --axes shard    # or tensor, schedule, all
     python benchmarks/parity.py --models gpt2,resnet10 --plans "data=2;data=4"
     python benchmarks/parity.py --rounding      # what the order of summing alone does to one device
 
@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up u
 from benchmarks import tensor_table
 from benchmarks.zoo import CASES, ZOO, Case, train_alone
 
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 STEPS, LEARNING_RATE = 20, 1e-3
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4
 GOAL = 0.95
@@ -58,6 +59,12 @@ class Trial:
     """The last batch of an epoch has what is left: samples % batch_size."""
 
     steps: int = STEPS
+
+    @property
+    def microbatches(self) -> int:
+        """BatchNorm is over each of them by itself, on one device too."""
+        found = re.search(r"microbatches=(\d+)", self.plan)
+        return int(found[1]) if found else 1
 
     @property
     def devices(self) -> int:
@@ -85,7 +92,14 @@ TRIALS = (
     Trial(axis="tensor", plan="tensor=4", samples=18),
     Trial(axis="tensor", plan="data=2 tensor=2", samples=30),
     Trial(axis="tensor", plan="shard=2 tensor=2", samples=30),
+    *(Trial(axis="schedule", plan=f"pipeline=2 schedule={word} microbatches=4") for word in SCHEDULES),
+    *(Trial(axis="schedule", plan=f"pipeline=4 schedule={word} microbatches=8") for word in SCHEDULES),
+    Trial(axis="schedule", plan="data=2 pipeline=2 microbatches=2"),
+    Trial(axis="schedule", plan="shard=2 pipeline=2 microbatches=2"),
+    Trial(axis="schedule", plan="tensor=2 pipeline=2 microbatches=2"),
+    Trial(axis="schedule", plan="data=2 tensor=2 pipeline=2 microbatches=2"),
 )
+"""Of 30 samples in batches of 8, the last of an epoch has 6: uneven microbatches, and fewer of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +158,16 @@ def sum_in_reverse(case: Case, trial: Trial) -> Trained:
 
 
 @functools.cache
-def reference(name: str, samples: int, batch_size: int, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
-    return train_alone(ZOO[name], samples=samples, batch_size=batch_size, steps=steps, lr=LEARNING_RATE)
+def reference(
+    name: str, samples: int, batch_size: int, steps: int = STEPS, parts: int = 1
+) -> tuple[list[float], dict[str, Tensor]]:
+    return train_alone(ZOO[name], samples=samples, batch_size=batch_size, steps=steps, lr=LEARNING_RATE, parts=parts)
 
 
 def judge(case: Case, trial: Trial, train: Callable[[Case, Trial], Trained]) -> Outcome:
     """Train, and compare with one device. What ``train`` raises is an outcome, too."""
     try:
-        losses, state = reference(case.name, trial.samples, trial.batch_size, trial.steps)
+        losses, state = reference(case.name, trial.samples, trial.batch_size, trial.steps, trial.microbatches)
         start = time.perf_counter()
         got_losses, model = train(case, trial)
     except Exception as error:

@@ -53,7 +53,7 @@ def row_of(case: Case, ways: int) -> Row:
     flops, memory = _flops(Run(alone, World(0, 1, torch.device("cpu"))))
     with Ranks(lambda world, _: _watched(spread, world), size=ways, devices=DEVICES) as ranks:
         found = ranks.results[0]
-    shared = (1 - found["flops"] / flops) * ways / (ways - 1) if flops else 0.0
+    shared = min(1.0, (1 - found["flops"] / flops) * ways / (ways - 1)) if flops else 0.0
     return Row(
         parameters=found["parameters"],
         flops=shared,

@@ -85,8 +85,9 @@ def train_alone(
     for _, index in zip(range(steps), batches(samples, batch_size), strict=False):
         index = index.flip(0) if flip else index
         whole, loss = case.weight_of(take(data, index)), 0.0
-        for part in index.tensor_split(min(parts, len(index))):
-            batch = take(data, part)
+        size, count = len(index), min(parts, len(index))
+        for i in range(count):
+            batch = take(data, index[size * i // count : size * (i + 1) // count])
             share = case.weight_of(batch) / whole if parts > 1 else 1.0
             if share == 0:  # nothing but ignored labels: the mean over none of them is 0/0
                 continue

@@ -25,6 +25,7 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
 from meshfit.layout.replicate import tensors_of
 from meshfit.observe.folder import new_folder
+from meshfit.observe.rank import observed
 from meshfit.plan import Plan
 from meshfit.run import Run
 from meshfit.step import Step
@@ -140,10 +141,11 @@ class Here(Training):
             if self._tap is not None:
                 self._tap(run)
             try:
-                for step in train(run, stop=lambda: self._stop):
-                    yield step
-                    if self._stop and self.world.size == 1:
-                        break
+                with observed(run):
+                    for step in train(run, stop=lambda: self._stop):
+                        yield step
+                        if self._stop and self.world.size == 1:
+                            break
                 self.outcome = outcome_of(run)
                 run.settle()
             finally:
@@ -247,9 +249,10 @@ class Work:
         if feed is not None:
             channel.send(Begun(run.notes, run.last_step))
         try:
-            for step in train(run, stop=feed.stopped if feed is not None else lambda: False):
-                if feed is not None:
-                    feed.add(step)
+            with observed(run):
+                for step in train(run, stop=feed.stopped if feed is not None else lambda: False):
+                    if feed is not None:
+                        feed.add(step)
         except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
             weights = run.placed.tensors(keep=feed is not None)
             if feed is not None:
@@ -331,7 +334,7 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
 def outcome_of(run: Run) -> Outcome:
     """All but the weights. All ranks call it together."""
     run.at_end()
-    mine = dict(run.events.seconds)
+    mine = run.events.phases()
     phases: list = [mine]
     if run.world.size > 1:
         phases = [None] * run.world.size

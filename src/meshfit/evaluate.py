@@ -85,7 +85,10 @@ def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
 def _prepare(job: Job, world: World) -> tuple[Loader, Precision, Placed]:
     assert isinstance(job.plan, Plan)
     assert isinstance(job.batch_size, int)
-    mesh = Mesh.of(job.plan, world.rank, world.size)
+    # Nothing goes backward: one stage on each rank will do, whatever the schedule of the training
+    plan = replace(job.plan, recompute="none", batchnorm="local", schedule="1f1b", chunks=0, microbatches=1)
+    plan = replace(plan, cut=plan.cut if plan.cut.count(",") + 2 == plan.pipeline else "")
+    mesh = Mesh.of(plan, world.rank, world.size)
     loader = Loader(
         source=open_source(job.data),
         batch_size=job.batch_size,
@@ -95,7 +98,7 @@ def _prepare(job: Job, world: World) -> tuple[Loader, Precision, Placed]:
         shuffle=False,
     )
     placed = place(
-        replace(job.plan, recompute="none", batchnorm="local"),
+        plan,
         job.build(),
         mesh,
         world.device,

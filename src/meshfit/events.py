@@ -1,72 +1,333 @@
-"""What a rank did and when: spans, kept cheaply, written to one file a rank.
+"""What a rank did and when: spans, scalars, instants, kept cheaply, appended to one file a rank.
 
-Nothing in the training loop knows who reads them. A line is a JSON object:
+Nothing in the training loop knows who reads them. A line is a JSON object, one of
 
-    {"span": "exchange", "step": 12, "at": 3.4712, "for": 0.0031}
+    {"rank": 0, "time": 1771000000.25}                                       the first: when its clock began
+    {"span": "backward", "step": 12, "at": 3.4712, "for": 0.0031, "microbatch": 2}
+    {"totals": {"data": 0.02, ...}, "moved": {"all_reduce": [48, 9600000]}, "steps": [51, 98], "at": 4.1, "for": 1.0}
+                                            all spans of a second, by name; calls and bytes handed to collectives
+    {"scalar": "grad_scale", "value": 1024.0, "step": 12, "at": 3.5}
+    {"sample": {"cpu": 97.0, "rss": 512000000}, "at": 4.0}                   use of the machine, now and then
+    {"instant": "compiled", "step": 25, "at": 3.5}
+    {"facts": {"device": "cpu", ...}, "at": 0.1}
 
-``at`` and ``for`` are seconds, ``at`` since the rank's first event; the first line says when that was.
+``at`` and ``for`` are seconds, ``at`` since the rank's clock began. On a GPU a span also has ``gpu_at`` and
+``gpu_for``: when the device did what the span submitted, by events in its stream, read once they have passed; nobody
+waits for them. Marks at both ends of a phase also see what the device did *not* do in it: ``gpu_for`` of "data" is the
+time in which the device had nothing to do.
+
+Totals are exact for every step. Single spans are written for the first 256 steps, then for 256 steps in each doubling
+of their number, in windows of 8, the same on all ranks; and whenever one took long. So a file grows by kilobytes a
+minute however long the run.
 """
 
 import json
+import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 FLUSH_SECONDS = 1.0
+FULL_STEPS, WINDOW = 256, 8
+LONG_SECONDS = 0.25
+ANCHOR_SECONDS = 10.0  # CUDA tells elapsed milliseconds in 32 bits: beyond some seconds they are coarse
+SAME_SECONDS = 25e-6  # marks nearer to each other than this are one: a mark costs some of it
+PHASES = frozenset({"data", "forward_backward", "exchange", "update", "evaluate", "checkpoint"})
+"""Marked on a GPU in every step; other spans in those that are written one by one, and their totals are estimated."""
+
+About = dict[str, Any]
 
 
 class Events:
     """One rank's events. Without a folder only the totals by span are kept."""
 
     def __init__(self, folder: Path | None = None, rank: int = 0):
+        global _current
+        self.rank, self.folder = rank, folder
         self.start = self._flushed = time.perf_counter()
         self.seconds: dict[str, float] = defaultdict(float)
-        self.step = 0
-        self._lines: list[str] = []
+        """By span, as the process saw it."""
+        self.gpu_seconds: dict[str, float] = defaultdict(float)
+        """The same as the device saw it, as far as it has got."""
+        self.traffic: dict[str, list[int]] = {}
+        """Calls and bytes, by collective."""
+        self.own_flushes = True
+        """Whether a flush is this object's business; a thread that does it instead says False."""
+        self._step, self._detailed, self._told = 0, True, 0
+        self._held: deque[Any] = deque()
+        self._reading = threading.Lock()  # many may add, one at a time takes away
+        self._last: dict[str, float] = {}
+        self._last_traffic: dict[str, list[int]] = {}
+        self._marks: _Marks | None = None
         self._file: TextIO | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"rank{rank}.jsonl").open("w")
-            self._line({"rank": rank, "time": time.time()})
+            self._held.append({"rank": rank, "time": time.time() - (time.perf_counter() - self.start)})
+        _current = self
 
-    def span(self, name: str) -> "_Span":
-        """Time what happens within."""
-        return _Span(self, name)
+    @property
+    def step(self) -> int:
+        return self._step
 
-    def add(self, name: str, began: float, ended: float) -> None:
-        self.seconds[name] += ended - began
-        if self._file is not None:
-            at, took = began - self.start, ended - began
-            self._lines.append(f'{{"span": "{name}", "step": {self.step}, "at": {at:.6f}, "for": {took:.6f}}}\n')
-            if ended - self._flushed > FLUSH_SECONDS:
-                self.flush()
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step, self._detailed = step, in_detail(step)
+
+    @property
+    def kept(self) -> bool:
+        """Whether events go to a file."""
+        return self._file is not None
+
+    def on(self, device: torch.device) -> None:
+        """Time spans on ``device`` too, if it is a GPU. Waits for it, once."""
+        if device.type == "cuda":
+            self._marks = _Marks(device, self.start)
+
+    def span(self, name: str, **about: Any) -> "_Span":
+        """Time what happens within. ``about`` goes into its line: microbatch=3, stage=0, bytes=4096."""
+        return _Span(self, name, about)
+
+    def mark(self) -> Any:
+        """This moment: here, and in the device's stream. For ``between``."""
+        return time.perf_counter(), self._mark("")
+
+    def _mark(self, name: str) -> "_Mark | None":
+        if self._marks is None or not (name in PHASES or (self._detailed and self._file is not None)):
+            return None
+        return self._marks.now()
+
+    def between(self, name: str, began: Any, ended: Any, **about: Any) -> None:
+        """A span from one ``mark`` to another."""
+        (t0, mark0), (t1, mark1) = began, ended
+        self._add(name, t0, t1, about, None if mark0 is None else (mark0, mark1))
+
+    def add(self, name: str, began: float, ended: float, **about: Any) -> None:
+        """A span whose ends are known, by ``time.perf_counter()``."""
+        self._add(name, began, ended, about, None)
+
+    def _add(self, name: str, began: float, ended: float, about: About, marks: Any) -> None:
+        took = ended - began
+        self.seconds[name] += took
+        if self._file is None and marks is None:
+            return
+        if marks is not None or self._detailed or took > LONG_SECONDS:
+            written = self._file is not None and (self._detailed or took > LONG_SECONDS)
+            self._held.append((name, self._step, began - self.start, took, about, marks, written))
+        if self.own_flushes and ended - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def moved(self, name: str, count: int) -> None:
+        """``count`` bytes were handed to the collective ``name``: the larger side of a gather or scatter."""
+        known = self.traffic.get(name)
+        if known is None:
+            self.traffic[name] = [1, count]
+        else:
+            known[0] += 1
+            known[1] += count
+
+    def scalar(self, name: str, value: float) -> None:
+        """A number of the user's or of a part's own, at this step."""
+        self._line({"scalar": name, "value": float(value), "step": self._step, "at": self._now()})
+
+    def instant(self, name: str, **about: Any) -> None:
+        """Something that happened, and took no time worth a span."""
+        self._line({"instant": name, "step": self._step, "at": self._now(), **about})
+
+    def sample(self, values: dict[str, Any]) -> None:
+        """Use of the machine."""
+        self._line({"sample": values, "at": self._now()})
+
+    def facts(self, **facts: Any) -> None:
+        """What holds for the rest of the run."""
+        self._line({"facts": facts, "at": self._now()})
 
     def _line(self, value: dict[str, Any]) -> None:
-        self._lines.append(json.dumps(value) + "\n")
+        if self._file is not None:
+            self._held.append(value)
+
+    def _now(self) -> float:
+        return round(time.perf_counter() - self.start, 6)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by span: the device's own where it is a GPU."""
+        with self._reading:
+            self._settle(last=True)
+        return {**self.seconds, **self.gpu_seconds}
 
     def flush(self) -> None:
-        if self._file is not None:
-            self._file.writelines(self._lines)
-            self._file.flush()
-        self._lines.clear()
-        self._flushed = time.perf_counter()
+        """Write what is held. May be called from another thread."""
+        with self._reading:
+            began, self._flushed = self._flushed, time.perf_counter()
+            self._settle()
+            if self._file is not None:
+                self._write(self._file, began)
+
+    def _write(self, file: TextIO, began: float) -> None:
+        lines, waiting = [], []
+        while self._held:
+            entry = self._held.popleft()
+            if isinstance(entry, dict):
+                lines.append(json.dumps(entry, default=str) + "\n")
+            elif entry[5] is not None:
+                waiting.append(entry)  # the device has not come that far
+            else:
+                lines.append(_text(*entry[:5]))
+        self._held.extendleft(reversed(waiting))
+        lines += self._totals(began)
+        file.writelines(lines)
+        file.flush()
+
+    def _totals(self, began: float) -> list[str]:
+        now = {**self.seconds, **{f"gpu {name}": took for name, took in self.gpu_seconds.items()}}
+        fresh = {n: round(took - self._last.get(n, 0.0), 6) for n, took in now.items() if took > self._last.get(n, 0.0)}
+        if not fresh:
+            return []
+        self._last = now
+        first, self._told = self._told + 1, max(self._told, self._step)
+        at, took = round(began - self.start, 6), round(self._flushed - began, 6)
+        line: dict[str, Any] = {"totals": fresh, "steps": [min(first, self._told), self._told], "at": at, "for": took}
+        traffic = {name: list(known) for name, known in list(self.traffic.items())}
+        if traffic != self._last_traffic:
+            before = {name: self._last_traffic.get(name, [0, 0]) for name in traffic}
+            line["moved"] = {n: [now - was for now, was in zip(traffic[n], before[n], strict=True)] for n in traffic}
+            self._last_traffic = traffic
+        return [json.dumps(line) + "\n"]
+
+    def _settle(self, last: bool = False) -> None:
+        """Take from the device the times it has passed, in order; all of them at the ``last``."""
+        marks = self._marks
+        if marks is None:
+            return
+        settled = []
+        while self._held:
+            entry = self._held[0]
+            if not isinstance(entry, dict) and entry[5] is not None:
+                if not (last or entry[5][1].passed()):
+                    break
+                name, step, at, took, about, pair, written = entry
+                gpu_at, gpu_for = marks.read(*pair)
+                self.gpu_seconds[name] += gpu_for * (1.0 if name in PHASES else _stands_for(step))
+                entry = (name, step, at, took, {**about, "gpu_at": gpu_at, "gpu_for": gpu_for}, None, written)
+            self._held.popleft()
+            if isinstance(entry, dict) or entry[6]:
+                settled.append(entry)
+        self._held.extendleft(reversed(settled))
 
     def close(self) -> None:
+        global _current
+        with self._reading:
+            self._settle(last=True)
         self.flush()
+        self._marks = None
         if self._file is not None:
             self._file.close()
             self._file = None
+        if _current is self:
+            _current = _NOBODY
+
+
+def in_detail(step: int) -> bool:
+    """Whether the spans of ``step`` are written one by one: the same on every rank."""
+    if step <= FULL_STEPS:
+        return True
+    octave = 1 << (step.bit_length() - 1)
+    return (step - octave) % (octave * WINDOW // FULL_STEPS) < WINDOW
+
+
+def _stands_for(step: int) -> float:
+    """How many steps one that is in detail stands for."""
+    return max(1.0, (1 << (step.bit_length() - 1)) / FULL_STEPS) if step > FULL_STEPS else 1.0
+
+
+def _text(name: str, step: int, at: float, took: float, about: About) -> str:
+    more = "".join(
+        f', "{key}": {value:.6f}'
+        if type(value) is float
+        else f', "{key}": {value if type(value) is int else json.dumps(value, default=str)}'
+        for key, value in about.items()
+    )
+    return f'{{"span": "{name}", "step": {step}, "at": {at:.6f}, "for": {took:.6f}{more}}}\n'
 
 
 class _Span:
-    __slots__ = ("began", "events", "name")
+    __slots__ = ("about", "began", "events", "mark", "name")
 
-    def __init__(self, events: Events, name: str):
-        self.events, self.name = events, name
+    def __init__(self, events: Events, name: str, about: About):
+        self.events, self.name, self.about = events, name, about
 
     def __enter__(self) -> None:
+        self.mark = self.events._mark(self.name)
         self.began = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        self.events.add(self.name, self.began, time.perf_counter())
+        ended = time.perf_counter()
+        pair = None if self.mark is None else (self.mark, self.mark.marks.now())
+        self.events._add(self.name, self.began, ended, self.about, pair)
+
+
+class _Mark:
+    """A moment in a GPU's stream. Its event serves again when nobody has it any more."""
+
+    __slots__ = ("at", "event", "marks")
+
+    def __init__(self, marks: "_Marks", event: torch.cuda.Event):
+        self.marks, self.event = marks, event
+        self.at: float | None = None
+
+    def passed(self) -> bool:
+        return self.at is not None or self.event.query()
+
+    def __del__(self) -> None:
+        self.marks.free.append(self.event)
+
+
+class _Marks:
+    """Makes marks, and tells them as seconds on the rank's clock."""
+
+    def __init__(self, device: torch.device, start: float):
+        self.device = device
+        self.free: list[torch.cuda.Event] = []
+        self._last, self._made = None, 0.0
+        self._anchor = self.now()
+        self._anchor.event.synchronize()
+        self._anchor.at = self._zero = time.perf_counter() - start  # of the anchor, on the rank's clock
+
+    def now(self) -> _Mark:
+        made = time.perf_counter()
+        if self._last is not None and made - self._made < SAME_SECONDS:
+            return self._last
+        mark = _Mark(self, self.free.pop() if self.free else torch.cuda.Event(enable_timing=True))
+        mark.event.record(torch.cuda.current_stream(self.device))
+        self._last, self._made = mark, time.perf_counter()
+        return mark
+
+    def _at(self, mark: _Mark) -> float:
+        if mark.at is None:
+            if not mark.event.query():
+                mark.event.synchronize()
+            passed = self._anchor.event.elapsed_time(mark.event) / 1e3
+            mark.at = self._zero + passed
+            if passed > ANCHOR_SECONDS:
+                self._anchor, self._zero = mark, mark.at
+        return mark.at
+
+    def read(self, began: _Mark, ended: _Mark) -> tuple[float, float]:
+        """Start and length in seconds; waits where the marks have not passed."""
+        at = self._at(began)
+        return at, self._at(ended) - at
+
+
+_NOBODY = Events()
+_current = _NOBODY
+
+
+def current() -> Events:
+    """The events of the run that this process is at; of nobody, and forgotten, between runs.
+
+    For parts that are not handed any: ``with events.current().span("gather", bytes=n): ...``
+    """
+    return _current

@@ -42,7 +42,7 @@ def fit(
         if not callable(watcher):
             raise JobError(f"callbacks= holds {watcher!r}, which is no function")
     history: list[Step] = []
-    training = begin(job, lockstep=bool(watchers))
+    training = begin(job, lockstep=not all(getattr(watcher, "passive", False) for watcher in watchers))
     with training, Progress(training, shown=progress) as bar, Folder(training) as folder:
         for step in training:
             history.append(step)
@@ -51,6 +51,8 @@ def fit(
             said = [watcher(step) for watcher in watchers]
             if any(isinstance(word, str) and word == "stop" for word in said):
                 training.stop()
+    for watcher in watchers:
+        getattr(watcher, "finish", lambda: None)()
     result = Result.of(training, history)
     if bar.shown:
         show(result)

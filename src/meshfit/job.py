@@ -12,8 +12,10 @@ from torch import nn
 from meshfit.data.source import sample_count
 from meshfit.errors import JobError, PlanError, did_you_mean
 from meshfit.launch.devices import Devices, find
+from meshfit.layout.batchnorm import batch_norms
 from meshfit.objective import Objective, stated
 from meshfit.plan import Plan, settle
+from meshfit.schedule.actions import schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +179,25 @@ class Job:
             batchnorm=self.batchnorm,
             compile=self.compile,
         )
-        return replace(self, devices=devices, plan=plan, batch_size=self._samples_a_batch(plan))
+        settled = replace(self, devices=devices, plan=plan, batch_size=self._samples_a_batch(plan))
+        return settled.flowing(self)
+
+    def flowing(self, asked: "Job") -> Self:
+        """The same job with enough microbatches for the stages of a pipeline, where ``asked`` did not say how many:
+        four for each, or as many as there are samples. One, where BatchNorm is over each microbatch by itself."""
+        plan, size = self.plan, self.batch_size
+        assert isinstance(plan, Plan)
+        assert isinstance(size, int)
+        said = isinstance(asked.plan, Plan) or "microbatches=" in asked.plan or asked.microbatches is not None
+        if plan.pipeline == 1 or plan.schedule == "sequential" or said or batch_norms(self.build()):
+            return self
+        for count in range(min(4 * plan.pipeline, size // plan.shares), 1, -1):
+            try:
+                schedule(plan.schedule, plan.pipeline, count, plan.chunks or None)
+            except PlanError:
+                continue
+            return replace(self, plan=replace(plan, microbatches=count))
+        return self
 
     def _samples_a_batch(self, plan: Plan) -> int:
         size = self.batch_size

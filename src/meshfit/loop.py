@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from meshfit.nonfinite import Watch
+from meshfit.observe.rank import tell_batch
 from meshfit.run import Run
 from meshfit.step import Reading, Step
 
@@ -24,6 +25,8 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             batch = next(batches, None)
         if batch is None:
             break
+        if run.step == 0:
+            tell_batch(events, batch)
         statistics = run.statistics.snapshot()
         with events.span("forward_backward"):
             run.schedule(batch, stop)

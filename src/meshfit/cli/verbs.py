@@ -7,8 +7,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshfit.cli import tell
+from meshfit.cli import checkpoint, tell
+from meshfit.cli.compare import compare
+from meshfit.cli.report import report
 from meshfit.cli.script import run
+from meshfit.cli.watch import watch
 from meshfit.errors import MeshfitError
 from meshfit.job import Job
 from meshfit.verify import Verdict, verify_job
@@ -20,6 +23,10 @@ Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the sc
 PlanText = Annotated[str | None, typer.Option("--plan", help='Instead of the script\'s: "data=4", say.')]
 DeviceText = Annotated[str | None, typer.Option("--devices", help='"auto", 4, "cpu:4" or "cuda:0,2".')]
 Which = Annotated[int, typer.Option("--fit", help="Which of the script's calls of fit to act on.")]
+
+app.add_typer(checkpoint.app, name="checkpoint")
+for verb in (report, watch, compare):
+    app.command()(verb)
 
 
 @app.callback()

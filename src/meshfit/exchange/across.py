@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.cost import Cost
+from meshfit.events import current
 from meshfit.exchange.allreduce import AllReduce, Riders
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.update import total_norm
@@ -103,6 +104,7 @@ class Across:
         numbers[0], numbers[1] = self._square() / self.copies, riders.stop
         for i, number in enumerate((*known, *reached), start=2):
             numbers[i] = number
+        current().moved("all_reduce", numbers.nbytes)
         dist.all_reduce(numbers)
         self._drop_unreached(reached, numbers[2 + len(known) :])
         gradients = self.gradients

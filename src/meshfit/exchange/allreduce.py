@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from meshfit.cost import Cost
 from meshfit.errors import JobError
+from meshfit.events import current
 
 RIDERS = 3  # loss, count, stop; then a slot a rank for broken losses
 BUCKET_BYTES = 25 * 2**20
@@ -128,6 +129,7 @@ class AllReduce:
         """Start the sums of all buckets that are complete, in order."""
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
             bucket = self._buckets[self._next]
+            current().moved("all_reduce", bucket.flat.nbytes)
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             self._next += 1
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.errors import JobError, RankError
+from meshfit.events import current
 from meshfit.exchange.allreduce import Riders
 from meshfit.exchange.update import total_norm
 from meshfit.layout.flat import Flat, as_real
@@ -207,6 +208,7 @@ class Scatter:
             if self.shards.group is None:
                 out = out.copy_(row) if direct else row
             else:
+                current().moved("reduce_scatter", row.nbytes)
                 work = reduce_scatter_single(as_real(out), as_real(row), group=self.shards.group, async_op=True)
             self._flying.append(_Flight(flat, row, out, work, first))
         while len(self._flying) > FLYING:
@@ -236,6 +238,7 @@ class Scatter:
         if flat not in self._summing and not any(flight.flat is flat for flight in self._flying):
             assert flat.gradient is not None
             self._squares.pop(flat, None)
+            current().moved("all_reduce", flat.gradient.nbytes)
             self._summing[flat] = dist.all_reduce(flat.gradient, group=self.copies, async_op=True)
 
     # A step, as the loop sees it
@@ -276,6 +279,7 @@ class Scatter:
         if behind:
             numbers[torch.tensor(behind, device=numbers.device) + RIDERS + 2 * degree] = 0.0
         if self.world is not None:
+            current().moved("all_reduce", numbers.nbytes)
             dist.all_reduce(numbers, group=self.world)
         trails = numbers[RIDERS + degree : RIDERS + 2 * degree]
         if numbers.is_cpu or self._agreed is None:

@@ -87,7 +87,7 @@ class Update:
         if taken:
             if self.clip is not None:
                 factor *= min(1.0, self.clip / (norm + 1e-6))
-            if factor != 1.0:
+            if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
             self._step()
         return Updated(norm, taken)

@@ -2,16 +2,18 @@
 
 They are applied in this order (``place``), each to the model as those before left it:
 
-1. replicate    every rank starts from the same weights, still in host memory; BatchNorm is made global
-2. compile      of blocks: inside everything below, so that what is compiled is plain arithmetic on whole weights
-3. tensor       weights are cut by channels, and modules told how many of them they have. The optimizer is made just
-                before: it sees whole shapes
-4. shard        what is left of each is cut as rows of memory, and gathered around the calls that use it, into what the
+1. replicate    every rank starts from the same weights, still in host memory. Then the optimizer is made: it sees
+                whole shapes
+2. pipeline     a rank keeps the modules of its own stages, and lets go of the rest
+3. batchnorm    is made global, over the ranks that hold the same modules
+4. compile      of blocks: inside everything below, so that what is compiled is plain arithmetic on whole weights
+5. tensor       weights are cut by channels, and modules told how many of them they have
+6. shard        what is left of each is cut as rows of memory, and gathered around the calls that use it, into what the
                 tensor axis left. Only parts of the weights ever go to a device
-5. recompute    around the gathering: what is computed again in backward is gathered again, not kept
-6. precision    around it all, for as long as a forward runs: nothing about the weights
-7. offload      last: it moves what the optimizer holds beside the parameters it was left
-8. compile      of the whole: model and loss together, where nothing above acts inside the model
+7. recompute    around the gathering: what is computed again in backward is gathered again, not kept
+8. precision    around it all, for as long as a forward runs: nothing about the weights
+9. offload      last: it moves what the optimizer holds beside the parameters it was left
+10. compile     of the whole: model and loss together, where nothing above acts inside the model
 
 ``check`` says what a model cannot take, in the caller, before any process starts.
 """
@@ -25,6 +27,7 @@ from meshfit.errors import JobError, PlanError
 from meshfit.exchange.nature import nature
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
+from meshfit.schedule.actions import schedule
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -38,6 +41,7 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"shard={plan.shard} gathers weights": plan.shard > 1,
             "offload=parameters fetches weights": plan.offload == "parameters",
             f"tensor={plan.tensor} sums activations over ranks": plan.tensor > 1,
+            f"pipeline={plan.pipeline} hands them on": plan.pipeline > 1,
             f"recompute={plan.recompute} runs blocks twice": plan.recompute != "none",
             f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and plan.joins_batchnorms,
         }
@@ -45,14 +49,17 @@ def check(plan: Plan, model: nn.Module) -> None:
             raise PlanError(
                 f"{plan}: this model cannot be compiled whole",
                 f"in the middle of the forward {' and '.join(what for what, so in inside.items() if so)}",
-                f"{replace(plan, compile='block' if plan.tensor == 1 else 'none')} works"
+                f"{replace(plan, compile='block' if plan.tensor == plan.pipeline == 1 else 'none')} works"
                 + ("; so does batchnorm=local beside compile=whole" if norms and plan.joins_batchnorms else ""),
             )
-    if plan.compile == "block" and plan.tensor > 1:
+    acts = [f"{axis}={getattr(plan, axis)}" for axis in ("pipeline", "tensor") if getattr(plan, axis) > 1]
+    if plan.compile == "block" and acts:
         raise PlanError(
-            f"{plan}: blocks are not compiled where tensor={plan.tensor} acts inside them",
+            f"{plan}: blocks are not compiled where {acts[0]} acts inside them",
             f"{replace(plan, compile='none')} works",
         )
+    if plan.pipeline > 1:
+        schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks or None)  # refuses what it cannot take
     if plan.compile == "block" and plan.recompute == "selective":
         raise PlanError(
             f"{plan}: compiled blocks choose for themselves what to compute again",
@@ -110,5 +117,6 @@ def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
         raise PlanError(
             f"{plan}: {kind} cannot step parameters that are cut over devices",
             found.why,
-            f"{replace(plan, shard=1, tensor=1, zero=3, data=plan.devices)} works: every device then holds them whole",
+            f"{replace(plan, shard=1, tensor=1, zero=3, data=plan.shares * plan.tensor)} works: all then hold them "
+            "whole",
         )

@@ -26,6 +26,9 @@ from meshfit.schedule.actions import stages_of
 
 Objective = Callable[[nn.Module, Any], Any]
 
+TRIED = 13
+"""Samples that splits are tried on. A prime: so a dim that is a multiple of it is one of samples."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -56,6 +59,7 @@ def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device:
 def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
     from meshfit.layout.tensor_plan import plan_tensor  # the first rank alone plans
 
+    batch = _first(batch, TRIED)
     try:
         split = plan_tensor(model, lambda twin: _number(objective(twin, batch)), plan.tensor)
     except RuntimeError as error:
@@ -74,6 +78,11 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
             f"{replace(plan, tensor=1, data=plan.data * plan.tensor)} works",
         )
     return replace(found, tensor=split, notes=tuple(split.explain()))
+
+
+def _first(batch: Any, samples: int) -> Any:
+    there = max((len(t) for t in tree.tensors(batch) if t.dim()), default=0)
+    return tree.map_tensors(lambda t: t[:samples] if t.dim() and len(t) == there else t, batch)
 
 
 def _number(result: Any) -> Tensor:

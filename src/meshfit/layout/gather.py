@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshfit.errors import PlanError
+from meshfit.events import current
 from meshfit.layout.flat import Flat, as_real
 from meshfit.layout.open_unit import OpenUnit
 from meshfit.layout.saved import Saved
@@ -238,6 +239,7 @@ class Shards:
             source = own.copy_(source)
         if self.group is None:
             return None
+        current().moved("all_gather", flat.whole.nbytes)
         work = all_gather_single(as_real(flat.whole), as_real(source), group=self.group, async_op=True)
         if wait and work is not None:
             work.wait()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.layout import batchnorm
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.compile import Blocks
 from meshfit.layout.find import Found, find, pipeline_of, split_of_part
@@ -48,6 +49,8 @@ class Placed:
     shards: Shards | None = None
     compiled: Blocks | None = None
     """Where blocks can be compiled, but not the whole."""
+    caches: list[Any] = field(default_factory=list)
+    """Settings in which a cache was turned off: one that goes from block to block cannot go from rank to rank."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -169,6 +172,8 @@ class Placed:
         if self.staged is not None:
             self.parts = self.shards = None
             self.staged.undo(self.tensors())
+        for config in self.caches:
+            config.use_cache = True
 
 
 def place(
@@ -191,21 +196,22 @@ def place(
     in_blocks = plan.compile == "block" or (plan.compile == "auto" and device.type == "cuda" and acts_inside)
     in_blocks &= plan.tensor == plan.pipeline == 1
     spreads = plan.cuts or plan.tensor > 1 or plan.pipeline > 1
-    found = Found()
+    found, caches = Found(), _without_caches(model) if plan.pipeline > 1 else []
     if spreads or plan.recompute != "none" or in_blocks:
         found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
     if not spreads:  # else only parts of it go there
         model.to(device)
-    Replicate(degree=plan.shares, global_batchnorm=plan.batchnorm == "global").apply(
-        model, mesh, same=same, device=device
-    )
+    Replicate(degree=plan.shares).apply(model, mesh, same=same, device=device)
     before_cut()
-    blocks = Blocks(model, found.compiled) if in_blocks and found.compiled else None
-    placed = Placed(model, mesh, compiled=blocks, notes=list(found.notes))
+    placed = Placed(model, mesh, notes=list(found.notes), caches=caches)
     if found.pipeline is not None:
         placed.staged = pipeline_of(plan, found.pipeline.atoms).apply(model, found.pipeline, mesh.stage)
         placed.model = model = placed.staged.part
         ties = tied(model)
+    if plan.joins_batchnorms and mesh.batch is not None:
+        batchnorm.apply(model, mesh.batch)
+    if in_blocks and found.compiled:
+        placed.compiled = Blocks(model, found.compiled)
     if found.tensor is not None:
         assert mesh.tensor is not None
         placed.parts = TensorAxis(degree=plan.tensor, plan=split_of_part(found.tensor, model)).apply(model, mesh.tensor)
@@ -220,6 +226,14 @@ def place(
         Recompute(word=plan.recompute, blocks=tuple(again)).apply(model)
     check_ties(model, ties)
     return placed
+
+
+def _without_caches(model: nn.Module) -> list[Any]:
+    """Turn off the caches of keys and values that Hugging Face's models make even in training; where they were on."""
+    found = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", None) is True}
+    for config in found.values():
+        config.use_cache = False
+    return list(found.values())
 
 
 def _agreed(find: Callable[[], Found], mesh: Mesh) -> Found:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
-from meshfit.layout import batchnorm
 from meshfit.layout.mesh import Mesh
 
 
@@ -20,20 +19,16 @@ from meshfit.layout.mesh import Mesh
 class Replicate:
     degree: int
 
-    global_batchnorm: bool = True
-    """BatchNorm over the whole batch, not over each device's share."""
-
     def apply(self, model: nn.Module, mesh: Mesh, *, same: bool, device: torch.device | None = None) -> None:
         """``same`` says that the ranks' weights are known to be equal; else the first rank's are sent, one at a time
         by way of ``device``."""
-        if mesh.world is not None and not same:
-            for tensor in (*model.parameters(), *model.buffers()):
-                sent = tensor.detach().to(device)
-                dist.broadcast(sent, 0, mesh.world)
-                if sent.device != tensor.device:
-                    tensor.detach().copy_(sent)
-        if mesh.batch is not None and self.global_batchnorm:
-            batchnorm.apply(model, mesh.batch)
+        if mesh.world is None or same:
+            return
+        for tensor in (*model.parameters(), *model.buffers()):
+            sent = tensor.detach().to(device)
+            dist.broadcast(sent, 0, mesh.world)
+            if sent.device != tensor.device:
+                tensor.detach().copy_(sent)
 
     def cost(self, trace: Trace) -> tuple[Trace, Cost]:
         """Of the weights alone: gradients belong to the exchange."""

@@ -11,7 +11,6 @@ see the same samples and, outside regions, compute the same. What is cut, and wh
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -60,14 +59,15 @@ class Tensor:
             for name, p in trace.parameters.items()
         }
         wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
-        batch = sum(prod(trace.values[v].shape) for v in trace.inputs)
-        grown = batch / (self.plan.batch or batch)
+        samples = max((trace.values[v].shape[0] for v in trace.inputs if trace.values[v].shape), default=1)
+        grown = samples / (self.plan.samples or samples)
         calls: dict[str, int] = defaultdict(int)
         moved: dict[str, float] = defaultdict(float)
         for region in self.plan.regions:
             for each in region.traffic:
                 calls[each.op] += region.calls * microbatches
-                moved[each.op] += region.calls * microbatches * each.elements * wide * grown
+                times = grown if each.grows(self.plan.samples) else 1
+                moved[each.op] += region.calls * microbatches * each.elements * wide * times
         kinds = defaultdict(int)
         for name in self.plan.shared:
             kinds[parameters[name].dtype, cuts[name].copies if name in cuts else self.degree] += parameters[name].bytes

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfit.events import current
 from meshfit.layout.mesh import groups
 from meshfit.layout.tensor_region import Traffic
 from meshfit.torch_compat import in_backward
@@ -53,17 +54,20 @@ class Ranks:
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
+        current().moved("all_reduce", x.nbytes)
         dist.all_reduce(x, group=self.group)
         return x
 
     def max(self, x: Tensor) -> Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
+        current().moved("all_reduce", x.nbytes)
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         return x
 
     def parts(self, x: Tensor) -> list[Tensor]:
         x = x.detach().contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
+        current().moved("all_gather", x.nbytes * self.size)
         dist.all_gather(parts, x, group=self.group)
         return parts
 
@@ -95,15 +99,15 @@ class Threads:
         return every
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        self.log.append(Traffic("all_gather", in_backward(), x.numel() * self.size))
+        self.log.append(Traffic("all_gather", in_backward(), x.numel() * self.size, tuple(x.shape)))
         return self._parts(x)
 
     def sum(self, x: Tensor) -> Tensor:
-        self.log.append(Traffic("all_reduce", in_backward(), x.numel()))
+        self.log.append(Traffic("all_reduce", in_backward(), x.numel(), tuple(x.shape)))
         return torch.stack(self._parts(x)).sum(0)
 
     def max(self, x: Tensor) -> Tensor:
-        self.log.append(Traffic("all_reduce", in_backward(), x.numel()))
+        self.log.append(Traffic("all_reduce", in_backward(), x.numel(), tuple(x.shape)))
         return torch.stack(self._parts(x)).amax(0)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
@@ -122,7 +126,7 @@ class Alone:
         self.log: list[Traffic] = []
 
     def _noted(self, op: str, x: Tensor) -> Tensor:
-        self.log.append(Traffic(op, in_backward(), x.numel()))
+        self.log.append(Traffic(op, in_backward(), x.numel(), tuple(x.shape)))
         return x.detach()
 
     def sum(self, x: Tensor) -> Tensor:

@@ -94,13 +94,13 @@ class _Planner:
         why = {**split.why, **why}
         why = {name: why.get(name, "its pair was refused") for name in self.parameters if name not in cut}
         regions = [replace(r, calls=1 if r.kind in VOCABULARY else seen.times[r.module]) for r in regions]
-        batch = sum(x.numel() for x in tree_leaves(seen.inputs) if isinstance(x, torch.Tensor))
+        inputs = [x for x in tree_leaves(seen.inputs) if isinstance(x, torch.Tensor)]
         return TensorPlan(
             ways=self.ways,
             regions=tuple(regions),
             notes=tuple(dict.fromkeys(self.notes)),
             why=why,
-            batch=batch,
+            samples=max((len(x) for x in inputs if x.dim()), default=1),
             elements={name: p.numel() for name, p in self.parameters.items()},
         )
 

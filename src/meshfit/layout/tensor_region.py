@@ -111,6 +111,12 @@ class Traffic:
     elements: int
     """Of the tensor that is summed, or of what is gathered of all ranks."""
 
+    shape: tuple[int, ...] = ()
+    """Of what a rank gives. It grows with the samples if one of its dims is a multiple of them."""
+
+    def grows(self, samples: int) -> bool:
+        return samples > 0 and any(size and size % samples == 0 for size in self.shape)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
@@ -168,8 +174,8 @@ class TensorPlan:
     why: dict[str, str] = field(default_factory=dict)
     """Of each parameter that stays whole, what stood against cutting it."""
 
-    batch: int = 0
-    """Elements of the tensors that the model was given when the plan was made."""
+    samples: int = 0
+    """That the model was given when the plan was made."""
 
     elements: dict[str, int] = field(default_factory=dict)
     """Of each parameter."""

@@ -104,11 +104,11 @@ def _region(model: nn.Module, names: list[str], paths: list[str], heads: list[st
     patches += [Patch(path[rest:], "out_features", size // ways) for path in heads]
     traffic: list[Traffic] = []
     for path in lookups:
-        elements = prod(seen.shapes[path][0][0]) * width
-        traffic += [Traffic("all_reduce", False, elements)] * seen.times[path]
+        shape = seen.shapes[path][0][0]
+        traffic += [Traffic("all_reduce", False, prod(shape) * width, shape)] * seen.times[path]
     for path in heads:
         shape, trained = seen.shapes[path][0]
-        traffic += [Traffic("all_reduce", True, prod(shape))] * (seen.times[path] if trained else 0)
+        traffic += [Traffic("all_reduce", True, prod(shape), shape)] * (seen.times[path] if trained else 0)
         traffic += seen.said[path]
     return Region(
         module=home,

@@ -2,20 +2,27 @@
 
 run.json             plan, batch size, seed, versions; at the end: steps, seconds, metrics
 metrics.jsonl        one line a step
-events/rank0.jsonl   spans of every rank (see events.py)
+events/rank0.jsonl   spans, samples and facts of every rank (see events.py)
+tensorboard/         the same metrics for TensorBoard, where that is installed
 weights.safetensors  the trained weights under their own names, tied ones once
+report.html          one page about the run (see report.py)
 """
 
+import importlib.util
 import json
 import math
 import platform
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
+import meshfit
 from meshfit.errors import JobError
+from meshfit.observe.tensorboard import Scalars
 from meshfit.step import Step
 
 if TYPE_CHECKING:
@@ -35,10 +42,15 @@ class Folder:
             "plan": str(job.plan),
             "batch_size": job.batch_size,
             "seed": job.seed,
+            "meshfit": meshfit.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
         self._metrics: dict[str, float] = {}
+        self._last = (0.0, 0)
+        self._scalars = None
+        if self.path is not None and importlib.util.find_spec("tensorboard") is not None:
+            self._scalars = Scalars(self.path / "tensorboard")
         self._write()
 
     def __enter__(self) -> Self:
@@ -55,6 +67,16 @@ class Folder:
             self._about["metrics"] = {name: _number(value) for name, value in self._metrics.items()}
             self._write()
             _save(self._training.model, self.path / "weights.safetensors")
+        self._report(self.path)
+
+    def _report(self, path: Path) -> None:
+        """The page; where it cannot be made, a word, since a training is worth more than its report."""
+        from meshfit.observe.report import write
+
+        try:
+            write(path)
+        except Exception as error:
+            print(f"meshfit: no report: {type(error).__name__}: {error}", file=sys.stderr)
 
     def add(self, step: Step) -> None:
         if self.path is None:
@@ -65,30 +87,43 @@ class Folder:
 
     def _flush(self) -> None:
         if self.path is not None and self._held:
-            with (self.path / "metrics.jsonl").open("a") as lines:
-                lines.writelines(json.dumps(_line(step)) + "\n" for step in self._held)
+            lines = [self._line(step) for step in self._held]
+            with (self.path / "metrics.jsonl").open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+            if self._scalars is not None:
+                began = time.time() - self._held[-1].seconds
+                self._scalars.add([(line["step"], began + line["seconds"], _scalars(line)) for line in lines])
             self._about["steps"] = self._held[-1].step
             self._metrics = next((step.valid for step in reversed(self._held) if step.valid), self._metrics)
             self._held = []
+
+    def _line(self, step: Step) -> dict[str, Any]:
+        (seconds, samples), self._last = self._last, (step.seconds, step.samples)
+        line: dict[str, Any] = {
+            "step": step.step,
+            "epoch": step.epoch,
+            "loss": _number(step.loss),
+            "grad_norm": _number(step.grad_norm),
+            "lr": step.lr,
+            "samples": step.samples,
+            "seconds": round(step.seconds, 6),
+        }
+        if step.seconds > seconds:
+            line["rate"] = round((step.samples - samples) / (step.seconds - seconds), 3)
+        if step.valid is not None:
+            line["valid"] = {name: _number(value) for name, value in step.valid.items()}
+        return line
 
     def _write(self) -> None:
         if self.path is not None:
             (self.path / "run.json").write_text(json.dumps(self._about, indent=2) + "\n")
 
 
-def _line(step: Step) -> dict[str, Any]:
-    line: dict[str, Any] = {
-        "step": step.step,
-        "epoch": step.epoch,
-        "loss": _number(step.loss),
-        "grad_norm": _number(step.grad_norm),
-        "lr": step.lr,
-        "samples": step.samples,
-        "seconds": round(step.seconds, 6),
-    }
-    if step.valid is not None:
-        line["valid"] = {name: _number(value) for name, value in step.valid.items()}
-    return line
+def _scalars(line: dict[str, Any]) -> dict[str, float]:
+    """By tag."""
+    names = ("loss", "grad_norm", "lr", "rate")
+    measured = {f"valid/{name}": value for name, value in line.get("valid", {}).items()}
+    return {name: float(value) for name, value in {**{n: line[n] for n in names if n in line}, **measured}.items()}
 
 
 def _save(model: nn.Module, path: Path) -> None:

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshfit.schedule.actions import Action, Schedule
+from meshfit.events import current
+from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 from meshfit.schedule.simulate import Simulated, Span
+
+SPANS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight"}
 
 
 class Clock:
@@ -33,9 +36,12 @@ class Clock:
 
     @contextmanager
     def __call__(self, action: Action) -> Iterator[None]:
-        start = self._now()
+        events, start = current(), self._now()
+        began = events.mark()
         yield
         self._spans.append((action, start, self._now()))
+        name = SPANS[action.kind]
+        events.between(name, began, events.mark(), microbatch=action.microbatch, stage=action.stage)
 
     def _now(self) -> Any:
         if self.device.type != "cuda":

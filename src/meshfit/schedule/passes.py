@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.data.loader import Batch, Microbatch
+from meshfit.events import current
 from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.scatter import Scatter
@@ -41,19 +42,23 @@ class Passes:
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         total: Tensor | float = 0.0
         counted: Tensor | float = 0.0
-        for part in batch.microbatches:
-            with counting(part.samples > 0), self.precision.arithmetic(self.device), self.inside():
-                loss = self.objective(self.model, part.content)
-            share, count = self._share(loss, part, batch)
-            if part.samples:
-                value = share.detach()
-                if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
-                    value = torch.where(count > 0, value, 0.0)
-                total, counted = total + self._read(value), counted + self._read(count)
+        span = current().span
+        for i, part in enumerate(batch.microbatches):
+            at = {"microbatch": i} if len(batch.microbatches) > 1 else {}
+            with span("forward", **at):
+                with counting(part.samples > 0), self.precision.arithmetic(self.device), self.inside():
+                    loss = self.objective(self.model, part.content)
+                share, count = self._share(loss, part, batch)
+                if part.samples:
+                    value = share.detach()
+                    if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
+                        value = torch.where(count > 0, value, 0.0)
+                    total, counted = total + self._read(value), counted + self._read(count)
             if part is batch.microbatches[-1]:
                 broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
                 self.exchange.arm(total, counted, stop=stop(), broken=broken)
-            (share if self.scale is None else share * self.scale.value).backward()
+            with span("backward", **at):
+                (share if self.scale is None else share * self.scale.value).backward()
 
     def _share(self, loss: Any, part: Microbatch, batch: Batch) -> tuple[Tensor, Tensor | float]:
         """What this microbatch adds to the batch's loss, and what it counts for in the mean."""

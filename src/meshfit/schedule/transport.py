@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.errors import JobError
+from meshfit.events import current
 from meshfit.layout.pipeline_program import Layout
 from meshfit.schedule.actions import Message
 
@@ -64,6 +65,7 @@ class Transport:
         if not buffer.numel():
             return
         buffer = buffer.to(self.memory)
+        current().moved("send", buffer.nbytes)
         work = dist.isend(buffer, group=self._line(self.rank, target), tag=self._tag(self.rank, target), **_to(target))
         self._sending = [(w, kept) for w, kept in self._sending if not w.is_completed()]
         self._sending.append((work, buffer))

@@ -1,0 +1,147 @@
+"""A training with model servers, put together by hand from the parts of meshfit.exchange."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshfit.data.loader import Batch, Loader
+from meshfit.data.source import open_source
+from meshfit.exchange.build import keep
+from meshfit.exchange.server import Server, Terms
+from meshfit.exchange.worker import Again, Served, Worker
+from meshfit.layout import batchnorm
+from meshfit.layout.precision import Precision
+from meshfit.objective import Objective, find_over
+from meshfit.schedule.passes import Passes
+
+CPU = torch.device("cpu")
+SECRET = b"a secret of tests and benchmarks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, and how the servers step."""
+
+    build: Callable[[], nn.Module]
+    data: Any
+    loss: Any = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] = field(
+        default=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
+    )
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    batch_size: int = 8
+    microbatches: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    clip: float | None = None
+    ema: float | None = None
+    damp: bool = False
+    shorten: bool = False
+
+    def server(self, terms: Terms, *, servers: int, address: str, secret: bytes = SECRET) -> Server:
+        """One of ``servers``, listening at ``address``."""
+        keeper = keep(
+            self.build(),
+            self.optimizer,
+            self.scheduler,
+            index=terms.index,
+            servers=servers,
+            clip=self.clip,
+            ema=self.ema,
+            damp=self.damp,
+            shorten=self.shorten,
+        )
+        return Server(keeper, terms, address=address, secret=secret)
+
+    def loader(self, share: tuple[int, int], batch_size: int | None = None) -> Loader:
+        return Loader(
+            source=open_source(self.data),
+            batch_size=batch_size or self.batch_size,
+            rank=share[0],
+            ranks=share[1],
+            device=CPU,
+            microbatches=self.microbatches,
+            seed=self.seed,
+            shuffle=self.shuffle,
+        )
+
+
+@dataclass
+class Work:
+    """One worker's part of a training."""
+
+    training: Training
+    worker: Worker
+    model: nn.Module
+    batch_size: int | None = None
+    """Of a step of one worker, where they step apart."""
+    slow: int = 1
+    """Times that each gradient is computed; all but the last are thrown away."""
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tickets: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    taken: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        objective = Objective(self.training.loss, None)
+        source = self.training.loader((0, 1)).source
+        with torch.random.fork_rng(devices=[]):
+            over = find_over(objective, self.model, source.few(), CPU)
+        self.schedule = Passes(self.model, objective, over, Precision("fp32"), None, self.worker, CPU)  # type: ignore[arg-type]
+        self.update = Served(self.worker, ema=self.training.ema is not None)
+        self._loader = functools.cache(lambda share: self.training.loader(share, self.batch_size))
+
+    def batch(self) -> Batch:
+        """That of the worker's ticket, as it is shared now."""
+        assert self.worker.ticket is not None
+        loader = self._loader(self.worker.share)
+        epoch, index = divmod(self.worker.ticket, loader.batches_per_epoch or 1)
+        return next(iter(loader.epoch(epoch, index)))
+
+    def steps(self, stop: Callable[[], bool] = lambda: False) -> Iterator[float]:
+        """Train until no batch is left, yielding each step's loss."""
+        worker = self.worker
+        while (ticket := worker.ticket) is not None:
+            batch = self.batch()
+            worker.samples = sum(part.samples for part in batch.microbatches)
+            for part in batch.microbatches * (self.slow - 1):
+                self.schedule.objective(self.model, part.content).backward()
+            if self.slow > 1:
+                worker.forget()
+            try:
+                self.schedule(batch, stop)
+                riders = worker.finish()
+                if riders.stop:
+                    worker.clear()
+                    return
+                correction = self.correction(batch, riders.count)
+                updated = self.update(worker.gradients, riders.loss * correction, correction, worker.norm)
+            except Again:
+                continue
+            worker.clear()
+            self.losses.append(float(riders.loss * correction))
+            self.norms.append(float(updated.norm))
+            self.taken.append(bool(updated.taken))
+            self.tickets.append(ticket)
+            self.late.append(worker.staleness)
+            yield self.losses[-1]
+
+    def correction(self, batch: Batch, count: Tensor | float) -> float:
+        """As ``Passes`` says; where a worker is missing, a mean over samples is over those that are left."""
+        if self.schedule.over.kind == "samples" and self.worker.degree > 1:
+            return batch.size / float(count) if count else float("nan")
+        return float(self.schedule.correction(batch, count))
+
+
+def join_batchnorms(model: nn.Module, workers: int) -> None:
+    """BatchNorm over all workers, in a world whose first ranks they are. All ranks call it together."""
+    group = dist.new_group(list(range(workers)))
+    if dist.get_rank() < workers:
+        assert isinstance(group, dist.ProcessGroup)
+        batchnorm.apply(model, group)

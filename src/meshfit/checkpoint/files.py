@@ -1,0 +1,168 @@
+"""The few things checkpoints ask of a folder: that a file is on disk when it was said to be, and that a name appears
+whole or not at all. Everything goes through here, so tests can let any of it fail, and another place can stand in.
+
+A save is, in order: a new folder; each rank's file written and synced, then its acknowledgement (written beside,
+synced, renamed, and the folder synced); the manifest likewise, last; and the folder above synced.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from meshfit.checkpoint.error import CheckpointError
+from meshfit.checkpoint.lock import Lock
+
+PART = ".part"
+"""What a file is called until all of it is there."""
+
+WRITE = 8 * 2**20
+
+
+class Files:
+    """A folder on this machine's file systems. Names are relative to it."""
+
+    def __init__(self, root: Path | str):
+        self.root = Path(root)
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def about(self, act: str, name: str) -> None:
+        """Called before everything that changes the disk."""
+
+    def path(self, name: str) -> Path:
+        if name and (os.path.isabs(name) or ".." in Path(name).parts):
+            raise CheckpointError(f"{name!r} is no name within {self.root}", "the checkpoint is not to be trusted")
+        return self.root / name
+
+    # Writing
+
+    def make(self, name: str = "") -> None:
+        """A new folder; an error if there is one. The root itself may exist."""
+        self.about("make", name)
+        if name:
+            os.mkdir(self.path(name))
+            self.sync(os.path.dirname(name))
+        else:
+            self.root.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, chunks: Iterable[Any]) -> int:
+        """A new file, on disk when this returns. How long it is."""
+        self.about("open", name)
+        size = 0
+        fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            for chunk in chunks:
+                left = memoryview(chunk).cast("B")
+                while left:
+                    self.about("write", name)
+                    done = os.write(fd, left[:WRITE])
+                    left, size = left[done:], size + done
+            self.about("fsync", name)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return size
+
+    def put(self, name: str, content: bytes) -> None:
+        """A small file that appears whole, and is on disk when this returns."""
+        self.write(name + PART, [content])
+        self.about("rename", name)
+        os.replace(self.path(name + PART), self.path(name))
+        self.sync(os.path.dirname(name))
+
+    def sync(self, name: str = "") -> None:
+        """Have the names in a folder on disk."""
+        self.about("fsync folder", name)
+        fd = os.open(self.path(name), os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def remove(self, name: str, *, missing: bool = True) -> None:
+        self.about("remove", name)
+        self.path(name).unlink(missing_ok=missing)
+
+    def remove_folder(self, name: str) -> None:
+        self.about("remove", name)
+        shutil.rmtree(self.path(name), ignore_errors=True)
+
+    def lock(self) -> Lock:
+        """What keeps other runs out, once taken."""
+        return Lock(self.root)
+
+    def free(self) -> int | None:
+        """Bytes that can still be written; None if nobody knows."""
+        above = self.root
+        while not above.exists() and above != above.parent:
+            above = above.parent
+        return shutil.disk_usage(above).free
+
+    # Reading
+
+    def names(self, name: str = "") -> list[str]:
+        try:
+            return sorted(os.listdir(self.path(name)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, name: str) -> int:
+        """-1 if there is no such file."""
+        try:
+            found = os.stat(self.path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return -1
+        return found.st_size if os.path.isfile(self.path(name)) else -1
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        with open(self.path(name), "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from byte ``start`` on. How many bytes there were."""
+        done = 0
+        fd = os.open(self.path(name), os.O_RDONLY)
+        try:
+            while done < len(buffer) and (more := os.preadv(fd, [buffer[done:]], start + done)):
+                done += more
+        finally:
+            os.close(fd)
+        return done
+
+
+def refused(error: OSError, files: Files, name: str, needed: int, kept: str = "") -> CheckpointError:
+    """Why a checkpoint could not be written: path, needed, free."""
+    facts = [f"{type(error).__name__}: {error.strerror or error}"]
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        try:
+            free = files.free()
+        except OSError:
+            free = None
+        facts.append(f"needed: {amount(needed)} for this rank's part; free: {'?' if free is None else amount(free)}")
+    facts.append(f"{kept} is intact" if kept else "")
+    return CheckpointError(f"the checkpoint {os.path.join(str(files), name)} could not be written", *facts)
+
+
+def amount(size: float) -> str:
+    """Bytes, for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def open_files(root: "Files | Path | str") -> Files:
+    """The folder at ``root``: a path, or a URL of a bucket."""
+    if isinstance(root, Files):
+        return root
+    if "://" in str(root):
+        from meshfit.checkpoint.bucket import Bucket
+
+        return Bucket(str(root))
+    return Files(root)

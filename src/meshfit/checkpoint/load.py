@@ -1,0 +1,129 @@
+"""Loading: what a checkpoint holds, into a run, under whatever plan that run has.
+
+A rank lists the boxes it needs, reads them into memory of their own, and only when every rank has read everything, and
+every block was what had been written, are they put in place: a run is loaded, or it is as it was.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshfit.checkpoint import manifest
+from meshfit.checkpoint.error import CheckpointError, Damaged
+from meshfit.checkpoint.files import Files
+from meshfit.checkpoint.into import Loading, want_all
+from meshfit.checkpoint.manifest import Manifest, Skipped
+from meshfit.checkpoint.ranks import Ranks
+from meshfit.checkpoint.read import OnDisk
+from meshfit.errors import MeshfitError
+
+if TYPE_CHECKING:
+    from meshfit.run import Run
+
+SHOWN = 5
+
+
+def restore(
+    run: "Run", path: Files | Path | str, *, allow_partial: bool = False, skipped: list[Skipped] | None = None
+) -> Manifest:
+    """Load the checkpoint at ``path``, or the newest in it that is intact, into ``run``, which then goes on from there.
+
+    All ranks call it together, before the first step. ``allow_partial`` loads what fits and notes what does not.
+    """
+    ranks = Ranks(run.world.rank, run.world.size)
+    skipped = [] if skipped is None else skipped
+    try:
+        while True:
+            files, name = _agreed(ranks, path, skipped)
+            found = _loaded(run, files, name, ranks, allow_partial)
+            if isinstance(found, Manifest):
+                run.notes.extend(f"resume: {each.name} was skipped: {each.why}" for each in skipped)
+                run.notes.append(f"resume: from step {found.step} of {found}")
+                return found
+            if manifest.find(path)[1] is not None or not isinstance(found, Damaged):
+                raise _with_others(found, files, name)
+            skipped.append(Skipped(name, "; ".join((found.headline, *found.facts))))
+    finally:
+        ranks.close()
+
+
+def _agreed(ranks: Ranks, path: Any, skipped: list[Skipped]) -> tuple[Files, str]:
+    """The checkpoint to load: what the first rank finds."""
+    word: Any = None
+    if ranks.rank == 0:
+        try:
+            files, name = manifest.find(path)
+            bad = {each.name for each in skipped}
+            passed: list[Skipped] = []
+            every = [manifest.read(files, name)] if name is not None else manifest.complete(files, passed)
+            found = next((each for each in every if each.name not in bad), None)
+            skipped += [each for each in passed if each.name not in bad]
+            if found is None:
+                why = [f"{each.name}: {each.why}" for each in skipped[:SHOWN]]
+                raise CheckpointError(f"there is no checkpoint to load in {files}", *why)
+            word = found.name
+        except Damaged as error:
+            word = _with_others(error, *manifest.find(path))
+        except MeshfitError as error:
+            word = error
+    word = ranks.gather(word)[0]
+    if isinstance(word, MeshfitError):
+        raise word
+    return manifest.find(path)[0], word
+
+
+def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, allow_partial: bool) -> Manifest | CheckpointError:
+    """Load a checkpoint; or what stands against it, the same on every rank, and the run is as it was."""
+    found: Manifest | None = None
+    loading: Loading | None = None
+    said: Any = None
+    try:
+        found = manifest.read(files, name)
+        loading = Loading(run, OnDisk.of(found))
+        want_all(loading, found)
+        said = (loading.differences, loading.used)
+    except CheckpointError as error:
+        said = error
+    every = ranks.gather(said)
+    if (error := next((each for each in every if isinstance(each, CheckpointError)), None)) is not None:
+        return error
+    assert found is not None
+    assert loading is not None
+    differences = list(dict.fromkeys(line for lines, _ in every for line in lines))
+    used = set().union(*(names for _, names in every))
+    differences += [
+        f"{key.removeprefix('model/')} is in the checkpoint, and not in the model"
+        for key in found.tensors
+        if key not in used and key.startswith("model/")
+    ]
+    if run.update.average is None and found.named("average"):
+        differences.append("the checkpoint has an average of the weights (ema=), and this run keeps none")
+    if differences and not allow_partial:
+        return mismatch(str(found), differences)
+    try:
+        loading.read()
+        word: Any = None
+    except (CheckpointError, OSError) as error:
+        word = error if isinstance(error, CheckpointError) else Damaged(f"{found} cannot be read", str(error))
+    if (error := next((each for each in ranks.gather(word) if each is not None), None)) is not None:
+        return error
+    loading.commit()
+    run.notes.extend(f"resume: skipped: {line}" for line in differences)
+    return found
+
+
+def mismatch(where: str, differences: list[str]) -> CheckpointError:
+    more = len(differences) - SHOWN
+    return CheckpointError(
+        f"{where} does not fit this run: {len(differences)} difference{'s' * (len(differences) != 1)}",
+        *differences[:SHOWN],
+        f"and {more} more" if more > 0 else "",
+        "nothing was loaded; allow_partial=True loads what fits",
+    )
+
+
+def _with_others(error: CheckpointError, files: Files, name: str | None) -> CheckpointError:
+    """``error``, and what could be loaded instead."""
+    if not isinstance(error, Damaged):
+        return error
+    other = next((each.name for each in manifest.complete(files) if each.name != name), None)
+    return Damaged(error.headline, *error.facts, f"{other} is complete: resume from that one" if other else "")

@@ -1,0 +1,274 @@
+"""Tensors that others wrote: safetensors files, Hugging Face's folders, ``.pt`` state dicts, folders of torch's DCP.
+
+Nothing in them is run. A ``.pt`` is read by torch's weights-only loader; a DCP folder keeps its index as a pickle, of
+which only torch's own descriptions of tensors are let through.
+"""
+
+import io
+import json
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.checkpoint import manifest
+from meshfit.checkpoint.box import whole
+from meshfit.checkpoint.error import CheckpointError
+from meshfit.checkpoint.files import Files
+from meshfit.checkpoint.manifest import Part, Stored
+from meshfit.checkpoint.read import OnDisk, Tensors
+from meshfit.checkpoint.tensorfile import header_length, parse
+
+INDEX = "model.safetensors.index.json"
+DCP_INDEX = ".metadata"
+LARGEST_INDEX = 512 * 2**20
+
+
+def open_weights(path: Path | str, kind: str = "model") -> tuple[Tensors, dict[str, str]]:
+    """The weights at ``path``, whatever wrote them, by their own names; and names that are tied to others.
+
+    ``kind``: of a checkpoint of meshfit's, "model", "average" or "best".
+    """
+    if "://" in str(path):
+        return _of_meshfit(path, kind)
+    path = Path(path)
+    if path.is_file():
+        return _safetensors(path.parent, [path.name]) if path.suffix == ".safetensors" else _pt(path)
+    if not path.is_dir():
+        raise CheckpointError(f"there is nothing at {path}")
+    if (path / DCP_INDEX).is_file():
+        return DCP(path), {}
+    if (path / INDEX).is_file():
+        try:
+            listed = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise CheckpointError(f"{path / INDEX} is damaged", "it is no index of safetensors files") from None
+        return _safetensors(path, listed)
+    if (path / manifest.NAME).is_file() or manifest.folders(manifest.find(path)[0]):
+        return _of_meshfit(path, kind)
+    found = sorted(each.name for each in path.glob("*.safetensors"))
+    if found:
+        return _safetensors(path, found)
+    for each in (*path.glob("*.pt"), *path.glob("*.pth"), *path.glob("pytorch_model*.bin")):
+        return _pt(each)
+    raise CheckpointError(
+        f"there are no weights in {path}",
+        "known: checkpoints of meshfit's, safetensors, Hugging Face's folders, .pt files, folders of torch's DCP",
+    )
+
+
+def _of_meshfit(path: Any, kind: str) -> tuple[Tensors, dict[str, str]]:
+    found = manifest.newest(path)
+    tensors = OnDisk.of(found)
+    tensors.stored = found.named(kind)
+    if not tensors.stored:
+        raise CheckpointError(f"{found} holds no {kind}", "it was saved by a run without it")
+    return tensors, dict(found.body.get("ties", {}))
+
+
+def _safetensors(folder: Path, names: list[str]) -> tuple[Tensors, dict[str, str]]:
+    files, stored, ties = Files(folder), {}, {}
+    for name in names:
+        if (size := files.size(name)) < 0:
+            raise CheckpointError(f"{folder / name} is missing", "the folder's index names it")
+        length = header_length(files.read(name, 0, 8), size, str(folder / name))
+        entries, metadata = parse(files.read(name, 0, 8 + length), size, str(folder / name))
+        for key, entry in entries.items():
+            stored[key] = Stored(entry.dtype, entry.shape, (Part(name, entry.offset, whole(entry.shape)),))
+        ties |= {key: kept for key, kept in metadata.items() if kept in entries and key not in entries}
+    return OnDisk(files, "", stored, {}, str(folder)), ties
+
+
+class InMemory(Tensors):
+    """Tensors that are there, or are mapped from a file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], where: str):
+        self._tensors = {key: tensor.detach() for key, tensor in tensors.items()}
+        described = {
+            key: Stored(tensor.dtype, tuple(tensor.shape), (Part(key, 0, whole(tensor.shape)),))
+            for key, tensor in self._tensors.items()
+        }
+        super().__init__(described, where)
+
+    def rows(self, stored: Stored, part: Part, start: int, stop: int) -> Tensor:
+        tensor = self._tensors[part.file]
+        if tensor.is_contiguous():
+            return tensor.view(-1)[start:stop]
+        return tensor.reshape(-1)[start:stop]
+
+
+def _pt(path: Path) -> tuple[Tensors, dict[str, str]]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it is about to refuse
+            held = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} holds more than weights, and is not loaded", _first_line(error)) from None
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} is no file of weights", _first_line(error)) from None
+    for key in ("state_dict", "model_state_dict", "model", "module"):
+        if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
+            held = held[key]
+    named = held.items() if isinstance(held, Mapping) else ()
+    tensors = {str(key): value for key, value in named if isinstance(value, Tensor)}
+    if not tensors:
+        raise CheckpointError(f"{path} holds no tensors under names", "a state_dict is needed: model.state_dict()")
+    return InMemory(tensors, str(path)), {}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+# torch's DCP
+
+
+class _Descriptions(pickle.Unpickler):
+    """Lets through what a DCP index is made of, and nothing that does anything."""
+
+    ALLOWED = frozenset(
+        {
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "Metadata",
+                    "TensorStorageMetadata",
+                    "BytesStorageMetadata",
+                    "TensorProperties",
+                    "ChunkStorageMetadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib" and name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath"):
+            return lambda *parts: os.path.join(*parts) if parts else ""
+        if module == "pathlib._local" and name in ("PosixPath", "PurePosixPath"):
+            return lambda *parts: os.path.join(*parts) if parts else ""
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in self.ALLOWED:
+            return super().find_class(module, name)
+        raise CheckpointError(f"the index asks for {module}.{name}", "only descriptions of tensors are let through")
+
+
+class DCP(Tensors):
+    """A folder that ``torch.distributed.checkpoint`` wrote: its tensors. Each chunk is read whole."""
+
+    def __init__(self, folder: Path):
+        index = folder / DCP_INDEX
+        if index.stat().st_size > LARGEST_INDEX:
+            raise CheckpointError(f"{index} is too large", f"{index.stat().st_size} bytes")
+        try:
+            found = _Descriptions(io.BytesIO(index.read_bytes())).load()
+            described: dict[str, Stored] = {}
+            for key, about in found.state_dict_metadata.items():
+                if not hasattr(about, "chunks"):
+                    continue
+                parts = []
+                for chunk in about.chunks:
+                    box = tuple((int(a), int(a) + int(n)) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+                    parts.append(Part(self._name(key, box), 0, box))
+                described[key] = Stored(about.properties.dtype, tuple(about.size), tuple(parts))
+            self._chunks = {self._name(at.fqn, tuple(at.offset or ())): info for at, info in found.storage_data.items()}
+        except CheckpointError as error:
+            raise CheckpointError(f"{index} is not loaded", error.headline, *error.facts) from None
+        except Exception as error:
+            raise CheckpointError(f"{index} is damaged", f"{type(error).__name__}: {error}") from None
+        super().__init__(_model_alone(described), str(folder))
+        self.folder = folder
+        self._local = threading.local()
+
+    @staticmethod
+    def _name(key: str, at: Any) -> str:
+        return f"{key}@{','.join(str(int(a[0] if isinstance(a, tuple) else a)) for a in at)}"
+
+    def rows(self, stored: Stored, part: Part, start: int, stop: int) -> Tensor:
+        if getattr(self._local, "name", None) != part.file:
+            self._local.name, self._local.chunk = None, None  # the old one goes before the new one comes
+            self._local.chunk = self._chunk(part)
+            self._local.name = part.file
+        return self._local.chunk.reshape(-1)[start:stop]
+
+    def _chunk(self, part: Part) -> Tensor:
+        info = self._chunks.get(part.file)
+        if info is None:
+            raise CheckpointError(f"{self.folder} lacks {part.file}")
+        path = Files(self.folder).path(info.relative_path)
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.length)
+        try:
+            tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            assert isinstance(tensor, Tensor)
+        except Exception as error:
+            raise CheckpointError(f"{path} is damaged", f"{part.file}: {_first_line(error)}") from None
+        return tensor.detach().contiguous()
+
+
+def _model_alone(stored: dict[str, Stored]) -> dict[str, Stored]:
+    """Those under "model." where there are some: the rest is an optimizer's."""
+    for prefix in ("model.", "state_dict.", "app.model."):
+        inner = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
+        if inner and len(inner) < len(stored):
+            return inner
+    return stored
+
+
+# Into a model
+
+
+def load_weights(model: nn.Module, path: Path | str, *, allow_partial: bool = False, kind: str = "model") -> list[str]:
+    """Load weights that anything wrote into ``model``. Another dtype is cast. What was skipped, with ``allow_partial``;
+    without it every name and shape must fit, and nothing is loaded if one does not."""
+    from meshfit.checkpoint.load import mismatch
+    from meshfit.checkpoint.state import buffers
+
+    tensors, ties = open_weights(path, kind)
+    places: dict[str, Tensor] = {}
+    differences: list[str] = []
+    held = {**dict(model.named_parameters()), **{name: b for sort, name, b in buffers(model) if sort == "model"}}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    aliases = {id(p): [name for name, other in names.items() if other is p] for p in names.values()}
+    used = set()
+    for name, tensor in held.items():
+        known = [name, *aliases.get(id(tensor), ())]
+        known += [ties[each] for each in known if each in ties]
+        there = next((each for each in known if each in tensors.stored), None)
+        used |= set(known)
+        if there is None:
+            differences.append(f"{name} is not in the checkpoint")
+        elif tensors.stored[there].shape != tuple(tensor.shape):
+            shapes = f"{list(tensor.shape)} here, {list(tensors.stored[there].shape)} in the checkpoint"
+            differences.append(f"{name} has shape {shapes}")
+        else:
+            places[there] = tensor.detach()
+    differences += [f"{key} is in the checkpoint, and not in the model" for key in tensors.stored if key not in used]
+    if differences and not allow_partial:
+        raise mismatch(str(path), differences)
+    staged = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in places.items()}
+    for key, room in staged.items():
+        tensors.fill(room, whole(room.shape), tensors.stored[key])
+    with torch.no_grad():
+        for key, tensor in places.items():
+            tensor.copy_(staged[key])
+    return differences

@@ -1,0 +1,104 @@
+"""What a rank holds of each tensor of a model, said without naming the strategy that put it there: boxes of the whole
+tensor, each with the view of the rank's memory that holds it.
+
+    replicated    one box, all of it, on several ranks: one of them is chosen to write it
+    tensor        the rank's index ranges of one dim, a box each
+    shard         a range of the elements as they lie in memory: up to 2n - 1 boxes of an n-dim tensor
+    both          the boxes of that range, within the rank's index ranges
+
+A pipeline's rank holds some names and not others; a server holds state and no model. Neither needs more than this.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from meshfit.checkpoint.box import Box, runs, whole
+from meshfit.layout.place import Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and where it lies in the memory of the rank's own part of that tensor."""
+
+    box: Box
+    part: tuple[slice, ...]
+    """Where it lies in the part, or in the run below."""
+
+    start: int = -1
+    """Of the run that holds it, in a part that is one row; -1 where parts have dims of their own."""
+
+    shape: tuple[int, ...] = ()
+    """Of the run, dims as they lie in memory."""
+
+    order: tuple[int, ...] = ()
+    """For each dim, its place in memory."""
+
+    def of(self, mine: Tensor) -> Tensor:
+        """The piece of ``mine``: a weight, its moment, its average, laid out alike. A view."""
+        if self.start < 0:
+            return mine[self.part]
+        run = mine.detach()[self.start : self.start + prod(self.shape)].view(self.shape)
+        return run.permute(self.order)[self.part]
+
+
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """How a tensor lies over the ranks, as one of them sees it."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    pieces: tuple[Piece, ...]
+    """Of this rank; none if it has nothing of it."""
+
+
+def lie(placed: Placed, tensor: Tensor) -> Lie:
+    """How ``tensor``, a parameter or buffer of the placed model, lies."""
+    found = placed.shards.place.get(tensor) if placed.shards is not None else None  # type: ignore[arg-type]
+    cut = placed.parts.cuts.get(tensor) if placed.parts is not None else None
+    if found is None or found[0].degree == 1:
+        shape, local = tuple(tensor.shape), [Piece(whole(tensor.shape), tuple(slice(0, n) for n in tensor.shape))]
+    else:
+        flat, i = found
+        shape, taken = tuple(flat.shapes[i]), flat.slices(i)[1]
+        local = list(_row_pieces(shape, flat.strides[i], taken.start, taken.stop))
+    if cut is None:
+        return Lie(shape, tuple(local))
+    assert placed.parts is not None
+    ranges = cut.ranges[placed.parts.ranks.rank]
+    full = sum(stop - start for each in cut.ranges for start, stop in each)
+    pieces = [part for piece in local for part in _within(piece, cut.dim, ranges)]
+    return Lie((*shape[: cut.dim], full, *shape[cut.dim + 1 :]), tuple(pieces))
+
+
+def uncut(tensor: Tensor) -> Lie:
+    """How a tensor lies that no strategy knows of."""
+    shape = tuple(tensor.shape)
+    return Lie(shape, (Piece(whole(shape), tuple(slice(0, n) for n in shape)),))
+
+
+def _row_pieces(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Piece]:
+    """Of a part that is elements ``start`` to ``stop`` of a tensor, as ``strides`` lay them out."""
+    memory = sorted(range(len(shape)), key=lambda dim: -strides[dim])  # dims from outer to inner
+    order = tuple(memory.index(dim) for dim in range(len(shape)))
+    at = 0
+    for box in runs([shape[dim] for dim in memory], start, stop):
+        size = tuple(b - a for a, b in box)
+        yield Piece(tuple(box[i] for i in order), tuple(slice(0, size[i]) for i in order), at, size, order)
+        at += prod(size)
+
+
+def _within(piece: Piece, dim: int, ranges: tuple[tuple[int, int], ...]) -> Iterator[Piece]:
+    """``piece``, whose ``dim`` counts within a rank's ``ranges``, by the indices of the whole."""
+    first, last = piece.box[dim]
+    at = 0
+    for start, stop in ranges:
+        low, high = max(first, at), min(last, at + stop - start)
+        if low < high:
+            box = (*piece.box[:dim], (start + low - at, start + high - at), *piece.box[dim + 1 :])
+            part = (*piece.part[:dim], slice(low - first, high - first), *piece.part[dim + 1 :])
+            yield Piece(box, part, piece.start, piece.shape, piece.order)
+        at += stop - start

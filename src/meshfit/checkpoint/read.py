@@ -1,0 +1,233 @@
+"""Tensors as they lie somewhere on disk, read box by box: only the bytes that a box needs, each block checked against
+its SHA-256 on the way where there is one, never a whole model at once."""
+
+import hashlib
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from meshfit.checkpoint.box import Box, inside, overlap, sizes, volume
+from meshfit.checkpoint.error import Damaged
+from meshfit.checkpoint.files import Files
+from meshfit.checkpoint.manifest import Manifest, Part, Stored
+
+AT_ONCE = 32 * 2**20
+"""Bytes of a tensor in memory on their way."""
+
+
+class Tensors(ABC):
+    """Tensors under names, on disk."""
+
+    def __init__(self, stored: Mapping[str, Stored], where: str):
+        self.stored, self.where = stored, where
+
+    @abstractmethod
+    def rows(self, stored: Stored, part: Part, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of a part, counted row by row, as one row. Valid until the next call in the
+        same thread."""
+
+    def fill(self, room: Tensor, box: Box, stored: Stored) -> None:
+        """Put ``box`` of a tensor into ``room``."""
+        held = 0
+        for part in stored.parts:
+            common = overlap(box, part.box)
+            if common is not None and volume(common):
+                held += volume(common)
+                self._copy(room[inside(box, common)], common, stored, part)
+        if held != volume(box):
+            raise Damaged(f"{self.where} is damaged", "it lacks a part of a tensor")
+
+    def _copy(self, room: Tensor, common: Box, stored: Stored, part: Part) -> None:
+        size, at = sizes(part.box), inside(part.box, common)
+        while len(size) > 1 and size[0] == 1:  # a row is what is read at least: not more than one has to be
+            size, at, room = size[1:], at[1:], room[0]
+        if not size:
+            room.copy_(self.rows(stored, part, 0, 1).view(()))
+            return
+        row = prod(size[1:])
+        together = max(1, AT_ONCE // max(1, row * stored.dtype.itemsize))
+        for start in range(at[0].start, at[0].stop, together):
+            stop = min(start + together, at[0].stop)
+            read = self.rows(stored, part, start * row, stop * row).view(stop - start, *size[1:])
+            first = start - at[0].start
+            room[first : first + stop - start].copy_(read[(slice(None), *at[1:])])
+
+    def tensor(self, key: str) -> Tensor:
+        """All of a tensor."""
+        stored = self.stored[key]
+        room = torch.empty(stored.shape, dtype=stored.dtype)
+        self.fill(room, tuple((0, n) for n in stored.shape), stored)
+        return room
+
+
+class OnDisk(Tensors):
+    """In files, at offsets: a checkpoint of meshfit's, or safetensors files (without hashes)."""
+
+    def __init__(
+        self, files: Files, folder: str, stored: Mapping[str, Stored], hashes: Mapping[str, "Hashes"], where: str
+    ):
+        super().__init__(stored, where)
+        self.files, self.folder, self.hashes = files, folder, hashes
+        self._local = threading.local()
+
+    @classmethod
+    def of(cls, found: Manifest) -> "OnDisk":
+        hashes = {
+            file: Hashes(about["size"], found.block, about["sha256"]) for file, about in found.body["files"].items()
+        }
+        return cls(found.files, found.name, found.tensors, hashes, str(found))
+
+    def rows(self, stored: Stored, part: Part, start: int, stop: int) -> Tensor:
+        item = stored.dtype.itemsize
+        first, last = part.offset + start * item, part.offset + stop * item
+        return self._read(part.file, first, last).view(stored.dtype)
+
+    def _copy(self, room: Tensor, common: Box, stored: Stored, part: Part) -> None:
+        """As it is for all; but where the bytes lie as they are wanted, they are read to where they are wanted."""
+        at, size = inside(part.box, common), sizes(part.box)
+        alike = all((s.start, s.stop) == (0, n) for s, n in zip(at[1:], size[1:], strict=True))
+        if not alike or not room.is_contiguous() or room.device.type != "cpu" or room.dtype != stored.dtype:
+            super()._copy(room, common, stored, part)
+            return
+        first = at[0].start * prod(size[1:]) * stored.dtype.itemsize if at else 0
+        row = room.as_strided((room.numel(),), (1,))  # a dim of one may have any stride
+        self._into(part.file, part.offset + first, row.view(torch.uint8))
+
+    def _into(self, file: str, first: int, room: Tensor) -> None:
+        """Fill ``room`` with a file's bytes from ``first`` on. Blocks that go in whole are checked there."""
+        hashes, at, last = self.hashes.get(file), first, first + room.numel()
+        view = memoryview(room.numpy())  # type: ignore[arg-type]
+        while at < last:
+            low, high = (at, last) if hashes is None else hashes.around(at)
+            if low == at and high <= last:
+                self._fetch_into(file, low, view[at - first : high - first])
+            else:
+                high = min(high, last)
+                room[at - first : high - first] = self._read(file, at, high)
+            at = high
+
+    def _fetch_into(self, file: str, start: int, view: memoryview) -> None:
+        got = self.files.read_into(os.path.join(self.folder, file), start, view)
+        if got != len(view):
+            raise Damaged(f"{self.where} is damaged", f"{file} ends at byte {start + got}")
+        if (hashes := self.hashes.get(file)) is not None:
+            hashes.check(view, start, f"{file} of {self.where}")
+
+    def _read(self, file: str, first: int, last: int) -> Tensor:
+        """Bytes of a file, in memory that the next read of this thread uses again."""
+        hashes = self.hashes.get(file)
+        if hashes is None:
+            low, high = first, last
+        else:
+            low, high = hashes.around(first)[0], hashes.around(max(first, last - 1))[1]
+        known = getattr(self._local, "range", ("", 0, 0))
+        if known[0] != file or not known[1] <= low <= high <= known[2]:
+            self._fetch(file, low, high)
+            known = self._local.range
+        return self._local.memory[first - known[1] : last - known[1]]
+
+    def _fetch(self, file: str, low: int, high: int) -> None:
+        """Have bytes ``low`` to ``high`` of a file in this thread's memory. What is there of them already, as where two
+        tensors share a block, is neither read nor checked again."""
+        known = getattr(self._local, "range", ("", 0, 0))
+        old = getattr(self._local, "memory", torch.empty(0, dtype=torch.uint8))
+        memory = old if old.numel() >= high - low else torch.empty(high - low, dtype=torch.uint8)
+        kept = 0
+        if known[0] == file and known[1] <= low < known[2]:
+            kept = known[2] - low
+            memory[:kept] = old[low - known[1] : known[2] - known[1]].clone()
+        self._local.memory, self._local.range = memory, ("", 0, 0)
+        view = memoryview(memory.numpy())[kept : high - low]  # type: ignore[arg-type]
+        self._fetch_into(file, low + kept, view)
+        self._local.range = (file, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Hashes:
+    """The SHA-256 of each block of a file."""
+
+    size: int
+    block: int
+    digests: Sequence[str]
+
+    def around(self, at: int) -> tuple[int, int]:
+        """The block that holds byte ``at``."""
+        start = at // self.block * self.block
+        return start, min(start + self.block, self.size)
+
+    def check(self, content: memoryview, start: int, name: str) -> None:
+        """``content`` is the file from byte ``start`` on: whole blocks."""
+        for at in range(0, len(content), self.block):
+            i = (start + at) // self.block
+            if hashlib.sha256(content[at : at + self.block]).hexdigest() != self.digests[i]:
+                ends = f"{start + at} to {min(start + at + self.block, self.size)}"
+                raise Damaged(f"{name} is damaged", f"bytes {ends} are not what was written: their SHA-256 differs")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A box, and the memory it is to be put into."""
+
+    key: str
+    box: Box
+    room: Tensor
+
+
+def fill_all(tensors: Tensors, wanted: list[Wanted], threads: int = 1) -> None:
+    """Read everything that is wanted, in the order it lies in, so that no block is read twice."""
+
+    def place(want: Wanted) -> tuple[str, int]:
+        for part in tensors.stored[want.key].parts:
+            if overlap(want.box, part.box) is not None:
+                return part.file, part.offset
+        return "", 0
+
+    ordered = sorted(wanted, key=place)
+    total = sum(want.room.numel() * want.room.dtype.itemsize for want in ordered)
+    groups: list[list[Wanted]] = [[]]
+    filled = 0
+    for want in ordered:
+        if filled > total / threads * len(groups):
+            groups.append([])
+        groups[-1].append(want)
+        filled += want.room.numel() * want.room.dtype.itemsize
+
+    def work(group: list[Wanted]) -> None:
+        for want in group:
+            tensors.fill(want.room, want.box, tensors.stored[want.key])
+
+    if len(groups) == 1:
+        work(groups[0])
+        return
+    with ThreadPoolExecutor(len(groups), thread_name_prefix="meshfit-load") as pool:
+        for each in [pool.submit(work, group) for group in groups]:
+            each.result()
+
+
+def verify(found: Manifest, progress=lambda done: None) -> list[str]:  # type: ignore[no-untyped-def]
+    """Read every byte of a checkpoint; what is wrong with it, file by file."""
+    wrong = []
+    memory = bytearray(found.block)
+    there = set(found.files.names(found.name)) - {"manifest.json"}
+    for file, about in found.body["files"].items():
+        hashes = Hashes(about["size"], found.block, about["sha256"])
+        there.discard(file)
+        for start in range(0, about["size"], found.block):
+            view = memoryview(memory)[: min(found.block, about["size"] - start)]
+            try:
+                got = found.files.read_into(os.path.join(found.name, file), start, view)
+                if got != len(view):
+                    raise Damaged(f"{file} is damaged", f"it ends at byte {start + got}")
+                hashes.check(view, start, file)
+            except (Damaged, OSError) as error:
+                wrong.append("; ".join((error.headline, *error.facts)) if isinstance(error, Damaged) else str(error))
+                break
+            progress(len(view))
+    return wrong + [f"{name} does not belong to it" for name in sorted(there)]

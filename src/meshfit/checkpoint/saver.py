@@ -1,0 +1,272 @@
+"""Saving a run as it goes: training waits for a copy to host memory, the rest happens in a thread.
+
+    saver = Saver("runs/a/checkpoints", every="10 minutes", keep=3)
+    saver.begin(run)                     # the lock, and whether there is room: before the first step
+    for step in train(run):
+        saver.after(run)                 # saves if it is time; raises what went wrong with the save before
+    saver.close()                        # waits for the last one
+
+All ranks call these together. A save that is still under way when the next one is due is waited for. What is said to be
+saved is on disk: ``newest`` names it once the manifest is synced, and not before.
+"""
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+import uuid
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from meshfit.checkpoint import manifest
+from meshfit.checkpoint.cadence import Cadence, Due
+from meshfit.checkpoint.error import CheckpointError
+from meshfit.checkpoint.files import Files, amount, open_files, refused
+from meshfit.checkpoint.keep import prune, sweep
+from meshfit.checkpoint.lock import Lock
+from meshfit.checkpoint.pieces import lie
+from meshfit.checkpoint.position import follow
+from meshfit.checkpoint.ranks import Ranks
+from meshfit.checkpoint.state import common_facts, items_of, own_facts
+from meshfit.checkpoint.write import Described, Part, assign, copied, describe
+from meshfit.errors import JobError
+from meshfit.exchange.nature import state_bytes
+
+if TYPE_CHECKING:
+    from meshfit.run import Run
+
+
+class Saver:
+    """Writes checkpoints of one run into one folder."""
+
+    def __init__(
+        self,
+        folder: Files | Path | str,
+        *,
+        every: Any = None,
+        keep: int = 2,
+        on_error: str = "stop",
+        background: bool = True,
+        block: int = manifest.BLOCK,
+    ):
+        """``every``: see ``Cadence.of``. ``keep``: complete checkpoints that stay, the oldest go. ``on_error``: "stop"
+        raises at the next step, "continue" notes it and tries again when the next one is due."""
+        if keep < 1:
+            raise JobError(f"keep={keep} checkpoints", "at least 1 has to stay; with 2 there is one to fall back on")
+        if on_error not in ("stop", "continue"):
+            raise JobError(f"on_error={on_error!r} is not understood", 'write "stop" or "continue"')
+        self.files, self.cadence = open_files(folder), Cadence.of(every)
+        self.keep, self.on_error, self.background, self.block = keep, on_error, background, block
+        self.newest: str | None = None
+        """The last checkpoint that this run wrote and that is on disk; known to the first rank."""
+        self.notes: list[str] = []
+        self.seconds: dict[str, float] = {}
+        """Of the last save: blocked, of that copy; write, complete."""
+        self.metrics: Any = None
+        """What goes with the next save: plain values."""
+        self._lock: Lock | None = None
+        self._host: Tensor | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._failed = True  # saves before this run's may have: what they left is in the way
+        self._assigned: tuple[list[bytes], list[list[int]]] | None = None
+        self._ranks: Ranks | None = None
+        self._due: Due | None = None
+
+    def begin(self, run: "Run") -> None:
+        """Take the folder: refused, on all ranks, if another run has it, or it cannot be written, or is too full."""
+        if self._ranks is not None:
+            return
+        follow(run)
+        self._ranks = Ranks(run.world.rank, run.world.size)
+        probe, error = f"probe-{uuid.uuid4().hex[:8]}", None
+        if run.world.rank == 0:
+            try:
+                self._take(run, probe)
+            except CheckpointError as refusal:
+                error = refusal
+        probe, error = self._ranks.gather((probe, error))[0]
+        if error is None:
+            seen = self._ranks.gather(self.files.size(probe) >= 0)
+            if not all(seen):
+                error = CheckpointError(
+                    f"rank {seen.index(False)} does not see what rank 0 writes to {self.files}",
+                    "checkpoints need a folder that all machines share, or a bucket",
+                )
+        if run.world.rank == 0:
+            with contextlib.suppress(OSError):
+                self.files.remove(probe)
+        if error is not None:
+            self.close()
+            raise error
+        self._due = Due(self.cadence, self._ranks)
+
+    def _take(self, run: "Run", probe: str) -> None:
+        """The lock, and a file to see whether one can be written."""
+        try:
+            self.files.make()
+            self._lock = self.files.lock()
+            self._lock.take()
+            self.files.write(probe, [b"probe"])
+        except OSError as error:
+            why = f"{type(error).__name__}: {error.strerror or error}"
+            raise CheckpointError(f"checkpoints cannot be written to {self.files}", why) from None
+        needed, free = expected_bytes(run), self.files.free()
+        if free is not None and free < 2 * needed:
+            raise CheckpointError(
+                f"there is no room for two checkpoints in {self.files}",
+                f"one takes about {amount(needed)}, {amount(free)} are free",
+                "the older one goes only when the newer one is on disk",
+            )
+
+    def after(self, run: "Run", metrics: Any = None) -> bool:
+        """To be called after every step: whether it was time to save."""
+        self.begin(run)
+        assert self._due is not None
+        self._raise()
+        if not self._due.now(run.step):
+            return False
+        self.save(run, metrics)
+        return True
+
+    def save(self, run: "Run", metrics: Any = None, *, wait: bool = False) -> str:
+        """Save ``run`` as it is now; the name of the folder. ``wait``: until it is on disk, and raise if it is not."""
+        began = time.perf_counter()
+        self.begin(run)
+        assert self._ranks is not None
+        assert self._due is not None
+        self._join()
+        self._raise()
+        items = items_of(run)
+        described, own = describe(items), own_facts(run)
+        folder, number = self._agreed(run, described, own)
+        mine = [items[i] for i in self._chosen(described)[run.world.rank]]
+        copying = time.perf_counter()
+        begin, host, tensors, self._host = copied(mine, self._host, pinned=run.world.device.type == "cuda")
+        first = run.world.rank == 0
+        part = Part(
+            files=self.files,
+            folder=folder,
+            number=number,
+            rank=run.world.rank,
+            ranks=run.world.size,
+            begin=begin,
+            host=host,
+            tensors=tensors,
+            own=own if self._tells else None,
+            common=common_facts(run, self.metrics if metrics is None else metrics) if first else None,
+            block=self.block,
+            kept=self.newest or "",
+        )
+        ended = time.perf_counter()
+        self.seconds = {"copy": ended - copying}
+        if self.background and not wait:
+            self._thread = threading.Thread(target=self._write, args=(part,), name="meshfit-checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(part)
+            self._ranks.gather(None)  # nobody goes on before it is a checkpoint
+            self._raise()
+        self.seconds["blocked"] = time.perf_counter() - began
+        self._due.saved(self.seconds["blocked"])
+        return folder
+
+    def _agreed(self, run: "Run", described: list[Described], own: dict[str, Any]) -> tuple[str, str]:
+        """A new folder, the number of this save; and who writes what, if that is not known from the last time."""
+        assert self._ranks is not None
+        word: Any = None
+        if run.world.rank == 0:
+            try:
+                name = manifest.folder_name(run.step, self.files.names())
+                self.files.make(name)
+                word = name, uuid.uuid4().hex
+            except OSError as error:
+                word = refused(error, self.files, f"step {run.step}", 0, self.newest or "")
+        digests = hashlib.sha256(repr(described).encode()).digest(), hashlib.sha256(repr(own).encode()).digest()
+        said = self._ranks.gather((word, digests))
+        if isinstance(said[0][0], CheckpointError):
+            raise said[0][0]
+        if run.world.rank == 0 and self._failed:
+            sweep(self.files, now=said[0][0][0])
+            self._failed = False
+        facts = [digest for _, (_, digest) in said]
+        self._tells = facts.index(digests[1]) == run.world.rank
+        layouts = [digest for _, (digest, _) in said]
+        if self._assigned is None or self._assigned[0] != layouts:
+            self._assigned = layouts, assign(self._ranks.gather(described))
+        return said[0][0]
+
+    def _chosen(self, described: list[Described]) -> list[list[int]]:
+        assert self._assigned is not None
+        return self._assigned[1]
+
+    def _write(self, part: Part) -> None:
+        try:
+            part.write()
+            if part.common is not None:
+                self.newest = part.complete().name
+                prune(self.files, keep=self.keep)
+        except BaseException as error:
+            self._error, self._failed = error, True
+        self.seconds |= part.seconds
+        if self._due is not None:
+            self._due.busy = sum(part.seconds.values())
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _raise(self) -> None:
+        if self._error is None:
+            return
+        error, self._error = self._error, None
+        if self.on_error == "stop" or not isinstance(error, CheckpointError):
+            raise error
+        self.notes.append(str(error))
+
+    def wait(self) -> None:
+        """Until what was saved is on disk; raises if it is not."""
+        self._join()
+        self._raise()
+
+    def close(self) -> None:
+        """Wait for the save under way, and let the folder go."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+            if self._ranks is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._ranks.close()
+            self._ranks = self._lock = None
+
+
+def expected_bytes(run: "Run") -> int:
+    """About what a checkpoint of ``run`` takes: its model, and what the optimizer will keep."""
+    try:
+        kept = state_bytes(run.optimizer)
+    except RuntimeError:  # nobody can tell before it steps: as much as most keep
+        kept = None
+    total = 0
+    for p in run.model.parameters():
+        shape = lie(run.placed, p).shape
+        size = prod(shape) * p.dtype.itemsize
+        total += size
+        if p.requires_grad:
+            total += 2 * size if kept is None else sum(kept.of(shape, str(p.dtype).removeprefix("torch.")))
+    return total
+
+
+def save(run: "Run", folder: Files | Path | str, metrics: Any = None, *, keep: int = 2) -> str:
+    """Save ``run`` as it is now into a new folder within ``folder``; on disk when this returns. All ranks call it."""
+    saver = Saver(folder, keep=keep, background=False)
+    try:
+        return os.path.join(str(saver.files), saver.save(run, metrics, wait=True))
+    finally:
+        saver.close()

@@ -1,0 +1,290 @@
+"""What a run is made of, for saving: tensors as boxes under names that no strategy changes, and facts as plain values.
+
+Tensors: weights and buffers (tied ones once, under the name they are first known by), what the optimizer keeps for each
+parameter, the average, the best weights so far, the loss scale, random states. Facts: how far it is, the optimizer's
+kind, groups and settings, the schedule, the position in the data, the plan.
+"""
+
+import hashlib
+import json
+import platform
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshfit.checkpoint import plain
+from meshfit.checkpoint.box import Box, whole
+from meshfit.checkpoint.error import CheckpointError
+from meshfit.checkpoint.pieces import Lie, lie, uncut
+from meshfit.checkpoint.position import follow
+from meshfit.layout.replicate import tied
+
+if TYPE_CHECKING:
+    from meshfit.run import Run
+
+KERNELS = ("fused", "foreach", "capturable", "differentiable")
+"""Settings of an optimizer that choose a kernel: those of the run, not of the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A box of a tensor that this rank could write."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    box: Box
+    view: Tensor
+    """The rank's memory."""
+
+    first: bool = False
+    """Where several ranks hold it, the first writes it: it may differ, as local BatchNorm statistics do."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.numel() * self.dtype.itemsize
+
+
+def items_of(run: "Run") -> list[Item]:
+    """Everything that this rank holds. Views: to be copied before the next step."""
+    parameters, lies = canonical(run)
+    found = []
+    for name, p in parameters.items():
+        found += _items(f"model/{name}", lies[name], p)
+    for kind, name, buffer in buffers(run.model):
+        found += _items(f"{kind}/{name}", lie(run.placed, buffer), buffer, first=True)
+    for name, p in parameters.items():
+        for key, value in flattened(optimizer_state(run, p)).items():
+            if isinstance(value, Tensor):
+                lies_alike = alike(key, value, p)
+                found += _items(f"optimizer/{key}/{name}", lies[name] if lies_alike else uncut(value), value)
+    average = run.update.average
+    if average is not None:
+        for name, mine in zip(parameters, average.weights, strict=True):
+            found += _items(f"average/{name}", lies[name], mine)
+    if run.best is not None and run.best.weights:
+        held = {**parameters, **{name: buffer for _, name, buffer in buffers(run.model)}}
+        for name, tensor in held.items():
+            found += _items(f"best/{name}", lie(run.placed, tensor), run.best.weights[name], first=True)
+    scale = run.update.scale
+    if scale is not None:
+        found += _items("scale/value", uncut(scale.value), scale.value)
+        found += _items("scale/good_steps", uncut(scale._good_steps), scale._good_steps)
+    for kind, state in random_states(run).items():
+        found += _items(f"random/rank{run.world.rank}/{kind}", uncut(state), state)
+    return found
+
+
+def canonical(run: "Run") -> tuple[dict[str, nn.Parameter], dict[str, Lie]]:
+    """Parameters by the name they are first known by, and how each lies."""
+    parameters = dict(run.model.named_parameters())
+    return parameters, {name: lie(run.placed, p) for name, p in parameters.items()}
+
+
+def buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, name and tensor; "extra" are those that a state dict leaves out, and a model can make anew."""
+    extra = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    for name, buffer in model.named_buffers():
+        yield "extra" if name in extra else "model", name, buffer
+
+
+def _items(key: str, lies: Lie, mine: Tensor, *, first: bool = False) -> list[Item]:
+    if type(mine) not in (Tensor, nn.Parameter, nn.Buffer) or mine.layout is not torch.strided:
+        raise CheckpointError(
+            f"{key} cannot be saved: it is a {type(mine).__name__} of layout {mine.layout}".replace("torch.", ""),
+            "checkpoints hold plain, dense tensors",
+        )
+    mine = mine.detach()
+    if prod(lies.shape) == 0:
+        return [Item(key, mine.dtype, lies.shape, whole(lies.shape), mine.new_empty(lies.shape), first)]
+    return [Item(key, mine.dtype, lies.shape, piece.box, piece.of(mine), first) for piece in lies.pieces]
+
+
+# The optimizer
+
+
+def optimizer_state(run: "Run", p: nn.Parameter) -> dict[Any, Any]:
+    """What the optimizer keeps for ``p``; nothing where this rank has nothing of it to step."""
+    shards = run.placed.shards
+    if shards is not None and p in shards.place and not p.numel():
+        return {}
+    offload = run.update.offload
+    if offload is not None and offload.move:
+        return offload.read(p)
+    return run.optimizer.state.get(p, {})
+
+
+def alike(key: str, value: Tensor, p: Tensor) -> bool:
+    """Whether a tensor of the optimizer lies as its parameter does: moments do, counters do not."""
+    return value.shape == p.shape and key.rpartition("/")[2] != "step"
+
+
+def flattened(state: dict[Any, Any], at: str = "") -> dict[str, Any]:
+    """Nested dicts as one: "a/b"."""
+    found = {}
+    for key, value in state.items():
+        if not isinstance(key, str) or "/" in key:
+            raise CheckpointError(f"the optimizer keeps state under {key!r}", "a checkpoint needs names without /")
+        if isinstance(value, dict):
+            found |= flattened(value, f"{at}{key}/")
+        else:
+            found[at + key] = value
+    return found
+
+
+def nested(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        *path, last = key.split("/")
+        inner = found
+        for name in path:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return found
+
+
+def kind_of(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def own_facts(run: "Run") -> dict[str, Any]:
+    """What this rank knows and others may not: names of its optimizer's groups, state that is no tensor, the data's."""
+    parameters, _ = canonical(run)
+    names = {p: name for name, p in parameters.items()}
+    values = {}
+    for name, p in parameters.items():
+        state = flattened(optimizer_state(run, p))
+        rest = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        if rest:
+            values[name] = plain.encode(rest, f"the optimizer's state of {name}")
+    epoch, batch = follow(run).now(run.step)
+    return {
+        "groups": [[names[p] for p in group["params"] if p in names] for group in run.optimizer.param_groups],
+        "values": values,
+        "data": plain.encode(run.loader.state(epoch, batch), "the state of the data"),
+    }
+
+
+def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
+    """What all ranks agree on; the first rank's are written."""
+    import meshfit
+
+    update, job = run.update, run.job
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in run.optimizer.param_groups
+    ]
+    state: dict[str, Any] = {
+        "optimizer": {"kind": kind_of(run.optimizer), "settings": plain.encode(groups, "the optimizer's groups")},
+        "scheduler": None,
+        "best": None,
+        "metrics": plain.encode(metrics, "metrics"),
+    }
+    if update.scheduler is not None:
+        held = _scheduler_state(update.scheduler)
+        state["scheduler"] = {"kind": kind_of(update.scheduler), "state": plain.encode(held, "the scheduler's state")}
+    if run.best is not None:
+        state["best"] = plain.encode({"value": run.best.value, "misses": run.best.misses}, "best")
+    epoch, batch = follow(run).now(run.step)
+    per_epoch = run.loader.batches_per_epoch
+    return {
+        "step": run.step,
+        "samples": run.samples,
+        "epoch": epoch + (batch / per_epoch if per_epoch else 0),
+        "plan": str(run.plan),
+        "world": run.world.size,
+        "batch_size": run.loader.batch_size,
+        "seed": job.seed,
+        "ties": tied(run.placed.shape),
+        "versions": {
+            "meshfit": getattr(meshfit, "__version__", "0"),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "state": state,
+    }
+
+
+def _scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """What a schedule keeps, less its functions: those are the script's."""
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, dict) and type(value) is dict:
+            return {key: bare(item) for key, item in value.items() if not callable(item)}
+        if isinstance(value, list | tuple):
+            return type(value)(bare(item) for item in value)
+        return value
+
+    return bare(scheduler.state_dict())
+
+
+def merged(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' own facts as one."""
+    first = every[0]
+    groups = [
+        list(dict.fromkeys(name for each in every for name in each["groups"][g])) for g in range(len(first["groups"]))
+    ]
+    values = {name: value for each in every for name, value in each["values"].items()}
+    data = dict(first["data"])
+    for each in every[1:]:
+        data = _joined(data, each["data"])
+    return {"groups": groups, "values": values, "data": data}
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """Both dicts in one: what ranks have learnt of the data adds up."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return one
+    return {**other, **{key: _joined(value, other.get(key)) for key, value in one.items()}}
+
+
+def fingerprint(tensors: dict[str, Any]) -> str:
+    """Of names, shapes and dtypes of a model's tensors, as a manifest lists them."""
+    lines = [
+        f"{key} {about['dtype']} {about['shape']}" for key, about in sorted(tensors.items()) if key.startswith("model/")
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+# Random numbers
+
+
+def random_states(run: "Run") -> dict[str, Tensor]:
+    """Of this process's generators."""
+    name, keys, *rest = np.random.get_state()
+    assert isinstance(keys, np.ndarray)
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": _text([random.getstate()[0], list(random.getstate()[1]), random.getstate()[2]]),
+        "numpy": _text([name, keys.tolist(), *rest]),
+    }
+    if run.world.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(run.world.device)
+    return states
+
+
+def set_random_states(run: "Run", states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["torch"])
+    version, keys, gauss = json.loads(states["python"].numpy().tobytes())
+    random.setstate((version, tuple(keys), gauss))
+    name, keys, *rest = json.loads(states["numpy"].numpy().tobytes())
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    if "cuda" in states and run.world.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], run.world.device)
+
+
+def _text(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -1,0 +1,240 @@
+"""One save: each rank writes the boxes it was chosen for into a file of its own and acknowledges it; then the first
+rank, and only if all have, writes the manifest. Until then the folder is no checkpoint.
+
+Acknowledgements are files too: a rank's list of what it wrote and the SHA-256 of each block, with the save's own number
+so that nothing left over from another save can be taken for one. They go into the manifest, and are removed before it.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfit.checkpoint import manifest
+from meshfit.checkpoint.box import Box, sizes, volume, whole
+from meshfit.checkpoint.error import CheckpointError
+from meshfit.checkpoint.files import Files, refused
+from meshfit.checkpoint.state import Item, fingerprint, merged
+from meshfit.checkpoint.tensorfile import header
+
+PATIENCE = 1800.0
+"""Seconds that the first rank waits for the others' acknowledgements."""
+
+Described = tuple[str, str, tuple[int, ...], Box, bool, int]
+"""Key, dtype, shape of the whole, box, whether the first must write it, bytes."""
+
+
+def describe(items: list[Item]) -> list[Described]:
+    return [(i.key, str(i.dtype).removeprefix("torch."), i.shape, i.box, i.first, i.nbytes) for i in items]
+
+
+def assign(ranks: list[list[Described]]) -> list[list[int]]:
+    """Which of its items each rank writes: every box once, and about as much for every rank."""
+    holders: dict[tuple[str, Box], list[tuple[int, int]]] = defaultdict(list)
+    for rank, items in enumerate(ranks):
+        for i, (key, _, _, box, _, _) in enumerate(items):
+            holders[key, box].append((rank, i))
+    chosen: list[list[int]] = [[] for _ in ranks]
+    load = [0] * len(ranks)
+
+    def size(each: list[tuple[int, int]]) -> int:
+        rank, i = each[0]
+        return ranks[rank][i][5]
+
+    for each in sorted(holders.values(), key=lambda each: (len(each) > 1, -size(each))):  # those without a choice first
+        rank, i = each[0]
+        if not ranks[rank][i][4]:
+            rank, i = min(each, key=lambda at: (load[at[0]], at[0]))
+        chosen[rank].append(i)
+        load[rank] += size(each)
+    return [sorted(indices) for indices in chosen]
+
+
+@dataclass
+class Part:
+    """What one rank writes in one save: already in host memory, as it will lie in the file."""
+
+    files: Files
+    folder: str
+    number: str
+    """Of the save: no two have the same."""
+
+    rank: int
+    ranks: int
+    begin: bytes
+    """The header of the file."""
+
+    host: Tensor
+    """All that follows it."""
+
+    tensors: dict[str, Any]
+    """For the manifest: dtype, shape, and [offset, box] of each part."""
+
+    own: dict[str, Any] | None
+    """The rank's own facts; None if another writes the same."""
+
+    common: dict[str, Any] | None = None
+    """The first rank's."""
+
+    block: int = manifest.BLOCK
+    kept: str = ""
+    """The checkpoint before this one, for the message if this one fails."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        return f"rank{self.rank}.safetensors"
+
+    def write(self) -> None:
+        """Have this rank's file and acknowledgement on disk; or no file, and word that it failed."""
+        name, began = os.path.join(self.folder, self.file), time.perf_counter()
+        blocks: list[str] = []
+        try:
+            size = self.files.write(name, self._hashed(blocks))
+            said = {"number": self.number, "size": size, "sha256": blocks, "tensors": self.tensors, "own": self.own}
+            self.files.put(os.path.join(self.folder, f"rank{self.rank}.json"), json.dumps(said).encode())
+        except BaseException as error:
+            self._fail(name, error)
+            if isinstance(error, OSError):
+                raise refused(error, self.files, name, len(self.begin) + self.host.numel(), self.kept) from error
+            raise
+        self.seconds["write"] = time.perf_counter() - began
+
+    def _hashed(self, blocks: list[str]) -> Iterator[memoryview]:
+        """The file's bytes; the hash of each block is put into ``blocks`` as it goes by."""
+        left = [memoryview(self.begin), memoryview(self.host.numpy())]  # type: ignore[arg-type]
+        while any(left):
+            digest, room = hashlib.sha256(), self.block
+            while room and left:
+                now, left[0] = left[0][:room], left[0][room:]
+                room -= len(now)
+                digest.update(now)
+                yield now
+                if not left[0]:
+                    left.pop(0)
+            blocks.append(digest.hexdigest())
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        with contextlib.suppress(OSError):  # the room it took comes first: on a full disk nothing else can be said
+            self.files.remove(name)
+        with contextlib.suppress(OSError):
+            said = f"{type(error).__name__}: {error}"
+            self.files.write(os.path.join(self.folder, f"rank{self.rank}.failed"), [said.encode()])
+
+    def complete(self, patience: float = PATIENCE) -> manifest.Manifest:
+        """Wait for all ranks, and make it a checkpoint. On the first rank."""
+        assert self.common is not None
+        began = time.perf_counter()
+        try:
+            said = self._acknowledged(patience)
+            body = self._body(said)
+            for rank in range(self.ranks):
+                self.files.remove(os.path.join(self.folder, f"rank{rank}.json"))
+            self.files.put(os.path.join(self.folder, manifest.NAME), manifest.render(body))
+            self.files.sync()
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                if self.files.size(os.path.join(self.folder, manifest.NAME)) < 0:
+                    self.files.remove_folder(self.folder)
+            if isinstance(error, OSError):
+                raise refused(error, self.files, self.folder, 0, self.kept) from error
+            raise
+        self.seconds["complete"] = time.perf_counter() - began
+        return manifest.Manifest(self.files, self.folder, body)
+
+    def _acknowledged(self, patience: float) -> list[dict[str, Any]]:
+        until, pause = time.monotonic() + patience, 0.002
+        said: dict[int, dict[str, Any]] = {}
+        while True:
+            there = set(self.files.names(self.folder))
+            for rank in range(self.ranks):
+                if f"rank{rank}.failed" in there:
+                    raise CheckpointError(
+                        f"the checkpoint {os.path.join(str(self.files), self.folder)} could not be written",
+                        f"rank {rank}: {self.files.read(f'{self.folder}/rank{rank}.failed').decode()}",
+                        f"{self.kept} is intact" if self.kept else "",
+                    )
+                if rank not in said and f"rank{rank}.json" in there:
+                    one = json.loads(self.files.read(f"{self.folder}/rank{rank}.json"))
+                    if one["number"] != self.number:
+                        raise CheckpointError(f"rank {rank} acknowledged another save into {self.folder}")
+                    said[rank] = one
+            if len(said) == self.ranks:
+                return [said[rank] for rank in range(self.ranks)]
+            if time.monotonic() > until:
+                missing = [str(rank) for rank in range(self.ranks) if rank not in said]
+                raise CheckpointError(
+                    f"rank {', '.join(missing)} did not write its part of {self.folder}", f"waited {patience:.0f} s"
+                )
+            time.sleep(pause)
+            pause = min(0.1, pause * 1.5)
+
+    def _body(self, said: list[dict[str, Any]]) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+        for rank, one in enumerate(said):
+            for key, (dtype, shape, parts) in one["tensors"].items():
+                about = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "parts": []})
+                if (about["dtype"], about["shape"]) != (dtype, shape):
+                    raise CheckpointError(
+                        f"ranks differ in {key}", f"{about['dtype']} {about['shape']}, {dtype} {shape}"
+                    )
+                about["parts"] += [[f"rank{rank}.safetensors", at, box] for at, box in parts]
+        common = dict(self.common or {})
+        state = common.pop("state", {})
+        own = merged([one["own"] for one in said if one["own"] is not None])
+        body = {
+            "format": manifest.FORMAT,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **common,
+            "fingerprint": {"model": fingerprint(tensors), "data": own["data"].get("fingerprint")},
+            "block": self.block,
+            "files": {
+                f"rank{rank}.safetensors": {"size": one["size"], "sha256": one["sha256"]}
+                for rank, one in enumerate(said)
+            },
+            "state": {**state, **own},
+            "tensors": tensors,
+        }
+        manifest.check_complete(body)
+        return body
+
+
+def copied(items: list[Item], host: Tensor | None, *, pinned: bool) -> tuple[bytes, Tensor, dict[str, Any], Tensor]:
+    """``items`` in host memory, laid out as in a file: its header, the bytes after it, where everything is, and the
+    memory, to be given again as ``host`` next time."""
+    items = sorted(items, key=lambda item: -item.dtype.itemsize)  # so each is aligned
+    names = [item.key if item.box == whole(item.shape) else f"{item.key}@{_said(item.box)}" for item in items]
+    begin, at = header(
+        {name: (item.dtype, sizes(item.box)) for name, item in zip(names, items, strict=True)},
+        {"format": "pt", "by": manifest.FORMAT},
+    )
+    total = sum(volume(item.box) * item.dtype.itemsize for item in items)
+    if host is None or host.numel() < total:
+        host = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+    tensors: dict[str, Any] = {}
+    devices = set()
+    for name, item in zip(names, items, strict=True):
+        start = at[name] - len(begin)
+        if item.nbytes:
+            room = host[start : start + item.nbytes].view(item.dtype).view(sizes(item.box))
+            room.copy_(item.view, non_blocking=True)
+            devices.add(item.view.device)
+        about = tensors.setdefault(item.key, [str(item.dtype).removeprefix("torch."), list(item.shape), []])
+        about[2].append([at[name], [list(ends) for ends in item.box]])
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return begin, host[:total], tensors, host
+
+
+def _said(box: Box) -> str:
+    return ",".join(f"{start}:{stop}" for start, stop in box)

@@ -1,0 +1,234 @@
+"""``meshfit checkpoint``: what is in checkpoints, whether they are intact, and getting weights out of them.
+
+Runs where there is no GPU, and reads some MiB at a time.
+"""
+
+import json as json_text
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from meshfit.checkpoint import manifest
+from meshfit.checkpoint.compare import differences
+from meshfit.checkpoint.error import CheckpointError
+from meshfit.checkpoint.export import SHARD
+from meshfit.checkpoint.files import amount
+from meshfit.checkpoint.keep import prune as prune_folder
+from meshfit.checkpoint.manifest import Manifest
+from meshfit.checkpoint.outside import open_weights
+from meshfit.checkpoint.read import verify as verify_bytes
+from meshfit.layout.precision import DTYPES
+
+app = typer.Typer(help="List, show, verify, compare, export and prune checkpoints.", no_args_is_help=True)
+
+Where = Annotated[str, typer.Argument(help="A run's folder, a folder of checkpoints, or one.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+console = Console()
+
+
+@app.command("list")
+def list_(where: Where, json: Json = False) -> None:
+    """Every checkpoint in a folder, newest first, and what is none."""
+    files, name = manifest.find(where)
+    skipped: list[manifest.Skipped] = []
+    found = [manifest.read(files, name)] if name else list(manifest.complete(files, skipped))
+    if json:
+        whole = [{"name": each.name, **_about(each)} for each in found]
+        print(json_text.dumps(whole + [{"name": each.name, "wrong": each.why} for each in skipped], indent=2))
+        return
+    if not found and not skipped:
+        raise CheckpointError(f"there is no checkpoint in {files}")
+    table = _table("checkpoint", ">step", ">epoch", "plan", ">ranks", ">size", "saved")
+    for each in found:
+        table.add_row(*_row(each))
+    console.print(table)
+    for each in skipped:
+        console.print(f"  [red]{each.name}[/]  {each.why}", highlight=False)
+
+
+def _about(found: Manifest) -> dict[str, object]:
+    keys = ("step", "samples", "epoch", "plan", "world", "batch_size", "seed", "time", "versions", "fingerprint")
+    return {**{key: found.body[key] for key in keys}, "bytes": found.nbytes}
+
+
+def _row(found: Manifest) -> list[str]:
+    body = found.body
+    saved = body["time"][:16].replace("T", " ")
+    said = (found.name, body["step"], f"{body['epoch']:.2f}", body["plan"], body["world"], amount(found.nbytes), saved)
+    return [str(each) for each in said]
+
+
+@app.command()
+def show(
+    where: Where,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor, too.")] = False,
+    json: Json = False,
+) -> None:
+    """What is in a checkpoint: the newest of a folder."""
+    found = manifest.newest(where)
+    body, state = found.body, found.body["state"]
+    if json:
+        listed = {key: [str(t.dtype), list(t.shape)] for key, t in found.tensors.items()} if tensors else {}
+        print(json_text.dumps({**_about(found), "state": state, "ties": body["ties"], "tensors": listed}, indent=2))
+        return
+    console.print(f"[bold]{found}[/]  {amount(found.nbytes)} in {len(body['files'])} files")
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    optimizer = state["optimizer"]
+    lrs = [f"{group['lr']:.3g}" for group in optimizer["settings"] if isinstance(group.get("lr"), float)]
+    rows = {
+        "step": f"{body['step']}, {body['samples']} samples, epoch {body['epoch']:.2f}",
+        "plan": f"{body['plan']} on {body['world']} ranks, batches of {body['batch_size']}, seed {body['seed']}",
+        "saved": body["time"],
+        "versions": ", ".join(f"{name} {version}" for name, version in body["versions"].items()),
+        "optimizer": f"{optimizer['kind'].rpartition('.')[2]}, {len(state['groups'])} groups, lr {', '.join(lrs)}",
+        "scheduler": state["scheduler"]["kind"].rpartition(".")[2] if state["scheduler"] else "none",
+        "ties": ", ".join(f"{name} = {kept}" for name, kept in body["ties"].items()) or "none",
+        "data": str(body["fingerprint"]["data"]),
+        "model": body["fingerprint"]["model"][:16],
+    }
+    for key in sorted({key.split("/")[0] for key in found.tensors}):
+        kinds = found.named(key)
+        count = sum(prod(t.shape) for t in kinds.values())
+        rows[f"{key}/"] = f"{len(kinds)} tensors, {count:,} numbers, {amount(sum(t.nbytes for t in kinds.values()))}"
+    for name, value in rows.items():
+        table.add_row(f"[dim]{name}", value)
+    console.print(table)
+    if tensors:
+        listed = _table("tensor", "dtype", "shape", ">parts")
+        for key, each in found.tensors.items():
+            listed.add_row(key, str(each.dtype).removeprefix("torch."), str(list(each.shape)), str(len(each.parts)))
+        console.print(listed)
+
+
+@app.command()
+def verify(
+    where: Where, every: Annotated[bool, typer.Option("--all", help="All, not the newest alone.")] = False
+) -> None:
+    """Read every byte and check it against its SHA-256: exit code 0 if all is as it was written, 1 if not."""
+    files, name = manifest.find(where)
+    skipped: list[manifest.Skipped] = []
+    found = [manifest.read(files, name)] if name else list(manifest.complete(files, skipped))
+    if not found:
+        raise CheckpointError(
+            f"there is no complete checkpoint in {files}", *(f"{s.name}: {s.why}" for s in skipped[:5])
+        )
+    bad = 0
+    for each in skipped if every else ():
+        console.print(f"{each.name}  [red]{each.why}")
+    for each in found if every else found[:1]:
+        with _progress(each.name, each.nbytes) as told:
+            wrong = verify_bytes(each, told)
+        bad += bool(wrong)
+        console.print(f"{each.name}  " + ("[green]intact" if not wrong else "[red]damaged"), highlight=False)
+        for line in wrong:
+            console.print(f"  {line}", highlight=False)
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
+def diff(
+    a: Where,
+    b: Where,
+    most: Annotated[int, typer.Option(help="Tensors to show.")] = 20,
+) -> None:
+    """What differs between two checkpoints: exit code 0 if nothing, 1 if something."""
+    one, other = manifest.newest(a), manifest.newest(b)
+    with _progress("compared", one.nbytes + other.nbytes) as told:
+        found = list(differences(one, other, told))
+    if not found:
+        console.print("no difference", style="green")
+        raise typer.Exit(0)
+    table = _table("", "", f"A  {one.name}", f"B  {other.name}")
+    for each in found[:most]:
+        table.add_row(each.name, each.what, each.first, each.second)
+    console.print(table)
+    if len(found) > most:
+        console.print(f"and {len(found) - most} more", style="dim")
+    raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="A checkpoint, or weights that others wrote.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder.", show_default=False)],
+    what: Annotated[str, typer.Option(help='"model", "average" (ema=) or "best".')] = "model",
+    dtype: Annotated[str | None, typer.Option(help='Cast to "bf16", "fp16" or "fp32".')] = None,
+    shard: Annotated[float, typer.Option(help="GB of a file in a folder.")] = SHARD / 1e9,
+) -> None:
+    """Write the weights as one safetensors file, or in Hugging Face's layout, under the model's own names."""
+    from meshfit.checkpoint.export import export
+
+    dtypes = {**DTYPES, "fp32": torch.float32}
+    if dtype is not None and dtype not in dtypes:
+        raise CheckpointError(f"--dtype {dtype} is not known", f"known: {', '.join(dtypes)}")
+    size = sum(each.nbytes for each in open_weights(source, what)[0].stored.values())
+    with _progress("exported", size) as told:
+        written = export(
+            source,
+            target,
+            kind=what,
+            dtype=None if dtype is None else dtypes[dtype],
+            shard=round(shard * 1e9),
+            told=told,
+        )
+    for path in written:
+        console.print(f"{path}  {amount(path.stat().st_size)}", highlight=False)
+
+
+@app.command()
+def prune(
+    where: Where,
+    keep: Annotated[int, typer.Option(help="Complete checkpoints that stay.")] = 2,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; else only say what would go.")] = False,
+) -> None:
+    """Remove old checkpoints, and what saves left that did not end. The newest one is verified first."""
+    files, name = manifest.find(where)
+    if name is not None:
+        raise CheckpointError(f"{where} is one checkpoint", "prune takes the folder that holds them")
+    whole = list(manifest.complete(files))
+    if not whole:
+        raise CheckpointError(f"there is no complete checkpoint in {files}", "nothing was removed")
+    keep = max(1, keep)
+    if not yes:
+        gone = [each.name for each in whole[keep:]]
+        unfinished = [n for n in manifest.folders(files) if n not in {each.name for each in whole}]
+        console.print("\n".join([*gone, *(f"{n} (not complete)" for n in unfinished)]) or "nothing to remove")
+        console.print("--yes removes them", style="dim")
+        return
+    lock = files.lock()
+    lock.take()
+    try:
+        with _progress(whole[0].name, whole[0].nbytes) as told:
+            wrong = verify_bytes(whole[0], told)
+        if wrong:
+            raise CheckpointError(f"{whole[0]} is damaged", *wrong[:3], "nothing was removed")
+        for gone in prune_folder(files, keep=keep):
+            console.print(f"removed {gone}", highlight=False)
+    finally:
+        lock.release()
+
+
+def _table(*columns: str) -> Table:
+    """A ">" stands before columns of numbers; the plan may take several lines."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        name = column.removeprefix(">")
+        table.add_column(name, justify="right" if name != column else "left", no_wrap=name != "plan")
+    return table
+
+
+@contextmanager
+def _progress(what: str, size: int) -> Iterator[Callable[[int], None]]:
+    """A bar while bytes are read, on terminals."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=size)
+        yield lambda done: bar.advance(task, done)

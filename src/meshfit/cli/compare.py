@@ -1,0 +1,103 @@
+"""``meshfit compare``: the same job under several plans for a few steps each; or runs that there are already."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from torch import nn
+
+from meshfit.cli.script import run as run_script
+from meshfit.drive import begin
+from meshfit.errors import JobError, MeshfitError
+from meshfit.job import Job
+from meshfit.layout.batchnorm import batch_norms
+from meshfit.observe import compare as side_by_side
+from meshfit.observe.folder import Folder, new_folder
+from meshfit.observe.reading import Recording, read
+from meshfit.run import Run
+
+NOT_COMPARED = {"epochs": None, "valid": None, "metrics": {}, "best": None, "patience": None, "valid_every": None}
+
+
+def compare(
+    targets: Annotated[list[str], typer.Argument(help="train.py [-- its arguments], or folders of runs.")],
+    plans: Annotated[str, typer.Option(help='For a script: "data=2; shard=2; tensor=2".')] = "",
+    steps: Annotated[int, typer.Option(help="Steps to train under each plan.")] = 30,
+    devices: Annotated[str | None, typer.Option(help='"auto", 4, "cpu:4" or "cuda:0,2".')] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs and the picture.")] = Path("runs/compare"),
+    fit: Annotated[int, typer.Option(help="Which of the script's calls of fit to act on.")] = 1,
+) -> None:
+    """Put plans, or runs, side by side: losses equal, speed, memory, traffic, use. One table, one picture.
+
+    Plans are trained without dropout, so that their losses can be held against each other.
+    """
+    if not targets[0].endswith(".py"):
+        _show([read(target) for target in targets], {}, Path("compare.svg"), f"{len(targets)} runs")
+        return
+    wanted = [plan.strip() for plan in plans.split(";") if plan.strip()]
+    if not wanted:
+        raise JobError("compare needs plans for a script", 'meshfit compare train.py --plans "data=2; shard=2"')
+    folder = new_folder(out)
+
+    def instead(asked: dict[str, Any]) -> dict[str, Any]:
+        runs, failed = train_under(wanted, asked, folder, steps=steps, devices=devices)
+        title = f"{Path(targets[0]).name}: {steps} steps under each plan"
+        _show(runs, failed, folder / "compare.svg", title)
+        raise SystemExit(0 if runs else 1)
+
+    run_script(Path(targets[0]), targets[1:], instead, fit)
+
+
+def train_under(
+    plans: list[str], asked: dict[str, Any], folder: Path, *, steps: int, devices: str | None = None
+) -> tuple[list[Recording], dict[str, str]]:
+    """The job under each plan, from the same weights and over the same samples; and why some cannot be."""
+    runs, failed = [], {}
+    console = Console(stderr=True, highlight=False)
+    for plan in plans:
+        model = asked["model"]
+        changed = {**asked, **NOT_COMPARED, "steps": steps, "plan": plan}
+        changed["model"] = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+        changed["out"] = folder / re.sub(r"[^A-Za-z0-9=.-]+", "_", plan)
+        if devices is not None:
+            changed["devices"] = devices
+        console.print(f"  {plan} ...", style="dim")
+        try:
+            runs.append(_trained(Job.of(changed).training()))
+        except MeshfitError as error:
+            failed[plan] = str(error)
+    return runs, failed
+
+
+def _trained(job: Job) -> Recording:
+    training = begin(job, lockstep=False, tap=_without_dropout)
+    with training, Folder(training) as folder:
+        for step in training:
+            folder.add(step)
+    assert training.folder is not None
+    return read(training.folder)
+
+
+def _without_dropout(run: Run) -> None:
+    """Each rank would draw its own random numbers, and losses could not be held against each other."""
+    norms = set(batch_norms(run.model))
+    for module in run.model.modules():
+        module.training = module in norms
+
+
+def _show(runs: list[Recording], failed: dict[str, str], path: Path, title: str) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    console.print()
+    console.print(side_by_side.table(side_by_side.rows(runs)))
+    for plan, why in failed.items():
+        console.print()
+        console.print(Text(f"  {plan} was left out: {why}", style="yellow"))
+    if runs:
+        path.write_text(side_by_side.picture(runs, title=title))
+        console.print(f"\n  {path}")

@@ -1,0 +1,386 @@
+"""A model server: owns weights and optimizer, and steps for all its workers.
+
+Each worker has one connection, and one thread here that listens to it; so a worker that dies is noticed at once, and
+by its own thread alone. What a worker asks for:
+
+    hello     who it is, how its payload is laid out, its shared memory        welcome
+    where     which batch is next, and who shares it                           place
+    push      its gradient, and what rides along                               heard, or again
+    step      take the step; the factor and the norm, now that all is known    weights
+    drop      do not
+    pull      the weights, or the averaged ones                                weights
+    leave
+
+Between ``push`` and ``step`` workers learn the sums of all: the count that the mean is over, and the norm of the
+gradients of all servers. So servers need not talk to each other. How gradients of several workers become a step is in
+together.py and apart.py.
+
+    traffic   for each worker and step: its gradients up, the weights down (P bytes each, over all servers)
+    memory    weights, a gradient and the optimizer state: P, P, and for AdamW 2P; nothing for each worker on this host
+"""
+
+import math
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshfit.errors import PlanError, did_you_mean
+from meshfit.exchange.apart import Apart
+from meshfit.exchange.compress import Codec
+from meshfit.exchange.keeper import Keeper
+from meshfit.exchange.parcel import behind
+from meshfit.exchange.peer import Peer, Record, Turns
+from meshfit.exchange.region import Region, view
+from meshfit.exchange.snapshot import newest, write
+from meshfit.exchange.together import Together
+from meshfit.exchange.wire import Gone, Listener, Message, Wire, WireError
+
+LOST = ("average", "redo")
+LOOK_SECONDS = 0.2  # how often a thread that waits for others looks whether its own worker is still there
+GREETING_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How a server deals with its workers."""
+
+    workers: int
+    """That must have come before the first step; later ones may come and go."""
+    staleness: float = 0
+    """Own steps that a worker may be ahead of the slowest; 0: all step together."""
+    lost: str = "average"
+    """What becomes of a synchronous step when a worker is lost in it: see together.py."""
+    total: int | None = None
+    """Batches in all: steps of all workers together, or with staleness of one each."""
+    batch_size: int = 1
+    """Samples for which the schedule goes on by one step."""
+    compress: str = "none"
+    """Of gradients on their way: see compress.py."""
+    grace: float = 0.0
+    """Seconds in which a worker whose connection broke may come back before it counts as lost."""
+    patience: float = 600.0
+    """Seconds after the first gradient of a round until a worker that is connected but silent counts as lost."""
+    every: int | None = None
+    """Steps between snapshots."""
+    folder: Path | None = None
+    """For snapshots, of this server alone."""
+    upto: int | None = None
+    """Go on from no newer snapshot than that of this step: several servers must go on from the same one. When one of
+    them dies all are started again, with ``snapshot.common``."""
+    index: int = 0
+    """Which server this is. The first keeps tickets, clocks and BatchNorm's statistics."""
+
+    def __post_init__(self) -> None:
+        if self.lost not in LOST:
+            raise PlanError(f"lost={self.lost} is not known", did_you_mean(self.lost, LOST))
+        if not self.staleness >= 0:
+            raise PlanError(f"staleness={self.staleness} is not a number of steps", "staleness=4, or staleness=inf")
+        if self.every is not None and self.folder is None:
+            raise PlanError("snapshots need a folder")
+
+
+class Server:
+    """Serves from the moment it is built until ``close``; goes on from the newest snapshot in its folder, if any."""
+
+    def __init__(self, keeper: Keeper, terms: Terms, *, address: str, secret: bytes):
+        self.keeper, self.terms = keeper, terms
+        self.codec = Codec(terms.compress, keeper.parcel)
+        self.incarnation = secrets.token_hex(8)
+        """Another one for each start: who knew an earlier one must look again."""
+        self.leads = terms.index == 0
+        self.lock = threading.Condition()
+        self.turns = Turns()
+        self.peers: dict[int, Peer] = {}
+        self.records: dict[int, Record] = {}
+        self.version = self.samples = 0
+        self.staleness: Counter[int] = Counter()
+        """How many gradients were applied with which staleness."""
+        self.said: list[str] = []
+        """What happened, in words."""
+        self.left: set[int] = set()
+        self.failed: Exception | None = None
+        """What made it give up; ``join`` raises it."""
+        self._alone_since = time.monotonic()
+        self._writing: threading.Thread | None = None
+        self._closed = False
+        self.conduct = Together(self) if terms.staleness == 0 else Apart(self)
+        self._resume()
+        self._listener = Listener(address, secret, self._serve)
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    @property
+    def usual_staleness(self) -> float:
+        total = sum(self.staleness.values())
+        return sum(late * count for late, count in self.staleness.items()) / total if total else 0.0
+
+    @property
+    def up_bytes(self) -> int:
+        return behind(self.codec.bytes) + self.keeper.statistics.bytes
+
+    # For those who wait for it
+
+    def join(self, timeout: float | None = None, *, alone: float = math.inf) -> None:
+        """Wait until all is done and every worker has left. ``alone``: seconds without any worker that end it too."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        with self.lock:
+            while not self.failed and not (self.left and not self.peers and (self.conduct.finished or not self.leads)):
+                if time.monotonic() > until:
+                    raise TimeoutError("the server still has work, or workers")
+                if not self.peers and time.monotonic() - self._alone_since > alone:
+                    self.say(f"no worker for {alone:g} s: the server ends at step {self.version}")
+                    return
+                self.lock.wait(LOOK_SECONDS)
+        if self.failed is not None:
+            raise self.failed
+
+    def close(self) -> None:
+        self._listener.close()
+        with self.lock:
+            self._closed = True
+            for peer in self.peers.values():
+                peer.wire.close()
+            self.lock.notify_all()
+        if self._writing is not None:
+            self._writing.join()
+
+    # One worker's thread
+
+    def _serve(self, wire: Wire) -> None:
+        peer = None
+        try:
+            peer = self._meet(wire)
+            while self._answer(peer, peer.wire.recv(self._into(peer), check=lambda m: self._check(peer, m))):
+                pass
+            self.drop(peer.id, "", peer)
+        except (Gone, TimeoutError) as error:
+            if peer is not None:
+                self._lost(peer, str(error))
+        except WireError as error:
+            self._refuse(wire, error)
+            if peer is not None:
+                self.drop(peer.id, str(error), peer)
+        except Exception as error:  # an optimizer that raises, say: no step can follow
+            self._fail(error)
+        finally:
+            wire.close()
+
+    def _fail(self, error: Exception) -> None:
+        with self.lock:
+            self.failed = self.failed or error
+            why = WireError("the server has failed", f"{type(error).__name__}: {error}")
+            for peer in self.peers.values():
+                self._refuse(peer.wire, why)
+                peer.wire.close()
+            self.lock.notify_all()
+
+    def _into(self, peer: Peer) -> memoryview | None:
+        """Where a gradient goes that comes over the connection; a shared one is there already."""
+        return view(peer.region.up) if not peer.wire.local else None
+
+    def _check(self, peer: Peer, message: Message) -> None:
+        if message.worker != peer.id:
+            raise WireError(f"worker {peer.id} speaks as worker {message.worker}")
+        if message.payload and message.kind != "push":
+            raise WireError(f"a {message.kind!r} with a payload that was not due")
+
+    def _refuse(self, wire: Wire, error: WireError) -> None:
+        with suppress(Gone):
+            wire.send("error", words={"headline": error.headline, "facts": list(error.facts)})
+
+    def _meet(self, wire: Wire) -> Peer:
+        hello = wire.recv(timeout=GREETING_SECONDS)
+        words = hello.words
+        mine = [self.keeper.parcel.digest, self.keeper.statistics.parcel.digest, self.codec.word]
+        if hello.kind != "hello" or words.get("layout") != mine:
+            for fd in hello.fds:
+                os.close(fd)
+            raise WireError(
+                "a worker holds another model than the server, or another part of it",
+                "names, shapes, dtypes and strides of all trained parameters must be the same, and compress=",
+            )
+        if hello.fds:
+            region = Region.map(hello.fds[0], self.up_bytes, self.keeper.bytes)
+        else:
+            region = Region.own(self.up_bytes, self.keeper.bytes)
+        wire.local = bool(hello.fds)
+        wire.worker = worker = hello.worker
+        with self.lock:
+            if worker in self.peers:  # its old connection is of no use to it any more
+                self.peers[worker].wire.close()
+                self._forget(self.peers[worker])
+            record = self.records.setdefault(worker, Record())
+            peer = Peer(worker, wire, region, self.codec, record)
+            lost = words["version"] - self.version
+            if lost > 0 and words["incarnation"] != self.incarnation:
+                self.say(f"worker {worker} had seen step {words['version']}: {lost} steps were lost and are done again")
+            returns = words["incarnation"] == self.incarnation  # and has the weights that it was given
+            if not returns:
+                self._fill(peer)
+            self.peers[worker] = peer
+            self.left.discard(worker)
+            self.conduct.join(peer)
+            self.lock.notify_all()
+        wire.send(
+            "welcome",
+            version=self.version,
+            words={"incarnation": self.incarnation, "applied": record.applied} | self._facts(),
+            payload=() if hello.fds or returns else [view(region.down)],
+        )
+        return peer
+
+    def _answer(self, peer: Peer, message: Message) -> bool:
+        """Do what a worker asks, and say so. False: it has left."""
+        words, sequence = message.words, message.sequence
+        match message.kind:
+            case "push":
+                with self.lock:
+                    done = sequence <= peer.record.applied
+                    heard = peer.record.heard if done else self.conduct.push(peer, message)
+                self._say(peer, "again" if heard is None else "heard", sequence, heard)
+            case "agree":
+                with self.lock:
+                    heard = self.conduct.agree(peer, words["summed"])
+                self._say(peer, "again" if heard is None else "heard", sequence, heard)
+            case "step":
+                with self.lock:
+                    done = sequence <= peer.record.applied or self.conduct.step(peer, message)
+                    result = dict(peer.record.result)
+                if not done:
+                    self._say(peer, "again", sequence)
+                elif words["pull"]:
+                    self._deliver(peer, sequence, result)
+                else:
+                    self._say(peer, "place", sequence, result | self._facts())
+            case "drop":
+                with self.lock:
+                    self.conduct.drop(peer, message)
+            case "pull":
+                self._deliver(peer, sequence, {}, averaged=words.get("averaged", False), place=False)
+            case "where":
+                with self.lock:
+                    place = self.conduct.place(peer)
+                self._say(peer, "place", sequence, place)
+            case "leave":
+                return False
+            case _:
+                raise WireError(f"a worker sent {message.kind!r}, which is for servers to say")
+        return True
+
+    def _deliver(
+        self, peer: Peer, sequence: int, words: dict[str, Any], *, averaged: bool = False, place: bool = True
+    ) -> None:
+        """Send the weights, as they are once the worker may go on."""
+        if place and self.leads:
+            with self.lock:
+                words = words | self.conduct.place(peer)
+        with self.turns.reading():
+            version = self.version
+            self._fill(peer, averaged=averaged)
+        peer.wire.send(
+            "weights",
+            sequence=sequence,
+            version=version,
+            words=words | self._facts(),
+            payload=() if peer.wire.local else [view(peer.region.down)],
+        )
+
+    def _fill(self, peer: Peer, *, averaged: bool = False) -> None:
+        self.keeper.fill(peer.region.down, averaged=averaged)
+        peer.record.given = self.keeper.statistics.buffer.clone()
+
+    def _facts(self) -> dict[str, Any]:
+        return {"lr": self.keeper.update.learning_rate, "samples": self.samples, "steps": self.version}
+
+    def _say(self, peer: Peer, kind: str, sequence: int, words: dict[str, Any] | None = None) -> None:
+        peer.wire.send(kind, sequence=sequence, version=self.version, words=words)
+
+    # Called by the conduct, the lock held
+
+    def wait(self, peer: Peer, ready: Callable[[], bool], tick: Callable[[], None] = lambda: None) -> None:
+        """Until ``ready``; as long as this worker is there to hear of it."""
+        while not ready():
+            if self._closed or self.failed or self.peers.get(peer.id) is not peer or peer.wire.gone():
+                raise Gone("left while it waited for others")
+            self.lock.wait(LOOK_SECONDS)
+            tick()
+
+    def stepped(self, *, samples: float, staleness: list[int]) -> None:
+        self.version += 1
+        self.samples += samples
+        self.staleness.update(staleness)
+        if self.terms.every and self.version % self.terms.every == 0:
+            self._snapshot()
+
+    def say(self, what: str) -> None:
+        self.said.append(what)
+
+    def drop(self, worker: int, why: str, peer: Peer | None = None) -> None:
+        """Count a worker as gone: it left, or was lost because of ``why``."""
+        with self.lock:
+            here = self.peers.get(worker)
+            if here is None or (peer is not None and here is not peer):
+                return
+            here.wire.close()
+            self._forget(here)
+            if why:
+                self.say(f"worker {worker} was lost at step {self.version}: {why}")
+            else:
+                self.left.add(worker)
+            self.conduct.lost(worker)
+            self.lock.notify_all()
+
+    def _forget(self, peer: Peer) -> None:
+        self.peers.pop(peer.id, None)
+        if not self.peers:
+            self._alone_since = time.monotonic()
+
+    def _lost(self, peer: Peer, why: str) -> None:
+        """Its connection broke. It may be back within the grace it is given."""
+        until = time.monotonic() + self.terms.grace
+        with self.lock:
+            while time.monotonic() < until and self.peers.get(peer.id) is peer and not self._closed:
+                self.lock.wait(until - time.monotonic())
+        if not self._closed:
+            self.drop(peer.id, why, peer)
+
+    # Snapshots
+
+    def _snapshot(self) -> None:
+        """Copy what there is now; write it while others go on."""
+        assert self.terms.folder is not None
+        if self._writing is not None:
+            self._writing.join()
+        tensors, kept = self.keeper.state()
+        facts = {
+            "version": self.version,
+            "samples": self.samples,
+            "keeper": kept,
+            "conduct": self.conduct.facts(),
+            "applied": {str(worker): record.applied for worker, record in self.records.items()},
+            "staleness": {str(late): count for late, count in self.staleness.items()},
+        }
+        work = threading.Thread(target=write, args=(self.terms.folder, self.version, tensors, facts))
+        work.start()
+        self._writing = work
+
+    def _resume(self) -> None:
+        found = None if self.terms.folder is None else newest(self.terms.folder, self.terms.upto)
+        if found is None:
+            return
+        tensors, facts = found
+        self.keeper.restore(tensors, facts["keeper"])
+        self.conduct.restore(facts["conduct"])
+        self.version, self.samples = facts["version"], facts["samples"]
+        self.records = {int(worker): Record(applied) for worker, applied in facts["applied"].items()}
+        self.staleness.update({int(late): count for late, count in facts["staleness"].items()})
+        self.say(f"goes on from its snapshot of step {self.version}")

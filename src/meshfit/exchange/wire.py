@@ -1,0 +1,334 @@
+"""Framed messages between a worker and a model server, over one authenticated connection.
+
+A message is a header, a few words as JSON, and raw bytes whose number the receiver knows beforehand. Every header names
+the worker, the sequence number of what it asks, and the version of the weights it is about. Nothing is unpickled, and
+nothing is allocated by what a peer says: words are limited, a payload must be as long as the buffer that waits for it.
+
+Before the first message both ends prove that they know the secret, each over a number that the other drew, by HMAC.
+Who cannot within ``HANDSHAKE_SECONDS`` is closed. The connection is not encrypted: over a network that others can write
+to, run it through a tunnel.
+
+Addresses are ``unix:PATH``, for processes of one host, or ``tcp:HOST:PORT``; ``tcp::0`` is any free port of loopback.
+"""
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshfit.errors import MeshfitError
+
+MAGIC = b"mf"
+PROTOCOL = 1
+HEADER = struct.Struct("!2sBBIQQIQ")  # magic, protocol, kind, worker, sequence, version, bytes of words, of payload
+KINDS = (
+    "hello",
+    "welcome",
+    "push",
+    "heard",
+    "agree",
+    "step",
+    "drop",
+    "pull",
+    "weights",
+    "where",
+    "place",
+    "again",
+    "leave",
+    "error",
+)
+WORDS_LIMIT = 1 << 20  # bytes
+NONCE, MAC = 32, 32
+SHORTEST_SECRET = 16
+HANDSHAKE_SECONDS = 1.0
+STRANGERS = 32  # connections that may be at their handshake at a time; more are closed at once
+FDS = 1  # descriptors that may come with a message
+
+
+class WireError(MeshfitError):
+    """What came is no message of ours, or not the one that was due."""
+
+
+class Gone(ConnectionError):
+    """The other end has closed the connection, or died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: str
+    worker: int
+    sequence: int
+    """Of what a worker asks, counted by itself: the same one again is the same request."""
+    version: int
+    """Of the weights: how many updates they have seen."""
+    words: dict[str, Any]
+    payload: int = 0
+    """Bytes that came with it."""
+    fds: list[int] = field(default_factory=list)
+
+
+class Wire:
+    """One end of a connection. One thread sends and receives at a time."""
+
+    def __init__(self, end: socket.socket, *, worker: int = 0):
+        self._end, self.worker = end, worker
+        self.local = end.family == socket.AF_UNIX
+        self.sent = self.received = 0
+        """Bytes of payload."""
+        self.sent_all = self.received_all = 0
+        """Bytes of everything."""
+
+    def send(
+        self,
+        kind: str,
+        *,
+        sequence: int = 0,
+        version: int = 0,
+        words: dict[str, Any] | None = None,
+        payload: Sequence[memoryview] = (),
+        fds: Sequence[int] = (),
+    ) -> None:
+        told = json.dumps(words or {}, separators=(",", ":")).encode()
+        size = sum(part.nbytes for part in payload)
+        head = HEADER.pack(MAGIC, PROTOCOL, KINDS.index(kind), self.worker, sequence, version, len(told), size) + told
+        try:
+            self._end.settimeout(None)
+            if fds:
+                rest = head[socket.send_fds(self._end, [head], list(fds)) :]
+                if rest:
+                    self._end.sendall(rest)
+            else:
+                self._end.sendall(head)
+            for part in payload:
+                self._end.sendall(part)
+        except (ConnectionError, OSError) as error:
+            raise Gone(str(error)) from None
+        self.sent += size
+        self.sent_all += size + len(head)
+
+    def recv(
+        self,
+        into: memoryview | None = None,
+        *,
+        timeout: float | None = None,
+        check: Callable[[Message], None] = lambda message: None,
+    ) -> Message:
+        """The next message; its payload, if it has one, fills ``into``. ``check`` may refuse it by its words, before
+        the payload is read. ``timeout``: seconds until it has begun; from then on, the same between two reads."""
+        fds: list[int] = []
+        try:
+            self._end.settimeout(timeout)
+            if self.local:
+                head, fds, _, _ = socket.recv_fds(self._end, HEADER.size, FDS)
+            else:
+                head = self._end.recv(HEADER.size)
+            if not head:
+                raise Gone("the other end has left")
+            head += self._read(HEADER.size - len(head))
+            magic, protocol, kind, worker, sequence, version, told, size = HEADER.unpack(head)
+            if magic != MAGIC or protocol != PROTOCOL or kind >= len(KINDS):
+                raise WireError("what came over the connection is no message", f"it begins with {head[:4]!r}")
+            if told > WORDS_LIMIT or size not in (0, 0 if into is None else into.nbytes):
+                due = "none" if into is None else f"{into.nbytes} bytes"
+                raise WireError(
+                    f"a {KINDS[kind]!r} of another size than agreed",
+                    f"{size} bytes of payload, {due} due; {told} words",
+                )
+            words = json.loads(self._read(told))
+            if not isinstance(words, dict):
+                raise WireError("the words of a message are no object")
+            message = Message(KINDS[kind], worker, sequence, version, words, size, fds)
+            check(message)
+            if size and into is not None:
+                self._fill(into)
+        except (ValueError, RecursionError) as error:
+            _close(fds)
+            raise WireError("the words of a message cannot be read", str(error)) from None
+        except TimeoutError:
+            _close(fds)
+            raise
+        except OSError as error:
+            _close(fds)
+            raise error if isinstance(error, Gone) else Gone(str(error)) from None
+        except BaseException:
+            _close(fds)
+            raise
+        self.received += size
+        self.received_all += size + told + HEADER.size
+        return message
+
+    def gone(self) -> bool:
+        """Whether the other end has closed, seen without waiting."""
+        try:
+            self._end.settimeout(0)
+            return not self._end.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
+    def _read(self, size: int) -> bytes:
+        read = bytearray(size)
+        self._fill(memoryview(read))
+        return bytes(read)
+
+    def _fill(self, into: memoryview) -> None:
+        into = into.cast("B")
+        while into.nbytes:
+            count = self._end.recv_into(into, min(into.nbytes, 1 << 24))
+            if not count:
+                raise Gone("the other end left in the middle of a message")
+            into = into[count:]
+
+
+def connect(address: str, secret: bytes, *, worker: int = 0, timeout: float = 10.0) -> Wire:
+    """Reach a server and prove who we are. ``Gone`` where nobody answers, ``WireError`` where it is not ours."""
+    family, where = parse(address)
+    end = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        end.settimeout(timeout)
+        end.connect(where)
+        _keep_alive(end)
+        theirs, mine = _exactly(end, NONCE), secrets.token_bytes(NONCE)
+        end.sendall(mine + _proof(secret, b"worker", theirs, mine))
+        if not hmac.compare_digest(_exactly(end, MAC), _proof(secret, b"server", theirs, mine)):
+            raise WireError(f"what answers at {address} does not know the secret of this run")
+    except (ConnectionError, FileNotFoundError, TimeoutError) as error:
+        end.close()
+        raise Gone(f"no server answers at {address}: {error}") from None
+    except BaseException:
+        end.close()
+        raise
+    return Wire(end, worker=worker)
+
+
+class Listener:
+    """Admits whoever knows the secret; each connection is then handed to ``serve`` in a thread of its own."""
+
+    def __init__(self, address: str, secret: bytes, serve: Callable[[Wire], None]):
+        if len(secret) < SHORTEST_SECRET:
+            raise WireError(f"the secret has {len(secret)} bytes", f"{SHORTEST_SECRET} at least, drawn at random")
+        self.secret, self.serve = secret, serve
+        family, where = parse(address)
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        if family == socket.AF_UNIX:
+            with suppress(FileNotFoundError):
+                os.unlink(where)
+        else:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(where)
+        if family == socket.AF_UNIX:
+            os.chmod(where, 0o600)
+        self._socket.listen(128)
+        self._strangers = threading.BoundedSemaphore(STRANGERS)
+        self._family, self._where = family, where
+        self._thread = threading.Thread(target=self._accept, daemon=True, name="meshfit-accept")
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where it can be reached, with the port that was chosen."""
+        if self._family == socket.AF_UNIX:
+            return f"unix:{self._where}"
+        host, port = self._socket.getsockname()[:2]
+        return f"tcp:{host}:{port}"
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        if self._family == socket.AF_UNIX:
+            with suppress(FileNotFoundError):
+                os.unlink(self._where)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end, _ = self._socket.accept()
+            except OSError:
+                return
+            if not self._strangers.acquire(blocking=False):
+                end.close()
+                continue
+            threading.Thread(target=self._meet, args=(end,), daemon=True, name="meshfit-worker").start()
+
+    def _meet(self, end: socket.socket) -> None:
+        try:
+            known = self._admit(end)
+        except (OSError, ValueError):
+            known = False
+        finally:
+            self._strangers.release()
+        if known:
+            _keep_alive(end)
+            self.serve(Wire(end))
+        else:
+            end.close()
+
+    def _admit(self, end: socket.socket) -> bool:
+        until, nonce = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_bytes(NONCE)
+        end.settimeout(HANDSHAKE_SECONDS)
+        end.sendall(nonce)
+        answer = _exactly(end, NONCE + MAC, until)
+        theirs, proof = answer[:NONCE], answer[NONCE:]
+        if not hmac.compare_digest(proof, _proof(self.secret, b"worker", nonce, theirs)):
+            return False
+        end.sendall(_proof(self.secret, b"server", nonce, theirs))
+        return True
+
+
+def parse(address: str) -> tuple[socket.AddressFamily, Any]:
+    """The family and the place of an address; a host that is left out is loopback."""
+    kind, _, rest = address.partition(":")
+    if kind == "unix" and rest:
+        return socket.AF_UNIX, rest
+    host, colon, port = rest.rpartition(":")
+    if kind == "tcp" and colon and port.isdecimal():
+        return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host.strip("[]") or "127.0.0.1", int(port))
+    raise WireError(f"{address!r} is no address", "unix:PATH or tcp:HOST:PORT")
+
+
+def _proof(secret: bytes, role: bytes, servers: bytes, workers: bytes) -> bytes:
+    return hmac.digest(secret, role + servers + workers, "sha256")
+
+
+def _exactly(end: socket.socket, size: int, until: float | None = None) -> bytes:
+    """``size`` bytes, all of them before ``until``."""
+    read = b""
+    while len(read) < size:
+        if until is not None:
+            end.settimeout(max(0.001, until - time.monotonic()))
+        part = end.recv(size - len(read))
+        if not part:
+            raise ConnectionError("closed in the handshake")
+        read += part
+    return read
+
+
+def _keep_alive(end: socket.socket) -> None:
+    """A process that dies closes its connection; a host that dies says nothing, and is asked."""
+    if end.family == socket.AF_UNIX:
+        return
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 15_000)):
+        if hasattr(socket, option):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,146 @@
+"""What a rank tells about itself while it trains: what it is, what its machine is used for, how it ended."""
+
+import json
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from meshfit.data import tree
+from meshfit.data.loader import Batch
+from meshfit.events import Events
+from meshfit.observe.sampler import Sampler, cores
+
+if TYPE_CHECKING:
+    from meshfit.run import Run
+
+
+@contextmanager
+def observed(run: "Run") -> Iterator[None]:
+    """Around a rank's training: spans by the device's clock too, and, where the run has a folder, samples and facts."""
+    events, device = run.events, run.world.device
+    events.on(device)
+    if not events.kept:
+        yield
+        return
+    with suppress(Exception):  # a report without a line is better than no training
+        events.facts(**_facts(run))
+    events.flush()  # totals are of training alone, not of what came before
+    sampler = Sampler(events, device, first=_first_here(events.folder))
+    sampler.start()
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, GeneratorExit):
+            events.instant("error", what=type(error).__name__, said=str(error).splitlines()[:1])
+        raise
+    finally:
+        with suppress(Exception):
+            events.facts(memory=_memory(run))
+        sampler.stop()
+        events.flush()
+
+
+def _first_here(folder: Path | None) -> bool:
+    """Whether this rank is the first of its machine; that one describes the machine, and looks after it."""
+    if folder is None:
+        return False
+    path = folder / f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', socket.gethostname())}.json"
+    try:
+        with path.open("x") as file:
+            json.dump(_machine(), file, indent=2)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _machine() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+    }
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _facts(run: "Run") -> dict[str, Any]:
+    device, plan = run.world.device, run.plan
+    on_gpu = device.type == "cuda"
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "world": run.world.size,
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "batch": run.loader.batch_size,
+        "microbatches": plan.microbatches,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "last_step": run.last_step,
+        "memory": _memory(run),
+        **({"traffic": traffic} if (traffic := _traffic(run)) else {}),
+    }
+
+
+def _memory(run: "Run") -> dict[str, int]:
+    """Bytes that stay, by kind; what comes and goes is the rest of what is measured."""
+    held = {
+        "weights": _bytes(run.model.parameters()),
+        "buffers": _bytes(run.model.buffers()),
+        "gradients": _bytes(run.exchange.gradients) or _bytes(p for p in run.model.parameters() if p.requires_grad),
+        "optimizer": _bytes(t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)),
+    }
+    return {kind: size for kind, size in held.items() if size}
+
+
+def _bytes(tensors: Any) -> int:
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if isinstance(local, Tensor):
+            storages[local.data_ptr() or id(local)] = local.numel() * local.element_size()
+    return sum(storages.values())
+
+
+def _traffic(run: "Run") -> dict[str, int]:
+    """Bytes handed to collectives a step, as the exchange counts them."""
+    with suppress(Exception):
+        return dict(run.exchange.cost().moved)  # type: ignore[union-attr]
+    return {}
+
+
+def tell_batch(events: Events, batch: Batch) -> None:
+    """What the first batch shows: tokens a sample, if it holds tokens."""
+    if events.kept and (tokens := tokens_of(batch.microbatches[0].content)):
+        events.facts(tokens=tokens)
+
+
+def tokens_of(content: Any) -> int:
+    """Tokens a sample: elements of the first tensor, where it holds whole numbers in rows. Else 0."""
+    first = next(iter(tree.tensors(content)), None)
+    if first is None or first.is_floating_point() or first.dtype in (torch.bool, torch.uint8) or first.dim() != 2:
+        return 0
+    return first.shape[1]

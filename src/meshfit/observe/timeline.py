@@ -1,0 +1,223 @@
+"""A run's spans in time: as a Chrome trace, which Perfetto opens, and as a picture of our own.
+
+In the picture one lane is one device. What lies within a phase is drawn in the phase's place. Work fills the lane's
+height, waiting a third of it; time that no span holds is left empty. Microbatches are numbered.
+"""
+
+import gzip
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from meshfit.observe.kinds import KINDS, PHASES, WITHIN, kind_of
+from meshfit.observe.reading import Rank, Recording, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of a run worth looking at."""
+
+    name: str
+    start: float
+    end: float
+    first: int
+    last: int
+
+
+def chrome_trace(run: Recording) -> dict[str, Any]:
+    """Chrome's trace-event format: a process a rank; phases, what lies within them and what overlaps in threads."""
+    events: list[dict[str, Any]] = []
+    for rank in run.ranks:
+        where = f"{rank.facts.get('device', '')} {rank.facts.get('host', '')}".strip()
+        events.append(_meta("process_name", rank.rank, 0, f"rank {rank.rank}  {where}".strip()))
+        events.append({**_meta("process_sort_index", rank.rank, 0, ""), "args": {"sort_index": rank.rank}})
+        for thread, name in enumerate(("phases", "within", "overlapped")):
+            events.append(_meta("thread_name", rank.rank, thread, name))
+        for span in rank.spans:
+            about = {"step": span.step, **span.about}
+            name = span.name if "microbatch" not in span.about else f"{span.name} {span.about['microbatch']}"
+            kind = kind_of(span.name)
+            thread = 0 if not kind.phase else 2 if kind.phase == "overlapped" else 1
+            where = {
+                "pid": rank.rank,
+                "tid": thread,
+                "ts": round(span.at * 1e6, 3),
+                "dur": round(span.seconds * 1e6, 3),
+            }
+            events.append({"name": name, "cat": span.name, "ph": "X", **where, "args": about})
+        for instant in rank.instants:
+            at = round(instant["at"] * 1e6, 3)
+            events.append({"name": instant["instant"], "ph": "i", "s": "p", "pid": rank.rank, "tid": 0, "ts": at})
+        for sample in rank.samples:
+            for key in ("cpu", "rss", "gpu_use", "gpu_allocated"):
+                if sample.values.get(key) is not None:
+                    counted = {"name": key, "ph": "C", "pid": rank.rank, "ts": round(sample.at * 1e6, 3)}
+                    events.append({**counted, "args": {key: sample.values[key]}})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": run.plan}}
+
+
+def _meta(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}
+
+
+def write_trace(run: Recording, path: Path) -> Path:
+    """The trace, compressed if ``path`` ends in .gz; Perfetto takes either."""
+    text = json.dumps(chrome_trace(run), separators=(",", ":")).encode()
+    path.write_bytes(gzip.compress(text, 6) if path.suffix == ".gz" else text)
+    return path
+
+
+def drawn(rank: Rank) -> list[Span]:
+    """Spans for one lane, none on another: those within a phase in its place, with what is left of the phase."""
+    inner = defaultdict(list)
+    for span in rank.spans:
+        if span.name in WITHIN:
+            inner[span.step].append(span)
+    found: list[Span] = []
+    for span in rank.spans:
+        if kind_of(span.name).phase:
+            continue
+        parts = [s for s in inner.get(span.step, []) if s.at >= span.at - 1e-6 and s.end <= span.end + 1e-6]
+        if not parts or span.name != "forward_backward":
+            found.append(span)
+            continue
+        found += parts
+    return sorted(found, key=lambda span: span.at)
+
+
+def windows(run: Recording) -> list[Window]:
+    """The first steps, some usual ones, and the slowest step that is not among the first."""
+    if not run.ranks:
+        return []
+    bounds: dict[int, tuple[float, float]] = {}
+    for rank in run.ranks:
+        for span in rank.spans:
+            if span.name in PHASES and span.name not in ("evaluate", "checkpoint"):
+                low, high = bounds.get(span.step, (span.at, span.end))
+                bounds[span.step] = (min(low, span.at), max(high, span.end))
+    steps = sorted(bounds)
+    if not steps:
+        return []
+
+    def window(name: str, first: int, last: int) -> Window:
+        return Window(name, bounds[first][0], bounds[last][1], first, last)
+
+    found = []
+    took = {step: bounds[step][1] - bounds[step][0] for step in steps}
+    later = [step for step in steps if step > 3] or steps
+    usual = statistics.median(took[step] for step in later)
+    count = min(4, len(later))
+    runs = [later[i : i + count] for i in range(len(later) - count + 1)]
+    runs = [some for some in runs if some[-1] - some[0] == count - 1] or [later[:1]]
+    middle = min(runs, key=lambda some: abs(bounds[some[-1]][1] - bounds[some[0]][0] - count * usual))
+    found.append(window("usual", middle[0], middle[-1]))
+    slowest = max(later, key=lambda step: took[step])
+    if took[slowest] > 1.5 * usual:
+        found.append(window("slowest", slowest, slowest))
+    found.append(window("first", steps[0], steps[min(3, len(steps) - 1)]))
+    return found
+
+
+LANE, GAP, LEFT, TOP = 30, 8, 92, 34
+
+
+def picture(run: Recording, window: Window | None = None, *, width: int = 1100, title: str | None = None) -> str:
+    """An SVG of ``window``: by default of some usual steps. Follows the viewer's light or dark."""
+    window = window or next(iter(windows(run)), None)
+    if window is None:
+        return ""
+    ranks = run.ranks
+    height = TOP + len(ranks) * (LANE + GAP) + 66
+    scale = (width - LEFT - 12) / max(window.end - window.start, 1e-9)
+    used: dict[str, None] = {}
+    parts: list[str] = []
+    for row, rank in enumerate(ranks):
+        y = TOP + row * (LANE + GAP)
+        device = str(rank.facts.get("device", ""))
+        label = f"rank {rank.rank}" + (f" {device}" if device.startswith("cuda") else "")
+        parts.append(
+            f'<text class="lane" x="{LEFT - 10}" y="{y + LANE / 2 + 4}" text-anchor="end">{escape(label)}</text>'
+        )
+        parts.append(f'<rect class="empty" x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{LANE}" rx="3"/>')
+        for span in drawn(rank):
+            if span.end < window.start or span.at > window.end:
+                continue
+            kind = kind_of(span.name)
+            used[span.name] = None
+            x0, x1 = max(span.at, window.start), min(span.end, window.end)
+            x, w = LEFT + (x0 - window.start) * scale, max((x1 - x0) * scale, 0.4)
+            tip = f"{kind.label}, step {span.step}, {span.seconds * 1e3:.2f} ms"
+            said = span.about.get("microbatch")
+            top, tall = (y + LANE * 2 / 3, LANE / 3) if kind.waits else (y, LANE)
+            box = f'x="{x:.2f}" y="{top:.1f}" width="{w:.2f}" height="{tall:.1f}"'
+            body = f'<rect class="k-{escape(span.name)}" {box}><title>{escape(tip)}</title></rect>'
+            if said is not None and w > 11:
+                body += (
+                    f'<text class="micro" x="{x + w / 2:.2f}" y="{y + LANE / 2 + 4}" text-anchor="middle">{said}</text>'
+                )
+            parts.append(body)
+    bottom = TOP + len(ranks) * (LANE + GAP)
+    parts.append(_axis(window, scale, bottom))
+    parts.append(_legend(list(used), bottom + 40))
+    heading = title or f"{run.plan}   step {window.first}" + (
+        f" to {window.last}" if window.last > window.first else ""
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+        f"<style>{_style(list(used))}</style>"
+        f'<rect class="paper" width="{width}" height="{height}"/>'
+        f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>{"".join(parts)}</svg>\n'
+    )
+
+
+def _axis(window: Window, scale: float, y: float) -> str:
+    length = window.end - window.start
+    step = nice(length / 8)
+    parts, at = [], 0.0
+    while at <= length:
+        x = LEFT + at * scale
+        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{y - 2}"/>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 12}" text-anchor="middle">{at * 1e3:g} ms</text>')
+        at = round(at + step, 12)
+    return "".join(parts)
+
+
+def nice(step: float) -> float:
+    """1, 2 or 5 times a power of ten, not below ``step``."""
+    power = 10.0 ** len(str(int(1 / step))) if 0 < step < 1 else 1.0
+    unit = 1.0 / power
+    for factor in (1, 2, 5, 10, 20, 50, 100):
+        if factor * unit >= step:
+            return factor * unit
+    return step
+
+
+def _legend(names: list[str], y: float) -> str:
+    parts, x = [], float(LEFT)
+    for name in sorted(names, key=lambda n: list(KINDS).index(n) if n in KINDS else 99):
+        label = kind_of(name).label
+        parts.append(f'<rect class="k-{escape(name)}" x="{x}" y="{y - 9}" width="12" height="12" rx="2"/>')
+        parts.append(f'<text class="lane" x="{x + 18}" y="{y + 1}">{escape(label)}</text>')
+        x += 40 + 6.6 * len(label)
+    return "".join(parts)
+
+
+def _style(names: list[str]) -> str:
+    def colours(which: str) -> str:
+        return "".join(f".k-{name}{{fill:{getattr(kind_of(name), which)}}}" for name in names)
+
+    return (
+        "text{font:12px ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#3b3833}"
+        ".head{font-weight:600;font-size:13px}.paper{fill:#fffdf9}.empty{fill:#efece4}"
+        ".tick{stroke:#00000014;fill:#8a857b;font-size:11px}"
+        "text.tick{stroke:none}.micro{fill:#fff;font-size:11px;font-weight:600}"
+        + colours("colour")
+        + "@media(prefers-color-scheme:dark){text{fill:#dcd8ce}.paper{fill:#17191c}.empty{fill:#22252a}"
+        + ".tick{stroke:#ffffff14;fill:#8d8a83}"
+        + colours("dark")
+        + "}"
+    )

@@ -1,0 +1,86 @@
+"""Runs side by side."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from meshfit.observe.compare import called, picture, rows, table
+from meshfit.observe.reading import read
+from tests.recorded import folder
+
+SCRIPT = """
+import torch, torch.nn.functional as F, meshfit
+from torch import nn
+torch.manual_seed(0)
+X, Y = torch.randn(64, 8), torch.randint(4, (64,))
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+meshfit.fit(model, (X, Y), loss=F.cross_entropy, optimizer=torch.optim.SGD, batch_size=16, epochs=3, valid=(X, Y))
+print("not reached")
+"""
+
+
+def meshfit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from meshfit.cli import main; main()", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=180)
+
+
+def test_plans_of_a_script_are_put_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plans = "data=1; data=2; shard=2; data=2 pipeline=9 schedule=none"
+    done = meshfit("compare", "train.py", "--plans", plans, "--steps", "6", "--devices", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert "not reached" not in text
+    assert text.count("equal") == 2  # from the same weights, over the same samples, dropout off
+    assert "was left out" in text
+    tree = ElementTree.parse(tmp_path / "runs" / "compare" / "compare.svg")
+    texts = ["".join(e.itertext()) for e in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"data=1", "data=2", "shard=2", "the reference", "losses equal"} <= set(texts)
+    assert (tmp_path / "runs" / "compare" / "data=2" / "report.html").is_file()
+
+
+def test_a_script_needs_plans(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = meshfit("compare", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "needs plans" in done.stderr
+
+
+def test_runs_are_compared_as_they_are(tmp_path: Path) -> None:
+    folder(tmp_path / "a", [{}, {}], plan="data=2")
+    folder(tmp_path / "b", [{}, {}], plan="shard=2", step=0.2, loss=2.1)
+    done = meshfit("compare", "a", "b", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "5.0e-02 apart" in done.stdout
+    ElementTree.parse(tmp_path / "compare.svg")
+
+
+def test_a_row_says_what_a_run_came_to(tmp_path: Path) -> None:
+    alone = read(folder(tmp_path / "a", [{}], plan="data=1"))
+    within = [("forward", 0.0, 0.02, {"microbatch": 0}), ("backward", 0.04, 0.02, {"microbatch": 0})]
+    staged = read(folder(tmp_path / "b", [{"exchange": 0.01}] * 2, plan="pipeline=2", within=within))
+    first, second = rows([alone, staged])
+    assert first.rate == pytest.approx(640)
+    assert (first.traffic, first.devices) == (0.0, 1)
+    assert math.isnan(second.traffic)  # nobody counted
+    assert second.equal
+    assert second.waited == pytest.approx(0.01 / 0.1 + 0.04 / 0.1, abs=0.01)  # for ranks, and in the bubble
+    assert second.busy == pytest.approx(0.04 / 0.1 + 0.01 / 0.1, abs=0.01)
+
+
+def test_runs_of_one_plan_are_called_by_folder(tmp_path: Path) -> None:
+    runs = [read(folder(tmp_path / name, [{}])) for name in ("a", "b")]
+    assert called(runs) == ["a: data=2", "b: data=2"]
+
+
+def test_names_and_plans_are_text(tmp_path: Path) -> None:
+    run = read(folder(tmp_path / "a", [{}], plan="<b>[red]x"))
+    console = Console(width=160, record=True, quiet=False)
+    console.print(table(rows([run])))
+    assert "<b>[red]x" in console.export_text()
+    ElementTree.fromstring(picture([run]))

@@ -1,0 +1,168 @@
+"""Each rule names the situation it is for: in real runs where one can be made, in written ones otherwise."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+import meshfit
+from meshfit.observe.reading import read
+from meshfit.observe.verdict import RULES, findings, verdict
+from tests.recorded import folder
+
+X, Y = torch.randn(256, 8), torch.randint(4, (256,))
+
+
+def found(path: Path) -> dict:
+    return {finding.name: finding for finding in findings(read(path))}
+
+
+def fit(out: Path, **asked) -> Path:
+    defaults = {"loss": F.cross_entropy, "optimizer": torch.optim.SGD, "batch_size": 16, "steps": 40, "devices": "cpu"}
+    data = asked.pop("data", (X, Y))
+    model = asked.pop("model", lambda: nn.Linear(8, 4))
+    result = meshfit.fit(model, data, out=out, **{**defaults, **asked})
+    assert result.folder is not None
+    return result.folder
+
+
+class Slow(Dataset):
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, i: int):
+        time.sleep(0.005)
+        return X[i], Y[i]
+
+
+def test_a_slow_dataset_is_input_bound(tmp_path: Path) -> None:
+    names = found(fit(tmp_path / "run", data=Slow(), plan="data=2", steps=20))
+    assert next(iter(names)) == "input-bound"
+    assert names["input-bound"].lost > 0.5
+    assert "waited" in names["input-bound"].evidence
+    assert "workers" in names["input-bound"].change
+
+
+def test_workers_are_counted_and_how_many_would_do(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", [{"data": 0.05, "forward_backward": 0.04}] * 2, sample={"workers": 2})
+    first = findings(read(run))[0]
+    assert first.name == "input-bound"
+    assert first.change == "4 workers would hide it"
+    assert str(first).startswith("input-bound: devices waited 50 % of the time for data, on 2 workers")
+
+
+def test_a_rank_that_sleeps_is_the_straggler(tmp_path: Path) -> None:
+    def step(model, batch):
+        inputs, targets = batch
+        if dist.get_rank() == 1:
+            time.sleep(0.06)
+        return F.cross_entropy(model(inputs), targets)
+
+    names = found(fit(tmp_path / "run", loss=None, step=step, plan="data=2", steps=20))
+    assert "rank 1" in names["straggler"].evidence
+    assert next(iter(names)) == "straggler"  # the others wait for it, not for traffic
+
+
+def test_frequent_evaluation_is_named(tmp_path: Path) -> None:
+    def slow(outputs, targets):
+        time.sleep(0.002)
+        return (outputs.argmax(1) == targets).float()
+
+    run = fit(tmp_path / "run", valid=(X, Y), valid_every=2, metrics={"accuracy": slow}, steps=20)
+    names = found(run)
+    assert names["evaluation-heavy"].lost > 0.2
+    assert "valid_every" in names["evaluation-heavy"].change
+
+
+def test_a_slow_callback_is_caller_bound(tmp_path: Path) -> None:
+    names = found(fit(tmp_path / "run", callbacks=lambda step: time.sleep(0.1), steps=12))
+    assert names["caller-bound"].lost > 0.3
+
+
+def test_tiny_steps_are_named(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", [{"forward_backward": 0.0006, "update": 0.0002}], step=0.001, plan="data=1")
+    assert "1.0 ms" in found(run)["launch-bound"].evidence
+
+
+def test_an_idle_gpu_is_launch_bound(tmp_path: Path) -> None:
+    facts, sample = {"device": "cuda:0"}, {"gpu_use": 35}
+    run = folder(tmp_path / "run", [{"forward_backward": 0.08}], facts=facts, sample=sample, plan="data=1")
+    first = findings(read(run))[0]
+    assert first.name == "launch-bound"
+    assert "35 %" in first.evidence
+
+
+def test_more_ranks_than_cores_are_named(tmp_path: Path) -> None:
+    ranks = [{"forward_backward": 0.05, "exchange": 0.04}] * 4
+    run = folder(tmp_path / "run", ranks, facts={"cores": 2, "threads": 1}, plan="data=4")
+    assert "4 ranks with 4 threads share 2 cores" in found(run)["oversubscribed"].evidence
+
+
+def test_traffic_that_nothing_hides_is_named(tmp_path: Path) -> None:
+    ranks = [{"forward_backward": 0.06, "exchange": 0.03}] * 2
+    first = findings(read(folder(tmp_path / "run", ranks, facts={"traffic": {"all_reduce": 2**20}})))[0]
+    assert first.name == "exchange-exposed"
+    assert "30 %" in first.evidence
+    assert "1 MiB a step" in first.evidence
+    assert "twice the batch" in first.change
+
+
+def test_a_bubble_is_measured_and_more_microbatches_are_advised(tmp_path: Path) -> None:
+    within = [("forward", 0.0, 0.02, {"microbatch": 0}), ("backward", 0.04, 0.04, {"microbatch": 0})]
+    ranks = [{"forward_backward": 0.09, "update": 0.005}] * 2
+    first = findings(read(folder(tmp_path / "run", ranks, within=within, plan="pipeline=2 microbatches=4")))[0]
+    assert first.name == "bubble"
+    assert "30 %" in first.title
+    assert "4 microbatches over 2 stages" in first.evidence
+    assert first.change == "16 microbatches would leave about 6 %"
+
+
+def test_frequent_checkpoints_are_named(tmp_path: Path) -> None:
+    ranks = [{"forward_backward": 0.06, "checkpoint": 0.03}] * 2
+    assert found(folder(tmp_path / "run", ranks))["checkpoint-heavy"].change == "one in 15 would cost 2 %"
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [{"gpu_memory": 75 * 2**30, "gpu_total": 80 * 2**30}, {"memory": 63 * 2**30, "memory_total": 64 * 2**30}],
+)
+def test_memory_near_the_limit_is_named(tmp_path: Path, sample: dict) -> None:
+    assert "of" in found(folder(tmp_path / "run", [{}], sample=sample))["memory"].evidence
+
+
+def test_a_heavy_optimizer_is_named(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", [{"forward_backward": 0.06, "update": 0.035}] * 2)
+    assert "35 %" in found(run)["optimizer-heavy"].evidence
+
+
+def test_a_machine_that_is_busy_with_something_else_is_named(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", [{}] * 2, sample={"cores": [99.0, 98.0, 97.0, 99.0], "cpu": 60.0})
+    assert "this run used 30 %" in found(run)["neighbours"].evidence
+
+
+def test_a_slow_start_is_named(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", [{}], steps=20)
+    text = (run / "metrics.jsonl").read_text()
+    moved = [line.replace('"seconds": ', '"seconds": 1') for line in text.splitlines()]  # each ten seconds later
+    (run / "metrics.jsonl").write_text("\n".join(moved) + "\n")
+    assert "slow-start" in found(run)
+
+
+def test_a_run_that_computes_is_compute_bound(tmp_path: Path) -> None:
+    run = read(folder(tmp_path / "run", [{"forward_backward": 0.088}] * 2))
+    (only,) = findings(run)
+    assert (only.name, only.good) == ("compute-bound", True)
+    assert verdict(run).startswith("compute-bound: CPUs computed 98 % of the time")
+
+
+def test_a_run_without_steps_is_too_short_to_tell(tmp_path: Path) -> None:
+    assert verdict(read(folder(tmp_path / "run", [], steps=0))) == "too short to tell"
+
+
+def test_there_are_enough_rules() -> None:
+    assert len(RULES) + 1 >= 12

@@ -1,0 +1,175 @@
+"""Plans with ``pipeline=``: layers over devices, alone and with the other axes, train like one device."""
+
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import meshfit
+from benchmarks.zoo import ZOO
+from meshfit.plan import Plan
+from tests import ranked, traps
+from tests.distributed import distributed
+from tests.ranked import SGD, X, Y, assert_alike, built, trained
+
+cloudpickle.register_pickle_by_value(traps)
+
+DIAGONAL = {
+    "pipeline=2 microbatches=3": ["tied-gpt", "resnet10", "unet-diffusers"],
+    "pipeline=2 schedule=gpipe": ["t5"],
+    "pipeline=2 schedule=sequential microbatches=2": ["vit"],
+    "pipeline=2 schedule=interleaved microbatches=4": ["llama"],
+    "pipeline=2 schedule=zbv microbatches=4": ["gpt2"],
+    "pipeline=2 schedule=dualpipev microbatches=4": ["bert"],
+    "pipeline=4 microbatches=4": ["mixtral"],
+    "data=2 pipeline=2 microbatches=2": ["batchnorm-cnn", "partial"],
+    "shard=2 pipeline=2 microbatches=2": ["tied-gpt", "llama"],
+    "shard=2 zero=1 pipeline=2 microbatches=2": ["mamba"],
+    "tensor=2 pipeline=2 microbatches=2": ["tied-gpt", "swin"],
+    "data=2 tensor=2 pipeline=2 microbatches=2": ["llama"],
+    "pipeline=2 microbatches=2 recompute=full": ["gpt2"],
+    "pipeline=2 microbatches=2 offload=optimizer": ["vit"],
+}
+
+
+@pytest.mark.parametrize(("plan", "name"), [(plan, name) for plan, names in DIAGONAL.items() for name in names])
+def test_trains_like_one_device(plan: str, name: str) -> None:
+    case = ZOO[name]
+    verdict = meshfit.verify(
+        case.build,
+        case.data(18),
+        loss=case.loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        batch_size=8,  # of 18 samples: the last batch has two
+        check_steps=4,
+        clip=1.0,
+        plan=plan,
+        devices=f"cpu:{Plan.parse(plan).devices}",
+    )
+    assert verdict.equal, verdict
+
+
+HOSTILE = ["Tied", "SharedBlock", "UsedTwice", "ReadsSibling", "FrozenBlocks", "OnlyHead", "Adapters", "Odd"]
+
+
+@distributed(world=2)
+def test_hostile_models() -> None:
+    """The model is left whole, as the same parameters."""
+    for name in HOSTILE:
+        assert_alike(traps.MODELS[name], "pipeline=2 microbatches=2", optimizer=SGD)
+
+
+@distributed(world=4)
+def test_ties_over_four_stages() -> None:
+    """Of which the first and the last share a weight, and each pair of ranks its own line."""
+    assert_alike(traps.Tied, "pipeline=4 microbatches=2", optimizer=SGD)
+
+
+def test_microbatches_are_chosen() -> None:
+    """Where nobody says how many: else the pipeline would be empty most of the time."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4))
+    how = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 6, "steps": 2, "devices": "cpu:2"}
+    assert meshfit.fit(model, (X, Y), plan="pipeline=2", **how).plan.microbatches == 6
+    assert meshfit.fit(model, (X, Y), plan="pipeline=2 schedule=interleaved", **how).plan.microbatches == 6
+    assert meshfit.fit(model, (X, Y), plan="pipeline=2 microbatches=1", **how).plan.microbatches == 1
+    normed = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    assert meshfit.fit(normed, (X, Y), plan="pipeline=2", **how).plan.microbatches == 1
+
+
+def test_the_cut_is_the_users() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 4))
+    how = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 6, "steps": 1, "devices": "cpu:2"}
+    result = meshfit.fit(model, (X, Y), plan="pipeline=2 cut=4", **how)
+    assert any("4" in note for note in result.notes), result.notes
+    with pytest.raises(meshfit.PlanError, match="no such module"):
+        meshfit.fit(model, (X, Y), plan="pipeline=2 cut=layers.3", **how)
+
+
+@distributed(world=2)
+def test_a_rank_holds_its_own_stages_alone() -> None:
+    run, *_ = trained(built(traps.Plain), "pipeline=2 microbatches=2")
+    mine = sum(p.numel() for p in run.model.parameters())
+    whole = sum(p.numel() for p in run.placed.shape.parameters())
+    state = sum(t.numel() for many in run.optimizer.state.values() for t in many.values())
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, mine)
+    assert sum(every) == whole
+    assert max(every) < 0.7 * whole
+    assert state <= 2 * mine + len(run.optimizer.state)
+
+
+def test_evaluation_and_prediction() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    y = Y.argmax(1)
+    metrics = {"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float()}
+    alone = meshfit.evaluate(model, (X, y), loss=F.cross_entropy, metrics=metrics, batch_size=7)
+    outputs = meshfit.predict(model, (X, y), batch_size=7)
+    for plan in ("pipeline=2", "data=2 pipeline=2 schedule=zbv", "tensor=2 pipeline=2"):
+        how = {"batch_size": 7, "plan": plan, "devices": f"cpu:{Plan.parse(plan).devices}"}
+        assert meshfit.evaluate(model, (X, y), loss=F.cross_entropy, metrics=metrics, **how) == pytest.approx(alone)
+        torch.testing.assert_close(meshfit.predict(model, (X, y), **how), outputs)
+
+
+def test_validation_best_and_average() -> None:
+    def fit(**how: Any) -> tuple[list[Any], nn.Module]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        given = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 8, "epochs": 4, "shuffle": False}
+        result = meshfit.fit(model, (X, Y), valid=(X[:5], Y[:5]), best="-loss", ema=0.5, **given, **how)
+        return [step.valid["loss"] for step in result.history if step.valid], model
+
+    want, alone = fit(devices="cpu")
+    got, model = fit(plan="pipeline=2 data=2", devices="cpu:4")
+    assert got == pytest.approx(want, rel=1e-4)
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_callback_stops_all_ranks() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    stop = lambda step: "stop" if step.step == 3 else None
+    how = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 8, "plan": "pipeline=2", "devices": "cpu:2"}
+    assert len(meshfit.fit(model, (X, Y), steps=50, callbacks=stop, **how).history) == 3
+
+
+def test_a_broken_sample_is_named() -> None:
+    x = X.clone()
+    x[13] = float("nan")
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    how = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 8, "shuffle": False, "epochs": 1}
+    with pytest.raises(meshfit.NonFiniteError, match="sample 13"):
+        meshfit.fit(model, (x, Y), plan="pipeline=2", devices="cpu:2", **how)
+
+
+class Looks(nn.Module):
+    """Decides by its own activations what to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.other(x) if x.sum() > 0 else x)
+
+
+REFUSED = {
+    "microbatches": ("pipeline=4 schedule=interleaved microbatches=3", traps.Plain, "microbatches"),
+    "compiled": ("pipeline=2 compile=block", traps.Plain, "compile=none works"),
+    "too many stages": ("pipeline=4", lambda: nn.Sequential(nn.Linear(8, 4)), "pipeline=4"),
+    "values": ("pipeline=2", Looks, "by values of its own activations"),
+    "no stages": ("data=2 schedule=gpipe", traps.Plain, "pipeline=1 is one stage"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_refused(why: str) -> None:
+    plan, make, says = REFUSED[why]
+    how = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 8, "steps": 1}
+    with pytest.raises(meshfit.PlanError) as error:
+        meshfit.fit(built(make), (X, Y), plan=plan, devices="cpu:4" if "4" in plan else "cpu:2", **how)
+    assert says in str(error.value)
