@@ -11,6 +11,7 @@ OPERATORS = {
     "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
+    "send": "send",
 }
 
 
@@ -23,7 +24,7 @@ class Collectives(TorchDispatchMode):
         self.moved: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and func._opname != "recv_":
             name = OPERATORS[func._opname]
             self.calls[name] += 1
             sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]

@@ -339,7 +339,7 @@ def test_what_is_sent_is_what_cost_says() -> None:
     model = built(lambda: deep(64))
     trace = pipeline.find(model, MSE, (x[:4], y[:4]), device="cpu").trace
     assert trace is not None
-    _, cost = pipeline.cost(trace, dist.get_rank())
+    _, cost, _ = pipeline.cost(trace, dist.get_rank())
     with patch.object(dist, "isend", counted):
         pipelined(model, MSE, loader_of((x, y), 16, 4), steps=2, pipeline=pipeline)
     header_bytes = 15 * 8 if dist.get_rank() == 0 else 0  # once, of the one tensor that crosses

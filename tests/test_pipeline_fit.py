@@ -10,8 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshfit
+from benchmarks.collectives import Collectives
 from benchmarks.zoo import ZOO
+from meshfit.job import Job
+from meshfit.launch.world import World
+from meshfit.layout.costs import cost
+from meshfit.layout.find import pipeline_of
 from meshfit.plan import Plan
+from meshfit.run import Run
 from tests import ranked, traps
 from tests.distributed import distributed
 from tests.ranked import SGD, X, Y, assert_alike, built, trained
@@ -67,6 +73,53 @@ def test_hostile_models() -> None:
 def test_ties_over_four_stages() -> None:
     """Of which the first and the last share a weight, and each pair of ranks its own line."""
     assert_alike(traps.Tied, "pipeline=4 microbatches=2", optimizer=SGD)
+
+
+COUNTED = {
+    "pipeline=2 microbatches=4": ["tied-gpt", "vit"],
+    "data=2 pipeline=2 microbatches=2": ["tied-gpt", "batchnorm-cnn"],
+    "shard=2 zero=2 pipeline=2 microbatches=2": ["tied-gpt"],
+    "pipeline=2 schedule=interleaved microbatches=4": ["llama"],
+}
+
+
+@pytest.mark.parametrize("plan", COUNTED)
+def test_cost_is_what_runs(plan: str) -> None:
+    """Sends and collectives of a rank, calls and bytes; and the bytes of its weights."""
+
+    @distributed(world=Plan.parse(plan).devices)
+    def run(plan: str, names: list[str]) -> None:
+        for name in names:
+            case, how = ZOO[name], Plan.parse(plan)
+            each = 2 * how.shares * how.microbatches  # two samples in each microbatch of each rank
+            job = Job(
+                model=case.build,
+                data=case.data(2 * each),
+                loss=case.loss,
+                optimizer=torch.optim.AdamW,
+                batch_size=each,
+                steps=2,
+                plan=how,
+                shuffle=False,
+            ).settled(count=how.devices, kind="cpu")
+            run = Run(job, World(dist.get_rank(), how.devices, torch.device("cpu")))
+            batches = run.batches()
+            for _ in range(2):  # the first sends headers too
+                batch = next(batches)
+                with Collectives() as seen:
+                    run.schedule(batch)
+                    run.exchange.finish()
+                run.exchange.clear()
+            model = case.build().train()
+            content = batch.microbatches[0].content
+            trace = pipeline_of(how).find(model, job.objective, content, device="cpu").trace
+            said = cost(how, trace, torch.optim.AdamW(model.parameters()), stage=run.mesh.stage)
+            assert (name, dict(seen.calls)) == (name, said.calls)
+            assert (name, dict(seen.moved)) == (name, said.moved)
+            if how.shard == 1:
+                assert sum(p.nbytes for p in run.model.parameters()) == said.held["weights"]
+
+    run(plan=plan, names=COUNTED[plan])
 
 
 def test_microbatches_are_chosen() -> None:

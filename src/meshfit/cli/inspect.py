@@ -25,13 +25,13 @@ from meshfit.anatomy.pairs import Split, find_pairs
 from meshfit.anatomy.record import SHARE, TraceError, record
 from meshfit.anatomy.trace import Trace
 from meshfit.cli import tell
-from meshfit.cli.screen import show
+from meshfit.cli.screen import show, tell_of
 from meshfit.cli.script import run
 from meshfit.data import tree
 from meshfit.data.source import open_source
 from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
-from meshfit.objective import split
+from meshfit.objective import call, split
 
 SAMPLES = 4  # of a script's data that are traced: more than one, so that nothing broadcasts by accident
 LENGTH = 128  # tokens, where nothing else is said
@@ -82,6 +82,21 @@ class Subject:
         except Exception:  # the trace stands by itself
             return None
 
+    def split(self, model: nn.Module) -> list[str]:
+        """What ``tensor=2`` would split how, each split checked; nothing where it cannot be tried."""
+        from meshfit.layout.find import as_number
+        from meshfit.layout.tensor_plan import plan_tensor
+
+        if sum(p.numel() for p in model.parameters()) > MOST_TRIED:
+            return []
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                real = self.build() if any(p.is_meta for p in model.parameters()) else model
+                return plan_tensor(real, lambda twin: as_number(call(twin, self.inputs)), 2).explain()
+        except Exception:  # the trace stands by itself
+            return []
+
 
 def _traced(model: nn.Module, inputs: Any) -> Trace:
     """Opened as far as its cost is worth a line; as coarse as any training would, where that fails."""
@@ -102,10 +117,12 @@ def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_
         samples = max(1, next((len(t) for t in tree.tensors(subject.inputs) if t.dim()), 1))
         pairs = subject.pairs(model)
         found = describe(trace, name=subject.name, samples=samples, dropouts=_dropouts(model), pairs=pairs)
+        split = subject.split(model) if pairs is not None else []
         if as_json:
-            print(json.dumps(asdict(found), indent=1))
+            print(json.dumps({**asdict(found), "tensor": split}, indent=1))
         else:
             show(found)
+            tell_of("tensor=2", split)
 
     if target.endswith(".py"):
         _inspect_script(Path(target), arguments, specs, which, told, quiet=as_json)

@@ -13,14 +13,28 @@ from meshfit.anatomy.describe import Description
 WIDTH = 100
 
 
-def show(found: Description) -> None:
+def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=WIDTH)
+    return console
+
+
+def show(found: Description) -> None:
+    console = _console()
     for part in (_facts(found), _modules_table(found), _stages_table(found), _axes_table(found)):
         console.print()
         console.print(part)
     console.print("\n [dim]forward, kept and sent: for one sample. time: as flops and bytes tell, with the backward[/]")
+
+
+def tell_of(title: str, lines: list[str]) -> None:
+    """Some lines under a title."""
+    if lines:
+        console = _console()
+        console.print(f"\n [bold]{title}[/bold]")
+        for line in lines:
+            console.print(f" {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(*columns: str, header: bool = True) -> Table:

@@ -14,6 +14,7 @@ from meshfit.cost import Cost
 from meshfit.exchange import across, allreduce
 from meshfit.exchange.nature import state_bytes
 from meshfit.layout import batchnorm
+from meshfit.layout.find import pipeline_of
 from meshfit.layout.offload import Offload
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate
@@ -30,32 +31,46 @@ def cost(
     optimizer: torch.optim.Optimizer,
     *,
     split: TensorPlan | None = None,
+    stage: int = 0,
     ahead: bool = False,
 ) -> Cost:
     """Of a step under ``plan``. ``trace`` is of one microbatch of one rank, as if nothing were split; ``split`` what
-    the tensor axis was found to; ``ahead``: see ``Shard.cost``.
+    the tensor axis was found to; ``stage`` the rank's place along the pipeline; ``ahead``: see ``Shard.cost``.
 
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
-    total = Cost()
+    total, whole, alive, shared, pipe = Cost(), trace, 1.0, set[str](), pipeline_of(plan)
+    if plan.pipeline > 1:
+        trace, added, alive = pipe.cost(trace, stage)
+        total += added
+        shared |= pipe.tied(whole)
     if plan.tensor > 1:
         if split is None:
             raise ValueError(f"{plan}: its cost depends on what is split: plan_tensor says so")
-        trace, added = Tensor(degree=plan.tensor, plan=split).cost(trace, microbatches=plan.microbatches)
-        total += added + across.cost(len(split.shared), plan.shares)
-    whole = trace
+        part = split.only(trace.parameters)
+        trace, added = Tensor(degree=plan.tensor, plan=part).cost(trace, microbatches=plan.microbatches)
+        total += added
+        shared |= set(split.shared)
+    if plan.pipeline > 1 or plan.tensor > 1:
+        total += across.cost(len(shared), plan.shares)
+    before = trace
     if plan.cuts:
         shard = Shard.of(plan, units(trace, tuple(trace.parameters)))
-        trace, added = shard.cost(trace, copies=plan.data, microbatches=plan.microbatches, ahead=ahead)
+        mixed = plan.pipeline > 1
+        trace, added = shard.cost(
+            trace, copies=plan.data, microbatches=plan.microbatches, ahead=ahead, accumulate=mixed
+        )
         total += added
     else:
         trace, added = Replicate(degree=plan.data).cost(trace)
         trained = [_parameter(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
         total += added + allreduce.cost(trained, plan.data)
+    if plan.pipeline > 1:
+        total += pipe.tied_cost(whole, trace)
     if plan.joins_batchnorms:
-        total += batchnorm.cost(whole, plan.shares, plan.microbatches)
+        total += batchnorm.cost(before, plan.shares, plan.microbatches)
     if plan.recompute != "none":
-        trace, added = Recompute(word=plan.recompute, blocks=recomputed_blocks(whole)).cost(trace)
+        trace, added = Recompute(word=plan.recompute, blocks=recomputed_blocks(before)).cost(trace)
         total += added
     state = state_bytes(optimizer)
     if plan.offload == "optimizer":
@@ -64,7 +79,7 @@ def cost(
     else:
         kept = sum(sum(state.of(p.shape, p.dtype)) for p in trace.parameters.values() if p.trained and prod(p.shape))
         total += Cost(host={"optimizer": kept}) if plan.offload == "parameters" else Cost(held={"optimizer": kept})
-    return total + Cost(held={"activations": trace.cost.kept})
+    return total + Cost(held={"activations": round(trace.cost.kept * alive)})
 
 
 def _parameter(shape: tuple[int, ...], dtype: str) -> nn.Parameter:

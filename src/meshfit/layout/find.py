@@ -61,7 +61,7 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
 
     batch = _first(batch, TRIED)
     try:
-        split = plan_tensor(model, lambda twin: _number(objective(twin, batch)), plan.tensor)
+        split = plan_tensor(model, lambda twin: as_number(objective(twin, batch)), plan.tensor)
     except RuntimeError as error:
         if "deepcopy" not in str(error):
             raise
@@ -85,7 +85,7 @@ def _first(batch: Any, samples: int) -> Any:
     return tree.map_tensors(lambda t: t[:samples] if t.dim() and len(t) == there else t, batch)
 
 
-def _number(result: Any) -> Tensor:
+def as_number(result: Any) -> Tensor:
     """What a step came to, as one number to go backward from."""
     if isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[0], Tensor) and not result[0].dim():
         return result[0]  # a sum, and what it is over

@@ -144,29 +144,38 @@ class Pipeline:
             hollow(model, part)
         return Staged(self, found, rank, part, skeleton, model)
 
-    def cost(self, trace: Trace, rank: int, found: Stages | None = None) -> tuple[Trace, Cost]:
-        """What ``rank`` runs of ``trace`` (of one microbatch), and what the pipeline adds: transfers, and the
-        activations of further microbatches."""
+    def cost(self, trace: Trace, rank: int, found: Stages | None = None) -> tuple[Trace, Cost, float]:
+        """What ``rank`` runs of ``trace`` (of one microbatch); what it sends; and the activations that it keeps at
+        their most, over those of one microbatch."""
         found = found or self.cut_of(trace)
-        plan, own = self.schedule, stages_of(self.word, self.degree, self.stages // self.degree, rank)
-        kept = self.kept(trace, found)[rank]
+        own = stages_of(self.word, self.degree, self.stages // self.degree, rank)
         mine = part_of_trace(trace, found, own)
-        sends = [found.cuts[stage].bytes for stage in own if stage < self.stages - 1]
-        backs = [found.cuts[stage - 1].bytes for stage in own if stage]
-        away = [
-            size
-            for to, size in (
-                *zip((stage + 1 for stage in own if stage < self.stages - 1), sends, strict=True),
-                *zip((stage - 1 for stage in own if stage), backs, strict=True),
-            )
-            if plan.rank_of(to) != rank and size
-        ]
+        last = self.stages - 1
+        steps = [(stage + 1, found.cuts[stage].bytes) for stage in own if stage < last]
+        for stage in (stage for stage in own if stage):  # gradients, of what has one
+            values = [trace.values[v] for v in found.cuts[stage - 1].crossing]
+            steps.append((stage - 1, sum(value.bytes for value in values if value.needs_grad)))
+        away = [size for to, size in steps if self.schedule.rank_of(to) != rank and size]
         times = self.microbatches
-        return mine, Cost(
-            held={"activations": kept - mine.cost.kept},
-            calls={"send": len(away) * times} if away else {},
-            moved={"send": sum(away) * times} if away else {},
+        sent = Cost(
+            calls={"send": len(away) * times} if away else {}, moved={"send": sum(away) * times} if away else {}
         )
+        return mine, sent, self.kept(trace, found)[rank] / max(mine.cost.kept, 1)
+
+    def tied(self, trace: Trace, found: Stages | None = None) -> set[str]:
+        """Parameters that several ranks hold."""
+        found, users = found or self.cut_of(trace), {}
+        for stage, names in enumerate(found.parameters):
+            for name in names:
+                users.setdefault(name, set()).add(self.schedule.rank_of(stage))
+        return {name for name, ranks in users.items() if len(ranks) > 1}
+
+    def tied_cost(self, trace: Trace, mine: Trace) -> Cost:
+        """Of summing the gradients of those that a rank which runs ``mine`` holds."""
+        shared = [p for name, p in mine.parameters.items() if p.trained and name in self.tied(trace)]
+        if not shared:
+            return Cost()
+        return Cost(calls={"all_reduce": len(shared)}, moved={"all_reduce": sum(p.bytes for p in shared)})
 
     def kept(self, trace: Trace, found: Stages) -> tuple[int, ...]:
         """Activation bytes at their most, by rank."""

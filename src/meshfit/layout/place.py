@@ -230,10 +230,11 @@ def place(
 
 def _without_caches(model: nn.Module) -> list[Any]:
     """Turn off the caches of keys and values that Hugging Face's models make even in training; where they were on."""
-    found = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", None) is True}
-    for config in found.values():
+    configs: dict[int, Any] = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    found = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in found:
         config.use_cache = False
-    return list(found.values())
+    return found
 
 
 def _agreed(find: Callable[[], Found], mesh: Mesh) -> Found:

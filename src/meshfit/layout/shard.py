@@ -101,9 +101,18 @@ class Shard:
         _rest_to(model, device, set(shards.place))
         return shards
 
-    def cost(self, trace: Trace, *, copies: int = 1, microbatches: int = 1, ahead: bool = False) -> tuple[Trace, Cost]:
-        """On the first rank, a step. ``ahead``: units are gathered ahead of their use, as on GPUs. In the trace that is
-        returned, parameters are what the optimizer steps."""
+    def cost(
+        self,
+        trace: Trace,
+        *,
+        copies: int = 1,
+        microbatches: int = 1,
+        ahead: bool = False,
+        accumulate: bool = False,
+    ) -> tuple[Trace, Cost]:
+        """On the first rank, a step. ``ahead``: units are gathered ahead of their use, as on GPUs. ``accumulate``:
+        whole gradients are summed over microbatches, as in a pipeline. In the trace that is returned, parameters are
+        what the optimizer steps."""
         return shard_cost(
             trace,
             self.units,
@@ -114,6 +123,7 @@ class Shard:
             gathered=None if self.gathered is None else self.gathered.itemsize,
             ahead=ahead,
             host=self.home == "host",
+            accumulate=accumulate or (self.zero == 1 and microbatches > 1),
         )
 
     def _gathered_as(self, p: nn.Parameter, places: list[tuple[nn.Module, str]]) -> torch.dtype:

@@ -84,16 +84,16 @@ def shard_cost(
     gathered: int | None,
     ahead: bool,
     host: bool,
+    accumulate: bool,
 ) -> tuple[Trace, Cost]:
     """See ``Shard.cost``."""
     rows = {unit: rows_of(trace, unit, degree, gathered) for unit in units}
     every = [row for many in rows.values() for row in many]
     uses = uses_of(trace, units)
     used = Counter(use.unit for use in uses if use.returns)
-    accumulate = zero == 1 and microbatches > 1
     fetched = Counter(units) if zero < 3 else gathers(trace, uses, microbatches)
     scattered = {
-        unit: (used[unit] if zero == 3 else 1) * (1 if accumulate else microbatches) if degree > 1 else 0
+        unit: (1 if accumulate else microbatches * (used[unit] if zero == 3 else 1)) if degree > 1 else 0
         for unit in units
     }
     uncut = sum(p.bytes for p in trace.parameters.values() if not p.dtype.startswith(CUT))
@@ -104,9 +104,9 @@ def shard_cost(
     else:  # a part that is gathered as it is lies within the whole
         within = [0 if host or row.gathered != row.itemsize else row.bytes for row in every]
         held["weights"] += sum(row.whole for row in every) - sum(within)
-        # Whole gradients wait for later microbatches, or for further uses of their unit in this one.
-        waiting = units if accumulate else [unit for unit in units if used[unit] > 1]
-        held["gradients"] += sum(row.gradients for unit in waiting for row in rows[unit] if row.trained)
+    # Whole gradients wait for later microbatches, or for further uses of their unit in this one.
+    waiting = units if accumulate else [unit for unit in units if used[unit] > 1 and zero < 3]
+    held["gradients"] += sum(row.gradients for unit in waiting for row in rows[unit] if row.trained)
     calls, moved = _traffic(rows, fetched, scattered, degree, copies, host)
     slices = {name: n for row in every for name, n in row.first_slices().items()} if degree > 1 else {}
     cut = {

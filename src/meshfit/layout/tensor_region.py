@@ -5,7 +5,8 @@ from its share of the weights; outside, all ranks compute the same. A layer whos
 own: it is entered, and ``gathers`` what it returns.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -188,6 +189,13 @@ class TensorPlan:
     @property
     def partial(self) -> tuple[str, ...]:
         return tuple(joined(region.module, name) for region in self.regions for name in region.partial)
+
+    def only(self, names: Collection[str]) -> "TensorPlan":
+        """What it says of some parameters: those of one rank of a pipeline."""
+        inside = lambda region: any(joined(region.module, each.name) in names for each in region.cuts)
+        regions = tuple(region for region in self.regions if inside(region))
+        elements = {name: size for name, size in self.elements.items() if name in names}
+        return replace(self, regions=regions, elements=elements)
 
     @property
     def copied(self) -> tuple[str, ...]:
