@@ -79,7 +79,7 @@ COUNTED = {
     "pipeline=2 microbatches=4": ["tied-gpt", "vit"],
     "data=2 pipeline=2 microbatches=2": ["tied-gpt", "batchnorm-cnn"],
     "shard=2 zero=2 pipeline=2 microbatches=2": ["tied-gpt"],
-    "pipeline=2 schedule=interleaved microbatches=4": ["llama"],
+    "pipeline=2 schedule=interleaved microbatches=4 cut=model.layers.1,model.layers.2,model.norm": ["llama"],
 }
 
 

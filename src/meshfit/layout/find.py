@@ -159,10 +159,11 @@ def _staged(found: Found, plan: Plan, model: nn.Module, objective: Objective, ba
 
 
 def _units_of_part(trace: Trace, names: Collection[str], shared: Collection[str]) -> tuple[Unit, ...]:
-    """Units of the modules that one rank calls; parameters that several ranks hold are cut alike on all of them."""
+    """Units of the modules that one rank calls; parameters that several ranks hold are cut alike on all of them.
+
+    What a stage runs again are recorded steps: modules around them are not called, so they are no entrances."""
     held = [name for name in trace.parameters if name in names] + [n for n in names if n not in trace.parameters]
-    apart = lambda path: any(f"{name}.".startswith(f"{path}.") for name in trace.parameters if name not in names)
-    events = tuple(replace(e, within=tuple(path for path in e.within if not apart(path))) for e in trace.events)
+    events = tuple(replace(event, within=()) for event in trace.events)
     found = units(replace(trace, events=events), tuple(held))
     return tuple(replace(unit, apart=frozenset(name for name in unit.parameters if name in shared)) for unit in found)
 

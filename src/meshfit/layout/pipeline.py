@@ -30,6 +30,9 @@ from meshfit.layout.units import Whole, _relative
 from meshfit.schedule.actions import BACKWARD, FORWARD, Action, Schedule, rank_of, schedule, stages_of, usual_chunks
 from meshfit.schedule.simulate import Simulated, simulate
 
+EVEN = 0.05
+"""Imbalance of stages beyond which modules are opened further, for a better cut."""
+
 SHARE = 0.05
 """Of all parameters: what a module may hold and still be taken as a whole, where stages are few."""
 
@@ -71,16 +74,23 @@ class Pipeline:
     ) -> "Found":
         """Where to cut ``model``, from one step recorded on ``batch``: on one rank, for all of them."""
         refused: PlanError | None = None
+        found: list[tuple[float, Found]] = []
         for share in (min(SHARE, 1 / (4 * self.stages)), 0.0):  # finer only if need be: see record_atoms
             atoms, recording = self._record(model, objective, batch, share, device)
             trace = _relative(recording.trace)
             try:
-                split = split_of(trace, self.cut_of(trace), branches=_branches(trace))
-                return Found(split, share, atoms, trace, _notes(trace, self.cut_of(trace)))
+                cut = self.cut_of(trace)
+                split = split_of(trace, cut, branches=_branches(trace))
             except PlanError as error:
                 refused = error
-        assert refused is not None
-        raise refused
+                continue
+            found.append((cut.imbalance, Found(split, share, atoms, trace, _notes(trace, cut))))
+            if cut.imbalance <= EVEN or self.cut:
+                break
+        if not found:
+            assert refused is not None
+            raise refused
+        return min(found, key=lambda each: each[0])[1]
 
     def _record(
         self, model: nn.Module, objective: Any, batch: Any, share: float, device: str
