@@ -152,19 +152,21 @@ def _staged(found: Found, plan: Plan, model: nn.Module, objective: Objective, ba
     stages = [stages_of(pipe.word, pipe.degree, pipe.stages // pipe.degree, rank) for rank in range(pipe.degree)]
     every = [{name for stage in own for name in staged.split.parameters[stage]} for own in stages]
     cut = pipe.cut_of(staged.trace)
-    own = [part_of_trace(staged.trace, cut, some) for some in stages]
+    all_of_them = staged.trace.parameters
+    own = [
+        replace(part_of_trace(staged.trace, cut, some), parameters={n: p for n, p in all_of_them.items() if n in names})
+        for some, names in zip(stages, every, strict=True)
+    ]
     shared = {name for name in set().union(*every) if sum(name in names for names in every) > 1}
-    rows = [_units_of_part(trace, names, shared) for trace, names in zip(own, every, strict=True)]
-    return replace(found, units=tuple(rows))
+    return replace(found, units=tuple(_units_of_part(trace, shared) for trace in own))
 
 
-def _units_of_part(trace: Trace, names: Collection[str], shared: Collection[str]) -> tuple[Unit, ...]:
+def _units_of_part(trace: Trace, shared: Collection[str]) -> tuple[Unit, ...]:
     """Units of the modules that one rank calls; parameters that several ranks hold are cut alike on all of them.
 
     What a stage runs again are recorded steps: modules around them are not called, so they are no entrances."""
-    held = [name for name in trace.parameters if name in names] + [n for n in names if n not in trace.parameters]
     events = tuple(replace(event, within=()) for event in trace.events)
-    found = units(replace(trace, events=events), tuple(held))
+    found = units(replace(trace, events=events), tuple(trace.parameters))
     return tuple(replace(unit, apart=frozenset(name for name in unit.parameters if name in shared)) for unit in found)
 
 
