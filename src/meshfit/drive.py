@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit import layout
+from meshfit.checkpoint.going_on import folder_to_resume, saved
 from meshfit.errors import JobError, NonFiniteError
 from meshfit.job import Job
 from meshfit.launch import heap
@@ -126,7 +127,7 @@ class Here(Training):
         elif self.world.device.type == "cpu":
             heap.keep()
         self.writes &= self.world.rank == 0
-        found = [new_folder(job.out) if self.writes and job.out is not None else None]
+        found = [_folder_of(job) if self.writes else None]
         if self.world.size > 1 and job.out is not None:
             dist.broadcast_object_list(found)
         (self.folder,) = found
@@ -141,8 +142,10 @@ class Here(Training):
             if self._tap is not None:
                 self._tap(run)
             try:
-                with observed(run):
+                with saved(run, self.folder) as save, observed(run):
+                    self.notes = [*self.said, *run.notes]
                     for step in train(run, stop=lambda: self._stop):
+                        save()
                         yield step
                         if self._stop and self.world.size == 1:
                             break
@@ -175,7 +178,7 @@ class Ranked(Training):
 
         warm(*RANK_MODULES)  # the template loads torch while the model is built
         super().__init__(job, lockstep, tap)
-        self.folder = None if job.out is None else new_folder(job.out)
+        self.folder = _folder_of(job)
 
     def _steps(self) -> Generator[Step, None, None]:
         try:
@@ -246,11 +249,12 @@ class Work:
         if self.tap is not None:
             self.tap(run)
         feed = Feed(channel, self.lockstep) if world.rank == 0 else None
-        if feed is not None:
-            channel.send(Begun(run.notes, run.last_step))
         try:
-            with observed(run):
+            with saved(run, self.folder) as save, observed(run):
+                if feed is not None:
+                    channel.send(Begun(run.notes, run.last_step))
                 for step in train(run, stop=feed.stopped if feed is not None else lambda: False):
+                    save()
                     if feed is not None:
                         feed.add(step)
         except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
@@ -352,6 +356,12 @@ def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Put trained weights into the caller's model, where its tensors are."""
     for name, tensor in tensors_of(model).items():
         tensor.copy_(weights[name])
+
+
+def _folder_of(job: Job) -> Path | None:
+    if job.out is None:
+        return None
+    return folder_to_resume(job.out) if job.resume is True else new_folder(job.out)
 
 
 def _plan(job: Job) -> Plan:

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from meshfit.checkpoint.cadence import Cadence
 from meshfit.data.source import sample_count
 from meshfit.errors import JobError, PlanError, did_you_mean
 from meshfit.launch.devices import Devices, find
@@ -101,6 +102,14 @@ class Job:
     out: Path | str | None = None
     """Folder for what the run writes; a new one beside it if it holds a run already."""
 
+    checkpoint: Any = None
+    """How often to save all that the training is made of, into out/checkpoints: 500 (steps), "10 minutes", "3%" of the
+    time; and at the end. None: never."""
+
+    resume: bool | Path | str = False
+    """Go on from the newest checkpoint of ``out`` that is intact, if there is one (True), or from the one at a path:
+    under any plan, at the very sample."""
+
     @classmethod
     def of(cls, asked: dict[str, Any]) -> Self:
         """From keywords, with a word on unknown ones."""
@@ -142,6 +151,10 @@ class Job:
                 raise JobError(f"{name}= needs valid=, data to evaluate on")
         if self.best and self.best.lstrip("-") not in (*self.metrics, "loss"):
             raise JobError(f"best={self.best!r} is not measured", did_you_mean(self.best, ["-loss", *self.metrics]))
+        Cadence.of(self.checkpoint)  # refuses what it does not understand
+        for name in ("checkpoint", "resume"):
+            if self.out is None and (self.checkpoint is not None if name == "checkpoint" else self.resume is True):
+                raise JobError(f"{name}= needs out=, the run's folder", 'out="runs/one", say')
         if self.patience and not self.best:
             raise JobError("patience= needs best=, the metric to watch", 'best="-loss", say')
 

@@ -41,10 +41,13 @@ def train(
     plan: PlanText = None,
     devices: DeviceText = None,
     out: Annotated[str | None, typer.Option(help="Folder for what the run writes.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help='How often to save: "500 steps", "10 minutes", "3%".')] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint of the folder.")] = False,
     fit: Which = 1,
 ) -> None:
     """Run a script's training, under another plan or on other devices if asked."""
-    changes = _given(plan=plan, devices=devices, out=out)
+    changes: dict[str, Any] = _given(plan=plan, devices=devices, out=out, checkpoint=checkpoint)
+    changes |= {"resume": True} if resume else {}
     run(script, arguments or [], lambda asked: {**asked, **changes}, fit)
 
 

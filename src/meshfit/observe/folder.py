@@ -47,6 +47,7 @@ class Folder:
             "python": platform.python_version(),
         }
         self._metrics: dict[str, float] = {}
+        self._begun = False
         self._last = (0.0, 0)
         self._scalars = None
         if self.path is not None and importlib.util.find_spec("tensorboard") is not None:
@@ -81,6 +82,9 @@ class Folder:
     def add(self, step: Step) -> None:
         if self.path is None:
             return
+        if not self._begun:
+            self._begun = True
+            _forget(self.path / "metrics.jsonl", step.step)
         self._held.append(step)
         if self._held[0].reading.ready and step.seconds - self._held[0].seconds > FLUSH_SECONDS:
             self._flush()
@@ -117,6 +121,13 @@ class Folder:
     def _write(self) -> None:
         if self.path is not None:
             (self.path / "run.json").write_text(json.dumps(self._about, indent=2) + "\n")
+
+
+def _forget(path: Path, step: int) -> None:
+    """Leave out what a run that goes on from a checkpoint had done after it: it does that again."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step))
 
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:
