@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.source import open_source
-from meshfit.exchange.build import keep
-from meshfit.exchange.server import Server, Terms
-from meshfit.exchange.worker import Again, Served, Worker
+from meshfit.exchange.serving.build import keep
+from meshfit.exchange.serving.server import Server, Terms
+from meshfit.exchange.serving.worker import Again, Served, Worker
 from meshfit.layout import batchnorm
 from meshfit.layout.precision import Precision
 from meshfit.objective import Objective, find_over

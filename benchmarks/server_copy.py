@@ -23,10 +23,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.served import SECRET
-from meshfit.exchange.build import keep
-from meshfit.exchange.keeper import Keeper
-from meshfit.exchange.server import Server, Terms
-from meshfit.exchange.worker import Worker
+from meshfit.exchange.serving.build import keep
+from meshfit.exchange.serving.keeper import Keeper
+from meshfit.exchange.serving.server import Server, Terms
+from meshfit.exchange.serving.worker import Worker
 
 LIMIT = 1.5
 

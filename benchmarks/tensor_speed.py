@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look things up under
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
 from meshfit.launch.world import World
+from meshfit.layout.split.plan import plan_tensor
 from meshfit.layout.tensor import Tensor as TensorAxis
-from meshfit.layout.tensor_plan import plan_tensor
 
 DEVICES = Devices("cpu", None)
 GOAL = 0.97

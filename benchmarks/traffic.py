@@ -25,13 +25,13 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.served import SECRET
-from meshfit.exchange import server_cost
 from meshfit.exchange.allreduce import AllReduce
-from meshfit.exchange.build import keep
 from meshfit.exchange.local import Local, Outer
-from meshfit.exchange.server import Server, Terms
+from meshfit.exchange.serving import cost as server_cost
+from meshfit.exchange.serving.build import keep
+from meshfit.exchange.serving.server import Server, Terms
+from meshfit.exchange.serving.worker import Served, Worker
 from meshfit.exchange.update import Update
-from meshfit.exchange.worker import Served, Worker
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
 from meshfit.launch.world import World

@@ -18,8 +18,8 @@ from meshfit.data.source import open_source
 from meshfit.exchange.across import Across, Spread
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.layout.pipeline import Pipeline, Staged
-from meshfit.layout.pipeline_weights import collect, deliver, whole_state
 from meshfit.layout.precision import LossScale, Precision
+from meshfit.layout.stages.weights import collect, deliver, whole_state
 from meshfit.objective import Objective, call, find_over, split
 from meshfit.schedule.actions import WORDS
 from meshfit.schedule.backward import input_gradients

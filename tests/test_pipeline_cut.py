@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from benchmarks import zoo
 from meshfit.errors import PlanError
 from meshfit.layout.pipeline import Found, Pipeline, Staged, part_of_trace
-from meshfit.layout.pipeline_split import Shell
 from meshfit.layout.replicate import tied
+from meshfit.layout.stages.cut import Shell
 from meshfit.objective import Objective
 from tests.ranked import built
 

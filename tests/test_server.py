@@ -14,14 +14,14 @@ from benchmarks import zoo
 from benchmarks.parity import distance
 from benchmarks.served import SECRET, Training, Work, join_batchnorms
 from meshfit.errors import PlanError, RankError
-from meshfit.exchange import server_cost
-from meshfit.exchange.build import keep
-from meshfit.exchange.keeper import shortened
 from meshfit.exchange.nature import state_bytes
-from meshfit.exchange.running import Running
-from meshfit.exchange.server import Terms
-from meshfit.exchange.wire import WireError
-from meshfit.exchange.worker import Worker
+from meshfit.exchange.serving import cost as server_cost
+from meshfit.exchange.serving.build import keep
+from meshfit.exchange.serving.keeper import shortened
+from meshfit.exchange.serving.running import Running
+from meshfit.exchange.serving.server import Terms
+from meshfit.exchange.serving.wire import WireError
+from meshfit.exchange.serving.worker import Worker
 from tests.distributed import distributed
 
 CASES = {  # (workers, servers, samples): batches of 8; 18 leave a last one of two, and with three workers one has none

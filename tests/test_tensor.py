@@ -17,13 +17,13 @@ from torch import nn
 
 from benchmarks.zoo import ZOO, Case, mean_loss, seeded, train_alone, transformers, unpadded_text
 from meshfit.anatomy import trace
-from meshfit.layout import tensor_plan
+from meshfit.layout.split import plan as tensor_plan
+from meshfit.layout.split.check import Refused, check, reference
+from meshfit.layout.split.plan import plan_tensor
+from meshfit.layout.split.region import VOCABULARY, Cut, Region, TensorPlan
+from meshfit.layout.split.twin import study
+from meshfit.layout.split.watch import watch
 from meshfit.layout.tensor import Parts, Tensor
-from meshfit.layout.tensor_check import Refused, check, reference
-from meshfit.layout.tensor_plan import plan_tensor
-from meshfit.layout.tensor_region import VOCABULARY, Cut, Region, TensorPlan
-from meshfit.layout.tensor_twin import study
-from meshfit.layout.tensor_watch import watch
 from tests import odd_blocks
 from tests.distributed import distributed
 

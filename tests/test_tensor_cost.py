@@ -10,8 +10,8 @@ import torch.distributed as dist
 from benchmarks.anatomy_live import LiveBytes
 from benchmarks.zoo import ZOO, mean_loss
 from meshfit.anatomy import trace
+from meshfit.layout.split.plan import plan_tensor
 from meshfit.layout.tensor import Tensor
-from meshfit.layout.tensor_plan import plan_tensor
 from tests.distributed import distributed
 
 NEAR = 0.2

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.zoo import ZOO, mean_loss
-from meshfit.layout import tensor_find
-from meshfit.layout.tensor_plan import plan_tensor
-from meshfit.layout.tensor_region import Cut, TensorPlan
+from meshfit.layout.split import find as tensor_find
+from meshfit.layout.split.plan import plan_tensor
+from meshfit.layout.split.region import Cut, TensorPlan
 from tests.odd_blocks import NormedHeads
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshfit.layout.tensor_ops import Meeting, Threads, enter
-from meshfit.layout.vocabulary import Slice, whole_output
+from meshfit.layout.split.ops import Meeting, Threads, enter
+from meshfit.layout.split.vocabulary import Slice, whole_output
 
 CLASSES = 12
 

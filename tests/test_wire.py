@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from meshfit.exchange import wire
-from meshfit.exchange.compress import Codec, Feedback
-from meshfit.exchange.parcel import Parcel, shares, split
-from meshfit.exchange.region import Region, view
-from meshfit.exchange.wire import HEADER, KINDS, MAGIC, PROTOCOL, Gone, Listener, Wire, WireError, connect
+from meshfit.exchange.serving import wire
+from meshfit.exchange.serving.compress import Codec, Feedback
+from meshfit.exchange.serving.parcel import Parcel, shares, split
+from meshfit.exchange.serving.region import Region, view
+from meshfit.exchange.serving.wire import HEADER, KINDS, MAGIC, PROTOCOL, Gone, Listener, Wire, WireError, connect
 
 SECRET = b"0123456789abcdef"
 

@@ -85,7 +85,7 @@ class Subject:
     def split(self, model: nn.Module) -> list[str]:
         """What ``tensor=2`` would split how, each split checked; nothing where it cannot be tried."""
         from meshfit.layout.find import as_number
-        from meshfit.layout.tensor_plan import plan_tensor
+        from meshfit.layout.split.plan import plan_tensor
 
         if sum(p.numel() for p in model.parameters()) > MOST_TRIED:
             return []

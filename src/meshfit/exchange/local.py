@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.exchange.allreduce import Riders, split_buckets
-from meshfit.exchange.parcel import statistics
+from meshfit.exchange.serving.parcel import statistics
 
 NUMBERS = 2  # count, stop: at the end of the last bucket
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo's own

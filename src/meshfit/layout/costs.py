@@ -19,8 +19,8 @@ from meshfit.layout.offload import Offload
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate
 from meshfit.layout.shard import Shard
+from meshfit.layout.split.region import TensorPlan
 from meshfit.layout.tensor import Tensor
-from meshfit.layout.tensor_region import TensorPlan
 from meshfit.layout.units import units
 from meshfit.plan import Plan
 

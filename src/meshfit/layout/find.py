@@ -18,8 +18,8 @@ from meshfit.errors import PlanError
 from meshfit.layout.compile import compilable
 from meshfit.layout.pipeline import Found as FoundStages
 from meshfit.layout.pipeline import Pipeline, part_of_trace
-from meshfit.layout.pipeline_split import Shell
-from meshfit.layout.tensor_region import TensorPlan, joined
+from meshfit.layout.split.region import TensorPlan, joined
+from meshfit.layout.stages.cut import Shell
 from meshfit.layout.units import Unit, traced, units
 from meshfit.plan import Plan
 from meshfit.schedule.actions import stages_of
@@ -57,7 +57,7 @@ def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device:
 
 
 def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
-    from meshfit.layout.tensor_plan import plan_tensor  # the first rank alone plans
+    from meshfit.layout.split.plan import plan_tensor  # the first rank alone plans
 
     batch = _first(batch, TRIED)
     try:

@@ -23,9 +23,9 @@ from meshfit.anatomy.record_atoms import twin
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
-from meshfit.layout.pipeline_audit import Misfit, audit
-from meshfit.layout.pipeline_program import Programs
-from meshfit.layout.pipeline_split import Split, hollow, part_of, split_of, stages_before
+from meshfit.layout.stages.audit import Misfit, audit
+from meshfit.layout.stages.cut import Split, hollow, part_of, split_of, stages_before
+from meshfit.layout.stages.program import Programs
 from meshfit.layout.units import Whole, _relative
 from meshfit.schedule.actions import BACKWARD, FORWARD, Action, Schedule, rank_of, schedule, stages_of, usual_chunks
 from meshfit.schedule.simulate import Simulated, simulate

@@ -20,15 +20,15 @@ from meshfit.layout.forward import is_wrapped, unwrap, wrap
 from meshfit.layout.gather import Shards
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.pipeline import Staged
-from meshfit.layout.pipeline_split import Shell
-from meshfit.layout.pipeline_weights import collect
 from meshfit.layout.precision import Precision
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate, check_ties, tied
 from meshfit.layout.shard import Shard
+from meshfit.layout.split.vocabulary import whole_output
+from meshfit.layout.stages.cut import Shell
+from meshfit.layout.stages.weights import collect
 from meshfit.layout.tensor import Parts
 from meshfit.layout.tensor import Tensor as TensorAxis
-from meshfit.layout.vocabulary import whole_output
 from meshfit.plan import Plan
 from meshfit.schedule.pipeline import Forward
 

@@ -2,7 +2,7 @@
 
 Regions between column and row weights are computed by shares, with one sum over the ranks at their end and one of the
 gradients at their beginning; other large layers are cut by output channels, and what they return is gathered. All ranks
-see the same samples and, outside regions, compute the same. What is cut, and where, is a value: see ``tensor_plan``.
+see the same samples and, outside regions, compute the same. What is cut, and where, is a value: see ``split``.
 
     memory    1/n of what is cut: weights, gradients, optimizer state, and the activations inside regions
     traffic   a transformer block: two all-reduces of its activations forward and two backward, a microbatch
@@ -20,10 +20,10 @@ from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.layout.forward import unwrap
 from meshfit.layout.replicate import check_ties, tied
-from meshfit.layout.tensor_cost import shrunk
-from meshfit.layout.tensor_cut import Undo, cut
-from meshfit.layout.tensor_ops import Ranks, Stream
-from meshfit.layout.tensor_region import Cut, TensorPlan
+from meshfit.layout.split.cost import shrunk
+from meshfit.layout.split.cut import Undo, cut
+from meshfit.layout.split.ops import Ranks, Stream
+from meshfit.layout.split.region import Cut, TensorPlan
 
 SHORT_CUTS = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
 """What lets torch's modules take them, if it is not 0."""

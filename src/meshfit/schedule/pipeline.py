@@ -24,8 +24,8 @@ from meshfit.data.order import mix
 from meshfit.errors import JobError
 from meshfit.layout.batchnorm import counting
 from meshfit.layout.pipeline import Staged
-from meshfit.layout.pipeline_program import Layout, Program
 from meshfit.layout.precision import LossScale, Precision
+from meshfit.layout.stages.program import Layout, Program
 from meshfit.objective import Over
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, sent, short
 from meshfit.schedule.backward import Owed, input_gradients

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshfit.errors import JobError
 from meshfit.events import current
-from meshfit.layout.pipeline_program import Layout
+from meshfit.layout.stages.program import Layout
 from meshfit.schedule.actions import Message
 
 ALIGN = 64

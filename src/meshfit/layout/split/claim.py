@@ -1,4 +1,4 @@
-"""Pairs and layers as regions: claims about what could be cut, for ``tensor_plan`` to check.
+"""Pairs and layers as regions: claims about what could be cut, for ``plan`` to check.
 
 Where a pair's weights are those of layers that are called, the region is entered at its columns and left at its rows.
 Weights that no layer holds are met at the border of the lowest module around them.
@@ -13,9 +13,9 @@ from torch import nn
 from meshfit.anatomy.pairs import LAYERS, Pair, Split
 from meshfit.anatomy.shares import as_ranges
 from meshfit.layout.replicate import tied
-from meshfit.layout.tensor_check import Refused
-from meshfit.layout.tensor_region import Cut, Leave, Patch, Raw, Region, joined
-from meshfit.layout.tensor_watch import Watched
+from meshfit.layout.split.check import Refused
+from meshfit.layout.split.region import Cut, Leave, Patch, Raw, Region, joined
+from meshfit.layout.split.watch import Watched
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
 

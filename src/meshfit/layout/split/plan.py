@@ -1,7 +1,7 @@
 """How to spread a model over the ranks of a tensor group: found, checked, and written down as a value.
 
 Pairs of column and row weights come from ``anatomy.pairs``, as claims. Each is made into a region (where gradients are
-summed on the way in, outputs on the way out) and accepted only if it passes ``tensor_check``. Code that counts heads or
+summed on the way in, outputs on the way out) and accepted only if it passes ``check``. Code that counts heads or
 channels is given its rank's number by a search over the integers its modules hold: none first, then one, then more,
 each tried by the same check. Weights that no pair holds are cut by output channels, and the output gathered. What is
 left, every rank holds whole.
@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshfit.layout.replicate import tied
-from meshfit.layout.tensor_check import Refused, check, reference
-from meshfit.layout.tensor_claim import NORMS, Claims, around, is_layer, merged
-from meshfit.layout.tensor_find import find
-from meshfit.layout.tensor_region import VOCABULARY, Patch, Region, TensorPlan, joined
-from meshfit.layout.tensor_twin import is_number, kinds_of, study
-from meshfit.layout.tensor_vocabulary import candidates, of_vocabulary, verify
-from meshfit.layout.tensor_watch import watch
+from meshfit.layout.split.check import Refused, check, reference
+from meshfit.layout.split.claim import NORMS, Claims, around, is_layer, merged
+from meshfit.layout.split.find import find
+from meshfit.layout.split.region import VOCABULARY, Patch, Region, TensorPlan, joined
+from meshfit.layout.split.twin import is_number, kinds_of, study
+from meshfit.layout.split.vocabulary_claim import candidates, of_vocabulary, verify
+from meshfit.layout.split.watch import watch
 
 WORTH_GATHERING = 0.01
 """Layers of one kind that hold less than this share of a model stay whole: gathering costs more than it saves."""

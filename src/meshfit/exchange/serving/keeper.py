@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.exchange.parcel import Parcel, behind
-from meshfit.exchange.running import Running
+from meshfit.exchange.serving.parcel import Parcel, behind
+from meshfit.exchange.serving.running import Running
 from meshfit.exchange.update import Average, Update, Updated, total_norm
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from meshfit.exchange.parcel import Parcel, statistics
+from meshfit.exchange.serving.parcel import Parcel, statistics
 
 
 class Running:

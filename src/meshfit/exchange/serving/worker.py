@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from meshfit.errors import RankError
 from meshfit.exchange.allreduce import Riders
-from meshfit.exchange.line import Line
-from meshfit.exchange.parcel import shares, statistics
+from meshfit.exchange.serving.line import Line
+from meshfit.exchange.serving.parcel import shares, statistics
+from meshfit.exchange.serving.wire import Gone, Message
 from meshfit.exchange.update import Updated
-from meshfit.exchange.wire import Gone, Message
 
 
 class Again(Exception):

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from meshfit.anatomy.aten import Given
 from meshfit.errors import JobError
-from meshfit.layout.tensor_check import Call, alias, tensors_of
-from meshfit.layout.tensor_ops import Alone
-from meshfit.layout.tensor_region import Traffic
-from meshfit.layout.vocabulary import Slice
+from meshfit.layout.split.check import Call, alias, tensors_of
+from meshfit.layout.split.ops import Alone
+from meshfit.layout.split.region import Traffic
+from meshfit.layout.split.vocabulary import Slice
 
 
 @dataclass(eq=False)

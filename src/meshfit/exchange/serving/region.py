@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshfit.exchange.parcel import ALIGNMENT
-from meshfit.exchange.wire import WireError
+from meshfit.exchange.serving.parcel import ALIGNMENT
+from meshfit.exchange.serving.wire import WireError
 
 
 @dataclass(slots=True)

@@ -83,7 +83,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A module in whose code products with weights of its own, which no layer holds, are met: see ``tensor_raw``."""
+    """A module in whose code products with weights of its own, which no layer holds, are met: see ``raw``."""
 
     module: str
     columns: tuple[str, ...]
@@ -215,7 +215,7 @@ class TensorPlan:
 
     def explain(self) -> list[str]:
         """A few lines for people, however deep the model: what is cut and how, what is whole and why."""
-        from meshfit.layout.tensor_words import explain
+        from meshfit.layout.split.words import explain
 
         return explain(self)
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from meshfit.layout.tensor_cut import cut
-from meshfit.layout.tensor_ops import Meeting, Stream, Threads
-from meshfit.layout.tensor_region import Cut, Region, Traffic, joined
-from meshfit.layout.tensor_twin import converted, sharing
-from meshfit.layout.vocabulary import whole_output
+from meshfit.layout.split.cut import cut
+from meshfit.layout.split.ops import Meeting, Stream, Threads
+from meshfit.layout.split.region import Cut, Region, Traffic, joined
+from meshfit.layout.split.twin import converted, sharing
+from meshfit.layout.split.vocabulary import whole_output
 
 TOLERANCE = {torch.float64: (1e-8, 1e-5), torch.float32: (2e-4, 1e-2)}
 """By how much an element may differ, relative to itself and to the root mean square of its tensor; and how small that

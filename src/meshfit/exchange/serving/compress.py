@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfit.errors import PlanError, did_you_mean
-from meshfit.exchange.parcel import ALIGNMENT, Parcel
+from meshfit.exchange.serving.parcel import ALIGNMENT, Parcel
 
 WORDS = ("none", "fp16", "bf16", "int8")
 BLOCK = 1024

@@ -8,7 +8,7 @@ in between counts too little, what regions add (sums, gathered outputs) counts a
 from dataclasses import replace
 
 from meshfit.anatomy.trace import Cost, Event, Trace
-from meshfit.layout.tensor_region import TensorPlan, joined
+from meshfit.layout.split.region import TensorPlan, joined
 
 WHOLE, COLUMN, INSIDE, ROW = "whole", "column", "inside", "row"
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.errors import RankError
-from meshfit.exchange.compress import Codec, Feedback
-from meshfit.exchange.parcel import Parcel, behind
-from meshfit.exchange.region import Region, view
-from meshfit.exchange.wire import Gone, Message, Wire, WireError, connect
+from meshfit.exchange.serving.compress import Codec, Feedback
+from meshfit.exchange.serving.parcel import Parcel, behind
+from meshfit.exchange.serving.region import Region, view
+from meshfit.exchange.serving.wire import Gone, Message, Wire, WireError, connect
 
 AGAIN_SECONDS = 0.05  # between two attempts to reach a server
 

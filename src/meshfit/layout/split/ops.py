@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshfit.events import current
 from meshfit.layout.mesh import groups
-from meshfit.layout.tensor_region import Traffic
+from meshfit.layout.split.region import Traffic
 from meshfit.torch_compat import in_backward
 
 

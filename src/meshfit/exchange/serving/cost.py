@@ -11,9 +11,9 @@ round trips; one that steps apart for one sum, and while it is more than ``stale
 from torch import nn
 
 from meshfit.cost import Cost
-from meshfit.exchange.compress import Codec
 from meshfit.exchange.nature import StateBytes
-from meshfit.exchange.parcel import Parcel, behind, shares, statistics
+from meshfit.exchange.serving.compress import Codec
+from meshfit.exchange.serving.parcel import Parcel, behind, shares, statistics
 
 
 def worker(model: nn.Module, *, servers: int = 1, compress: str = "none", device: str = "cpu") -> Cost:

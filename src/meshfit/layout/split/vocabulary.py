@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshfit.layout.tensor_ops import Group, enter, gather
-from meshfit.layout.vocabulary_loss import cross_entropy
+from meshfit.layout.split.ops import Group, enter, gather
+from meshfit.layout.split.vocabulary_loss import cross_entropy
 
 OF_THE_SLICE = {"dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout", "is_leaf", "grad_fn", "is_sparse"}
 OF_THE_SLICE |= {"is_meta", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu", "_version", "ndim", "dim"}

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshfit.layout.tensor_region import Region, TensorPlan
+    from meshfit.layout.split.region import Region, TensorPlan
 
 MOST_DEGREES = 64
 MOST_NAMES = 6

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshfit.layout.forward import wrap
-from meshfit.layout.tensor_ops import Group, Stream, enter, gather, leave
-from meshfit.layout.tensor_raw import Products
-from meshfit.layout.tensor_region import Leave, Raw, Region
-from meshfit.layout.vocabulary import Slice
+from meshfit.layout.split.ops import Group, Stream, enter, gather, leave
+from meshfit.layout.split.raw import Products
+from meshfit.layout.split.region import Leave, Raw, Region
+from meshfit.layout.split.vocabulary import Slice
 
 Forward = Callable[..., Any]
 Undo = Callable[[], None]

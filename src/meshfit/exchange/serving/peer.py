@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from meshfit.exchange.compress import Codec
-from meshfit.exchange.parcel import behind
-from meshfit.exchange.region import Region
-from meshfit.exchange.wire import Message, Wire
+from meshfit.exchange.serving.compress import Codec
+from meshfit.exchange.serving.parcel import behind
+from meshfit.exchange.serving.region import Region
+from meshfit.exchange.serving.wire import Message, Wire
 
 
 @dataclass

@@ -19,7 +19,7 @@ from meshfit.anatomy.record import Recording, record
 from meshfit.anatomy.record_program import decode
 from meshfit.anatomy.replay import Environment, bind, fact, replay_range, run
 from meshfit.data import tree
-from meshfit.layout.pipeline_split import Split, stages_like
+from meshfit.layout.stages.cut import Split, stages_like
 from meshfit.layout.units import Whole, _relative
 
 REMEMBERED = 64

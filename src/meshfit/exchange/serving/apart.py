@@ -10,13 +10,13 @@ caught up. The first server keeps clocks and tickets; the others step when they 
 
 from typing import TYPE_CHECKING, Any
 
-from meshfit.exchange.clocks import Clocks, Tickets
-from meshfit.exchange.keeper import squared
-from meshfit.exchange.peer import Peer, Push
-from meshfit.exchange.wire import Message
+from meshfit.exchange.serving.clocks import Clocks, Tickets
+from meshfit.exchange.serving.keeper import squared
+from meshfit.exchange.serving.peer import Peer, Push
+from meshfit.exchange.serving.wire import Message
 
 if TYPE_CHECKING:
-    from meshfit.exchange.server import Server
+    from meshfit.exchange.serving.server import Server
 
 
 class Apart:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from meshfit.errors import PlanError
-from meshfit.exchange.keeper import Keeper, restrict
 from meshfit.exchange.nature import nature
-from meshfit.exchange.parcel import shares
-from meshfit.exchange.running import Running
+from meshfit.exchange.serving.keeper import Keeper, restrict
+from meshfit.exchange.serving.parcel import shares
+from meshfit.exchange.serving.running import Running
 
 
 def keep(

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from meshfit.anatomy.shares import as_ranges, divisors
-from meshfit.layout.tensor_check import Call, check, reference
-from meshfit.layout.tensor_region import Cut, Patch, Region, Traffic, joined
-from meshfit.layout.tensor_watch import Watched
-from meshfit.layout.tensor_words import as_degrees
+from meshfit.layout.split.check import Call, check, reference
+from meshfit.layout.split.region import Cut, Patch, Region, Traffic, joined
+from meshfit.layout.split.watch import Watched
+from meshfit.layout.split.words import as_degrees
 
 ENTRIES = 16
 """Of a rank, in the check."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshfit.layout.tensor_ops import Group
+from meshfit.layout.split.ops import Group
 
 
 def cross_entropy(

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshfit.anatomy.aten import Given
 from meshfit.anatomy.pairs import Pair, Shard, Split, find_pairs
 from meshfit.anatomy.shares import divisors
-from meshfit.layout.tensor_region import joined
-from meshfit.layout.tensor_twin import blocks_of, replaced
-from meshfit.layout.tensor_watch import Watched
-from meshfit.layout.tensor_words import as_degrees, numberless
+from meshfit.layout.split.region import joined
+from meshfit.layout.split.twin import blocks_of, replaced
+from meshfit.layout.split.watch import Watched
+from meshfit.layout.split.words import as_degrees, numberless
 
 SMALL = 2**24
 """Parameters up to which a model is looked at as a whole."""

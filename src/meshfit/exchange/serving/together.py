@@ -14,11 +14,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meshfit.exchange.peer import Peer, Push
-from meshfit.exchange.wire import Message
+from meshfit.exchange.serving.peer import Peer, Push
+from meshfit.exchange.serving.wire import Message
 
 if TYPE_CHECKING:
-    from meshfit.exchange.server import Server
+    from meshfit.exchange.serving.server import Server
 
 
 @dataclass

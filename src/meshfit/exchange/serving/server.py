@@ -32,15 +32,15 @@ from pathlib import Path
 from typing import Any
 
 from meshfit.errors import PlanError, did_you_mean
-from meshfit.exchange.apart import Apart
-from meshfit.exchange.compress import Codec
-from meshfit.exchange.keeper import Keeper
-from meshfit.exchange.parcel import behind
-from meshfit.exchange.peer import Peer, Record, Turns
-from meshfit.exchange.region import Region, view
-from meshfit.exchange.snapshot import newest, write
-from meshfit.exchange.together import Together
-from meshfit.exchange.wire import Gone, Listener, Message, Wire, WireError
+from meshfit.exchange.serving.apart import Apart
+from meshfit.exchange.serving.compress import Codec
+from meshfit.exchange.serving.keeper import Keeper
+from meshfit.exchange.serving.parcel import behind
+from meshfit.exchange.serving.peer import Peer, Record, Turns
+from meshfit.exchange.serving.region import Region, view
+from meshfit.exchange.serving.snapshot import newest, write
+from meshfit.exchange.serving.together import Together
+from meshfit.exchange.serving.wire import Gone, Listener, Message, Wire, WireError
 
 LOST = ("average", "redo")
 LOOK_SECONDS = 0.2  # how often a thread that waits for others looks whether its own worker is still there
