@@ -34,7 +34,7 @@ def tell_of(title: str, lines: list[str]) -> None:
         console = _console()
         console.print(f"\n [bold]{title}[/bold]")
         for line in lines:
-            console.print(f" {line}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f" {line}", markup=False, highlight=False)
 
 
 def _table(*columns: str, header: bool = True) -> Table:
