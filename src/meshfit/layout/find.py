@@ -89,6 +89,8 @@ def as_number(result: Any) -> Tensor:
     """What a step came to, as one number to go backward from."""
     if isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[0], Tensor) and not result[0].dim():
         return result[0]  # a sum, and what it is over
+    if isinstance(own := getattr(result, "loss", None), Tensor):  # of Hugging Face's models
+        return own
     if isinstance(result, Tensor) and not result.dim():
         return result
     made = [t for t in tree.tensors(result) if t.is_floating_point() and t.requires_grad]
