@@ -75,6 +75,7 @@ def measure(
                     add("loss", *_weighed(loss, over, part.content, part.samples))
                 for name, metric in metrics.items():
                     add(name, *_reduced(name, metric(outputs, targets), part.samples))
+        forward.finish()
     summed = {"loss"} if over.kind == "sum" else set()
     return _mean_over_ranks(sums, summed, placed.mesh.samples, loader.device)
 
@@ -131,6 +132,7 @@ def outputs_of(placed: Placed, loader: Loader, precision: Precision) -> Iterator
                     yield at, tree.map_tensors(_on_cpu, outputs)
                 at += part.samples
             seen += batch.size
+        forward.finish()
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

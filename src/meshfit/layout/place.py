@@ -32,8 +32,6 @@ from meshfit.layout.tensor import Tensor as TensorAxis
 from meshfit.plan import Plan
 from meshfit.schedule.pipeline import Forward
 
-Forwards = Callable[[Any], Any]
-
 
 @dataclass
 class Placed:
@@ -77,20 +75,10 @@ class Placed:
         """A model with all the names and shapes, if not the elements, of the whole."""
         return self.model if self.staged is None else self.staged.skeleton
 
-    def forwards(self, step: Callable[[nn.Module, Any], Any], precision: Precision, device: torch.device) -> Forwards:
+    def forwards(self, step: Callable[[nn.Module, Any], Any], precision: Precision, device: torch.device) -> "Forwards":
         """``step(model, content)`` as a function of the content; None where the result is another rank's. All ranks
         that work on the same samples call it together."""
-        if self.staged is not None:
-            forward = Forward(
-                self.staged, step, precision=precision, device=device, group=self.mesh.pipeline, inside=self.inside
-            )
-            return lambda content: whole_output(forward(content))
-
-        def run(content: Any) -> Any:
-            with precision.arithmetic(device), self.inside():
-                return whole_output(step(self.model, content))
-
-        return run
+        return Forwards(self, step, precision, device)
 
     def changed(self) -> None:
         """Call when weights were changed by other means than a step."""
@@ -174,6 +162,30 @@ class Placed:
             self.staged.undo(self.tensors())
         for config in self.caches:
             config.use_cache = True
+
+
+class Forwards:
+    """See ``Placed.forwards``."""
+
+    def __init__(
+        self, placed: Placed, step: Callable[[nn.Module, Any], Any], precision: Precision, device: torch.device
+    ):
+        self._placed, self._step, self._precision, self._device = placed, step, precision, device
+        group, staged = placed.mesh.pipeline, placed.staged
+        self._stages = None
+        if staged is not None:
+            self._stages = Forward(staged, step, precision=precision, device=device, group=group, inside=placed.inside)
+
+    def __call__(self, content: Any) -> Any:
+        if self._stages is not None:
+            return whole_output(self._stages(content))
+        with self._precision.arithmetic(self._device), self._placed.inside():
+            return whole_output(self._step(self._placed.model, content))
+
+    def finish(self) -> None:
+        """Wait until all that was handed on to other stages has arrived: what is dropped before is lost to them."""
+        if self._stages is not None:
+            self._stages.flush()
 
 
 def place(
