@@ -211,10 +211,10 @@ class Looks(nn.Module):
 
 
 REFUSED = {
-    "microbatches": ("pipeline=4 schedule=interleaved microbatches=3", traps.Plain, "microbatches"),
+    "microbatches": ("pipeline=4 schedule=dualpipev microbatches=3", traps.Plain, "microbatches"),
     "compiled": ("pipeline=2 compile=block", traps.Plain, "compile=none works"),
-    "too many stages": ("pipeline=4", lambda: nn.Sequential(nn.Linear(8, 4)), "pipeline=4"),
-    "values": ("pipeline=2", Looks, "by values of its own activations"),
+    "too many stages": ("pipeline=4", lambda: nn.Sequential(nn.Linear(8, 4)), "pipeline=2 is the most it can take"),
+    "values": ("pipeline=2", Looks, "looks at a value that depends on activations"),
     "no stages": ("data=2 schedule=gpipe", traps.Plain, "pipeline=1 is one stage"),
 }
 
