@@ -122,6 +122,30 @@ def test_cost_is_what_runs(plan: str) -> None:
     run(plan=plan, names=COUNTED[plan])
 
 
+class Gained(nn.Module):
+    """A learned number inside a region: whole on every rank of the tensor axis, with a part of its gradient on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gain = nn.Linear(8, 32), nn.Linear(32, 8), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x) * self.gain))
+
+
+class OnlyTheFirst(nn.Sequential):
+    def __init__(self) -> None:
+        plain = [nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(2)]
+        super().__init__(Gained(), *plain, nn.Linear(8, 4))
+
+
+@distributed(world=4)
+def test_stages_that_differ_in_what_they_sum() -> None:
+    """One has a gradient that is summed over the tensor axis, the other none: they still speak of the same numbers."""
+    run = assert_alike(OnlyTheFirst, "tensor=2 pipeline=2 microbatches=2", optimizer=SGD)
+    assert run.placed.partial == ("0.gain",)
+
+
 def test_microbatches_are_chosen() -> None:
     """Where nobody says how many: else the pipeline would be empty most of the time."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4))

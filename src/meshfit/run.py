@@ -127,7 +127,7 @@ class Run:
         if placed.parts is None and placed.staged is None:
             return exchange
         tied = {} if placed.staged is None else placed.staged.tied
-        spread = Spread(parts=placed.parts, tied=tied, pipeline=mesh.pipeline)
+        spread = Spread(parts=placed.parts, tied=tied, pipeline=mesh.pipeline, partial=placed.partial)
         return Across(exchange, spread, self.model, self.world.device, copies=self.plan.data, tellers=self.plan.tensor)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:

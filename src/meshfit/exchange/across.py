@@ -40,11 +40,13 @@ class Spread:
 
     pipeline: dist.ProcessGroup | None = None
 
+    partial: tuple[str, ...] = ()
+    """Parameters of the whole model of whose gradient several ranks of the tensor axis have a part."""
+
     @property
     def shared(self) -> tuple[str, ...]:
-        """Names of parameters whose gradients are sums over ranks, the same on all of them."""
-        partial = () if self.parts is None else self.parts.names
-        return tuple(dict.fromkeys((*partial, *self.tied)))
+        """Parameters whose gradients are sums over ranks, in the same order on all of them, whoever holds them."""
+        return tuple(dict.fromkeys((*self.partial, *self.tied)))
 
 
 class Across:

@@ -44,6 +44,8 @@ class Placed:
     """This rank's stages of a pipeline."""
     parts: Parts | None = None
     """Of operations that are cut over the tensor axis."""
+    partial: tuple[str, ...] = ()
+    """Parameters of the whole model of whose gradient several ranks of that axis have a part."""
     shards: Shards | None = None
     compiled: Blocks | None = None
     """Where blocks can be compiled, but not the whole."""
@@ -226,6 +228,8 @@ def place(
         placed.compiled = Blocks(model, found.compiled)
     if found.tensor is not None:
         assert mesh.tensor is not None
+        _buffers_to(model, device)
+        placed.partial = found.tensor.shared
         placed.parts = TensorAxis(degree=plan.tensor, plan=split_of_part(found.tensor, model)).apply(model, mesh.tensor)
     again = [path for path in found.blocks if not isinstance(model.get_submodule(path), Shell)]
     if plan.cuts:
@@ -238,6 +242,15 @@ def place(
         Recompute(word=plan.recompute, blocks=tuple(again)).apply(model)
     check_ties(model, ties)
     return placed
+
+
+def _buffers_to(model: nn.Module, device: torch.device) -> None:
+    """Move buffers ahead of the rest: moved after they were cut they would be other objects, and not known as cut."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
 
 def _without_caches(model: nn.Module) -> list[Any]:

@@ -102,9 +102,6 @@ class Parts:
         self.shapes = {tensor: tensor.shape for tensor in self.cuts}
         """Of those shares: a parameter may be cut further."""
 
-        self.names = plan.shared
-        """Of parameters of whose gradient several ranks have a part: whole on every rank, or the same share on some."""
-
         everyone = tuple(range(ranks.size))
         self._sums = [(named[name], self._mates(plan.cuts.get(name)) or everyone) for name in plan.shared]
         self._lines = ranks.among(dict.fromkeys(mates for _, mates in self._sums))
