@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 from meshfit.checkpoint import Saver, restore
-from meshfit.checkpoint.position import follow
 from meshfit.drive import everywhere
 from meshfit.job import Job
 from meshfit.launch.world import World
@@ -84,7 +83,6 @@ def settle() -> None:
 class Meshfit:
     def __init__(self, job: Job, world: World, folder: Path):
         self.folder, self.run = folder, Run(job, world)
-        follow(self.run)
         next(iter(train(self.run)))
         self.saver = Saver(folder, keep=1)
         self.saver.begin(self.run)

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from meshfit.checkpoint import restore, save
-from meshfit.checkpoint.position import follow
 from meshfit.checkpoint.state import random_states
 from meshfit.drive import everywhere
 from meshfit.errors import MeshfitError
@@ -116,7 +115,6 @@ def segment(
     random.seed(world.rank)  # nobody else seeds these
     np.random.seed(world.rank)
     run = Run(job, world)
-    follow(run)
     if source is not None:
         restore(run, source)
     seen: list[list[int]] = []
@@ -153,7 +151,7 @@ def digest(run: Run) -> str:
         found.update(state.numpy().tobytes())
     if run.update.scheduler is not None:
         found.update(repr(sorted(run.update.scheduler.state_dict().items())).encode())
-    found.update(repr((run.step, run.samples, follow(run).now(run.step))).encode())
+    found.update(repr((run.step, run.samples, run.position.now(run.step))).encode())
     return found.hexdigest()
 
 

@@ -19,7 +19,6 @@ from meshfit.checkpoint import CheckpointError, Saver, newest, restore, save
 from meshfit.checkpoint.box import inside, overlap, runs, sizes, slabs, volume, whole
 from meshfit.checkpoint.cadence import Cadence, Due
 from meshfit.checkpoint.plain import decode, encode
-from meshfit.checkpoint.position import follow
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.read import OnDisk
 from meshfit.checkpoint.write import assign
@@ -41,9 +40,7 @@ def begun(model: Any, plan: str = "data=1", **asked: Any) -> Run:
     world = World(0 if alone else dist.get_rank(), 1 if alone else dist.get_world_size(), torch.device("cpu"))
     asked = {"data": (X, Y), "loss": F.mse_loss, "optimizer": ADAMW, "batch_size": 8, "steps": 9, "plan": plan, **asked}
     model = model if isinstance(model, nn.Module) else built(model)
-    run = Run(Job.of({"model": model, **asked}).training().settled(count=world.size, kind="cpu"), world)
-    follow(run)
-    return run
+    return Run(Job.of({"model": model, **asked}).training().settled(count=world.size, kind="cpu"), world)
 
 
 def advance(run: Run, steps: int) -> list[float]:
@@ -187,7 +184,7 @@ def test_there_and_back(model: str, plan: str, tmp_path: Path) -> None:
     alone = begun(make)
     restore(alone, tmp_path / "spread")
     assert_same(state_of(alone), want)
-    assert follow(alone).now(alone.step) == (0, 2)
+    assert alone.position.now(alone.step) == (0, 2)
     save(alone, tmp_path / f"alone{dist.get_rank()}")
     back = begun(make, plan)
     restore(back, tmp_path / "alone0")
@@ -282,10 +279,10 @@ def test_streams_and_epochs_go_on_where_they_were(tmp_path: Path) -> None:
     stream = lambda: iter(list(zip(X, Y, strict=True)))
     for data in ((X, Y), stream):
         want = advance(run := begun(traps.Plain, data=data, steps=8), 8)
-        assert follow(run).now(run.step) == (2, 2)
+        assert run.position.now(run.step) == (2, 2)
         run = begun(traps.Plain, data=data, steps=8)
         got = advance(run, 3)
-        assert follow(run).now(run.step) == (1, 0)
+        assert run.position.now(run.step) == (1, 0)
         got += advance(run, 1)
         save(run, tmp_path / str(callable(data)))
         again = begun(traps.Plain, data=data, steps=8)
@@ -298,8 +295,8 @@ def test_a_step_that_was_dropped_comes_again() -> None:
     batches = run.batches()
     run.step = 1
     next(batches)
-    assert follow(run).now(1) == (0, 0)
-    assert follow(run).now(2) == (0, 1)
+    assert run.position.now(1) == (0, 0)
+    assert run.position.now(2) == (0, 1)
 
 
 @pytest.mark.parametrize("move", [False, True])

@@ -18,6 +18,7 @@ from meshfit.best import Best
 from meshfit.data import tree
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.order import mix
+from meshfit.data.position import Position
 from meshfit.data.source import Stream, open_source
 from meshfit.errors import DataError
 from meshfit.evaluation import measure
@@ -96,6 +97,7 @@ class Run:
         self.captured: dict[str, object] = {}
         torch.manual_seed(self._stream)
         self.step = self.samples = 0
+        self.position = Position()
         self.started = time.perf_counter()
 
     def _make_update(self, scale: LossScale | None) -> Update:
@@ -169,22 +171,24 @@ class Run:
         )
 
     def batches(self) -> Iterator[Batch]:
-        """The batches of the whole run, epoch after epoch."""
-        made, epoch = 0, 0
-        while self.last_step is None or made < self.last_step:
+        """The batches of the run from its position on, epoch after epoch."""
+        epoch, start = self.position.now(self.step)
+        made = 0  # since the run was started, or resumed
+        while self.last_step is None or self.step < self.last_step:
             if self.last_step is None and epoch >= (self.job.epochs or math.inf):
                 return
-            empty = True
-            for batch in self.loader.epoch(epoch):
+            empty = start == 0
+            for batch in self.loader.epoch(epoch, start):
+                self.position.hand_out(batch, self.step)
                 yield batch
                 empty, made = False, made + 1
                 if made in MEASURED_STEPS:
                     self._reconsider_compile(made)
-                if self.last_step is not None and made >= self.last_step:
+                if self.last_step is not None and self.step >= self.last_step:
                     return
             if empty:
                 raise DataError(f"data= gave no sample in epoch {epoch}", "it must hold some each time it is read")
-            epoch += 1
+            epoch, start = epoch + 1, 0
 
     def evaluation_is_due(self, batch: Batch) -> bool:
         if self.valid is None:

@@ -12,10 +12,10 @@ from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import sizes, whole
 from meshfit.checkpoint.manifest import Manifest, Stored
 from meshfit.checkpoint.pieces import Lie, lie, uncut
-from meshfit.checkpoint.position import follow
 from meshfit.checkpoint.read import Tensors, Wanted, fill_all
 from meshfit.checkpoint.state import KERNELS, buffers, canonical, kind_of, nested, set_random_states
 from meshfit.data.order import mix
+from meshfit.data.position import Position
 from meshfit.errors import MeshfitError
 from meshfit.layout.replicate import tensors_of
 
@@ -242,7 +242,7 @@ def _want_position(loading: Loading, found: Manifest) -> None:
 
     def put() -> None:
         run.step, run.samples = body["step"], body["samples"]
-        follow(run, at)
+        run.position = Position(at, at)
         if hasattr(run.schedule, "steps"):  # a pipeline's random numbers follow from how many it has taken
             run.schedule.steps = run.step  # type: ignore[attr-defined, union-attr]
 

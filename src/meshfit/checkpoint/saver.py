@@ -29,7 +29,6 @@ from meshfit.checkpoint.files import Files, amount, open_files, refused
 from meshfit.checkpoint.keep import prune, sweep
 from meshfit.checkpoint.lock import Lock
 from meshfit.checkpoint.pieces import lie
-from meshfit.checkpoint.position import follow
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
 from meshfit.checkpoint.write import Described, Part, assign, copied, describe
@@ -81,7 +80,6 @@ class Saver:
         """Take the folder: refused, on all ranks, if another run has it, or it cannot be written, or is too full."""
         if self._ranks is not None:
             return
-        follow(run)
         self._ranks = Ranks(run.world.rank, run.world.size)
         probe, error = f"probe-{uuid.uuid4().hex[:8]}", None
         if run.world.rank == 0:

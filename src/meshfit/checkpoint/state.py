@@ -22,7 +22,6 @@ from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.pieces import Lie, lie, uncut
-from meshfit.checkpoint.position import follow
 from meshfit.layout.replicate import tied
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def own_facts(run: "Run") -> dict[str, Any]:
         rest = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         if rest:
             values[name] = plain.encode(rest, f"the optimizer's state of {name}")
-    epoch, batch = follow(run).now(run.step)
+    epoch, batch = run.position.now(run.step)
     return {
         "groups": [[names[p] for p in group["params"] if p in names] for group in run.optimizer.param_groups],
         "values": values,
@@ -197,7 +196,7 @@ def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
         state["scheduler"] = {"kind": kind_of(update.scheduler), "state": plain.encode(held, "the scheduler's state")}
     if run.best is not None:
         state["best"] = plain.encode({"value": run.best.value, "misses": run.best.misses}, "best")
-    epoch, batch = follow(run).now(run.step)
+    epoch, batch = run.position.now(run.step)
     per_epoch = run.loader.batches_per_epoch
     return {
         "step": run.step,

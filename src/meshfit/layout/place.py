@@ -23,7 +23,7 @@ from meshfit.layout.pipeline import Staged
 from meshfit.layout.precision import Precision
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate, check_ties, tied
-from meshfit.layout.shard import Shard
+from meshfit.layout.shard import Shard, buffers_to
 from meshfit.layout.split.vocabulary import whole_output
 from meshfit.layout.stages.cut import Shell
 from meshfit.layout.stages.weights import collect
@@ -228,7 +228,7 @@ def place(
         placed.compiled = Blocks(model, found.compiled)
     if found.tensor is not None:
         assert mesh.tensor is not None
-        _buffers_to(model, device)
+        buffers_to(model, device)  # moved after they were cut they would be other objects, and not known as cut
         placed.partial = found.tensor.shared
         placed.parts = TensorAxis(degree=plan.tensor, plan=split_of_part(found.tensor, model)).apply(model, mesh.tensor)
     again = [path for path in found.blocks if not isinstance(model.get_submodule(path), Shell)]
@@ -242,15 +242,6 @@ def place(
         Recompute(word=plan.recompute, blocks=tuple(again)).apply(model)
     check_ties(model, ties)
     return placed
-
-
-def _buffers_to(model: nn.Module, device: torch.device) -> None:
-    """Move buffers ahead of the rest: moved after they were cut they would be other objects, and not known as cut."""
-    moved: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
 
 def _without_caches(model: nn.Module) -> list[Any]:

@@ -144,11 +144,15 @@ class Shard:
 
 def _rest_to(model: nn.Module, device: torch.device, cut: set[nn.Parameter]) -> None:
     """Move buffers, and the parameters that are not cut, to the device."""
+    buffers_to(model, device)
+    for parameter in model.parameters():
+        if parameter not in cut:
+            parameter.data = parameter.data.to(device)
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter not in cut:
-                parameter.data = parameter.data.to(device)
