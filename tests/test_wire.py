@@ -167,6 +167,7 @@ def test_strangers_are_closed_within_a_second(served: tuple[str, list[Wire]]) ->
     assert time.monotonic() - began < wire.HANDSHAKE_SECONDS + 1.0
     assert not met
     connect(address, SECRET).close()
+    until(lambda: met)
 
 
 def test_listens_on_loopback_unless_told(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ class Listener:
             os.chmod(where, 0o600)
         self._socket.listen(128)
         self._strangers = threading.BoundedSemaphore(STRANGERS)
-        self._family, self._where = family, where
+        self._family, self._where, self._closed = family, where, False
         self._thread = threading.Thread(target=self._accept, daemon=True, name="meshfit-accept")
         self._thread.start()
 
@@ -247,6 +247,8 @@ class Listener:
         return f"tcp:{host}:{port}"
 
     def close(self) -> None:
+        """Who is still at the handshake is closed after it."""
+        self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -272,7 +274,7 @@ class Listener:
             known = False
         finally:
             self._strangers.release()
-        if known:
+        if known and not self._closed:
             _keep_alive(end)
             self.serve(Wire(end))
         else:
