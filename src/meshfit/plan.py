@@ -14,6 +14,7 @@ the checkpoint and in the report:
     pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -26,7 +27,8 @@ RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "parameters")
 ZEROS = (1, 2, 3)
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
-DEGREES = ("pipeline", "data", "shard", "tensor")
+DEGREES = ("pipeline", "data", "shard", "expert", "context", "branch", "tensor")
+"""From outer to inner: see layout/mesh.py."""
 
 WORDS = {
     "schedule": SCHEDULES,
@@ -64,6 +66,15 @@ class Plan:
 
     tensor: int = 1
     """Devices that share each operation: of most weights each holds a part of the channels. On the same samples."""
+
+    branch: int = 1
+    """Devices that compute parts of the model which do not need each other, at once. On the same samples."""
+
+    context: int = 1
+    """Devices over which each sequence is cut."""
+
+    expert: int = 1
+    """Devices over which the experts of a mixture are spread; each takes its share of every batch too."""
 
     pipeline: int = 1
     """Devices over which the layers are spread, one stage after another. They see the same samples."""
@@ -124,7 +135,7 @@ class Plan:
             if key in LATER:
                 raise PlanError(
                     f"{word}: this version of meshfit cannot carry out {key}= yet",
-                    f"it can: {', '.join(f'{name}=' for name in known)}",
+                    f"it can: {', '.join(f'{name}=' for name in known if name not in LATER)}",
                 )
             if key not in known:
                 raise PlanError(f"the plan has no key {key!r}", did_you_mean(key, known))
@@ -149,12 +160,12 @@ class Plan:
     @property
     def devices(self) -> int:
         """Devices that the plan takes: the product of its degrees."""
-        return self.pipeline * self.data * self.shard * self.tensor
+        return math.prod(getattr(self, axis) for axis in DEGREES)
 
     @property
     def shares(self) -> int:
         """Parts into which the ranks cut each batch."""
-        return self.data * self.shard
+        return self.data * self.shard * self.expert
 
     @property
     def cuts(self) -> bool:

@@ -1,7 +1,7 @@
 """The ranks along each axis of the mesh.
 
-Axes from outer to inner: pipeline, data, shard, tensor. Neighbours along an inner one are neighbours in rank, and so
-usually on one machine: the more an axis talks, the further in it is.
+Axes from outer to inner: pipeline, data, shard, expert, context, branch, tensor. Neighbours along an inner one are
+neighbours in rank, and so usually on one machine: the more an axis talks, the further in it is.
 """
 
 from collections.abc import Iterable
@@ -27,10 +27,17 @@ class Mesh:
     """Ranks that hold the same part of different copies."""
     shard: Group = None
     """Ranks that together hold one copy, and work on different samples."""
+    expert: Group = None
+    """Ranks that together hold the experts of one copy, and work on different samples."""
+    context: Group = None
+    """Ranks that work on parts of the same sequences."""
+    branch: Group = None
+    """Ranks that compute different branches of one copy, on the same samples."""
     tensor: Group = None
     """Ranks that together compute one operation, on the same samples."""
     batch: Group = None
-    """Ranks that hold, or shard, the same part of the model, and work on different samples: data and shard at once."""
+    """Ranks that hold, or shard, the same part of the model, and work on different samples: data, shard and expert
+    at once."""
 
     samples: Group = None
     """Ranks that differ in their samples, or in the layers that they hold: all but those of one operation."""
@@ -68,16 +75,16 @@ class Mesh:
 
         last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
         axes = {axis: along(axis) for axis in DEGREES}
-        one = next((axis for axis in ("shard", "data") if axes["data" if axis == "shard" else "shard"] is None), None)
+        samples = [axis for axis in ("data", "shard", "expert") if axes[axis] is not None]
         return cls(
             **axes,
             world=dist.group.WORLD,
-            batch=along("data", "shard") if one is None else axes[one],
-            samples=along("pipeline", "data", "shard"),
+            batch=axes[samples[0]] if len(samples) == 1 else along(*samples),
+            samples=along("pipeline", "data", "shard", "expert"),
             rank=rank,
             stage=own["pipeline"],
-            share=own["data"] * plan.shard + own["shard"],
-            has_results=own["pipeline"] == last and own["tensor"] == 0,
+            share=(own["data"] * plan.shard + own["shard"]) * plan.expert + own["expert"],
+            has_results=own["pipeline"] == last and own["tensor"] == own["branch"] == 0,
         )
 
 
