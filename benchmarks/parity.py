@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import meshfit
 from meshfit.errors import MeshfitError, NonFiniteError, RankError
+from meshfit.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up under the name benchmarks.zoo
 
@@ -92,6 +93,7 @@ TRIALS = (
     Trial(axis="tensor", plan="tensor=4", samples=18),
     Trial(axis="tensor", plan="data=2 tensor=2", samples=30),
     Trial(axis="tensor", plan="shard=2 tensor=2", samples=30),
+    Trial(axis="tensor", plan="tensor=2 rows=cut", samples=18),
     *(Trial(axis="schedule", plan=f"pipeline=2 schedule={word} microbatches=4") for word in SCHEDULES),
     *(Trial(axis="schedule", plan=f"pipeline=4 schedule={word} microbatches=8") for word in SCHEDULES),
     Trial(axis="schedule", plan="data=2 pipeline=2 microbatches=2"),
@@ -294,7 +296,8 @@ def main() -> int:
             console.print(told, markup=False, highlight=False, soft_wrap=True)
         console.print(summary(outcomes), highlight=False, soft_wrap=True)
     if options.axes == "tensor" and not (options.json or options.plans):
-        console.print(tensor_table.table(tensor_table.rows(cases, 2), 2))
+        for plan in map(Plan.parse, ("tensor=2", "tensor=2 rows=cut")):
+            console.print(tensor_table.table(tensor_table.rows(cases, plan), plan))
     return 0 if kept(outcomes) else 1
 
 

@@ -56,13 +56,14 @@ def peak() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--ways", default="2,8")
+    parser.add_argument("--rows", action="store_true", help="share out what lies between regions too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     model, tokens = llama(), torch.randint(0, 32000, (2, 8), generator=torch.Generator().manual_seed(1))
     before, good = peak(), True
     for ways in map(int, options.ways.split(",")):
         began, worked = time.perf_counter(), time.process_time()
-        plan = plan_tensor(model, lambda twin: twin(input_ids=tokens, labels=tokens).loss, ways)
+        plan = plan_tensor(model, lambda twin: twin(input_ids=tokens, labels=tokens).loss, ways, by_rows=options.rows)
         took, busy = time.perf_counter() - began, time.process_time() - worked
         good &= took < GOAL or ways > 2
         print(f"tensor={ways}: {took:.1f} s ({busy:.1f} s of CPU), at most {peak() - before:.1f} GiB beside the model")

@@ -43,13 +43,14 @@ class Row:
     memory: float
 
 
-def rows(cases: list[Case], ways: int) -> dict[str, Row]:
-    return {case.name: row_of(case, ways) for case in cases}
+def rows(cases: list[Case], plan: Plan) -> dict[str, Row]:
+    return {case.name: row_of(case, plan) for case in cases}
 
 
-def row_of(case: Case, ways: int) -> Row:
+def row_of(case: Case, plan: Plan) -> Row:
+    ways = plan.tensor
     alone = replace(_job(case, Plan()), plan=Plan())
-    spread = _job(case, Plan(tensor=ways))
+    spread = _job(case, plan)
     flops, memory = _flops(Run(alone, World(0, 1, torch.device("cpu"))))
     with Ranks(lambda world, _: _watched(spread, world), size=ways, devices=DEVICES) as ranks:
         found = ranks.results[0]
@@ -123,10 +124,10 @@ def _foretold(job: Job, run: Run, batch: Any) -> int | None:
     return sum(found.moved.values())
 
 
-def table(found: dict[str, Row], ways: int) -> Table:
+def table(found: dict[str, Row], plan: Plan) -> Table:
     shown = Table(
         *("model", "parameters cut", "flops shared", "collectives\na forward", "bytes a step", "foretold", "memory"),
-        title=f"tensor={ways}",
+        title=str(plan),
     )
     for name, row in found.items():
         foretold = "-" if row.foretold is None else f"{row.foretold:,}"

@@ -4,6 +4,7 @@ import gc
 import pickle
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,14 +39,17 @@ def assert_kept(jobs: dict[str, tuple[bytes, int]]) -> None:
     assert not wrong, wrong
 
 
-def test_activations_of_a_rank() -> None:
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_activations_of_a_rank(by_rows: bool) -> None:
     jobs = {}
     for name in ("gpt2", "llama", "vit", "tied-gpt"):
         case = ZOO[name]
         batch = case.data(4)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plan = plan_tensor(case.build(), lambda m, case=case, batch=batch: mean_loss(case, m, batch), 2)
+            plan = plan_tensor(
+                case.build(), lambda m, case=case, batch=batch: mean_loss(case, m, batch), 2, by_rows=by_rows
+            )
             full = trace(case.build(), batch if case.loss is None else batch[0])
         after, _ = Tensor(degree=2, plan=plan).cost(full)
         jobs[name] = pickle.dumps(plan), after.cost.kept

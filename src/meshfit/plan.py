@@ -22,6 +22,7 @@ from meshfit.errors import PlanError, did_you_mean
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPILES = ("auto", "none", "whole", "block")
+ROWS = ("auto", "whole", "cut")
 BATCHNORMS = ("global", "local")
 RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -31,6 +32,7 @@ DEGREES = ("pipeline", "data", "shard", "expert", "context", "branch", "tensor")
 """From outer to inner: see layout/mesh.py."""
 
 WORDS = {
+    "rows": ROWS,
     "schedule": SCHEDULES,
     "precision": PRECISIONS,
     "recompute": RECOMPUTES,
@@ -66,6 +68,10 @@ class Plan:
 
     tensor: int = 1
     """Devices that share each operation: of most weights each holds a part of the channels. On the same samples."""
+
+    rows: str = "auto"
+    """What lies between such operations, norms and sums: "whole" on each of them, or "cut", each its share of the rows
+    (tokens); "auto": cut on GPUs, where that costs no time and saves memory."""
 
     branch: int = 1
     """Devices that compute parts of the model which do not need each other, at once. On the same samples."""
@@ -116,6 +122,10 @@ class Plan:
                 raise PlanError(f"{key}={word} is not known", did_you_mean(str(word), words))
         if not isinstance(self.chunks, int) or self.chunks < 0:
             raise PlanError(f"chunks={self.chunks} is not a number of stages", "chunks=2, say")
+        if self.rows != "auto" and self.tensor == 1:
+            raise PlanError(
+                f"rows={self.rows} says what tensor= shares out, but tensor=1 shares nothing", "tensor=2, say"
+            )
         of_pipeline = [f for f in fields(self) if f.name in ("schedule", "chunks", "cut")]
         stated = [f"{f.name}={getattr(self, f.name)}" for f in of_pipeline if getattr(self, f.name) != f.default]
         if stated and self.pipeline == 1:

@@ -58,6 +58,8 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"{plan}: blocks are not compiled where {acts[0]} acts inside them",
             f"{replace(plan, compile='none')} works",
         )
+    if plan.pipeline > 1 and plan.rows == "cut":
+        raise PlanError(f"{plan}: rows are not cut where stages hand them on", f"{replace(plan, rows='whole')} works")
     if plan.pipeline > 1:
         schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks or None)  # refuses what it cannot take
     if plan.compile == "block" and plan.recompute == "selective":

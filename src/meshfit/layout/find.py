@@ -47,7 +47,7 @@ def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device:
     """``model`` stays as it is; costs are those on ``device``."""
     found = Found()
     if plan.tensor > 1:
-        found = _split(found, plan, model, objective, batch)
+        found = _split(found, plan, model, objective, batch, device)
     traces = plan.cuts or plan.recompute != "none" or plan.compile == "block" or device != "cpu"
     if traces:
         found = _traced(found, plan, model, objective, batch, device)
@@ -56,12 +56,13 @@ def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device:
     return found
 
 
-def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
+def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any, device: str) -> Found:
     from meshfit.layout.split.plan import plan_tensor  # the first rank alone plans
 
     batch = _first(batch, TRIED)
+    by_rows = plan.rows == "cut" or (plan.rows == "auto" and device == "cuda" and plan.pipeline == 1)
     try:
-        split = plan_tensor(model, lambda twin: as_number(objective(twin, batch)), plan.tensor)
+        split = plan_tensor(model, lambda twin: as_number(objective(twin, batch)), plan.tensor, by_rows=by_rows)
     except RuntimeError as error:
         if "deepcopy" not in str(error):
             raise

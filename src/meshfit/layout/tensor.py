@@ -63,11 +63,10 @@ class Tensor:
         grown = samples / (self.plan.samples or samples)
         calls: dict[str, int] = defaultdict(int)
         moved: dict[str, float] = defaultdict(float)
-        for region in self.plan.regions:
-            for each in region.traffic:
-                calls[each.op] += region.calls * microbatches
-                times = grown if each.grows(self.plan.samples) else 1
-                moved[each.op] += region.calls * microbatches * each.elements * wide * times
+        for times, each in self.plan.collectives:
+            calls[each.op] += times * microbatches
+            times *= grown if each.grows(self.plan.samples) else 1
+            moved[each.op] += times * microbatches * each.elements * wide
         kinds = defaultdict(int)
         for name in self.plan.shared:
             kinds[parameters[name].dtype, cuts[name].copies if name in cuts else self.degree] += parameters[name].bytes

@@ -259,6 +259,13 @@ def _run(module: nn.Module, call: Call, dtype: torch.dtype, met: Callable[[Tenso
     )
 
 
+def undrawn(module: nn.Module, given: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]]:
+    """What ``module`` gives for each, without dropout; and where that was met: None for other random numbers."""
+    met: list[Tensor | None] = []
+    with _NoDraws(met.append):
+        return [module(x) for x in given], met
+
+
 def tensors_of(out: Any) -> list[Tensor]:
     """Real tensors of what a module returned: in tuples, dicts, and objects that hold them."""
     if isinstance(out, Tensor):
@@ -287,9 +294,10 @@ class _NoDraws(TorchFunctionMode):
         if func in DROPOUTS:
             given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
             p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
+            met = whole_output(given["input"])
             if p > 0 and training:
-                self.met(given["input"])
-            return given["input"]
+                self.met(met)
+            return met
         at = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}.get(func)
         if at is not None and (args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)) > 0:
             self.met(args[0] if args else kwargs["query"])

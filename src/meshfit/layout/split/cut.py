@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshfit.layout.forward import wrap
+from meshfit.layout.split import rows
 from meshfit.layout.split.ops import Group, Stream, enter, gather, leave
 from meshfit.layout.split.raw import Products
 from meshfit.layout.split.region import Leave, Raw, Region
-from meshfit.layout.split.vocabulary import Slice
+from meshfit.layout.split.vocabulary import Slice, local_of, whole_output
 
 Forward = Callable[..., Any]
 Undo = Callable[[], None]
@@ -58,7 +59,9 @@ def cut(model: nn.Module, region: Region, group: Group, stream: Stream) -> list[
         wrap(home.get_submodule(each.module), crossing.multiplying(home, each))
     for path in region.sources:
         wrap(home.get_submodule(path), crossing.sourcing)
-    if not (region.gathers or region.lookups or region.slices):
+    for path in region.rows:
+        wrap(home.get_submodule(path), crossing.by_rows)
+    if not (region.gathers or region.lookups or region.slices or region.rows):
         wrap(home, crossing.around)
     return undo
 
@@ -156,15 +159,35 @@ class Crossing:
                     share = forward(*args, **kwargs)
                 leaves, spec = tree_flatten(share)
                 first = next(i for i, leaf in enumerate(leaves) if _real(leaf))
-                leaves[first] = self.leave(leaves[first])
-                if bias is not None:
-                    shape = (-1, *(1,) * (-1 - border.dim))
-                    leaves[first] = leaves[first] + bias.view(shape).to(leaves[first].dtype)
+                added = lambda x: x if bias is None else x + bias.view(-1, *(1,) * (-1 - border.dim)).to(x.dtype)
+                if border.rows and leaves[first].dim() > 1:
+                    self._left()
+                    length = leaves[first].shape[rows.AT]
+                    leaves[first] = Slice.rows(added(rows.leave(leaves[first], self.group)), length, self.group)
+                else:
+                    leaves[first] = added(self.leave(leaves[first]))
                 return tree_unflatten(leaves, spec)
 
             return run
 
         return around
+
+    def by_rows(self, forward: Forward) -> Forward:
+        """Given the rank's rows, or what every rank has whole, compute the rank's rows."""
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.stream is not None:
+                self.stream.own(self, x.device)
+            length = x.shape[rows.AT]
+            if isinstance(x, Slice) and not x.changed:
+                mine = local_of(x)
+            else:
+                mine = rows.own(whole_output(x), self.group)
+            mine = forward(mine, *args, **kwargs)
+            self._left()
+            return Slice.rows(mine, length, self.group)
+
+        return run
 
     def _left(self) -> None:
         if self.stream is not None:
@@ -182,6 +205,8 @@ class Crossing:
         return leave(x, self.group)
 
     def _entered_once(self, x: Any) -> Any:
+        if isinstance(x, Slice) and x.length:
+            return x.entered()
         if not _real(x) or not x.requires_grad or not torch.is_grad_enabled():
             return x
         if self._entered is None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from meshfit.events import current
 from meshfit.layout.mesh import groups
 from meshfit.layout.split.region import Traffic
-from meshfit.torch_compat import in_backward
+from meshfit.torch_compat import in_backward, reduce_scatter_single
 
 
 class Group(Protocol):
@@ -30,16 +30,25 @@ class Group(Protocol):
     rank: int
     size: int
 
+    @property
+    def ways(self) -> int:
+        """Ranks that it stands for."""
+        return self.size
+
     def sum(self, x: Tensor) -> Tensor: ...
 
     def max(self, x: Tensor) -> Tensor: ...
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Of the sum over all ranks, the rank's own along the first dim, which has one for each."""
+        ...
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """``x`` of every rank, in order."""
         ...
 
 
-class Ranks:
+class Ranks(Group):
     """A process group."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -64,6 +73,13 @@ class Ranks:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         return x
 
+    def scatter(self, x: Tensor) -> Tensor:
+        x = x.detach().contiguous()
+        own = torch.empty_like(x[0])
+        current().moved("reduce_scatter", x.nbytes)
+        reduce_scatter_single(own.view(-1), x.view(-1), group=self.group)
+        return own
+
     def parts(self, x: Tensor) -> list[Tensor]:
         x = x.detach().contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -84,7 +100,7 @@ class Meeting:
         self.slots: list[Any] = [None] * size
 
 
-class Threads:
+class Threads(Group):
     """One rank of a group of threads."""
 
     def __init__(self, meeting: Meeting, rank: int):
@@ -110,6 +126,10 @@ class Threads:
         self.log.append(Traffic("all_reduce", in_backward(), x.numel(), tuple(x.shape)))
         return torch.stack(self._parts(x)).amax(0)
 
+    def scatter(self, x: Tensor) -> Tensor:
+        self.log.append(Traffic("reduce_scatter", in_backward(), x.numel(), tuple(x.shape)))
+        return torch.stack([part[self.rank] for part in self._parts(x)]).sum(0)
+
     def _parts(self, x: Tensor) -> list[Tensor]:
         every = self.all(x.detach())
         if len({(part.shape, part.dtype) for part in every}) > 1:
@@ -117,13 +137,18 @@ class Threads:
         return every
 
 
-class Alone:
+class Alone(Group):
     """A group of one, which counts what it would say to others."""
 
     rank, size = 0, 1
 
-    def __init__(self) -> None:
+    def __init__(self, ways: int = 1) -> None:
         self.log: list[Traffic] = []
+        self.stands_for = ways
+
+    @property
+    def ways(self) -> int:
+        return self.stands_for
 
     def _noted(self, op: str, x: Tensor) -> Tensor:
         self.log.append(Traffic(op, in_backward(), x.numel(), tuple(x.shape)))
@@ -134,6 +159,9 @@ class Alone:
 
     def max(self, x: Tensor) -> Tensor:
         return self._noted("all_reduce", x)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        return self._noted("reduce_scatter", x)[0]
 
     def parts(self, x: Tensor) -> list[Tensor]:
         return [self._noted("all_gather", x)]

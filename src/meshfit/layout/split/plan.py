@@ -20,10 +20,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshfit.layout.replicate import tied
+from meshfit.layout.split.between import Between, counted, foretold
 from meshfit.layout.split.check import Refused, check, reference
 from meshfit.layout.split.claim import NORMS, Claims, around, is_layer, merged
 from meshfit.layout.split.find import find
-from meshfit.layout.split.region import VOCABULARY, Patch, Region, TensorPlan, joined
+from meshfit.layout.split.region import VOCABULARY, Patch, Region, TensorPlan, Traffic, joined
 from meshfit.layout.split.twin import is_number, kinds_of, study
 from meshfit.layout.split.vocabulary_claim import candidates, of_vocabulary, verify
 from meshfit.layout.split.watch import watch
@@ -39,14 +40,15 @@ CHECKED_WHOLE = 2**26
 and blocks that were refused one by one."""
 
 
-def plan_tensor(model: nn.Module, run: Callable[[nn.Module], Any], ways: int) -> TensorPlan:
-    """Find how to split ``model`` over ``ways`` ranks. On one rank, on the CPU; ``model`` stays as it is.
+def plan_tensor(model: nn.Module, run: Callable[[nn.Module], Any], ways: int, *, by_rows: bool = False) -> TensorPlan:
+    """Find how to split ``model`` over ``ways`` ranks. On one rank, on the CPU; ``model`` stays as it is. ``by_rows``:
+    what lies between regions is shared out too, where that is possible.
 
     ``run(model)`` runs a small forward, through ``model.__call__``, and returns the loss. The same model and batch give
     the same plan.
     """
     with torch.random.fork_rng(devices=[]):
-        return _Planner(model, run, ways).plan()
+        return _Planner(model, run, ways).plan(by_rows)
 
 
 class _Planner:
@@ -64,7 +66,7 @@ class _Planner:
         self.winners: list[frozenset[str]] = []
         """Names of attributes that solved an earlier search: tried first."""
 
-    def plan(self) -> TensorPlan:
+    def plan(self, by_rows: bool) -> TensorPlan:
         total = sum(p.numel() for p in self.parameters.values())
         found = candidates(self.model, self.kinds, WORTH_GATHERING * total)
         self.seen = seen = watch(
@@ -95,8 +97,12 @@ class _Planner:
         why = {name: why.get(name, "its pair was refused") for name in self.parameters if name not in cut}
         regions = [replace(r, calls=1 if r.kind in VOCABULARY else seen.times[r.module]) for r in regions]
         inputs = [x for x in tree_leaves(seen.inputs) if isinstance(x, torch.Tensor)]
+        traffic = ()
+        if by_rows:
+            regions, traffic = self._by_rows(regions)
         return TensorPlan(
             ways=self.ways,
+            traffic=traffic,
             regions=tuple(regions),
             notes=tuple(dict.fromkeys(self.notes)),
             why=why,
@@ -283,6 +289,16 @@ class _Planner:
             except Refused as refused:
                 self.notes.append(f"the model as a whole: refused: {refused}")
         return []
+
+    def _by_rows(self, regions: list[Region]) -> tuple[list[Region], tuple[Traffic, ...]]:
+        """The regions with rows cut between them, and the collectives of a step; as they are, where that is refused."""
+        between, large = Between(self.model, self.seen, self.kinds, regions, self.ways), self._too_large("")
+        try:
+            cut = between.by_rows(whole=not large)
+        except Refused as refused:
+            self.notes.append(f"rows between regions are whole on every rank: {refused}")
+            return regions, ()
+        return cut, foretold(cut) if large else counted(self.model, self.run, cut, self.ways)
 
     def _too_large(self, path: str) -> bool:
         return sum(p.numel() for p in self.modules[path].parameters()) * self.ways > CHECKED_WHOLE

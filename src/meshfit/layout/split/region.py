@@ -80,6 +80,9 @@ class Leave:
     dim: int = -1
     """The dim of the output that the bias lies along."""
 
+    rows: bool = False
+    """Of the sum, each rank goes on with its rows: see ``rows``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Raw:
@@ -106,11 +109,11 @@ class Traffic:
     """One collective, as it was counted in the check."""
 
     op: str
-    """ "all_reduce" or "all_gather"."""
+    """ "all_reduce", "all_gather" or "reduce_scatter"."""
 
     backward: bool
     elements: int
-    """Of the tensor that is summed, or of what is gathered of all ranks."""
+    """Of the tensor that is summed or scattered, or of what is gathered of all ranks."""
 
     shape: tuple[int, ...] = ()
     """Of what a rank gives. It grows with the samples if one of its dims is a multiple of them."""
@@ -126,7 +129,7 @@ class Region:
     module: str
     kind: str
     """ "attention", "mlp", "conv", "experts", "" as found; "gather" for a layer whose output is gathered; "embedding",
-    "head" and, for one weight that is both, "tied" for those cut along the vocabulary."""
+    "head" and, for one weight that is both, "tied" for those cut along the vocabulary; "rows" for what lies between."""
 
     cuts: tuple[Cut, ...]
     enters: tuple[str, ...] = ()
@@ -141,6 +144,9 @@ class Region:
 
     slices: tuple[str, ...] = ()
     """Modules that return the rank's share of the last dim, and leave it at that: see ``vocabulary``."""
+
+    rows: tuple[str, ...] = ()
+    """Modules between regions, of which each rank computes its own rows."""
 
     raw: tuple[Raw, ...] = ()
     sources: tuple[str, ...] = ()
@@ -181,6 +187,16 @@ class TensorPlan:
     elements: dict[str, int] = field(default_factory=dict)
     """Of each parameter."""
 
+    traffic: tuple[Traffic, ...] = ()
+    """Of a whole forward and backward, where that is not what regions say one by one: rows are cut between them."""
+
+    @property
+    def collectives(self) -> list[tuple[int, Traffic]]:
+        """Of a forward and backward: how often, and what."""
+        if self.traffic:
+            return [(1, each) for each in self.traffic]
+        return [(region.calls, each) for region in self.regions for each in region.traffic]
+
     @property
     def cuts(self) -> dict[str, Cut]:
         """By the name of the parameter or buffer."""
@@ -192,7 +208,7 @@ class TensorPlan:
 
     def only(self, names: Collection[str]) -> "TensorPlan":
         """What it says of some parameters: those of one rank of a pipeline."""
-        inside = lambda region: any(joined(region.module, each.name) in names for each in region.cuts)
+        inside = lambda region: any(joined(region.module, each.name) in names for each in region.cuts) or region.rows
         regions = tuple(region for region in self.regions if inside(region))
         elements = {name: size for name, size in self.elements.items() if name in names}
         return replace(self, regions=regions, elements=elements)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from meshfit.layout.split import rows
 from meshfit.layout.split.ops import Group, enter, gather
 from meshfit.layout.split.vocabulary_loss import cross_entropy
 
@@ -56,9 +57,13 @@ class Slice(Tensor):
 
     group: Group
     at: int
-    """The dim of the classes, counted from the last: -1."""
+    """The dim of the classes, counted from the last: -1; or of the rows: -2."""
+
+    length: int
+    """Of the dim that is cut, where it is of rows: then not all shares are of one size."""
 
     gathered: Tensor | None
+    put_together: Tensor | None
     changed: bool
     """The whole was changed in place: the slice no longer counts."""
 
@@ -69,7 +74,30 @@ class Slice(Tensor):
     def of(local: Tensor, group: Group, at: int = -1, *, view: bool = False) -> "Slice":
         out = local.as_subclass(Slice)
         out.group, out.at, out.gathered, out.changed, out.shown = group, at, None, False, view
+        out.length, out.put_together = 0, None
         return out
+
+    @staticmethod
+    def rows(local: Tensor, length: int, group: Group, *, view: bool = False) -> "Slice":
+        """A rank's rows: see ``rows``."""
+        out = Slice.of(local, group, rows.AT, view=view)
+        out.length = length
+        return out
+
+    def like(self, local: Tensor, *, view: bool = False) -> "Slice":
+        """Another, cut as this one is."""
+        out = Slice.of(local, self.group, self.at, view=view)
+        out.length = self.length
+        return out
+
+    def entered(self) -> Tensor:
+        """All rows, for a region: each rank has part of the gradient. Put together once, however many ask."""
+        local, known = local_of(self), self.put_together
+        if self.changed:
+            return enter(whole(self), self.group)
+        if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
+            known = self.put_together = rows.enter(local, self.length, self.group)
+        return known
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,7 +129,7 @@ class Slice(Tensor):
 def shape_of(x: Slice) -> torch.Size:
     """Of the whole."""
     size = list(local_of(x).shape)
-    size[x.at] *= x.group.size
+    size[x.at] = x.length or size[x.at] * x.group.size
     return torch.Size(size)
 
 
@@ -116,7 +144,8 @@ def whole(x: Slice) -> Tensor:
     local = local_of(x)
     known = x.gathered
     if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
-        known = x.gathered = gather(local, x.at, x.group)
+        known = rows.whole(local, x.length, x.group) if x.length else gather(local, x.at, x.group)
+        x.gathered = known
     return known
 
 
@@ -178,14 +207,16 @@ def _kept(func: Any, name: str, args: Any, kwargs: Any, given: list[Slice]) -> A
         return _pointwise(func, args, kwargs, first)
     if len(given) > 1 or not args or args[0] is not first:
         if name == "view_as" and len(given) == 2 and given[0] is given[1]:
-            return Slice.of(local_of(first).view_as(local_of(first)), first.group, first.at, view=True)
+            return first.like(local_of(first).view_as(local_of(first)), view=True)
         return None
-    if name in MOVES:
+    if name in MOVES and not first.length:
         rest = tuple(args[1:])
         sizes = [2 * i + 3 for i in range(first.dim())]
         tried = func(torch.empty(sizes, device="meta"), *rest, **kwargs)
         at = list(tried.shape).index(sizes[first.at]) - tried.dim()
         return Slice.of(func(local_of(first), *rest, **kwargs), first.group, at, view=True)
+    if first.length and name in SAME and SAME[name](first, *args[1:], **kwargs):
+        return first.like(local_of(first).view_as(local_of(first)), view=True)
     if name in SHAPES and first.at == -1:
         return SHAPES[name](first, *args[1:], **kwargs)
     return None
@@ -197,11 +228,16 @@ def _pointwise(func: Any, args: Any, kwargs: Any, first: Slice) -> Slice | None:
     def fits(x: Any) -> bool:
         if isinstance(x, Slice):
             return x.group is first.group and x.at == first.at and shape_of(x) == shape
-        return not isinstance(x, Tensor) or x.dim() < -first.at or x.shape[first.at] == 1
+        return not isinstance(x, Tensor) or x.dim() < -first.at or x.shape[first.at] == 1 or of_rows(x)
+
+    def of_rows(x: Tensor) -> bool:
+        return bool(first.length) and x.shape[first.at] == first.length
 
     def own(x: Any) -> Any:
         if isinstance(x, Slice):
             return local_of(x)
+        if isinstance(x, Tensor) and x.dim() >= -first.at and of_rows(x):
+            return rows.own(x, first.group)
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
             return enter(x, first.group)  # each rank has part of its gradient
         return x
@@ -210,7 +246,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any, first: Slice) -> Slice | None:
         return None
     args, kwargs = tree_map(own, (args, kwargs))
     made = func(*args, **kwargs)
-    return Slice.of(made, first.group, first.at) if isinstance(made, Tensor) else None
+    return first.like(made) if isinstance(made, Tensor) else None
 
 
 def _loss(
@@ -317,6 +353,21 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "split": _along(torch.split, 0),
     "unbind": _along(torch.unbind, 0),
 }
+
+
+def _keeps_shape(x: Slice, *given: Any, **kwargs: Any) -> bool:
+    sizes, shape = _sizes(given, kwargs), shape_of(x)
+    same = sizes is not None and len(sizes) == len(shape) and sizes.count(-1) < 2
+    return same and all(size in (-1, there) for size, there in zip(sizes or (), shape, strict=True))
+
+
+def _takes_all(x: Slice, index: Any) -> bool:
+    index = index if isinstance(index, tuple) else (index,)
+    return all(i is Ellipsis or (isinstance(i, slice) and i in (slice(None), slice(0, None))) for i in index)
+
+
+SAME: dict[str, Callable[..., bool]] = {"view": _keeps_shape, "reshape": _keeps_shape, "__getitem__": _takes_all}
+"""Functions of shapes that may leave a tensor as it is."""
 
 
 def _size(x: Slice, dim: int | None = None) -> Any:

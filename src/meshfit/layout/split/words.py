@@ -37,6 +37,10 @@ def _line(region: "Region") -> str:
             said = "; its logits are gathered"
         names = [path for path in (*region.lookups, *region.slices) if path] or [region.module]
         return f"{region.kind}  {', '.join(names)} along the vocabulary{said}"
+    if region.rows:
+        names = list(dict.fromkeys(map(numberless, region.rows)))
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        return f"rows  {', '.join(names[:MOST_NAMES])}{more}: each rank its share, put together for regions"
     if region.gathers:
         return f"layer  {numberless(region.module)} by output channels, gathered"
     rows = tuple(leave.module for leave in region.leaves)
