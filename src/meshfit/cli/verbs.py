@@ -9,6 +9,7 @@ from rich.table import Table
 
 from meshfit.cli import checkpoint, tell
 from meshfit.cli.compare import compare
+from meshfit.cli.data import data
 from meshfit.cli.report import report
 from meshfit.cli.script import run
 from meshfit.cli.watch import watch
@@ -25,7 +26,7 @@ DeviceText = Annotated[str | None, typer.Option("--devices", help='"auto", 4, "c
 Which = Annotated[int, typer.Option("--fit", help="Which of the script's calls of fit to act on.")]
 
 app.add_typer(checkpoint.app, name="checkpoint")
-for verb in (report, watch, compare):
+for verb in (report, watch, compare, data):
     app.command()(verb)
 
 
