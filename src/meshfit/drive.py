@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit import layout
+from meshfit.checkpoint.gently import ends_gently
 from meshfit.checkpoint.going_on import folder_to_resume, saved
 from meshfit.errors import JobError, NonFiniteError
 from meshfit.job import Job
@@ -135,7 +136,8 @@ class Here(Training):
     def _steps(self) -> Generator[Step, None, None]:
         from meshfit.loop import train
 
-        with _as_found(self.model, self.world):
+        saves = self.folder if self.job.checkpoint is not None else None
+        with ends_gently(saves), _as_found(self.model, self.world):
             run = Run(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
             self.notes, self.last_step = [*self.said, *run.notes], run.last_step
             run.may_stop = self._lockstep and self.world.size > 1
@@ -145,9 +147,9 @@ class Here(Training):
                 with saved(run, self.folder) as save, observed(run):
                     self.notes = [*self.said, *run.notes]
                     for step in train(run, stop=lambda: self._stop):
-                        save()
+                        asked = save()
                         yield step
-                        if self._stop and self.world.size == 1:
+                        if asked or (self._stop and self.world.size == 1):
                             break
                 self.outcome = outcome_of(run)
                 run.settle()
@@ -182,7 +184,8 @@ class Ranked(Training):
 
     def _steps(self) -> Generator[Step, None, None]:
         try:
-            yield from self._heard()
+            with ends_gently(self.folder if self.job.checkpoint is not None else None):
+                yield from self._heard()
         except KeyboardInterrupt:  # where this process waited for its ranks helps nobody
             raise KeyboardInterrupt from None
 
@@ -254,9 +257,11 @@ class Work:
                 if feed is not None:
                     channel.send(Begun(run.notes, run.last_step))
                 for step in train(run, stop=feed.stopped if feed is not None else lambda: False):
-                    save()
+                    asked = save()
                     if feed is not None:
                         feed.add(step)
+                    if asked:
+                        break
         except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
             weights = run.placed.tensors(keep=feed is not None)
             if feed is not None:

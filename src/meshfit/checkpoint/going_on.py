@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.files import open_files
+from meshfit.checkpoint.gently import Asked
 from meshfit.checkpoint.load import restore
 from meshfit.checkpoint.saver import Saver
 
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], None]]:
-    """``run`` restored, if it is to be; gives what to call after every step. Where the training comes to its end, it is
-    saved once more. All ranks do this together."""
+def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
+    """``run`` restored, if it is to be; gives what to call after every step, which says whether to end there. Where the
+    training comes to its end, it is saved once more. All ranks do this together."""
     job = run.job
     if job.resume is True:
         assert folder is not None
@@ -28,22 +29,28 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], None]]:
     elif job.resume:
         restore(run, job.resume)
     if job.checkpoint is None:
-        yield lambda: None
+        yield lambda: False
         return
     assert folder is not None
     saver, last = Saver(folder / manifest.INSIDE, every=job.checkpoint), run.step
 
-    def after() -> None:
+    def after() -> bool:
         nonlocal last
         with run.events.span("checkpoint"):
             if saver.after(run):
                 last = run.step
+        if asked.now(run.step):
+            run.notes.append(f"ended after step {run.step}, as asked; resume=True goes on from there")
+            return True
+        return False
 
     try:
         saver.begin(run)
+        asked = Asked(folder, saver.ranks)
         yield after
         if run.step > last:
             saver.save(run, wait=True)
+        asked.answered()
     finally:
         saver.close()
         run.notes.extend(saver.notes)

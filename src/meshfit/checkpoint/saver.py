@@ -24,7 +24,6 @@ from torch import Tensor
 
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.cadence import Cadence, Due
-from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.files import Files, amount, open_files, refused
 from meshfit.checkpoint.keep import prune, sweep
 from meshfit.checkpoint.lock import Lock
@@ -32,7 +31,7 @@ from meshfit.checkpoint.pieces import lie
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
 from meshfit.checkpoint.write import Described, Part, assign, copied, describe
-from meshfit.errors import JobError
+from meshfit.errors import CheckpointError, JobError
 from meshfit.exchange.nature import state_bytes
 
 if TYPE_CHECKING:
@@ -75,6 +74,12 @@ class Saver:
         self._assigned: tuple[list[bytes], list[list[int]]] | None = None
         self._ranks: Ranks | None = None
         self._due: Due | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """Known from ``begin`` on."""
+        assert self._ranks is not None
+        return self._ranks
 
     def begin(self, run: "Run") -> None:
         """Take the folder: refused, on all ranks, if another run has it, or it cannot be written, or is too full."""
