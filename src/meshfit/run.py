@@ -7,7 +7,7 @@ is in ``fit.py``.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -55,8 +55,8 @@ class Run:
         self.job, self.world, self.plan = job, world, job.plan
         self.notes: list[str] = []
         """What was decided for the user, in words."""
-        self.events = Events(None if folder is None else folder / "events", world.rank)
-        self.mesh = Mesh.of(self.plan, world.rank, world.size)
+        self.events = Events(None if folder is None else folder / "events", self.number)
+        self.mesh = self._mesh()
         self.loader = self.loader_of(job.data, microbatches=self.plan.microbatches, shuffle=job.shuffle)
         self.valid = None if job.valid is None else self.loader_of(job.valid)
         self.last_step = self._last_step()
@@ -95,10 +95,20 @@ class Run:
         self.at_end: Callable[[], None] = lambda: None
         """Called after the last step."""
         self.captured: dict[str, object] = {}
+        self.staleness: int | None = None
+        """Updates by which the last gradient was late, where ranks step apart."""
         torch.manual_seed(self._stream)
         self.step = self.samples = 0
         self.position = Position()
         self.started = time.perf_counter()
+
+    @property
+    def number(self) -> int:
+        """Among all ranks of the training."""
+        return self.world.rank
+
+    def _mesh(self) -> Mesh:
+        return Mesh.of(self.plan, self.world.rank, self.world.size)
 
     def _make_update(self, scale: LossScale | None) -> Update:
         job, placed = self.job, self.placed
@@ -190,6 +200,27 @@ class Run:
                 raise DataError(f"data= gave no sample in epoch {epoch}", "it must hold some each time it is read")
             epoch, start = epoch + 1, 0
 
+    def count(self, batch: Batch) -> None:
+        """A step was taken."""
+        self.step, self.samples = self.step + 1, self.samples + batch.size
+
+    @property
+    def tells(self) -> bool:
+        """Whether what it comes to is this rank's to tell."""
+        return self.world.rank == 0
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank takes part in saving."""
+        return True
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Around what reads all that a checkpoint holds."""
+        return nullcontext()
+
+    def resumed(self) -> None:
+        """Called when a checkpoint has been loaded."""
+
     def evaluation_is_due(self, batch: Batch) -> bool:
         if self.valid is None:
             return False
@@ -265,7 +296,10 @@ class Run:
     @property
     def _stream(self) -> int:
         """The seed of the random numbers (dropout) of one share of the batch: another for each, the same each time."""
-        mixed = mix(np.array([self.mesh.share], np.uint64), np.uint64(self.job.seed % 2**64))
+        return self._seed_of(self.mesh.share)
+
+    def _seed_of(self, share: int) -> int:
+        mixed = mix(np.array([share], np.uint64), np.uint64(self.job.seed % 2**64))
         return int(mixed[0] >> np.uint64(1))
 
     def _find_over(self) -> Over:

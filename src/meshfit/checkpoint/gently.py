@@ -51,11 +51,11 @@ def _act(number: int) -> None:
 
 
 class Asked:
-    """Whether the training is to end; all ranks ask after every step."""
+    """Whether the training is to end; all ``ranks`` ask after every step. The ``first`` takes the file away."""
 
-    def __init__(self, folder: Path, ranks: Ranks):
-        self.file, self.ranks, self.due = folder / NAME, ranks, Due(LOOK, ranks)
-        if ranks.rank == 0:
+    def __init__(self, folder: Path, ranks: Ranks, *, first: bool):
+        self.file, self.ranks, self.first, self.due = folder / NAME, ranks, first, Due(LOOK, ranks)
+        if first:
             self.file.unlink(missing_ok=True)
 
     def now(self, step: int) -> bool:
@@ -66,5 +66,5 @@ class Asked:
 
     def answered(self) -> None:
         """It has ended."""
-        if self.ranks.rank == 0:
+        if self.first:
             self.file.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from meshfit.checkpoint import manifest
 from meshfit.checkpoint.files import open_files
 from meshfit.checkpoint.gently import Asked
 from meshfit.checkpoint.load import restore
+from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.saver import Saver
 
 if TYPE_CHECKING:
@@ -24,12 +25,19 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
         assert folder is not None
         if manifest.folders(open_files(folder / manifest.INSIDE)):
             restore(run, folder)
+            run.resumed()
         else:
             run.notes.append(f"resume: there is no checkpoint in {folder} yet: from the beginning")
     elif job.resume:
         restore(run, job.resume)
+        run.resumed()
     if job.checkpoint is None:
         yield lambda: False
+        return
+    if not run.saves:
+        assert folder is not None
+        alone = Asked(folder, Ranks(), first=False)
+        yield lambda: alone.now(run.step)
         return
     assert folder is not None
     saver, last = Saver(folder / manifest.INSIDE, every=job.checkpoint), run.step
@@ -46,7 +54,7 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
 
     try:
         saver.begin(run)
-        asked = Asked(folder, saver.ranks)
+        asked = Asked(folder, saver.ranks, first=saver.ranks.rank == 0)
         yield after
         if run.step > last:
             saver.save(run, wait=True)

@@ -144,6 +144,21 @@ class Saver:
         assert self._due is not None
         self._join()
         self._raise()
+        with run.whole():
+            part = self._part(run, metrics)
+        if self.background and not wait:
+            self._thread = threading.Thread(target=self._write, args=(part,), name="meshfit-checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(part)
+            self._ranks.gather(None)  # nobody goes on before it is a checkpoint
+            self._raise()
+        self.seconds["blocked"] = time.perf_counter() - began
+        self._due.saved(self.seconds["blocked"])
+        return part.folder
+
+    def _part(self, run: "Run", metrics: Any) -> Part:
+        """What this rank is to write, copied."""
         items = items_of(run)
         described, own = describe(items), own_facts(run)
         folder, number = self._agreed(run, described, own)
@@ -165,18 +180,8 @@ class Saver:
             block=self.block,
             kept=self.newest or "",
         )
-        ended = time.perf_counter()
-        self.seconds = {"copy": ended - copying}
-        if self.background and not wait:
-            self._thread = threading.Thread(target=self._write, args=(part,), name="meshfit-checkpoint", daemon=True)
-            self._thread.start()
-        else:
-            self._write(part)
-            self._ranks.gather(None)  # nobody goes on before it is a checkpoint
-            self._raise()
-        self.seconds["blocked"] = time.perf_counter() - began
-        self._due.saved(self.seconds["blocked"])
-        return folder
+        self.seconds = {"copy": time.perf_counter() - copying}
+        return part
 
     def _agreed(self, run: "Run", described: list[Described], own: dict[str, Any]) -> tuple[str, str]:
         """A new folder, the number of this save; and who writes what, if that is not known from the last time."""

@@ -23,6 +23,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    folder: str = ""
+    """Where the processes of a run on this machine meet; nobody else can read it."""
 
 
 def from_environment() -> World | None:

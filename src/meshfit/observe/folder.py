@@ -114,6 +114,8 @@ class Folder:
         }
         if step.seconds > seconds:
             line["rate"] = round((step.samples - samples) / (step.seconds - seconds), 3)
+        if step.staleness is not None:
+            line["staleness"] = step.staleness
         if step.valid is not None:
             line["valid"] = {name: _number(value) for name, value in step.valid.items()}
         return line
@@ -132,7 +134,7 @@ def _forget(path: Path, step: int) -> None:
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:
     """By tag."""
-    names = ("loss", "grad_norm", "lr", "rate")
+    names = ("loss", "grad_norm", "lr", "rate", "staleness")
     measured = {f"valid/{name}": value for name, value in line.get("valid", {}).items()}
     return {name: float(value) for name, value in {**{n: line[n] for n in names if n in line}, **measured}.items()}
 
