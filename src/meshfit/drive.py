@@ -27,6 +27,7 @@ from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
 from meshfit.layout.replicate import tensors_of
+from meshfit.local import LocalRun
 from meshfit.observe.folder import new_folder
 from meshfit.observe.rank import observed
 from meshfit.plan import Plan
@@ -141,9 +142,10 @@ class Here(Training):
 
         saves = self.folder if self.job.checkpoint is not None else None
         with ends_gently(saves), _as_found(self.model, self.world):
-            run = Run(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
+            kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
+            run = kind(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
             self.notes, self.last_step = [*self.said, *run.notes], run.last_step
-            run.may_stop = self._lockstep and self.world.size > 1
+            run.may_stop |= self._lockstep and self.world.size > 1
             if self._tap is not None:
                 self._tap(run)
             try:
@@ -285,8 +287,9 @@ class Work:
         if _plan(self.job).server:
             run = served.ServedRun(self.job, world, self.secret, folder=self.folder)
         else:
-            run = Run(self.job, world, folder=self.folder)
-        run.may_stop = self.lockstep
+            kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
+            run = kind(self.job, world, folder=self.folder)
+        run.may_stop |= self.lockstep
         if self.tap is not None:
             self.tap(run)
         feed = Feed(channel, self.lockstep)
@@ -383,6 +386,7 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
 
 def outcome_of(run: Run) -> Outcome:
     """All but the weights. All ranks call it together."""
+    run.finish()
     run.at_end()
     mine = run.events.phases()
     phases: list = [mine]

@@ -53,6 +53,7 @@ def fit(
                 training.stop()
     for watcher in watchers:
         getattr(watcher, "finish", lambda: None)()
+    history.sort(key=lambda step: step.step)  # ranks that step apart tell of their steps when they come to it
     result = Result.of(training, history)
     if bar.shown:
         show(result)

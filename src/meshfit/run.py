@@ -218,6 +218,9 @@ class Run:
         """Around what reads all that a checkpoint holds."""
         return nullcontext()
 
+    def finish(self) -> None:
+        """The last step has been made."""
+
     def resumed(self) -> None:
         """Called when a checkpoint has been loaded."""
 

@@ -229,9 +229,8 @@ class ServedRun(Run):
         with self.whole():
             return super().optimizer_state()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         self.worker.stop()
-        super().settle()
 
 
 def last_ticket(job: Job, loader: Loader) -> int | None:

@@ -53,6 +53,8 @@ class Across:
     """``inner`` sums over samples, ``spread`` says what else there is to sum. ``copies``: of the whole model, in the
     world; ``tellers``: ranks that know the loss, for each share of a batch."""
 
+    summed = True
+
     def __init__(
         self,
         inner: AllReduce | Scatter,

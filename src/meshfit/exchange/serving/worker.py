@@ -36,6 +36,8 @@ class Again(Exception):
 class Worker:
     """Worker ``id`` of the servers at ``addresses``. Blocks until all have answered, and takes their weights."""
 
+    summed = True
+
     def __init__(
         self,
         model: nn.Module,
