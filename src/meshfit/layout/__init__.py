@@ -108,9 +108,15 @@ def _check_forward(plan: Plan, model: nn.Module) -> None:
 
 def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot step what the plan leaves it: slices of tensors, some parameters at a time."""
-    if plan.shard == 1 and plan.tensor == 1 and plan.offload != "optimizer":
+    if plan.shard == 1 and plan.tensor == 1 and plan.offload != "optimizer" and plan.server < 2:
         return
     kind, found = type(optimizer).__name__, nature(optimizer)
+    if plan.server > 1 and not found.separate:
+        raise PlanError(
+            f"{plan}: each server steps a part of the model, which {kind} cannot",
+            found.why,
+            f"{replace(plan, server=1)} works",
+        )
     if plan.offload == "optimizer" and not found.separate:
         raise PlanError(
             f"{plan}: {kind} cannot have its state in host memory", found.why, f"{replace(plan, offload='none')} works"
