@@ -45,9 +45,11 @@ SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or,
 
 
 def own_batch(job: Job) -> int:
-    """Samples of one worker's step, where workers step apart."""
+    """Samples of the batches that servers give out: of all workers, or, where they step apart, of one."""
     plan, size = _plan(job), job.batch_size
     assert isinstance(size, int)
+    if not plan.staleness:
+        return size
     if size % plan.data:
         raise PlanError(
             f"{plan}: {plan.data} workers step apart, each over an equal part of the batch",
@@ -88,8 +90,6 @@ class ServedRun(Run):
         self.id, self.meeting, self.secret = world.rank, world.folder, secret
         super().__init__(job, replace(world, rank=0, size=1), folder=folder)
         self.step, self.samples = self.worker.version, int(self.worker.seen)
-        if isinstance(self.loader.source, Stream):
-            raise DataError(f"{self.plan}: servers give out batches by number", "a stream has none: data=2 works, say")
         if self.plan.staleness:
             self.notes.append(
                 f"server: a step is one worker's gradient over {self._loader((0, 1)).batch_size} samples; "
@@ -136,9 +136,8 @@ class ServedRun(Run):
     def _loader(self, share: tuple[int, int]) -> Loader:
         """Of the i-th of n workers that share each batch, or of one whose batches are its own."""
         if share not in self._loaders:
-            apart = {"batch_size": own_batch(self.job), "workers": 0} if self.plan.staleness else {}
-            how = {"rank": share[0], "ranks": share[1], "_kept": {}, **apart}
-            self._loaders[share] = replace(self.loader, **how)
+            how = {"batch_size": own_batch(self.job), "workers": 0 if self.plan.staleness else self.loader.workers}
+            self._loaders[share] = replace(self.loader, rank=share[0], ranks=share[1], _kept={}, **how)
         return self._loaders[share]
 
     def batches(self) -> Iterator[Batch]:
@@ -184,7 +183,7 @@ class ServedRun(Run):
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Within it, the state of optimizer, schedule and average is here, as the servers have it."""
-        every = self.worker.state()
+        now, every = (self.step, self.samples, self.position), self.worker.state()
         named, average = dict(self.model.named_parameters()), self.served.average
         for tensors, facts in every:
             for name, held in facts["keeper"]["state"].items():
@@ -206,24 +205,26 @@ class ServedRun(Run):
         try:
             yield
         finally:
+            self.step, self.samples, self.position = now
             self.optimizer.state.clear()
             if average is not None:
                 average.held.clear()
 
     def _back_to(self, facts: dict[str, Any]) -> None:
-        """The position of a checkpoint: the whole batch in which the oldest gradient not yet applied lies. Up to a
-        batch of samples is then seen twice."""
+        """How far a checkpoint is, in whole batches, so that any plan can go on from it: up to the one in which the
+        oldest gradient not yet applied lies. Some of its samples are then seen twice."""
         tickets, own = facts["conduct"]["tickets"], self._loader((0, 1))
         oldest = min((tickets["next"], *tickets["returned"]))
         epoch, index = divmod(oldest, own.batches_per_epoch or 1)
         at = (epoch, index * own.batch_size // self.loader.batch_size)
-        self.step, self.samples = facts["version"], int(facts["samples"])
+        self.step, self.samples = at[0] * (self.loader.batches_per_epoch or 1) + at[1], int(facts["samples"])
         self.position = Position(at, at)
 
     def resumed(self) -> None:
         """The servers have loaded it too; what they have is what counts."""
         self.optimizer.state.clear()
         self.worker.pull()
+        self.step = self.worker.version
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         with self.whole():
@@ -237,8 +238,14 @@ def last_ticket(job: Job, loader: Loader) -> int | None:
     """Where workers step apart: how many gradients there are to be."""
     limits = [] if job.steps is None else [int(job.steps)]
     if job.epochs is not None:
-        limits.append(max(1, math.ceil(round(job.epochs * -(-len(loader.source) // own_batch(job)), 9))))  # type: ignore[arg-type]
+        limits.append(max(1, math.ceil(round(job.epochs * -(-_samples(loader) // own_batch(job)), 9))))
     return min(limits) if limits else None
+
+
+def _samples(loader: Loader) -> int:
+    if isinstance(loader.source, Stream):
+        raise DataError("servers give out batches by number, and a stream has none", "data=2 works, say")
+    return len(loader.source)
 
 
 # A server
@@ -286,23 +293,13 @@ class Serve:
 
 def _places(run: Run, job: Job) -> dict[str, Any]:
     """From which batch to which, in batches of all workers or of one."""
-    epoch, batch = run.position.now(run.step)
-    per_epoch, assumed = run.loader.batches_per_epoch or 0, {"step": run.step, "samples": run.samples}
-    first = epoch * per_epoch + batch
-    if not _plan(job).staleness:
-        left = None if run.last_step is None else max(0, run.last_step - run.step)
-        return {
-            **assumed,
-            "first": first,
-            "total": None if left is None else first + left,
-            "batch_size": run.loader.batch_size,
-        }
-    own = own_batch(job)
-    first = epoch * -(-len(run.loader.source) // own) + batch * run.loader.batch_size // own  # type: ignore[arg-type]
-    total = last_ticket(job, run.loader)
-    if job.steps is not None and total is not None and total == job.steps:  # counts steps; epochs count batches
-        total = first + max(0, total - run.step)
-    return {**assumed, "first": first, "total": total, "batch_size": run.loader.batch_size}
+    (epoch, batch), size, own = run.position.now(run.step), run.loader.batch_size, own_batch(job)
+    first, step, last = epoch * -(-_samples(run.loader) // own) + batch * size // own, run.step, run.last_step
+    if _plan(job).staleness:
+        step = first  # each batch of one worker's is a step
+        last = last_ticket(job, run.loader)
+    total = None if last is None else first + max(0, last - step)
+    return {"step": step, "samples": run.samples, "first": first, "total": total, "batch_size": size}
 
 
 def _keeper(run: Run, job: Job, index: int) -> Keeper:
