@@ -1,7 +1,7 @@
 """Does every plan train like one device?
 
     python benchmarks/parity.py
-    python benchmarks/parity.py --axes shard    # or tensor, schedule, all
+    python benchmarks/parity.py --axes shard    # or tensor, schedule, exchange, all
     python benchmarks/parity.py --models gpt2,resnet10 --plans "data=2;data=4"
     python benchmarks/parity.py --rounding      # what the order of summing alone does to one device
 
@@ -20,8 +20,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ from benchmarks import tensor_table
 from benchmarks.zoo import CASES, ZOO, Case, train_alone
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
-STEPS, LEARNING_RATE = 20, 1e-3
+STEPS, LEARNING_RATE, SGD_LEARNING_RATE = 20, 1e-3, 2e-2
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4
 GOAL = 0.95
 """Share of all runs that must pass; refusals are in the whole."""
@@ -66,6 +66,11 @@ class Trial:
         """BatchNorm is over each of them by itself, on one device too."""
         found = re.search(r"microbatches=(\d+)", self.plan)
         return int(found[1]) if found else 1
+
+    @property
+    def averaged(self) -> bool:
+        """Whether weights are averaged after each step."""
+        return "exchange=local" in self.plan
 
     @property
     def devices(self) -> int:
@@ -100,6 +105,10 @@ TRIALS = (
     Trial(axis="schedule", plan="shard=2 pipeline=2 microbatches=2"),
     Trial(axis="schedule", plan="tensor=2 pipeline=2 microbatches=2"),
     Trial(axis="schedule", plan="data=2 tensor=2 pipeline=2 microbatches=2"),
+    Trial(axis="exchange", plan="server=1 data=3", samples=18),  # batches of 8, 8 and 2
+    Trial(axis="exchange", plan="server=2 data=2", samples=32),
+    Trial(axis="exchange", plan="server=1 data=2", batch_size=7),  # batches of 7 and at last 2: uneven shares
+    Trial(axis="exchange", plan="data=2 exchange=local", samples=32),  # by SGD, and beside all-reduce: see ``averaged``
 )
 """Of 30 samples in batches of 8, the last of an epoch has 6: uneven microbatches, and fewer of them."""
 
@@ -133,11 +142,16 @@ Trained = tuple[list[float], nn.Module]
 
 
 def fit(case: Case, trial: Trial) -> Trained:
+    sgd = trial.averaged or trial.plan == SUMMED
     result = meshfit.fit(
         case.build,
         case.data(trial.samples),
         loss=case.loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE),
+        optimizer=lambda parameters: (
+            torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE)
+            if sgd
+            else torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+        ),
         batch_size=trial.batch_size,
         steps=trial.steps,
         plan=trial.plan,
@@ -166,9 +180,26 @@ def reference(
     return train_alone(ZOO[name], samples=samples, batch_size=batch_size, steps=steps, lr=LEARNING_RATE, parts=parts)
 
 
+SUMMED = "data=2 batchnorm=local"
+"""What weights averaged after every step of SGD come to: gradients summed. BatchNorm is over a rank's own samples."""
+
+
+def averaged(case: Case, trial: Trial) -> tuple[list[float], dict[str, Tensor]]:
+    """All-reduce in place of one device. Losses are then a rank's own, and BatchNorm's statistics are averaged too:
+    what is compared is the weights."""
+    losses, model = fit(case, replace(trial, plan=SUMMED))
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
 def judge(case: Case, trial: Trial, train: Callable[[Case, Trial], Trained]) -> Outcome:
     """Train, and compare with one device. What ``train`` raises is an outcome, too."""
     try:
+        if trial.averaged:
+            start = time.perf_counter()
+            _, state = averaged(case, trial)
+            got = dict(train(case, trial)[1].named_parameters())
+            off, seconds = distance(got, state, list(state)), time.perf_counter() - start
+            return Outcome(model=case.name, plan=trial.plan, loss=0.0, weights=off, seconds=seconds)
         losses, state = reference(case.name, trial.samples, trial.batch_size, trial.steps, trial.microbatches)
         start = time.perf_counter()
         got_losses, model = train(case, trial)
@@ -209,7 +240,7 @@ def judge(case: Case, trial: Trial, train: Callable[[Case, Trial], Trained]) -> 
 
 
 def distance(
-    got: dict[str, Tensor], want: dict[str, Tensor], names: list[str], scale: list[str] | None = None
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], names: list[str], scale: list[str] | None = None
 ) -> float:
     """``|got - want| / |want|`` over ``names`` as one vector; infinite where counters differ."""
     counters = [name for name in names if not want[name].is_floating_point()]
