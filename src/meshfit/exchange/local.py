@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
+from meshfit.events import current
 from meshfit.exchange.allreduce import Riders, split_buckets
 from meshfit.exchange.serving.parcel import statistics
 
@@ -182,6 +183,7 @@ class Local:
         self._buckets[-1].flat[-NUMBERS] = self._count
         self._buckets[-1].flat[-NUMBERS + 1] = self._stop
         for bucket in self._buckets:
+            current().moved("all_reduce", bucket.flat.nbytes)
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
         self._count = 0.0
 

@@ -11,8 +11,10 @@ from torch import nn
 from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
-from meshfit.exchange import across, allreduce
+from meshfit.exchange import across, allreduce, local
 from meshfit.exchange.nature import state_bytes
+from meshfit.exchange.serving import cost as serving
+from meshfit.exchange.serving.cost import Payload
 from meshfit.layout import batchnorm
 from meshfit.layout.find import pipeline_of
 from meshfit.layout.offload import Offload
@@ -33,12 +35,16 @@ def cost(
     split: TensorPlan | None = None,
     stage: int = 0,
     ahead: bool = False,
+    server: int | None = None,
 ) -> Cost:
     """Of a step under ``plan``. ``trace`` is of one microbatch of one rank, as if nothing were split; ``split`` what
     the tensor axis was found to; ``stage`` the rank's place along the pipeline; ``ahead``: see ``Shard.cost``.
+    ``server``: of that model server, not of a rank.
 
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
+    if server is not None:
+        return serving.server(_payload(plan, trace), state_bytes(optimizer), workers=plan.data, index=server)
     total, whole, alive, shared, pipe = Cost(), trace, 1.0, set[str](), pipeline_of(plan)
     if plan.pipeline > 1:
         trace, added, alive = pipe.cost(trace, stage)
@@ -63,8 +69,7 @@ def cost(
         total += added
     else:
         trace, added = Replicate(degree=plan.data).cost(trace)
-        trained = [_parameter(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
-        total += added + allreduce.cost(trained, plan.data)
+        total += added + _exchange(plan, trace)
     if plan.pipeline > 1:
         total += pipe.tied_cost(whole, trace)
     if plan.joins_batchnorms:
@@ -72,6 +77,8 @@ def cost(
     if plan.recompute != "none":
         trace, added = Recompute(word=plan.recompute, blocks=recomputed_blocks(before)).cost(trace)
         total += added
+    if plan.server:
+        return total + Cost(held={"activations": trace.cost.kept})
     state = state_bytes(optimizer)
     if plan.offload == "optimizer":
         trace, added = Offload(state=state).cost(trace)
@@ -82,5 +89,31 @@ def cost(
     return total + Cost(held={"activations": round(trace.cost.kept * alive)})
 
 
+def _exchange(plan: Plan, trace: Trace) -> Cost:
+    """Of how the gradients of a model that each rank holds whole become weights."""
+    trained = [_parameter(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
+    if plan.server:
+        found, own = serving.worker(_payload(plan, trace)), sum(p.nbytes for p in trained)
+        return found + Cost(held={"weights": -own})  # which are counted already
+    if plan.exchange == "allreduce":
+        return allreduce.cost(trained, plan.data)
+    running = sum(prod(b.shape) for name, b in trace.buffers.items() if name.endswith(("running_mean", "running_var")))
+    outer = plan.exchange == "diloco"
+    met = local.cost(trained, plan.data, outer=outer, overlap=plan.overlap, running=running)
+    each = lambda many: {name: round(count / plan.every) for name, count in many.items()}
+    return Cost(held=met.held, calls=each(met.calls), moved=each(met.moved))
+
+
+def _payload(plan: Plan, trace: Trace) -> Payload:
+    trained = {name: _parameter(p.shape, p.dtype) for name, p in trace.parameters.items() if p.trained}
+    kept = ("running_mean", "running_var", "num_batches_tracked")
+    running = {name: _tensor(b.shape, b.dtype) for name, b in trace.buffers.items() if name.endswith(kept)}
+    return Payload(trained, running, plan.server, plan.compress)
+
+
+def _tensor(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
 def _parameter(shape: tuple[int, ...], dtype: str) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+    return nn.Parameter(_tensor(shape, dtype))

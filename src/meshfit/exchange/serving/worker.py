@@ -20,8 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.exchange.allreduce import Riders
+from meshfit.exchange.serving.cost import Payload
+from meshfit.exchange.serving.cost import worker as worker_cost
 from meshfit.exchange.serving.line import Line
 from meshfit.exchange.serving.parcel import shares, statistics
 from meshfit.exchange.serving.snapshot import newest
@@ -54,7 +57,8 @@ class Worker:
         """``timeout``: seconds to wait for an answer; ``patience``: for a server to be there again."""
         self.id, self.timeout, self.patience = id, timeout, patience
         self.asynchronous = staleness != 0
-        device = torch.device(device)
+        self.device = device = torch.device(device)
+        self._payload = Payload.of(model, servers=len(addresses), compress=compress)
         lots = shares(model, len(addresses))
         self.lines = [
             Line(
@@ -123,6 +127,10 @@ class Worker:
     @property
     def version(self) -> int:
         return self.lines[0].version
+
+    def cost(self) -> Cost:
+        """Of a step."""
+        return worker_cost(self._payload, device=self.device.type)
 
     # A step, as the loop sees it
 
