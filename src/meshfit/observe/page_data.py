@@ -73,6 +73,9 @@ def tiles(run: Recording) -> list[dict[str, Any]]:
     if run.tokens:
         note = f"{run.tokens:,} a sample"
         found.append({"label": "tokens / s", "value": amount(run.rate * run.tokens), "note": note})
+    if run.flops:
+        note = "forward and backward" if run.of_peak is None else f"{run.of_peak:.0%} of peak"
+        found.append({"label": "arithmetic", "value": arithmetic(run.flops), "note": note})
     if run.step_seconds:
         found.append({"label": "step", "value": seconds(run.step_seconds), "note": f"{len(run.ranks)} {_devices(run)}"})
     peak = max((v for r in run.ranks for v in [_peak(r)]), default=0.0)
@@ -385,6 +388,12 @@ def amount(value: float) -> str:
         if value >= 10 * divisor:
             return f"{value / divisor:,.1f} {unit}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def arithmetic(flops: float) -> str:
+    """A second."""
+    unit, divisor = next(((u, d) for u, d in (("T", 1e12), ("G", 1e9)) if flops >= d), ("M", 1e6))
+    return f"{flops / divisor:.3g} {unit}FLOP/s"
 
 
 def seconds(value: float) -> str:

@@ -299,8 +299,8 @@ def _compute_bound(run: Recording) -> Finding | None:
         return None
     use = [u for rank in run.ranks if (u := rank.mean("gpu_use")) is not None]
     more = f", the GPU at work {statistics.fmean(use):.0f} % of it" if use else ""
-    if (peak := run.fact("peak_flops")) and (flops := run.fact("flops")) and run.step_seconds:
-        more += f", at {percent(flops / run.step_seconds / peak)} of peak"
+    if run.of_peak is not None:
+        more += f", at {percent(run.of_peak)} of their peak"
     kind = "GPUs" if run.fact("device", "").startswith("cuda") else "CPUs"
     change = "faster or more devices, or lower precision, would help" if share > 0.8 else ""
     evidence = f"{kind} computed {percent(share)} of the time{more}"
