@@ -19,6 +19,7 @@ from meshfit.data import tree
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.order import mix
 from meshfit.data.position import Position
+from meshfit.data.reading import Readers
 from meshfit.data.source import Stream, open_source
 from meshfit.errors import DataError
 from meshfit.evaluation import measure
@@ -77,6 +78,8 @@ class Run:
         )
         self.model = self.placed.model  # with a pipeline, this rank's part of it
         self.notes += self.placed.notes
+        if self.loader.reading.kind != "inline":
+            self.notes.append(str(self.loader.reading))
         scale = LossScale(world.device) if self.plan.precision == "fp16" else None
         if self.placed.staged is None:
             self.over = self._find_over()
@@ -169,6 +172,7 @@ class Run:
 
     def loader_of(self, data: object, *, microbatches: int = 1, shuffle: bool = False) -> Loader:
         assert isinstance(self.job.batch_size, int)
+        readers = Readers.of(self.job.workers)
         return Loader(
             source=open_source(data),
             batch_size=self.job.batch_size,
@@ -178,6 +182,8 @@ class Run:
             microbatches=microbatches,
             seed=self.job.seed,
             shuffle=shuffle,
+            workers=readers.workers,
+            kind=readers.kind,
         )
 
     def batches(self) -> Iterator[Batch]:
@@ -284,6 +290,9 @@ class Run:
         """Leave the user's model as it was found, but trained."""
         if self.update.offload is not None and self.optimizer is self.job.optimizer:
             self.update.offload.fetch()  # the user may go on with it
+        for loader in (self.loader, self.valid):
+            if loader is not None:
+                loader.close()
         self.exchange.remove()
         self.placed.undo()
         self.events.close()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from meshfit.data.clock import STAGES
 from meshfit.observe.kinds import KINDS, OTHER, PHASES, kind_of
 from meshfit.observe.reading import Rank, Recording, phase_shares
 from meshfit.observe.timeline import drawn, windows
@@ -320,6 +321,9 @@ def _tables(run: Recording) -> list[dict[str, Any]]:
         path.append(["epochs begun", str(run.steps[-1]["epoch"] + 1)])
     workers = max((int(v) for r in run.ranks for _, v in r.series("workers")), default=0)
     path.append(["processes beside the ranks", str(workers)])
+    made = run.fact("data") or {}
+    if batches := made.get("batches"):
+        path += [[f"to {name}", f"{seconds(made[name] / batches)} a batch"] for name in STAGES if name in made]
     longest = max((s.seconds for r in run.ranks for s in r.spans if s.name == "data"), default=0.0)
     path.append(["longest wait", seconds(longest)])
     traffic = run.traffic or {}
