@@ -152,8 +152,13 @@ def test_compressed_gradients_train_nearly_alike() -> None:
 # Local steps
 
 
-def test_averaged_every_step_is_one_device() -> None:
-    how = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2)}
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs[:, 0] - targets).square().mean()
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, squares])  # a mean over targets, and over samples
+def test_averaged_every_step_is_one_device(loss: Any) -> None:
+    how = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2), "loss": loss}
     assert_same(fit("data=3 exchange=local", **how), fit("data=1", **how))
 
 
