@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from meshfit import layout, served
 from meshfit.checkpoint.gently import ends_gently
 from meshfit.checkpoint.going_on import folder_to_resume, saved
-from meshfit.errors import JobError, NonFiniteError, PlanError
+from meshfit.errors import JobError, NonFiniteError
 from meshfit.job import Job
 from meshfit.launch import heap
 from meshfit.launch.channel import Channel
@@ -60,7 +60,7 @@ def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
     given = from_environment()
     if given is not None:
-        refuse_servers(job)
+        served.refuse_torchrun(job)
         return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
     settled = job.settled()
     alone = _plan(settled).devices == 1 and not _plan(settled).server
@@ -210,7 +210,7 @@ class Ranked(Training):
                             yield step
                         if self._lockstep:
                             ranks.send(rank, "stop" if self._stop else "go")
-            outcome = _joined([found for found in ranks.results if found is not None], told(ranks))
+            outcome = _joined([found for found in ranks.results if found is not None], ranks.told)
         load(self.model, outcome.weights)
         self.outcome = outcome
 
@@ -240,26 +240,11 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
         yield ranks
 
 
-def told(ranks: Any) -> list[str]:
-    """What became of ranks and servers that did not stay, in words."""
-    servers = [] if ranks.beside is None else ranks.beside.said
-    return [*ranks.lost.values(), *servers]
-
-
 def _joined(outcomes: list[Outcome], notes: list[str]) -> Outcome:
     """Of ranks that are worlds of their own: the first one's, with how long each was at what."""
     first = next(outcome for outcome in outcomes if outcome.weights)
     phases = first.phases if len(outcomes) == 1 else [each for outcome in outcomes for each in outcome.phases]
     return replace(first, phases=phases, notes=[*first.notes, *notes])
-
-
-def refuse_servers(job: Job) -> None:
-    """Nobody would start them."""
-    if "server=" in str(job.plan):
-        raise PlanError(
-            f"{job.plan}: servers are processes beside the ranks, and torchrun starts ranks alone",
-            "python train.py starts both, on one machine",
-        )
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from meshfit.exchange.serving.worker import Served, Worker
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
 from meshfit.launch.world import World
+from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.precision import LossScale
 from meshfit.plan import Plan
@@ -72,15 +73,21 @@ def check(job: Job) -> None:
                 )
 
 
+def refuse_torchrun(job: Job) -> None:
+    """Nobody would start them."""
+    if "server=" in str(job.plan):
+        raise PlanError(
+            f"{job.plan}: servers are processes beside the ranks, and torchrun starts ranks alone",
+            "python train.py starts both, on one machine",
+        )
+
+
 def spare(job: Job) -> range:
     """Workers whose death leaves the others at work. The first keeps the best weights, and writes checkpoints."""
     plan = _plan(job)
-    if plan.joins_batchnorms and any(isinstance(m, _NORMS) for m in job.build().modules()):
+    if plan.joins_batchnorms and batch_norms(job.build()):
         return range(0)
     return range(0 if job.best is None and job.checkpoint is None else 1, plan.data)
-
-
-_NORMS = torch.nn.modules.batchnorm._BatchNorm
 
 
 class ServedRun(Run):

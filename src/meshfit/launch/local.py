@@ -140,6 +140,11 @@ class Ranks:
         return [] if self._done else [self._run.fileno(), *(self._channels[rank].fileno() for rank in self._open)]
 
     @property
+    def told(self) -> list[str]:
+        """What became of those that did not stay, here and beside, in words."""
+        return [*self.lost.values(), *([] if self.beside is None else self.beside.said)]
+
+    @property
     def folder(self) -> str:
         """Where they meet. Waits until they are there."""
         while not self._folder:

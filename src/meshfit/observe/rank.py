@@ -91,7 +91,7 @@ def _facts(run: "Run") -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "world": run.world.size,
+        "world": run.plan.devices,
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "cores": cores(),
