@@ -108,6 +108,34 @@ def test_a_stop_leaves_the_weights_of_that_step() -> None:
     assert_same(spread, alone)
 
 
+def test_a_loop_of_ones_own() -> None:
+    model = build()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    how = {"loss": F.cross_entropy, "batch_size": 12, "steps": 12, "seed": 3, "devices": "cpu"}
+    how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    for step in meshfit.steps(model, (X, Y), plan="server=1 data=2", **how):
+        if step.step == 4:
+            break
+    other = build()
+    other.load_state_dict(start)
+    alone = meshfit.fit(other, (X, Y), plan="data=1", progress=False, **(how | {"steps": 4}))
+    for name, tensor in alone.model.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("plan", ["server=1 data=2", "server=1 data=2 staleness=2", "data=2 exchange=diloco every=4"])
+def test_evaluates_and_predicts(plan: str) -> None:
+    model = build()
+    want = meshfit.evaluate(model, (X, Y), loss=F.cross_entropy, plan="data=1", devices="cpu")
+    got = meshfit.evaluate(model, (X, Y), loss=F.cross_entropy, plan=plan, devices="cpu")
+    assert got == pytest.approx(want, rel=1e-5)
+    torch.testing.assert_close(meshfit.predict(model, X, plan=plan, devices="cpu"), model(X).detach())
+
+
+def test_local_steps_on_one_device_are_its_own() -> None:
+    assert_same(fit("data=1 exchange=local every=4"), fit("data=1"))
+
+
 @pytest.mark.parametrize("plan", ["server=1 data=2 staleness=2", "server=2 data=3 staleness=inf late=damp"])
 def test_apart_every_gradient_is_a_step(plan: str, tmp_path: Path) -> None:
     rates: list[float] = []

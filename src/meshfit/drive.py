@@ -223,7 +223,11 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
     assert isinstance(job.devices, Devices)
     plan = _plan(job)
     serves = plan.server > 0 and isinstance(work, Work)
-    how: dict[str, Any] = {"size": plan.devices, "devices": job.devices, "spare": served.spare(job) if serves else ()}
+    how: dict[str, Any] = {
+        "size": plan.devices,
+        "devices": job.devices,
+        "spare": served.spare(work.job) if serves else (),
+    }
     with ExitStack() as stack:
         try:
             ranks = stack.enter_context(Ranks(work, **how))

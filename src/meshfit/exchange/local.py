@@ -31,7 +31,7 @@ from meshfit.exchange.allreduce import Riders, split_buckets
 from meshfit.exchange.serving.parcel import statistics
 
 NUMBERS = 2  # count, stop: at the end of the last bucket
-OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo's own
+OUTER_LEARNING_RATE, OUTER_MOMENTUM = 1.0, 0.5  # DiLoCo's own, 0.7 and 0.9, need hundreds of rounds: docs/LOG.md
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
