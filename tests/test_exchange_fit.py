@@ -291,6 +291,15 @@ def test_resumes_under_another_plan(first: str, then: str, tmp_path: Path) -> No
     assert_same(resumed, alone)
 
 
+def test_a_schedule_whose_state_is_no_plain_fact_resumes(tmp_path: Path) -> None:
+    how = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 9], 0.5)}
+    fit("server=2 data=2", **how, steps=7, out=tmp_path / "run", checkpoint=2)
+    resumed = fit("server=1 data=2", **how, out=tmp_path / "run", checkpoint=2, resume=True)
+    again, alone = fit("data=1", **how, out=tmp_path / "run", resume=True, steps=14), fit("data=1", **how, steps=14)
+    assert [step.lr for step in (*resumed.history, *again.history)] == [step.lr for step in alone.history[7:]]
+    assert_same(again, alone)
+
+
 @pytest.mark.parametrize("then", ["server=1 data=2 staleness=2", "data=2"])
 def test_steps_apart_resume(then: str, tmp_path: Path) -> None:
     how = {"steps": None, "data": (X[:48], Y[:48])}

@@ -42,6 +42,7 @@ class LocalRun(Run):
     def resumed(self) -> None:
         """What was saved is what all ranks have in common; an outer optimizer's momentum begins anew."""
         self.averaging.begin()
+        self.averaging.step = self.step
 
     def finish(self) -> None:
         self.averaging.settle()

@@ -10,6 +10,7 @@ workers talk to each other.
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -121,6 +122,7 @@ class ServedRun(Run):
     def _make_update(self, scale: LossScale | None) -> Served:  # type: ignore[override]
         plan = self.plan
         self._loaders: dict[tuple[int, int], Loader] = {}
+        self._advanced = 0
         self.worker = Worker(
             self.model,
             [f"unix:{self.meeting}/server{i}" for i in range(plan.server)],
@@ -203,12 +205,12 @@ class ServedRun(Run):
                 elif kind == "average" and average is not None:
                     average.held[rest] = value
         keeper = every[0][1]["keeper"]
+        self._advance(keeper)
         for group, kept in zip(self.optimizer.param_groups, keeper["groups"], strict=True):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in kept.items()})
-        if self.served.scheduler is not None and keeper["schedule"] is not None:
-            self.served.scheduler.load_state_dict(keeper["schedule"])
         if self.plan.staleness:
             self._back_to(every[0][1])
+            self.worker.pull()  # as new as the state
         try:
             yield
         finally:
@@ -216,6 +218,18 @@ class ServedRun(Run):
             self.optimizer.state.clear()
             if average is not None:
                 average.held.clear()
+
+    def _advance(self, keeper: dict[str, Any]) -> None:
+        """Have the schedule where the servers' is; one whose state is no plain fact is gone through."""
+        scheduler = self.served.scheduler
+        if scheduler is not None and keeper["schedule"] is not None:
+            scheduler.load_state_dict(keeper["schedule"])
+        elif scheduler is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer here never steps
+                for _ in range(self._advanced, keeper["steps"]):
+                    scheduler.step()
+            self._advanced = keeper["steps"]
 
     def _back_to(self, facts: dict[str, Any]) -> None:
         """How far a checkpoint is, in whole batches, so that any plan can go on from it: up to the one in which the
