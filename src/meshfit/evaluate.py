@@ -69,7 +69,7 @@ def _evaluate(job: Job, world: World) -> dict[str, float]:
     objective = job.objective if known else None
     over = Over()
     if objective is not None:
-        over = find_over(objective, placed.model, few, world.device, placed.inside)
+        over = find_over(objective, placed.model, few, world.device, placed.tried)
     measured = measure(placed, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
     placed.undo()
     return measured

@@ -18,6 +18,7 @@ from meshfit.layout.batchnorm import batch_norms
 from meshfit.objective import Objective, stated
 from meshfit.plan import Plan, settle
 from meshfit.schedule.actions import schedule
+from meshfit.unpickled import complete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +247,7 @@ class Job:
     def build(self) -> nn.Module:
         """The model: built under ``seed`` if a function was given, so it starts the same under every plan."""
         if isinstance(self.model, nn.Module):
+            complete(self.model)
             return self.model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)

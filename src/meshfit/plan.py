@@ -11,6 +11,7 @@ the checkpoint and in the report:
     data=2 shard=4 recompute=full   two copies, each over four devices; blocks are computed again in backward
     offload=optimizer               optimizer state in host memory
     data=2 tensor=4                 two copies, each with its operations over four devices
+    data=2 expert=4                 two copies, each with the experts of its mixtures over four devices
     pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
     server=1 data=3                 three workers; a process on the host owns weights and optimizer, and steps for all
     server=1 data=3 staleness=4     ... for each as it comes; no worker is more than 4 of its steps ahead
@@ -54,7 +55,6 @@ WORDS = {
 LATER = [
     "branch",
     "context",
-    "expert",
 ]
 
 

@@ -26,6 +26,7 @@ from meshfit.evaluation import measure
 from meshfit.events import Events
 from meshfit.exchange.across import Across, Spread, share_state
 from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.apart import Apart
 from meshfit.exchange.scatter import Scatter, cut_state
 from meshfit.exchange.update import Average, Update
 from meshfit.job import Job
@@ -132,18 +133,23 @@ class Run:
         )
 
     def _make_exchange(self) -> AllReduce | Scatter | Across:
-        placed, mesh = self.placed, self.mesh
+        placed, mesh, device, owned = self.placed, self.mesh, self.world.device, self.placed.owned
         if placed.shards is None:
-            exchange = AllReduce(self.model.parameters(), mesh.batch, self.world.device)
+            rest = [p for p in self.model.parameters() if owned is None or not owned.is_cut(p)]
+            exchange = AllReduce(rest, mesh.batch, device)
         else:
             whole = self.plan.zero == 1 and self.plan.microbatches > 1
             mixed = placed.staged is not None
-            exchange = Scatter(placed.shards, world=mesh.batch, copies=mesh.data, accumulate=whole, mixed=mixed)
+            exchange = Scatter(placed.shards, world=mesh.batch, copies=mesh.copies, accumulate=whole, mixed=mixed)
         if placed.parts is None and placed.staged is None:
             return exchange
+        inner = exchange
+        if owned is not None:
+            experts = [p for p in self.model.parameters() if owned.is_cut(p)]
+            inner = Apart(exchange, AllReduce(experts, mesh.alike, device), owned.load)
         tied = {} if placed.staged is None else placed.staged.tied
         spread = Spread(parts=placed.parts, tied=tied, pipeline=mesh.pipeline, partial=placed.partial)
-        return Across(exchange, spread, self.model, self.world.device, copies=self.plan.data, tellers=self.plan.tensor)
+        return Across(inner, spread, self.model, device, copies=self.plan.data, tellers=self.plan.tensor)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
         placed, objective, device = self.placed, self.job.objective, self.world.device
@@ -322,7 +328,7 @@ class Run:
             return Over(kind="samples")
         # a pipeline's model is still whole, and in host memory
         whole = self.plan.pipeline > 1
-        device, inside = (torch.device("cpu"), nullcontext) if whole else (self.world.device, self.placed.inside)
+        device, inside = (torch.device("cpu"), nullcontext) if whole else (self.world.device, self.placed.tried)
         with self.precision.arithmetic(device):
             return find_over(self.job.objective, self.model, source.few(), device, inside)
 
