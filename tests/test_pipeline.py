@@ -123,7 +123,7 @@ def pipelined(
     staged.part.to(device)
     exchange = Across(
         AllReduce(staged.part.parameters(), copies, device),
-        Spread(tied=staged.tied, pipeline=along),
+        Spread(tied=staged.tied, line=along),
         staged.part,
         device,
         copies=1 if copies is None else dist.get_world_size(copies),

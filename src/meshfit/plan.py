@@ -12,6 +12,7 @@ the checkpoint and in the report:
     offload=optimizer               optimizer state in host memory
     data=2 tensor=4                 two copies, each with its operations over four devices
     data=2 expert=4                 two copies, each with the experts of its mixtures over four devices
+    data=2 branch=2                 two copies, each with its towers, heads or arms over two devices
     pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
     server=1 data=3                 three workers; a process on the host owns weights and optimizer, and steps for all
     server=1 data=3 staleness=4     ... for each as it comes; no worker is more than 4 of its steps ahead
@@ -53,7 +54,6 @@ WORDS = {
 
 # Words of the plan language that this version can read but not yet carry out.
 LATER = [
-    "branch",
     "context",
 ]
 
@@ -248,6 +248,11 @@ class Plan:
     def cuts(self) -> bool:
         """Whether parameters live elsewhere than where they are used, and are gathered."""
         return self.shard > 1 or self.offload == "parameters"
+
+    @property
+    def apart(self) -> bool:
+        """Whether a rank holds only some of the modules."""
+        return self.pipeline > 1 or self.branch > 1
 
     @property
     def joins_batchnorms(self) -> bool:

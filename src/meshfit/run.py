@@ -82,7 +82,7 @@ class Run:
         if self.loader.reading.kind != "inline":
             self.notes.append(str(self.loader.reading))
         scale = LossScale(world.device) if self.plan.precision == "fp16" else None
-        if self.placed.staged is None:
+        if not self.plan.apart:
             self.over = self._find_over()
 
         self.update = self._make_update(scale)
@@ -141,18 +141,26 @@ class Run:
             whole = self.plan.zero == 1 and self.plan.microbatches > 1
             mixed = placed.staged is not None
             exchange = Scatter(placed.shards, world=mesh.batch, copies=mesh.copies, accumulate=whole, mixed=mixed)
-        if placed.parts is None and placed.staged is None:
+        if placed.parts is None and placed.apart is None:
             return exchange
         inner = exchange
         if owned is not None:
             experts = [p for p in self.model.parameters() if owned.is_cut(p)]
             inner = Apart(exchange, AllReduce(experts, mesh.alike, device), owned.load)
-        tied = {} if placed.staged is None else placed.staged.tied
-        spread = Spread(parts=placed.parts, tied=tied, pipeline=mesh.pipeline, partial=placed.partial)
-        return Across(inner, spread, self.model, device, copies=self.plan.data, tellers=self.plan.tensor)
+        spread = Spread(
+            parts=placed.parts,
+            tied={} if placed.apart is None else placed.apart.tied,
+            line=mesh.pipeline if placed.branched is None else mesh.branch,
+            partial=placed.partial,
+            alike={} if placed.branched is None else placed.branched.alike,
+        )
+        tellers = self.plan.tensor * self.plan.branch
+        return Across(inner, spread, self.model, device, copies=self.plan.data, tellers=tellers)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
         placed, objective, device = self.placed, self.job.objective, self.world.device
+        if placed.branched is not None:
+            objective = placed.branched.objective(objective, self.precision, device)
         if placed.staged is None:
             return Passes(self.model, objective, self.over, self.precision, scale, self.exchange, device, placed.inside)
         return Pipelined(
@@ -171,7 +179,7 @@ class Run:
 
     def _before_cut(self) -> None:
         """What needs the parameters in their own shapes."""
-        if self.plan.pipeline > 1:
+        if self.plan.apart:
             self.over = self._find_over()
         self.optimizer = self.job.make_optimizer(self.model)
         self._step_seconds = self._expected_step()
@@ -326,8 +334,8 @@ class Run:
         source = self.loader.source
         if not split:
             return Over(kind="samples")
-        # a pipeline's model is still whole, and in host memory
-        whole = self.plan.pipeline > 1
+        # a model that is to be taken apart is still whole, and in host memory
+        whole = self.plan.apart
         device, inside = (torch.device("cpu"), nullcontext) if whole else (self.world.device, self.placed.tried)
         with self.precision.arithmetic(device):
             return find_over(self.job.objective, self.model, source.few(), device, inside)

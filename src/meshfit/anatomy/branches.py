@@ -194,10 +194,19 @@ class _Closing:
 
 
 def _successors(trace: Trace) -> list[set[int]]:
+    """Events that must wait for each event, of those that lead to an output: the others are left out."""
+    after = successors(trace)
+    alive = [False] * len(after) + [True]
+    for event in reversed(range(len(after))):
+        after[event] = {other for other in after[event] if alive[other]}
+        alive[event] = bool(after[event])
+    return after
+
+
+def successors(trace: Trace) -> list[set[int]]:
     """Events that must wait for each event; the number of events stands for the outputs.
 
     Who changes a storage in place waits for all who used it before, and is waited for by all who use it after.
-    Events that lead to no output wait for nobody: they are left out of what others wait for.
     """
     end = len(trace.events)
     after: list[set[int]] = [set() for _ in range(end)]
@@ -224,8 +233,4 @@ def _successors(trace: Trace) -> list[set[int]]:
         for last in (values[value].made_by, changer.get(storage_of(trace, value), -1)):
             if last >= 0:
                 after[last].add(end)
-    alive = [False] * end + [True]
-    for event in reversed(range(end)):
-        after[event] = {other for other in after[event] if alive[other]}
-        alive[event] = bool(after[event])
     return after

@@ -6,7 +6,7 @@ values that Python looked at are what they were (guards check that).
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -114,13 +114,17 @@ def fact(leaf: Any) -> Any:
 def replay_range(recording: Recording, start: int, stop: int, env: Environment) -> Environment:
     """Run events ``start`` to ``stop`` (not included) on the values in ``env``. Afterwards it holds what later
     events or the outputs need; the rest has been let go."""
-    for region, group in groupby(recording.steps[start:stop], key=lambda step: step.checkpoint):
-        steps = list(group)
-        if region is None or not torch.is_grad_enabled():
-            run(steps, env)
-        else:
-            _checkpointed(steps, env)
+    replay_steps(recording.steps[start:stop], env)
     return env
+
+
+def replay_steps(steps: Sequence[Step], env: Environment) -> None:
+    """Run ``steps``, those of an activation checkpoint under one."""
+    for region, group in groupby(steps, key=lambda step: step.checkpoint):
+        if region is None or not torch.is_grad_enabled():
+            run(list(group), env)
+        else:
+            _checkpointed(list(group), env)
 
 
 def run(steps: list[Step], env: Environment) -> None:

@@ -38,12 +38,16 @@ class Spread:
     """Of operations, over the tensor axis; or of experts, over theirs."""
 
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Parameters that several stages use, and the ranks of the pipeline that hold them."""
+    """Parameters that several stages, or branches, use, and the ranks of ``line`` that hold them."""
 
-    pipeline: dist.ProcessGroup | None = None
+    line: dist.ProcessGroup | None = None
+    """The ranks of a pipeline, or of branches."""
 
     partial: tuple[str, ...] = ()
     """Parameters of the whole model of whose gradient several ranks of the tensor axis have a part."""
+
+    alike: Mapping[str, int] = field(default_factory=dict)
+    """Parameters that several ranks of ``line`` hold with the same gradient, and how many do."""
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -74,8 +78,9 @@ class Across:
         self._shared = [named.get(name) for name in spread.shared]
         """Those of other ranks are None."""
         self._tied = [(named[name], ranks) for name, ranks in spread.tied.items() if name in named]
-        self._lines = {} if spread.pipeline is None else _lines(spread.pipeline, spread.tied.values())
+        self._lines = {} if spread.line is None else _lines(spread.line, spread.tied.values())
         self._holders = {p: len(ranks) for p, ranks in self._tied}
+        self._holders |= {named[name]: count for name, count in spread.alike.items() if name in named}
         self._added: list[Tensor] = []
         """Gradients that other ranks have terms of, and this one has not."""
 
@@ -157,9 +162,9 @@ class Across:
         self.inner.remove()
 
 
-def _lines(pipeline: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A group for each set of ranks of the pipeline that share a parameter, where this rank is one of them."""
-    world, own = dist.get_process_group_ranks(pipeline), dist.get_rank(pipeline)
+def _lines(line: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A group for each set of ranks of ``line`` that share a parameter, where this rank is one of them."""
+    world, own = dist.get_process_group_ranks(line), dist.get_rank(line)
     named = {members: tuple(sorted(world[r] for r in members)) for members in wanted if own in members}
     made = groups(named.values())
     return {members: made[ranks] for members, ranks in named.items()}

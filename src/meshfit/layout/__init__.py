@@ -4,7 +4,8 @@ They are applied in this order (``place``), each to the model as those before le
 
 1. replicate    every rank starts from the same weights, still in host memory. Then the optimizer is made: it sees
                 whole shapes
-2. pipeline     a rank keeps the modules of its own stages, and lets go of the rest
+2. pipeline     a rank keeps the modules of its own stages, and lets go of the rest;
+   or branch    those of its own branches, and of what all run alike
 3. batchnorm    is made global, over the ranks that hold the same modules; auxiliary losses of mixtures too
 4. compile      of blocks: inside everything below, so that what is compiled is plain arithmetic on whole weights
 5. tensor       weights are cut by channels, and modules told how many of them they have
@@ -32,6 +33,9 @@ from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
 from meshfit.schedule.actions import schedule
 
+INSIDE = ("pipeline", "branch", "tensor", "expert")
+"""Axes along which ranks talk in the middle of a forward."""
+
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -40,7 +44,7 @@ def check(plan: Plan, model: nn.Module) -> None:
     _check_forward(plan, model)
     _check_experts(plan)
     norms = batch_norms(model)
-    acts = [f"{axis}={getattr(plan, axis)}" for axis in ("pipeline", "tensor", "expert") if getattr(plan, axis) > 1]
+    acts = [f"{axis}={getattr(plan, axis)}" for axis in INSIDE if getattr(plan, axis) > 1]
     if plan.compile == "whole":
         inside = {
             f"shard={plan.shard} gathers weights": plan.shard > 1,
@@ -48,6 +52,7 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"tensor={plan.tensor} sums activations over ranks": plan.tensor > 1,
             f"pipeline={plan.pipeline} hands them on": plan.pipeline > 1,
             f"expert={plan.expert} sends them to experts": plan.expert > 1,
+            f"branch={plan.branch} hands them round": plan.branch > 1,
             f"recompute={plan.recompute} runs blocks twice": plan.recompute != "none",
             f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and plan.joins_batchnorms,
         }
@@ -65,6 +70,8 @@ def check(plan: Plan, model: nn.Module) -> None:
         )
     if plan.pipeline > 1 and plan.rows == "cut":
         raise PlanError(f"{plan}: rows are not cut where stages hand them on", f"{replace(plan, rows='whole')} works")
+    if plan.branch > 1:
+        _check_branch(plan)
     if plan.pipeline > 1:
         schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks or None)  # refuses what it cannot take
     if plan.compile == "block" and plan.recompute == "selective":
@@ -106,6 +113,20 @@ def _check_experts(plan: Plan) -> None:
         raise PlanError(
             f"{plan}: experts that are spread stay on their devices",
             f"{replace(plan, offload='optimizer')} works",
+        )
+
+
+def _check_branch(plan: Plan) -> None:
+    """What acts inside modules, or cuts them, would have to know which of them a rank has."""
+    others = [f"{axis}={getattr(plan, axis)}" for axis in ("pipeline", "tensor", "shard", "context", "expert")]
+    others = [word for word in others if not word.endswith("=1")]
+    others += [f"offload={plan.offload}"] * (plan.offload == "parameters")
+    if others:
+        alone = Plan(branch=plan.branch, data=plan.data, microbatches=plan.microbatches, precision=plan.precision)
+        raise PlanError(
+            f"{plan}: branch= does not go together with {others[0]}",
+            f"{alone} works",
+            f"without branch=, {replace(plan, branch=1)} may",
         )
 
 

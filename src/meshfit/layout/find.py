@@ -15,6 +15,8 @@ from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.data import tree
 from meshfit.errors import PlanError
+from meshfit.layout.branch import Branch
+from meshfit.layout.branch import Found as FoundBranches
 from meshfit.layout.compile import compilable
 from meshfit.layout.experts.mixture import ExpertPlan
 from meshfit.layout.pipeline import Found as FoundStages
@@ -36,6 +38,7 @@ class Found:
     tensor: TensorPlan | None = None
     experts: ExpertPlan | None = None
     pipeline: FoundStages | None = None
+    branch: FoundBranches | None = None
     units: tuple[tuple[Unit, ...], ...] = ((),)
     """By the rank along the pipeline."""
     blocks: tuple[str, ...] = ()
@@ -57,6 +60,9 @@ def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device:
         found = _traced(found, plan, model, objective, batch, device)
     if plan.pipeline > 1:
         found = _staged(found, plan, model, objective, batch, device)
+    if plan.branch > 1:
+        dealt = Branch(degree=plan.branch, atoms=found.blocks).find(model, objective, batch, device=device)
+        found = replace(found, branch=dealt.to_send(), notes=(*found.notes, dealt.note))
     return found
 
 

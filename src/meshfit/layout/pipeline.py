@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.cuts import Stages, stages, work
-from meshfit.anatomy.record import Recording, TraceError, record
+from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.record_atoms import twin
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
-from meshfit.layout.stages.audit import Misfit, audit
+from meshfit.layout.stages.audit import faithful
 from meshfit.layout.stages.cut import Split, hollow, part_of, split_of, stages_before
-from meshfit.layout.stages.program import Programs
+from meshfit.layout.stages.program import Program, Programs
 from meshfit.layout.units import Whole, _relative
 from meshfit.schedule.actions import BACKWARD, FORWARD, Action, Schedule, rank_of, schedule, stages_of, usual_chunks
 from meshfit.schedule.simulate import Simulated, simulate
@@ -95,30 +95,8 @@ class Pipeline:
     def _record(
         self, model: nn.Module, objective: Any, batch: Any, share: float, device: str
     ) -> tuple[tuple[str, ...], Recording]:
-        """A recording that does what the model does: modules whose code it cannot run again are taken as a whole."""
-        meter, atoms = partial(Meter, target=device), [f"model.{path}" for path in self.atoms]
-        whole = Whole(model, objective)
-        while True:
-            try:
-                recording = record(whole, (batch,), meter=meter, share=share, atoms=atoms)
-            except TraceError as error:
-                raise self._refusal("the model cannot be cut, because it cannot be recorded", error) from error
-            notes = recording.trace.notes
-            looks = [f"{d.what} in {d.module or 'the model itself'}, {d.line}" for d in recording.trace.dynamic]
-            whole_model = [note for note in notes if note.startswith("model taken as a whole")]
-            if whole_model:
-                error = TraceError(whole_model[0].removeprefix("model taken as a whole: "), *looks[:2])
-                raise self._refusal("the model can be run only as a whole", error)
-            if "real tensors" in notes:
-                error = TraceError("it decides by values of its own activations what to do", *looks[:2])
-                raise self._refusal("no rank could tell what the others do", error)
-            try:
-                audit(recording, whole, batch)
-                return tuple(path.removeprefix("model.") for path in atoms), recording
-            except Misfit as misfit:
-                if misfit.module in ("", "model", *atoms):
-                    raise self._refusal("the model cannot be run in parts", misfit.error) from misfit.error
-                atoms.append(misfit.module)
+        meter = partial(Meter, target=device)
+        return faithful(model, objective, batch, meter=meter, share=share, atoms=self.atoms, refusal=self._refusal)
 
     def _refusal(self, what: str, error: TraceError) -> PlanError:
         return PlanError(
@@ -301,10 +279,11 @@ class Staged:
                     found[name].append(rank)
         return {name: tuple(ranks) for name, ranks in found.items()}
 
-    def programs(self, objective: Callable[[nn.Module, Any], Any]) -> Programs:
+    def programs(self, objective: Callable[[nn.Module, Any], Any]) -> Programs[Program]:
         """What the stages run for ``objective(model, content)``: a training loss, or a prediction."""
         found = self.found
-        return Programs(self.skeleton, objective, found.split, share=found.share, atoms=found.atoms)
+        cut = partial(Program.like, found.split)
+        return Programs(self.skeleton, objective, cut, share=found.share, atoms=found.atoms)
 
     def undo(self, whole: Mapping[str, Tensor]) -> None:
         """Give the model back what other ranks held of it: ``whole`` has all weights and buffers by name."""
@@ -318,7 +297,12 @@ class Staged:
 
 def part_of_trace(trace: Trace, found: Stages, own: Iterable[int]) -> Trace:
     """What the stages ``own`` run of ``trace``, as a trace of its own."""
-    kept = sorted({i for stage in own for i in (*found.recomputed[stage], *found.ranges[stage])})
+    return only(trace, {i for stage in own for i in (*found.recomputed[stage], *found.ranges[stage])})
+
+
+def only(trace: Trace, some: Iterable[int]) -> Trace:
+    """What some events of ``trace`` do, as a trace of its own."""
+    kept = sorted(some)
     place = {old: new for new, old in enumerate(kept)}
     events = tuple(replace(trace.events[i], index=place[i]) for i in kept)
     used = {id for event in events for id in (*event.reads, *event.writes, *event.mutates)}

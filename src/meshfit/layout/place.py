@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshfit.layout import batchnorm
 from meshfit.layout.batchnorm import batch_norms
+from meshfit.layout.branch import Branch, Branched
 from meshfit.layout.compile import Blocks
 from meshfit.layout.expert import Expert, Owned
 from meshfit.layout.experts import balance
@@ -40,10 +41,12 @@ class Placed:
     """A model on this rank."""
 
     model: nn.Module
-    """All of it, or with a pipeline what this rank holds of it."""
+    """All of it, or with a pipeline or branches what this rank holds of it."""
     mesh: Mesh
     staged: Staged | None = None
     """This rank's stages of a pipeline."""
+    branched: Branched | None = None
+    """This rank's branches."""
     parts: Parts | Owned | None = None
     """Of operations that are cut over the tensor axis, or experts over theirs."""
     partial: tuple[str, ...] = ()
@@ -56,6 +59,11 @@ class Placed:
     caches: list[Any] = field(default_factory=list)
     """Settings in which a cache was turned off: one that goes from block to block cannot go from rank to rank."""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def apart(self) -> Staged | Branched | None:
+        """Who knows what other ranks hold, if this one holds but some of the modules."""
+        return self.staged or self.branched
 
     @property
     def together(self) -> bool:
@@ -71,7 +79,7 @@ class Placed:
     def plain(self) -> bool:
         """Whether nothing acts inside the model: only then can it be compiled as a whole."""
         return (
-            self.staged is None
+            self.apart is None
             and self.shards is None
             and self.parts is None
             and not any(is_wrapped(module) for module in self.model.modules())
@@ -90,7 +98,7 @@ class Placed:
     @property
     def shape(self) -> nn.Module:
         """A model with all the names and shapes, if not the elements, of the whole."""
-        return self.model if self.staged is None else self.staged.skeleton
+        return self.model if self.apart is None else self.apart.skeleton
 
     def forwards(self, step: Callable[[nn.Module, Any], Any], precision: Precision, device: torch.device) -> "Forwards":
         """``step(model, content)`` as a function of the content; None where the result is another rank's. All ranks
@@ -113,27 +121,28 @@ class Placed:
         for name, tensor in named:
             if tensor not in seen:
                 whole = self._whole(tensor, tensor.detach())
-                seen[tensor] = whole.cpu().clone() if keep or self.staged is not None else None
+                seen[tensor] = whole.cpu().clone() if keep or self.apart is not None else None
             found[name] = seen[tensor]
-        if self.staged is not None:
+        if self.apart is not None:
             every = self._collected({name: {"": tensor} for name, tensor in found.items()}, keep)
             found = {name: many[""] for name, many in every.items()}
-            found |= {name: found[first] for name, first in tied(self.staged.skeleton).items() if first in found}
+            found |= {name: found[first] for name, first in tied(self.apart.skeleton).items() if first in found}
         return found if keep else {}
 
     def wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Tensors that go with parameters (gradients, optimizer state), whole, on the CPU: by the parameter's name,
         then by a name of their own. A rank without a slice of a parameter may lack them. All ranks call it together."""
         found = self._wholes(mine)
-        if self.staged is not None:
+        if self.apart is not None:
             found = self._collected(found, keep=True)
         return found
 
     def _collected(self, mine: dict[str, dict[str, Tensor]], keep: bool) -> dict[str, dict[str, Tensor]]:
-        """What the ranks of the pipeline have of it, together."""
-        assert self.staged is not None
-        assert self.mesh.pipeline is not None
-        return collect(mine, self.staged.owners, self.mesh.pipeline, keep=keep)
+        """What the ranks of the pipeline, or of the branches, have of it, together."""
+        group = self.mesh.branch if self.staged is None else self.mesh.pipeline
+        assert self.apart is not None
+        assert group is not None
+        return collect(mine, self.apart.owners, group, keep=keep)
 
     def _wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Of the parameters that are here."""
@@ -174,9 +183,9 @@ class Placed:
         if self.parts is not None:
             self.parts.undo()
         unwrap(self.model)
-        if self.staged is not None:
+        if self.apart is not None:
             self.parts = self.shards = None
-            self.staged.undo(self.tensors())
+            self.apart.undo(self.tensors())
         for config in self.caches:
             config.use_cache = True
 
@@ -190,6 +199,8 @@ class Forwards:
         self._placed, self._step, self._precision, self._device = placed, step, precision, device
         group, staged = placed.mesh.pipeline, placed.staged
         self._stages = None
+        if placed.branched is not None:
+            self._step = placed.branched.objective(step, precision, device)
         if staged is not None:
             self._stages = Forward(staged, step, precision=precision, device=device, group=group, inside=placed.inside)
 
@@ -223,9 +234,9 @@ def place(
     ties = tied(model)
     acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
     in_blocks = plan.compile == "block" or (plan.compile == "auto" and device.type == "cuda" and acts_inside)
-    in_blocks &= plan.tensor == plan.pipeline == plan.expert == 1
-    spreads = plan.cuts or plan.tensor > 1 or plan.pipeline > 1 or plan.expert > 1
-    found, caches = Found(), _without_caches(model) if plan.pipeline > 1 else []
+    in_blocks &= plan.tensor == plan.expert == 1 and not plan.apart
+    spreads = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.apart
+    found, caches = Found(), _without_caches(model) if plan.apart else []
     if spreads or plan.recompute != "none" or in_blocks:
         found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
     if not spreads:  # else only parts of it go there
@@ -237,9 +248,14 @@ def place(
         placed.staged = pipeline_of(plan, found.pipeline.atoms).apply(model, found.pipeline, mesh.stage)
         placed.model = model = placed.staged.part
         ties = tied(model)
+    if found.branch is not None:
+        assert mesh.branch is not None
+        placed.branched = Branch(degree=plan.branch, atoms=found.blocks).apply(model, found.branch, mesh.branch)
+        placed.model = model = placed.branched.part
+        ties = tied(model)
     if plan.joins_batchnorms and mesh.batch is not None:
         batchnorm.apply(model, mesh.batch)
-    if mesh.batch is not None and plan.pipeline == 1 and plan.in_step:
+    if mesh.batch is not None and not plan.apart and plan.in_step:
         placed.balances = balance.apply(model, mesh.batch)
     if in_blocks and found.compiled:
         placed.compiled = Blocks(model, found.compiled)

@@ -30,6 +30,8 @@ KINDS = {
         Kind("weight", "weight gradient", "#7c6bb5", "#a191dd", phase="forward_backward"),
         Kind("receive", "waiting for a stage", "#c9c4b8", "#54514a", waits=True, phase="forward_backward"),
         Kind("gather", "gathering weights", "#1b998b", "#35bfae", waits=True, phase="forward_backward"),
+        Kind("branch", "branches of its own", "#2a9d8f", "#4cc4b4", phase="forward_backward"),
+        Kind("join", "waiting for branches", "#c9c4b8", "#54514a", waits=True, phase="forward_backward"),
         Kind("exchange", "waiting for other ranks", "#c8553d", "#e2765e", waits=True),
         Kind("collective", "traffic under way", "#e6a08f", "#a8584a", phase="overlapped"),
         Kind("update", "optimizer", "#3d8b5f", "#5cb885"),

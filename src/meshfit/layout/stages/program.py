@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,41 +36,14 @@ class Layout:
 
 
 @dataclass(eq=False)
-class Program:
-    """A recording, cut into stages."""
+class Recorded:
+    """A recording, and whether it holds for a microbatch."""
 
     recording: Recording
-    stages: Stages
-    layouts: dict[int, tuple[Layout, ...]] = field(default_factory=dict)
-    """What crosses after each stage, once that is known: what autocast makes of it shows only when it runs."""
 
     def bind(self, content: Any) -> dict[int, Tensor]:
         """The tensors of a microbatch by the ids they have here."""
         return bind(self.recording, (content,))
-
-    def run(
-        self, stage: int, root: nn.Module, given: dict[int, Tensor], received: list[Tensor], device: torch.device
-    ) -> tuple[list[Tensor], Any]:
-        """What ``stage`` hands on; of the last, also what the objective returns."""
-        trace, stages = self.recording.trace, self.stages
-        fed = {id: given[id] for id in stages.inputs[stage]}
-        if stage:
-            fed |= dict(zip(stages.cuts[stage - 1].crossing, received, strict=True))
-        changed = self._changed[stage]
-        fed = {id: t.clone() if storage_of(trace, id) in changed else t for id, t in fed.items()}
-        env = Environment(root, fed, device)
-        run([self.recording.steps[i] for i in stages.recomputed[stage]], env)
-        events = stages.ranges[stage]
-        replay_range(self.recording, events.start, events.stop, env)
-        if stage < len(stages.ranges) - 1:
-            return [env.values[id] for id in stages.cuts[stage].crossing], None
-        return [], decode(self.recording.outputs, env.resolve)
-
-    @cached_property
-    def _changed(self) -> list[set[int]]:
-        """Memory that each stage changes in place: what it is fed of it must be a copy."""
-        trace = self.recording.trace
-        return [{storage_of(trace, v) for i in r for v in trace.events[i].mutates} for r in self.stages.ranges]
 
     @property
     def gives_pair(self) -> bool:
@@ -113,27 +86,68 @@ class Program:
         return True
 
 
-class Programs:
-    """Programs of one objective, by the kind of microbatch."""
+@dataclass(eq=False)
+class Program(Recorded):
+    """A recording, cut into stages."""
+
+    stages: Stages
+    layouts: dict[int, tuple[Layout, ...]] = field(default_factory=dict)
+    """What crosses after each stage, once that is known: what autocast makes of it shows only when it runs."""
+
+    @classmethod
+    def like(cls, split: Split, recording: Recording) -> "Program":
+        """``recording`` cut as ``split`` is."""
+        return cls(recording, stages_like(split, recording.trace))
+
+    def run(
+        self, stage: int, root: nn.Module, given: dict[int, Tensor], received: list[Tensor], device: torch.device
+    ) -> tuple[list[Tensor], Any]:
+        """What ``stage`` hands on; of the last, also what the objective returns."""
+        trace, stages = self.recording.trace, self.stages
+        fed = {id: given[id] for id in stages.inputs[stage]}
+        if stage:
+            fed |= dict(zip(stages.cuts[stage - 1].crossing, received, strict=True))
+        changed = self._changed[stage]
+        fed = {id: t.clone() if storage_of(trace, id) in changed else t for id, t in fed.items()}
+        env = Environment(root, fed, device)
+        run([self.recording.steps[i] for i in stages.recomputed[stage]], env)
+        events = stages.ranges[stage]
+        replay_range(self.recording, events.start, events.stop, env)
+        if stage < len(stages.ranges) - 1:
+            return [env.values[id] for id in stages.cuts[stage].crossing], None
+        return [], decode(self.recording.outputs, env.resolve)
+
+    @cached_property
+    def _changed(self) -> list[set[int]]:
+        """Memory that each stage changes in place: what it is fed of it must be a copy."""
+        trace = self.recording.trace
+        return [{storage_of(trace, v) for i in r for v in trace.events[i].mutates} for r in self.stages.ranges]
+
+
+P = TypeVar("P", bound=Recorded)
+
+
+class Programs(Generic[P]):
+    """Programs of one objective, by the kind of microbatch. ``cut`` makes one of a recording."""
 
     def __init__(
         self,
         skeleton: nn.Module,
         objective: Callable[[nn.Module, Any], Any],
-        split: Split,
+        cut: Callable[[Recording], P],
         *,
         share: float,
         atoms: Iterable[str] = (),
     ):
         self.whole = Whole(skeleton, objective)
-        self.split, self.share = split, share
+        self.cut, self.share = cut, share
         self.atoms = tuple(f"model.{path}" if path else "model" for path in atoms)
-        self._found: OrderedDict[Any, list[Program]] = OrderedDict()
+        self._found: OrderedDict[Any, list[P]] = OrderedDict()
 
-    def of(self, content: Any, root: nn.Module, device: torch.device, *, training: bool) -> Program:
+    def of(self, content: Any, root: nn.Module, device: torch.device, *, training: bool) -> P:
         """The program for ``content``; recorded now, if there is none. ``root`` holds this rank's part."""
         facts = tuple(map(fact, tree.leaves(content)))
-        key = (training, str(facts))
+        key = (training, tuple(module.training for module in self.whole.modules()), str(facts))
         known = self._found.setdefault(key, [])
         self._found.move_to_end(key)
         for program in known:
@@ -145,7 +159,6 @@ class Programs:
             self._found.popitem(last=False)
         return program
 
-    def record(self, content: Any, *, training: bool) -> Program:
+    def record(self, content: Any, *, training: bool) -> P:
         recording = record(self.whole, (content,), training=training, share=self.share, atoms=self.atoms)
-        trace = _relative(recording.trace)
-        return Program(replace(recording, trace=trace), stages_like(self.split, trace))
+        return self.cut(replace(recording, trace=_relative(recording.trace)))
