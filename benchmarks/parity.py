@@ -37,8 +37,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up u
 
 from benchmarks import tensor_table, zoo_experts
 from benchmarks.zoo import CASES, ZOO, Case, train_alone
+from benchmarks.zoo_branches import BRANCHES
 
-EVERY = {case.name: case for case in (*CASES, *zoo_experts.CASES)}
+EVERY = {case.name: case for case in (*CASES, *zoo_experts.CASES, *BRANCHES.values())}
 """Beside the zoo's, models that only trials which name them train."""
 
 MIXTURES = ("mixtral", *(case.name for case in zoo_experts.CASES))
@@ -85,6 +86,8 @@ class Trial:
         return math.prod(int(degree) for key, degree in re.findall(r"(\w+)=(\d+)", self.plan) if key in DEGREES)
 
 
+"""All cases: those of the zoo, and those of single plans."""
+
 DEGREES = ("data", "shard", "tensor", "branch", "context", "expert", "pipeline")
 """Words of a plan whose numbers multiply to its devices."""
 
@@ -122,6 +125,9 @@ TRIALS = (
     Trial(axis="more", plan="expert=4", samples=30, models=MIXTURES),
     Trial(axis="more", plan="data=2 expert=2", samples=17, models=MIXTURES),  # at last three ranks without a sample
     Trial(axis="more", plan="shard=2 expert=2", samples=30, models=MIXTURES),
+    Trial(axis="more", plan="branch=2", models=tuple(BRANCHES)),  # the last batch of an epoch has 6 samples
+    Trial(axis="more", plan="branch=2 data=2", models=tuple(BRANCHES)),
+    Trial(axis="more", plan="branch=2 microbatches=2", models=tuple(BRANCHES)),
 )
 """Of 30 samples in batches of 8, the last of an epoch has 6: uneven microbatches, and fewer of them."""
 

@@ -178,7 +178,7 @@ def settle(flow: Flow, owner: list[int]) -> set[int]:
 def _dealt(flow: Flow, owner: list[int], degree: int, costs: Sequence[float]) -> Dealt:
     trace, total = flow.trace, sum(costs)
     held = {name: tuple(sorted({owner[e] for e in events})) for name, events in flow.users(_parameters).items()}
-    written = {event.index: name for event in trace.events for name in event.changes if owner[event.index] != ALL}
+    written = {name: owner[event.index] for event in trace.events for name in event.changes}
     spent = 0.0
     for phase in flow.phases(owner, degree):
         loads = [sum(costs[event] for event in own) for own in phase.own]
@@ -188,7 +188,7 @@ def _dealt(flow: Flow, owner: list[int], degree: int, costs: Sequence[float]) ->
     return Dealt(
         owners=dict(zip(counted(trace.events), owner, strict=True)),
         parameters={name: ranks for name, ranks in held.items() if ranks != (ALL,)},
-        buffers={name: owner[event] for event, name in written.items() if name in trace.buffers},
+        buffers={name: rank for name, rank in written.items() if rank != ALL and name in trace.buffers},
         loads=tuple(sum(c for c, o in zip(costs, owner, strict=True) if o == r) / total for r in range(degree)),
         trunk=sum(c for c, o in zip(costs, owner, strict=True) if o == ALL) / total,
         time=spent / total,
