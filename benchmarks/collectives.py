@@ -11,6 +11,7 @@ OPERATORS = {
     "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
     "send": "send",
 }
 

@@ -86,8 +86,6 @@ class Trial:
         return math.prod(int(degree) for key, degree in re.findall(r"(\w+)=(\d+)", self.plan) if key in DEGREES)
 
 
-"""All cases: those of the zoo, and those of single plans."""
-
 DEGREES = ("data", "shard", "tensor", "branch", "context", "expert", "pipeline")
 """Words of a plan whose numbers multiply to its devices."""
 

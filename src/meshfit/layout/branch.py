@@ -67,7 +67,7 @@ class Branch:
             self._check(trace)
             flow = Flow(replace(recording, trace=trace))
             if (dealt := deal(flow, self.degree)) is not None:
-                phases = flow.phases(list(dealt.owners.values()), self.degree)
+                phases = flow.phases(list(dealt.owners.values()), self.degree, late=dealt.late)
                 found.append(Found(dealt, share, atoms, trace, phases))
                 if dealt.time < 1.1 / self.degree:
                     break

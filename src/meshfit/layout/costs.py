@@ -18,6 +18,7 @@ from meshfit.exchange.nature import state_bytes
 from meshfit.exchange.serving import cost as serving
 from meshfit.exchange.serving.cost import Payload
 from meshfit.layout import batchnorm
+from meshfit.layout.branch import Branch, Found
 from meshfit.layout.expert import Expert
 from meshfit.layout.experts.mixture import ExpertPlan
 from meshfit.layout.find import pipeline_of
@@ -41,10 +42,13 @@ def cost(
     stage: int = 0,
     ahead: bool = False,
     server: int | None = None,
+    branch: Found | None = None,
+    rank: int = 0,
 ) -> Cost:
     """Of a step under ``plan``. ``trace`` is of one microbatch of one rank, as if nothing were split; ``split`` what
     the tensor axis was found to, ``experts`` what the expert axis; ``stage`` the rank's place along the pipeline;
-    ``ahead``: see ``Shard.cost``. ``server``: of that model server, not of a rank.
+    ``ahead``: see ``Shard.cost``. ``server``: of that model server, not of a rank. ``branch`` who was found to run what
+    of ``trace``, ``rank`` the place along that axis.
 
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
@@ -55,6 +59,12 @@ def cost(
         trace, added, alive = pipe.cost(trace, stage)
         total += added
         shared |= pipe.tied(whole)
+    if plan.branch > 1:
+        if branch is None:
+            raise ValueError(f"{plan}: its cost depends on who runs what: Branch.find says so")
+        trace, added = Branch(degree=plan.branch).cost(branch, rank, microbatches=plan.microbatches)
+        total += added
+        shared |= {name for name, ranks in branch.dealt.parameters.items() if len(ranks) > 1}
     if plan.tensor > 1:
         if split is None:
             raise ValueError(f"{plan}: its cost depends on what is split: plan_tensor says so")
@@ -73,7 +83,7 @@ def cost(
         apart = {name: p for name, p in trace.parameters.items() if name in experts.cuts}
         total += allreduce.cost(_trained(apart), plan.data * plan.shard)
         total += Cost(held={"weights": sum(p.bytes for p in apart.values())})
-    if plan.pipeline > 1 or plan.tensor > 1 or plan.expert > 1:
+    if plan.apart or plan.tensor > 1 or plan.expert > 1:
         total += across.cost(len(shared), plan.shares)
     before = trace
     if plan.cuts:

@@ -2,7 +2,8 @@
 
 Every event has an *owner*: one rank, or ALL. A *phase* is what all ranks do alike (the trunk), then what each does on
 its own. Before its own work a rank is handed what the trunk made (*enters*), after it all are handed what the trunk
-needs of it (*joins*). An event is in the first phase in which all that it waits for is there.
+needs of it (*joins*). An event is in the first phase in which all that it waits for is there; or, *late*, in the last
+in which it is in time for those that wait for it.
 """
 
 from collections import defaultdict
@@ -61,8 +62,11 @@ class Flow:
                 found[name].append(event.index)
         return found
 
-    def phases(self, owner: Sequence[int], degree: int) -> tuple[Phase, ...]:
+    def phases(self, owner: Sequence[int], degree: int, *, late: bool = False) -> tuple[Phase, ...]:
+        """``late`` is for what ranks do on their own."""
         level = self._levels(owner)
+        if late:
+            self._delay(owner, level)
         count = max(level, default=0) + 1
         trunk: list[list[int]] = [[] for _ in range(count)]
         own: list[list[list[int]]] = [[[] for _ in range(degree)] for _ in range(count)]
@@ -81,6 +85,15 @@ class Flow:
             mine = owner[event]
             level.append(max((level[b] + (owner[b] not in (ALL, mine)) for b in waits), default=0))
         return level
+
+    def _delay(self, owner: Sequence[int], level: list[int]) -> None:
+        latest: list[int | None] = [None] * len(level)
+        for event in reversed(range(len(level))):
+            if owner[event] != ALL and (last := latest[event]) is not None:
+                level[event] = last
+            for b in self.before[event]:
+                at = level[event] - (owner[b] != owner[event])
+                latest[b] = at if (known := latest[b]) is None else min(known, at)
 
     def _crossing(
         self, owner: Sequence[int], level: Sequence[int], degree: int, count: int
@@ -142,12 +155,12 @@ def _bound(recording: Recording) -> tuple[list[list[int]], set[int]]:
     """Events that share something which one of them changes: a buffer, an attribute, an object handed from call to
     call; and those that share such an object with the outputs."""
     trace = recording.trace
-    written = {name for event in trace.events for name in event.changes}
+    written = {name for event in trace.events if event.changes for name in (*event.changes, *event.buffers)}
     assigned = {step.target.name for step in recording.steps if step.kind == "assign"}
     users: dict[object, list[int]] = defaultdict(list)
     for event, step in zip(trace.events, recording.steps, strict=True):
-        keys: list[object] = [("name", name) for name in written.intersection((*event.buffers, *event.parameters))]
-        keys += [("name", name) for name in event.changes]
+        used = (*event.buffers, *event.parameters, *event.changes, *(h.name.removeprefix("model.") for h in step.held))
+        keys: list[object] = [("name", name) for name in written.intersection(used)]
         if step.kind == "assign":
             keys.append(("attribute", step.target.name))
         keys += [("attribute", held.name) for held in step.held if held.name in assigned]

@@ -48,7 +48,7 @@ class Program(Recorded):
     def like(cls, dealt: Dealt, rank: int, recording: Recording) -> "Program":
         flow = Flow(recording)
         owner = owners_like(dealt, flow)
-        return cls(recording, rank, owner, flow.phases(owner, len(dealt.loads)))
+        return cls(recording, rank, owner, flow.phases(owner, len(dealt.loads), late=dealt.late))
 
     def run(self, content: Any, root: nn.Module, line: Line, stream: Stream) -> Any:
         """What the objective returns. All ranks of the group call it together."""

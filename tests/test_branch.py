@@ -1,0 +1,391 @@
+"""Plans with ``branch=``: parts that do not need each other run at once, and train like one device."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshfit
+from benchmarks.collectives import Collectives
+from benchmarks.zoo_branches import BRANCHES
+from meshfit.anatomy.record import record
+from meshfit.errors import PlanError
+from meshfit.job import Job
+from meshfit.launch.world import World
+from meshfit.layout.branch import Branch
+from meshfit.layout.branches.assign import deal
+from meshfit.layout.branches.flow import ALL, Flow
+from meshfit.layout.branches.groups import even
+from meshfit.layout.costs import cost
+from meshfit.plan import Plan
+from meshfit.run import Run
+from tests.distributed import distributed
+from tests.ranked import SGD, assert_alike, trained
+
+
+def deep(layers: int = 3, width: int = 32, dropout: float = 0.0) -> nn.Sequential:
+    layer = lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout))
+    return nn.Sequential(*(layer() for _ in range(layers)))
+
+
+class Towers(nn.Module):
+    """A stem, two towers, a head: parameters that all ranks hold, and parameters of one."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(8, 32), deep(dropout=dropout), deep(4, dropout=dropout)
+        self.drop, self.head = nn.Dropout(dropout), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.stem(x))
+        return self.head(self.left(x) * self.right(x))
+
+
+class Detached(Towers):
+    """Nothing goes back to the stem: it must stay without a gradient, or weight decay would change it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).detach()
+        return self.head(self.left(x) * self.right(x))
+
+
+class OneGoesBack(Towers):
+    """Of two towers, one alone has a gradient for the stem."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(self.left(x.detach()) * self.right(x))
+
+
+class Looks(Towers):
+    """Whole numbers and truth values cross from the towers, beside what has a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        left, right = self.left(x), self.right(x)
+        best, large = left.argmax(1), right > right.mean(1, keepdim=True)
+        return self.head(torch.where(large, left, right).roll(1, 1) + best[:, None] / 32)
+
+
+class TwoGroups(nn.Module):
+    """One pair of towers after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.towers, self.head = nn.Linear(8, 32), nn.ModuleList(deep() for _ in range(4)), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.towers
+        x = self.stem(x)
+        x = a(x) + b(x)
+        return self.head(c(x) * d(x))
+
+
+class Nested(nn.Module):
+    """A tower that is two towers itself, beside a small one: the inner pair is the better one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.towers, self.head = (
+            nn.Linear(8, 32),
+            nn.ModuleList(deep(4) for _ in range(2)),
+            nn.Linear(32, 4),
+        )
+        self.stem = nn.Linear(8, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.stem(x)
+        return self.head((self.towers[0](inner) + self.towers[1](inner)) * self.small(x))
+
+
+class SharedNorm(nn.Module):
+    """A BatchNorm that two towers call: its statistics are one after the other, so both stay on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers, self.norm, self.head = (
+            nn.ModuleList(deep(3, 8) for _ in range(3)),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.towers
+        return self.head(self.norm(a(x)) + self.norm(b(x)) * c(x))
+
+
+class TrunkNorm(Towers):
+    """BatchNorm in the trunk, on all ranks alike, and in a tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.right = nn.Sequential(deep(2), nn.BatchNorm1d(32), deep(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x))
+        return self.head(self.left(x) * self.right(x))
+
+
+class InPlace(Towers):
+    """What a tower made is changed in place after the meeting, and what the trunk made inside one tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(deep(2), nn.Linear(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        out = self.left(x * 2)
+        out += self.right(x.clone().mul_(3))
+        return self.head(out.tanh_())
+
+
+class TiedToTrunk(nn.Module):
+    """The stem's weight is used by one of the towers, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(8, 32), deep(), deep()
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        left = self.left(hidden) @ self.stem.weight @ self.stem.weight.t()
+        return self.head(left * self.right(hidden))
+
+
+class Chain(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 32), deep(6), nn.Linear(32, 4))
+
+
+MODELS = (Towers, Detached, OneGoesBack, Looks, TwoGroups, Nested, SharedNorm, TrunkNorm, InPlace, TiedToTrunk)
+
+
+@pytest.mark.parametrize("plan", ["branch=2", "branch=2 microbatches=2", "branch=2 data=2"])
+def test_trains_like_one_device(plan: str) -> None:
+    """Losses, norms, weights, buffers, optimizer state; and the model is left whole."""
+
+    @distributed(world=Plan.parse(plan).devices, timeout=200)
+    def run(plan: str) -> None:
+        like = "data=1 microbatches=2" if "micro" in plan else "data=1"
+        for make in MODELS:
+            assert_alike(make, plan, like=like, optimizer=SGD, clip=0.5)
+
+    run(plan=plan)
+
+
+@distributed(world=3)
+def test_three_ranks() -> None:
+    """Three members and three ranks; a member each."""
+    run = assert_alike(BRANCHES["ensemble"].build, "branch=3", optimizer=SGD)
+    assert min(run.placed.apart.found.dealt.loads) > 0.1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("plan", ["branch=2 recompute=full", "branch=2 offload=optimizer", "branch=2 precision=bf16"])
+@pytest.mark.parametrize("name", ["siamese", "tied-heads"])
+def test_with_the_rest_of_the_plan(name: str, plan: str) -> None:
+    case = BRANCHES[name]
+    how = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3), "batch_size": 8, "clip": 1.0}
+    verdict = meshfit.verify(
+        case.build, case.data(18), loss=case.loss, check_steps=3, plan=plan, devices="cpu:2", **how
+    )
+    assert verdict.equal, verdict
+
+
+@distributed(world=2)
+def test_each_rank_holds_its_own() -> None:
+    run, *_ = trained(Towers(), "branch=2", steps=1)
+    names = {name for name, _ in run.model.named_parameters()}
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, names)
+    whole = dict(Towers().named_parameters())
+    assert every[0] | every[1] == whole.keys()
+    assert every[0] & every[1] == {name for name in whole if name.startswith(("stem", "head"))}
+    held = sum(p.untyped_storage().nbytes() for p in run.placed.branched.model.parameters())  # type: ignore[union-attr]
+    assert held == sum(whole[name].nbytes for name in names)
+
+
+@distributed(world=2)
+def test_random_numbers() -> None:
+    """The trunk's masks are the same on both ranks, or their copies would drift apart; those of the towers are not."""
+    run, losses, _ = trained(Towers(dropout=0.5), "branch=2", steps=3)
+    every: list[Any] = [None, None]
+    alike = {name: p.detach() for name, p in run.model.named_parameters() if name.startswith(("stem", "head"))}
+    dist.all_gather_object(every, (losses, alike, torch.get_rng_state()))
+    assert every[0][0] == every[1][0]
+    for name in alike:
+        assert torch.equal(every[0][1][name], every[1][1][name])
+    assert torch.equal(every[0][2], every[1][2])
+
+
+class SameTowers(nn.Module):
+    """Of two equal towers with dropout: their difference is that of their masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = deep(dropout=0.5), deep(dropout=0.5)
+        self.right.load_state_dict(self.left.state_dict())
+        self.stem = nn.Linear(8, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return (self.left(x) - self.right(x))[:, :4]
+
+
+@distributed(world=2)
+def test_towers_draw_their_own_numbers() -> None:
+    model = SameTowers()
+    _, losses, _ = trained(model, "branch=2", steps=1, step=lambda model, batch: model(batch[0]).square().mean())
+    assert losses[0] > 1e-4
+
+
+@distributed(world=2)
+def test_cost_is_what_runs() -> None:
+    for name in ("siamese", "two-decoders", "tied-heads"):
+        case = BRANCHES[name]
+        job = Job(
+            model=case.build,
+            data=case.data(16),
+            loss=case.loss,
+            optimizer=torch.optim.AdamW,
+            batch_size=8,
+            epochs=1,
+            plan=Plan(branch=2),
+            shuffle=False,
+        ).settled(count=2, kind="cpu")
+        run = Run(job, World(dist.get_rank(), 2, torch.device("cpu")))
+        first, batch = list(run.batches())
+        run.schedule(first)  # ranks also say what they have to hand out
+        run.exchange.finish()
+        run.exchange.clear()
+        with Collectives() as seen:
+            run.schedule(batch)
+            run.exchange.finish()
+        model = case.build().train()
+        found = Branch(degree=2).find(model, job.objective, batch.microbatches[0].content, device="cpu")
+        optimizer = torch.optim.AdamW(model.parameters())
+        said = cost(Plan(branch=2), found.trace, optimizer, branch=found, rank=dist.get_rank())  # type: ignore[arg-type]
+        assert (name, dict(seen.calls)) == (name, said.calls)
+        assert (name, dict(seen.moved)) == (name, said.moved)
+        assert sum(p.nbytes for p in run.model.parameters()) == said.held["weights"]
+
+
+def test_checkpoints_go_over_to_other_plans(tmp_path: Any) -> None:
+    """Saved in branches and gone on with on one device, and the other way round."""
+    case = BRANCHES["two-decoders"]
+    fit = lambda plan, steps, folder, resume: meshfit.fit(
+        case.build,
+        case.data(16),
+        loss=case.loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        batch_size=8,
+        steps=steps,
+        plan=plan,
+        devices=f"cpu:{Plan.parse(plan).devices}",
+        shuffle=False,
+        progress=False,
+        out=None,
+        checkpoint=tmp_path / folder,
+        resume=resume,
+    )
+    wanted = fit("data=1", 6, "alone", False).model.state_dict()
+    for number, (before, after) in enumerate(
+        (("branch=2", "data=1"), ("data=1", "branch=2"), ("branch=2", "branch=2"))
+    ):
+        fit(before, 3, str(number), False)
+        found = fit(after, 6, str(number), True).model.state_dict()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-7, rtol=1e-6)
+
+
+def test_predictions_and_metrics() -> None:
+    case = BRANCHES["two-decoders"]
+    model, data = case.build().eval(), case.data(11)
+    with torch.no_grad():
+        wanted = model(data[0])
+    asked = {"batch_size": 4, "plan": "branch=2", "devices": "cpu:2"}
+    found = meshfit.predict(model, data, **asked)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name])
+    measured = meshfit.evaluate(model, data, loss=case.loss, metrics={"largest": _largest}, **asked)
+    assert measured["loss"] == pytest.approx(float(case.loss(wanted, data[1])), rel=1e-6)  # type: ignore[misc]
+    assert measured["largest"] == pytest.approx(float(_largest(wanted, data[1]).mean()))
+
+
+def _largest(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return outputs["depth"].flatten(1).amax(1)
+
+
+# Found from a recording alone
+
+
+def flow_of(model: nn.Module, batch: Any) -> Flow:
+    from meshfit.anatomy.cost import Meter
+
+    return Flow(record(model, batch, meter=Meter, share=0.0))
+
+
+def test_dealt_out_evenly() -> None:
+    loads = [5.0, 3.0, 2.0, 2.0, 2.0]
+    for many in (2, 3):
+        at = even(loads, many)
+        sums = [sum(load for load, r in zip(loads, at, strict=True) if r == rank) for rank in range(many)]
+        assert max(sums) == {2: 7.0, 3: 5.0}[many]
+    assert len(set(even([1.0] * 40, 4))) == 4
+
+
+def test_the_inner_pair_is_chosen() -> None:
+    flow = flow_of(Nested(), torch.randn(64, 8))
+    dealt = deal(flow, 2)
+    assert dealt is not None
+    assert "small.weight" not in dealt.parameters
+    assert {dealt.parameters[f"towers.{i}.0.0.weight"] for i in range(2)} == {(0,), (1,)}
+    assert dealt.time < 0.7
+
+
+def test_what_a_buffer_binds_stays_together() -> None:
+    flow = flow_of(SharedNorm(), torch.randn(64, 8))
+    dealt = deal(flow, 2)
+    assert dealt is not None
+    users = {rank for (what, _), rank in dealt.owners.items() if what.startswith("module norm")}
+    assert len(users) == 1
+    assert {dealt.buffers.get(name, ALL) for name in ("norm.running_mean", "norm.num_batches_tracked")} == users
+
+
+def test_phases_take_turns() -> None:
+    flow = flow_of(TwoGroups(), torch.randn(64, 8))
+    dealt = deal(flow, 2)
+    assert dealt is not None
+    phases = flow.phases(list(dealt.owners.values()), 2, late=dealt.late)
+    assert [any(phase.own) for phase in phases] == [True, True, False]
+    assert all(len(phase.enters) == 1 for phase in phases[:2])
+    assert all(len(ids) == 1 for phase in phases[:2] for ids in phase.joins)
+
+
+# Refused beforehand
+
+ASKED = {"loss": F.mse_loss, "optimizer": "adamw", "batch_size": 8, "steps": 1, "progress": False}
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "says"),
+    [
+        (Chain, "branch=2", "no parts that are worth 2 devices"),
+        (Towers, "branch=3", "branch=2 would use all"),
+        (Towers, "branch=2 pipeline=2", "does not go together with pipeline=2"),
+        (Towers, "branch=2 tensor=2", "does not go together with tensor=2"),
+        (Towers, "branch=2 shard=2", "does not go together with shard=2"),
+        (Towers, "branch=2 offload=parameters", "does not go together with offload=parameters"),
+        (Towers, "branch=2 compile=whole", "cannot be compiled whole"),
+    ],
+)
+def test_refused(make: Any, plan: str, says: str) -> None:
+    data = torch.randn(16, 8), torch.randn(16, 4)
+    with pytest.raises(PlanError, match=says) as error:
+        meshfit.fit(make(), data, plan=plan, devices=f"cpu:{Plan.parse(plan).devices}", **ASKED)
+    assert "works" in str(error.value) or "data=" in str(error.value)
