@@ -173,7 +173,8 @@ def test_trains_like_one_device(plan: str) -> None:
     @distributed(world=Plan.parse(plan).devices, timeout=200)
     def run(plan: str) -> None:
         like = "data=1 microbatches=2" if "micro" in plan else "data=1"
-        for make in MODELS:
+        alone = [SharedNorm, TrunkNorm] if "micro" in plan else []  # of the last two samples, each would have one
+        for make in (make for make in MODELS if make not in alone):
             assert_alike(make, plan, like=like, optimizer=SGD, clip=0.5)
 
     run(plan=plan)
@@ -259,7 +260,8 @@ def test_cost_is_what_runs() -> None:
             shuffle=False,
         ).settled(count=2, kind="cpu")
         run = Run(job, World(dist.get_rank(), 2, torch.device("cpu")))
-        first, batch = list(run.batches())
+        batches = run.batches()
+        first, batch = next(batches), next(batches)
         run.schedule(first)  # ranks also say what they have to hand out
         run.exchange.finish()
         run.exchange.clear()
@@ -289,8 +291,8 @@ def test_checkpoints_go_over_to_other_plans(tmp_path: Any) -> None:
         devices=f"cpu:{Plan.parse(plan).devices}",
         shuffle=False,
         progress=False,
-        out=None,
-        checkpoint=tmp_path / folder,
+        out=tmp_path / folder,
+        checkpoint=100,
         resume=resume,
     )
     wanted = fit("data=1", 6, "alone", False).model.state_dict()
@@ -369,7 +371,7 @@ def test_phases_take_turns() -> None:
 
 # Refused beforehand
 
-ASKED = {"loss": F.mse_loss, "optimizer": "adamw", "batch_size": 8, "steps": 1, "progress": False}
+ASKED = {"loss": F.mse_loss, "optimizer": torch.optim.AdamW, "batch_size": 8, "steps": 1, "progress": False}
 
 
 @pytest.mark.parametrize(
