@@ -319,6 +319,19 @@ def test_predictions_and_metrics() -> None:
     assert measured["largest"] == pytest.approx(float(_largest(wanted, data[1]).mean()))
 
 
+@pytest.mark.parametrize("plan", ["branch=2", "pipeline=2"])
+def test_a_loss_that_says_nothing_of_its_mean(plan: str) -> None:
+    """Over targets of which some are ignored: found by trying, on the model while it is whole."""
+    case = BRANCHES["siamese"]
+    model, (inputs, targets) = case.build().eval(), case.data(12)
+    targets = targets.masked_fill(torch.arange(12) < 3, -100)
+    loss = lambda outputs, targets: F.cross_entropy(outputs, targets)
+    with torch.no_grad():
+        wanted = float(loss(model(*inputs), targets))
+    measured = meshfit.evaluate(model, (inputs, targets), loss=loss, batch_size=4, plan=plan, devices="cpu:2")
+    assert measured["loss"] == pytest.approx(wanted, rel=1e-5)
+
+
 def _largest(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
     return outputs["depth"].flatten(1).amax(1)
 

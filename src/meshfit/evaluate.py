@@ -3,9 +3,13 @@
 Results come back on the CPU, in the order of the samples.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from meshfit.data import tree
 from meshfit.data.loader import Loader
@@ -18,7 +22,7 @@ from meshfit.launch.world import World, from_environment
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.place import Placed, place
 from meshfit.layout.precision import Precision
-from meshfit.objective import TARGETS, Over, call, find_over, split
+from meshfit.objective import TARGETS, Objective, Over, call, find_over, split
 from meshfit.plan import Plan
 
 
@@ -62,17 +66,29 @@ def _settled(given: dict[str, Any], asked: dict[str, Any], verb: str) -> Job:
 
 
 def _evaluate(job: Job, world: World) -> dict[str, float]:
-    loader, precision, placed = _prepare(job, world)
-    few = loader.source.few()
-    own = job.loss is None and job.step is None
-    known = not own or (isinstance(few, Mapping) and any(key in few for key in TARGETS))
-    objective = job.objective if known else None
-    over = Over()
-    if objective is not None:
-        over = find_over(objective, placed.model, few, world.device, placed.tried)
+    found: list[Over] = []
+    loader, precision, placed = _prepare(job, world, lambda *whole: found.append(_over(job, *whole)))
+    objective = _objective(job, loader.source.few())
+    over = found[0] if placed.apart else _over(job, placed.model, loader, placed.tried)
     measured = measure(placed, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
     placed.undo()
     return measured
+
+
+def _objective(job: Job, few: Any) -> Objective | None:
+    """The loss, if there is one: a model's own needs targets among what it is given."""
+    own = job.loss is None and job.step is None
+    known = not own or (isinstance(few, Mapping) and any(key in few for key in TARGETS))
+    return job.objective if known else None
+
+
+def _over(
+    job: Job, model: nn.Module, loader: Loader, inside: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Over:
+    """What it is a mean over. A model that is to be taken apart is asked before, in host memory."""
+    few, device = loader.source.few(), torch.device("cpu") if inside is nullcontext else loader.device
+    objective = _objective(job, few)
+    return Over() if objective is None else find_over(objective, model, few, device, inside)
 
 
 def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
@@ -82,7 +98,10 @@ def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
     return outputs
 
 
-def _prepare(job: Job, world: World) -> tuple[Loader, Precision, Placed]:
+def _prepare(
+    job: Job, world: World, before: Callable[[nn.Module, Loader], None] = lambda model, loader: None
+) -> tuple[Loader, Precision, Placed]:
+    """``before`` is called with the model while it is whole, if it is to be taken apart."""
     assert isinstance(job.plan, Plan)
     assert isinstance(job.batch_size, int)
     # Nothing goes backward: one stage on each rank will do, whatever the schedule of the training
@@ -98,13 +117,15 @@ def _prepare(job: Job, world: World) -> tuple[Loader, Precision, Placed]:
         device=world.device,
         shuffle=False,
     )
+    model = job.build()
     placed = place(
         plan,
-        job.build(),
+        model,
         mesh,
         world.device,
         objective=lambda model, batch: call(model, split(batch)[0]),
         few=loader.source.few,
         same=from_environment() is None,
+        before_cut=lambda: None if not plan.apart else before(model, loader),
     )
     return loader, Precision(job.plan.precision), placed
