@@ -48,8 +48,8 @@ class Detached(Towers):
     """Nothing goes back to the stem: it must stay without a gradient, or weight decay would change it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).detach()
-        return self.head(self.left(x) * self.right(x))
+        x = self.stem(x)
+        return self.head(self.left(x.detach()) * self.right(x.detach()))
 
 
 class OneGoesBack(Towers):
