@@ -1,0 +1,223 @@
+"""Where in a model cutting begins: modules whose output is cut, from where on pieces flow.
+
+Found by trying, once, on one rank and a few samples: of the first modules that return activations, and of the dims of
+those that are not of samples, the one from which least is kept for backward. A rank of ``ways`` is imagined (shapes are
+right, numbers are not). A second beginning, a decoder's embedding say, is added if that keeps still less.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshfit.data import tree
+from meshfit.layout.forward import unwrap, wrap
+from meshfit.layout.sequence import local, mix, shapes  # noqa: F401  # their rules
+from meshfit.layout.sequence.ops import Imagined
+from meshfit.layout.sequence.piece import Piece, gathered, guarded
+from meshfit.layout.sequence.span import Span
+from meshfit.layout.split.ops import Group
+from meshfit.layout.split.region import Traffic
+
+Step = Callable[[nn.Module, Any], Tensor]
+
+TRIED = 16
+"""Modules, the first that return activations."""
+
+BEGINNINGS = 3
+WORTH = 0.8
+"""Of what one device keeps: a rank that keeps more gains nothing by its neighbours."""
+
+LESS = 0.95
+"""Of what is kept without a further beginning."""
+
+SAMPLES = 2, 3
+"""Samples to try: what differs between them is a dim of samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A module whose output is cut along ``dim``."""
+
+    module: str
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPlan:
+    """How a model is spread over ``ways`` ranks, each with some positions of every sequence."""
+
+    ways: int
+    beginnings: tuple[Beginning, ...] = ()
+    kept: float = 1.0
+    """Of what one device keeps for backward, what a rank keeps."""
+
+    traffic: tuple[Traffic, ...] = ()
+    """Of one forward and backward of ``samples``, beside the sum of the gradients."""
+
+    samples: int = 0
+    gathered: tuple[tuple[str, int], ...] = ()
+    """Functions that are computed on all positions by every rank, and how often in a forward."""
+
+    def explain(self) -> list[str]:
+        where = ", ".join(f"{b.module or 'the model'} (dim {b.dim})" for b in self.beginnings)
+        notes = [f"context: sequences are cut from {where} on; a rank keeps {self.kept:.2f} of the activations"]
+        if self.gathered:
+            named = ", ".join(f"{name} {times} x" for name, times in self.gathered[:6])
+            notes.append(f"context: computed on whole sequences by every rank: {named}")
+        return notes
+
+
+def begin(model: nn.Module, beginnings: tuple[Beginning, ...], group: Group) -> None:
+    """Cut what the modules of ``beginnings`` return, from now on; ``unwrap`` undoes it."""
+    for each in beginnings:
+        wrap(model.get_submodule(each.module), lambda forward, dim=each.dim: _cutting(forward, dim, group))
+
+
+def _cutting(forward: Callable[..., Any], dim: int, group: Group) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _first_cut(forward(*args, **kwargs), dim, group)
+
+    return run
+
+
+def _first_cut(out: Any, dim: int, group: Group) -> Any:
+    if isinstance(out, Tensor):
+        if isinstance(out, Piece) or out.dim() <= dim or out.shape[dim] < group.size:
+            return out  # shorter than there are ranks: all compute it whole
+        span = Span.even(dim, out.shape[dim], group.size)
+        return Piece(span.of(out, group.rank), span, group)
+    if isinstance(out, tuple | list) and out and not hasattr(out, "_fields"):
+        return type(out)([_first_cut(out[0], dim, group), *out[1:]])
+    return out
+
+
+def _first_tensor(out: Any) -> Tensor | None:
+    out = out[0] if isinstance(out, tuple | list) and out else out
+    return out if isinstance(out, Tensor) else None
+
+
+def find(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
+    """``model`` is the caller's to spare, and may be left with other buffers. Without beginnings: nothing is gained."""
+    few, more = (some(batch, samples) for samples in SAMPLES)
+    whole, _, _ = _tried(model, step, few, (), ways)
+    plan = ContextPlan(ways=ways)
+    best = whole
+    for _ in range(BEGINNINGS):
+        found: list[tuple[int, Beginning]] = []
+        for each in _candidates(model, step, few, more, plan.beginnings, ways):
+            kept = _tried(model, step, few, (*plan.beginnings, each), ways)[0]
+            found.append((kept, each))
+            if kept <= whole / ways * 1.1:
+                break
+        least, each = min(found, key=lambda one: one[0], default=(best, None))
+        if each is None or least > LESS * best:
+            break
+        best = least
+        plan = _planned(model, step, few, (*plan.beginnings, each), ways, whole)
+        if best <= whole / ways * 1.25:
+            break
+    return plan if best <= WORTH * whole else ContextPlan(ways=ways)
+
+
+def _planned(model: nn.Module, step: Step, few: Any, beginnings: tuple[Beginning, ...], ways: int, whole: int) -> ContextPlan:
+    gathered.clear()
+    kept, traffic, _ = _tried(model, step, few, beginnings, ways, backward=True)
+    return ContextPlan(
+        ways=ways,
+        beginnings=beginnings,
+        kept=kept / whole,
+        traffic=tuple(traffic),
+        samples=SAMPLES[0],
+        gathered=tuple(gathered.most_common()),
+    )
+
+
+def some(batch: Any, samples: int) -> Any:
+    """So many samples of ``batch``; some of them twice, if it has fewer."""
+    there = max((len(t) for t in tree.tensors(batch) if t.dim()), default=0)
+    index = torch.arange(samples) % max(there, 1)
+    return tree.map_tensors(lambda t: t[index] if t.dim() and len(t) == there else t, batch)
+
+
+def _candidates(
+    model: nn.Module, step: Step, few: Any, more: Any, beginnings: tuple[Beginning, ...], ways: int
+) -> list[Beginning]:
+    """What could be cut next: dims, not of samples, of what the first modules return whole."""
+    seen = _tried(model, step, few, beginnings, ways, watch=True)[2]
+    other = _tried(model, step, more, beginnings, ways, watch=True)[2]
+    found = []
+    for path, shape in list(seen.items())[:TRIED]:
+        if len(other.get(path, ())) != len(shape):
+            continue
+        for dim, (size, new) in enumerate(zip(shape, other[path], strict=True)):
+            if size == new and size >= ways:
+                found.append(Beginning(path, dim))
+    return found
+
+
+def _tried(
+    model: nn.Module,
+    step: Step,
+    batch: Any,
+    beginnings: tuple[Beginning, ...],
+    ways: int,
+    *,
+    backward: bool = False,
+    watch: bool = False,
+) -> tuple[int, list[Traffic], dict[str, tuple[int, ...]]]:
+    """A step of the last of ``ways`` ranks: bytes that it keeps for backward, what it says, and what its modules return
+    whole, first those that are done first."""
+    group = Imagined(ways - 1, ways)
+    begin(model, beginnings, group)
+    seen: dict[str, tuple[int, ...]] = {}
+    hooks = []
+
+    def look(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            made = _first_tensor(out)
+            if made is not None and not isinstance(made, Piece) and made.requires_grad and made.is_floating_point():
+                seen.setdefault(path, tuple(made.shape))
+
+        return hook
+
+    if watch:
+        hooks = [module.register_forward_hook(look(path)) for path, module in model.named_modules()]
+    kept = Kept(model)
+    try:
+        with guarded(), kept:
+            loss = step(model, copy.copy(batch))
+            if backward:
+                loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        unwrap(model)
+        model.zero_grad(set_to_none=True)
+    return kept.bytes, group.log, seen
+
+
+class Kept(saved_tensors_hooks):
+    """Bytes that autograd keeps for backward within, beyond parameters and buffers."""
+
+    def __init__(self, model: nn.Module):
+        self._known = {t.untyped_storage()._cdata: 0 for t in (*model.parameters(), *model.buffers())}
+        self._counted: Counter[int] = Counter()
+        self._held: list[Any] = []
+        super().__init__(self._pack, lambda x: x)
+
+    def _pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in self._known:
+            self._counted[storage._cdata] = storage.nbytes()
+            self._held.append(storage)  # its number must not be given away meanwhile
+        return x
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._counted.values())
