@@ -11,6 +11,7 @@ the checkpoint and in the report:
     data=2 shard=4 recompute=full   two copies, each over four devices; blocks are computed again in backward
     offload=optimizer               optimizer state in host memory
     data=2 tensor=4                 two copies, each with its operations over four devices
+    context=4                       each sequence over four devices
     pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
 """
 
@@ -44,7 +45,6 @@ WORDS = {
 # Words of the plan language that this version can read but not yet carry out.
 LATER = [
     "branch",
-    "context",
     "expert",
     "server",
     "staleness",
@@ -77,7 +77,8 @@ class Plan:
     """Devices that compute parts of the model which do not need each other, at once. On the same samples."""
 
     context: int = 1
-    """Devices over which each sequence is cut."""
+    """Devices over which each sequence is cut: of most activations each holds those of some positions. On the same
+    samples."""
 
     expert: int = 1
     """Devices over which the experts of a mixture are spread; each takes its share of every batch too."""

@@ -121,11 +121,11 @@ class Run:
     def _make_exchange(self) -> AllReduce | Scatter | Across:
         placed, mesh = self.placed, self.mesh
         if placed.shards is None:
-            exchange = AllReduce(self.model.parameters(), mesh.batch, self.world.device)
+            exchange = AllReduce(self.model.parameters(), mesh.terms, self.world.device)
         else:
             whole = self.plan.zero == 1 and self.plan.microbatches > 1
             mixed = placed.staged is not None
-            exchange = Scatter(placed.shards, world=mesh.batch, copies=mesh.data, accumulate=whole, mixed=mixed)
+            exchange = Scatter(placed.shards, world=mesh.terms, copies=mesh.copies, accumulate=whole, mixed=mixed)
         if placed.parts is None and placed.staged is None:
             return exchange
         tied = {} if placed.staged is None else placed.staged.tied
@@ -135,7 +135,17 @@ class Run:
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
         placed, objective, device = self.placed, self.job.objective, self.world.device
         if placed.staged is None:
-            return Passes(self.model, objective, self.over, self.precision, scale, self.exchange, device, placed.inside)
+            return Passes(
+                self.model,
+                objective,
+                self.over,
+                self.precision,
+                scale,
+                self.exchange,
+                device,
+                placed.inside,
+                tellers=self.plan.context,
+            )
         return Pipelined(
             placed.staged,
             objective,

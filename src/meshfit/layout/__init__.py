@@ -11,9 +11,10 @@ They are applied in this order (``place``), each to the model as those before le
 6. shard        what is left of each is cut as rows of memory, and gathered around the calls that use it, into what the
                 tensor axis left. Only parts of the weights ever go to a device
 7. recompute    around the gathering: what is computed again in backward is gathered again, not kept
-8. precision    around it all, for as long as a forward runs: nothing about the weights
-9. offload      last: it moves what the optimizer holds beside the parameters it was left
-10. compile     of the whole: model and loss together, where nothing above acts inside the model
+8. context      around what is left: from where sequences begin, activations are cut
+9. precision    around it all, for as long as a forward runs: nothing about the weights
+10. offload     last: it moves what the optimizer holds beside the parameters it was left
+11. compile     of the whole: model and loss together, where nothing above acts inside the model
 
 ``check`` says what a model cannot take, in the caller, before any process starts.
 """
@@ -36,11 +37,13 @@ def check(plan: Plan, model: nn.Module) -> None:
     """Refuse what ``model`` cannot take, with the nearest plan that works."""
     _check_forward(plan, model)
     norms = batch_norms(model)
+    inside_blocks = max(plan.tensor, plan.pipeline, plan.context) > 1
     if plan.compile == "whole":
         inside = {
             f"shard={plan.shard} gathers weights": plan.shard > 1,
             "offload=parameters fetches weights": plan.offload == "parameters",
             f"tensor={plan.tensor} sums activations over ranks": plan.tensor > 1,
+            f"context={plan.context} gathers keys and values": plan.context > 1,
             f"pipeline={plan.pipeline} hands them on": plan.pipeline > 1,
             f"recompute={plan.recompute} runs blocks twice": plan.recompute != "none",
             f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and plan.joins_batchnorms,
@@ -49,10 +52,10 @@ def check(plan: Plan, model: nn.Module) -> None:
             raise PlanError(
                 f"{plan}: this model cannot be compiled whole",
                 f"in the middle of the forward {' and '.join(what for what, so in inside.items() if so)}",
-                f"{replace(plan, compile='block' if plan.tensor == plan.pipeline == 1 else 'none')} works"
+                f"{replace(plan, compile='none' if inside_blocks else 'block')} works"
                 + ("; so does batchnorm=local beside compile=whole" if norms and plan.joins_batchnorms else ""),
             )
-    acts = [f"{axis}={getattr(plan, axis)}" for axis in ("pipeline", "tensor") if getattr(plan, axis) > 1]
+    acts = [f"{axis}={getattr(plan, axis)}" for axis in ("pipeline", "context", "tensor") if getattr(plan, axis) > 1]
     if plan.compile == "block" and acts:
         raise PlanError(
             f"{plan}: blocks are not compiled where {acts[0]} acts inside them",
@@ -60,6 +63,12 @@ def check(plan: Plan, model: nn.Module) -> None:
         )
     if plan.pipeline > 1 and plan.rows == "cut":
         raise PlanError(f"{plan}: rows are not cut where stages hand them on", f"{replace(plan, rows='whole')} works")
+    with_context = [f"{axis}={getattr(plan, axis)}" for axis in ("pipeline", "tensor") if getattr(plan, axis) > 1]
+    if plan.context > 1 and with_context:
+        raise PlanError(
+            f"{plan}: context={plan.context} does not go with {with_context[0]} yet",
+            f"{replace(plan, context=1, data=plan.data * plan.context)} works; so does context= with data= and shard=",
+        )
     if plan.pipeline > 1:
         schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks or None)  # refuses what it cannot take
     if plan.compile == "block" and plan.recompute == "selective":

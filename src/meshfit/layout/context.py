@@ -25,7 +25,7 @@ from meshfit.layout.split.twin import study
 
 
 def plan_context(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
-    """Where to cut ``model``, which stays as it is; proven on a few samples. Raises ``Differs`` where it is not right."""
+    """Where to cut ``model``, which stays as it is; proven on a few samples. Raises ``Differs`` if it is not right."""
     twin = quiet(study(model))
     found = find(twin, step, batch, ways)
     if found.beginnings:

@@ -14,10 +14,12 @@ from meshfit.cost import Cost
 from meshfit.exchange import across, allreduce
 from meshfit.exchange.nature import state_bytes
 from meshfit.layout import batchnorm
+from meshfit.layout.context import Context
 from meshfit.layout.find import pipeline_of
 from meshfit.layout.offload import Offload
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate
+from meshfit.layout.sequence.find import ContextPlan
 from meshfit.layout.shard import Shard
 from meshfit.layout.split.region import TensorPlan
 from meshfit.layout.tensor import Tensor
@@ -31,11 +33,13 @@ def cost(
     optimizer: torch.optim.Optimizer,
     *,
     split: TensorPlan | None = None,
+    sequence: ContextPlan | None = None,
     stage: int = 0,
     ahead: bool = False,
 ) -> Cost:
     """Of a step under ``plan``. ``trace`` is of one microbatch of one rank, as if nothing were split; ``split`` what
-    the tensor axis was found to; ``stage`` the rank's place along the pipeline; ``ahead``: see ``Shard.cost``.
+    the tensor axis was found to, ``sequence`` the context axis; ``stage`` the rank's place along the pipeline;
+    ``ahead``: see ``Shard.cost``.
 
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
@@ -51,20 +55,24 @@ def cost(
         trace, added = Tensor(degree=plan.tensor, plan=part).cost(trace, microbatches=plan.microbatches)
         total += added
         shared |= set(split.shared)
+    if plan.context > 1:
+        if sequence is None:
+            raise ValueError(f"{plan}: its cost depends on what is cut: plan_context says so")
+        trace, added = Context(degree=plan.context, plan=sequence).cost(trace, microbatches=plan.microbatches)
+        total += added
+    copies = plan.data * plan.context
     if plan.pipeline > 1 or plan.tensor > 1:
         total += across.cost(len(shared), plan.shares)
     before = trace
     if plan.cuts:
         shard = Shard.of(plan, units(trace, tuple(trace.parameters)))
         mixed = plan.pipeline > 1
-        trace, added = shard.cost(
-            trace, copies=plan.data, microbatches=plan.microbatches, ahead=ahead, accumulate=mixed
-        )
+        trace, added = shard.cost(trace, copies=copies, microbatches=plan.microbatches, ahead=ahead, accumulate=mixed)
         total += added
     else:
         trace, added = Replicate(degree=plan.data).cost(trace)
         trained = [_parameter(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
-        total += added + allreduce.cost(trained, plan.data)
+        total += added + allreduce.cost(trained, copies)
     if plan.pipeline > 1:
         total += pipe.tied_cost(whole, trace)
     if plan.joins_batchnorms:

@@ -18,6 +18,7 @@ from meshfit.errors import PlanError
 from meshfit.layout.compile import compilable
 from meshfit.layout.pipeline import Found as FoundStages
 from meshfit.layout.pipeline import Pipeline, part_of_trace
+from meshfit.layout.sequence.find import ContextPlan
 from meshfit.layout.split.region import TensorPlan, joined
 from meshfit.layout.stages.cut import Shell
 from meshfit.layout.units import Unit, traced, units
@@ -33,6 +34,7 @@ TRIED = 13
 @dataclass(frozen=True, kw_only=True)
 class Found:
     tensor: TensorPlan | None = None
+    context: ContextPlan | None = None
     pipeline: FoundStages | None = None
     units: tuple[tuple[Unit, ...], ...] = ((),)
     """By the rank along the pipeline."""
@@ -48,6 +50,8 @@ def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device:
     found = Found()
     if plan.tensor > 1:
         found = _split(found, plan, model, objective, batch, device)
+    if plan.context > 1:
+        found = _cut_sequences(found, plan, model, objective, batch)
     traces = plan.cuts or plan.recompute != "none" or plan.compile == "block" or device != "cpu"
     if traces:
         found = _traced(found, plan, model, objective, batch, device)
@@ -79,6 +83,27 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
             f"{replace(plan, tensor=1, data=plan.data * plan.tensor)} works",
         )
     return replace(found, tensor=split, notes=tuple(split.explain()))
+
+
+def _cut_sequences(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
+    from meshfit.layout.context import Differs, plan_context  # the first rank alone plans
+
+    instead = f"{replace(plan, context=1, data=plan.data * plan.context)} works"
+    try:
+        sequence = plan_context(model, lambda twin, some: as_number(objective(twin, some)), batch, plan.context)
+    except Differs as differs:
+        raise PlanError(
+            f"{plan}: cut over {plan.context} devices this model does not compute what it does on one",
+            f"on a few samples, in double precision: {differs}",
+            instead,
+        ) from differs
+    if not sequence.beginnings:
+        raise PlanError(
+            f"{plan}: context={plan.context} finds no sequence to cut in this model",
+            "whichever dim of its activations is cut, a device would have to keep nearly as much as one alone",
+            instead,
+        )
+    return replace(found, context=sequence, notes=(*found.notes, *sequence.explain()))
 
 
 def _first(batch: Any, samples: int) -> Any:

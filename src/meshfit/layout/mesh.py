@@ -39,6 +39,11 @@ class Mesh:
     """Ranks that hold, or shard, the same part of the model, and work on different samples: data, shard and expert
     at once."""
 
+    terms: Group = None
+    """Ranks whose gradients are terms of one sum: those of ``batch``, and of parts of the same sequences."""
+    copies: Group = None
+    """Those of them that hold the same part of the model whole: data and context at once."""
+
     samples: Group = None
     """Ranks that differ in their samples, or in the layers that they hold: all but those of one operation."""
 
@@ -76,15 +81,19 @@ class Mesh:
         last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
         axes = {axis: along(axis) for axis in DEGREES}
         samples = [axis for axis in ("data", "shard", "expert") if axes[axis] is not None]
+        batch = axes[samples[0]] if len(samples) == 1 else along(*samples)
+        cut = plan.context > 1
         return cls(
             **axes,
             world=dist.group.WORLD,
-            batch=axes[samples[0]] if len(samples) == 1 else along(*samples),
+            batch=batch,
+            terms=along(*samples, "context") if cut else batch,
+            copies=along("data", "context") if cut else axes["data"],
             samples=along("pipeline", "data", "shard", "expert"),
             rank=rank,
             stage=own["pipeline"],
             share=(own["data"] * plan.shard + own["shard"]) * plan.expert + own["expert"],
-            has_results=own["pipeline"] == last and own["tensor"] == own["branch"] == 0,
+            has_results=own["pipeline"] == last and own["tensor"] == own["branch"] == own["context"] == 0,
         )
 
 

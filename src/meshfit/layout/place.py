@@ -4,7 +4,7 @@ What they need to know of the model is found before: see find.py.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshfit.layout import batchnorm
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.compile import Blocks
+from meshfit.layout.context import Context
 from meshfit.layout.find import Found, find, pipeline_of, split_of_part
 from meshfit.layout.forward import is_wrapped, unwrap, wrap
 from meshfit.layout.gather import Shards
@@ -23,6 +24,7 @@ from meshfit.layout.pipeline import Staged
 from meshfit.layout.precision import Precision
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate, check_ties, tied
+from meshfit.layout.sequence.piece import gathered_output, guarded
 from meshfit.layout.shard import Shard, buffers_to
 from meshfit.layout.split.vocabulary import whole_output
 from meshfit.layout.stages.cut import Shell
@@ -46,6 +48,8 @@ class Placed:
     """Of operations that are cut over the tensor axis."""
     partial: tuple[str, ...] = ()
     """Parameters of the whole model of whose gradient several ranks of that axis have a part."""
+    guards: ExitStack = field(default_factory=ExitStack)
+    """What is to be undone at the end, beside what is put around forwards."""
     shards: Shards | None = None
     compiled: Blocks | None = None
     """Where blocks can be compiled, but not the whole."""
@@ -162,6 +166,7 @@ class Placed:
         if self.staged is not None:
             self.parts = self.shards = None
             self.staged.undo(self.tensors())
+        self.guards.close()
         for config in self.caches:
             config.use_cache = True
 
@@ -180,9 +185,9 @@ class Forwards:
 
     def __call__(self, content: Any) -> Any:
         if self._stages is not None:
-            return whole_output(self._stages(content))
+            return gathered_output(whole_output(self._stages(content)))
         with self._precision.arithmetic(self._device), self._placed.inside():
-            return whole_output(self._step(self._placed.model, content))
+            return gathered_output(whole_output(self._step(self._placed.model, content)))
 
     def finish(self) -> None:
         """Wait until all that was handed on to other stages has arrived: what is dropped before is lost to them."""
@@ -208,10 +213,10 @@ def place(
     ties = tied(model)
     acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
     in_blocks = plan.compile == "block" or (plan.compile == "auto" and device.type == "cuda" and acts_inside)
-    in_blocks &= plan.tensor == plan.pipeline == 1
+    in_blocks &= plan.tensor == plan.pipeline == plan.context == 1
     spreads = plan.cuts or plan.tensor > 1 or plan.pipeline > 1
-    found, caches = Found(), _without_caches(model) if plan.pipeline > 1 else []
-    if spreads or plan.recompute != "none" or in_blocks:
+    found, caches = Found(), _without_caches(model) if plan.pipeline > 1 or plan.context > 1 else []
+    if spreads or plan.context > 1 or plan.recompute != "none" or in_blocks:
         found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
     if not spreads:  # else only parts of it go there
         model.to(device)
@@ -240,6 +245,10 @@ def place(
         model.to(device)
     if plan.recompute != "none":
         Recompute(word=plan.recompute, blocks=tuple(again)).apply(model)
+    if found.context is not None:
+        assert mesh.context is not None
+        placed.guards.enter_context(guarded())
+        Context(degree=plan.context, plan=found.context).apply(model, mesh.context)
     check_ties(model, ties)
     return placed
 

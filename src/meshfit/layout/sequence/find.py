@@ -125,7 +125,9 @@ def find(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
     return plan if best <= WORTH * whole else ContextPlan(ways=ways)
 
 
-def _planned(model: nn.Module, step: Step, few: Any, beginnings: tuple[Beginning, ...], ways: int, whole: int) -> ContextPlan:
+def _planned(
+    model: nn.Module, step: Step, few: Any, beginnings: tuple[Beginning, ...], ways: int, whole: int
+) -> ContextPlan:
     gathered.clear()
     kept, traffic, _ = _tried(model, step, few, beginnings, ways, backward=True)
     return ContextPlan(

@@ -29,19 +29,19 @@ masked_fill_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ copy_ nan_to_n
 __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
 __div__ __rdiv__ __idiv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __ipow__ __neg__ __pos__ __abs__
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ __iand__ __ior__
-""".split()
+""".split()  # noqa: SIM905
 """Functions of each element by itself; several tensors are broadcast."""
 
 UNARY = """
 to type type_as float double half bfloat16 int long bool short char byte clone contiguous detach data cpu cuda alias
 zero_ fill_ detach_ zeros_like ones_like empty_like full_like real imag conj resolve_conj resolve_neg
-""".split()
+""".split()  # noqa: SIM905
 """Functions of each element of the first tensor; of others, the kind alone counts."""
 
 RANDOM = """
 dropout dropout_ native_dropout alpha_dropout rand_like randn_like randint_like bernoulli bernoulli_ normal_ uniform_
 exponential_ rrelu
-""".split()
+""".split()  # noqa: SIM905
 
 NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
@@ -202,7 +202,7 @@ def linear(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def embedding(func: Any, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
     """Both orders are torch's: (input, weight) of nn.functional, (weight, input) below it."""
     index = first if isinstance(first, Piece) else second
-    if isinstance(first, Piece) and isinstance(second, Piece) or index.is_floating_point():
+    if (isinstance(first, Piece) and isinstance(second, Piece)) or index.is_floating_point():
         return NotImplemented
     given = [x.local if x is index else x for x in (first, second)]
     return Piece(func(*given, *args, **kwargs), index.span, index.group)

@@ -6,16 +6,14 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from meshfit.layout.sequence.local import aligned, argument, mapped, pointwise
+from meshfit.layout.sequence.local import argument, mapped, pointwise
 from meshfit.layout.sequence.ops import own_draws, total
 from meshfit.layout.sequence.piece import Piece, name_of, pieces, rule, whole, wholes
 from meshfit.layout.sequence.saved import noted
 from meshfit.layout.sequence.span import Span
-
 
 # Products
 
@@ -70,7 +68,8 @@ def added_product(func: Any, bias: Any, a: Any, b: Any, **kwargs: Any) -> Any:
 def einsum(func: Any, equation: Any, *operands: Any) -> Any:
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return NotImplemented
-    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], tuple | list) else operands
+    if len(operands) == 1 and isinstance(operands[0], tuple | list):
+        operands = tuple(operands[0])
     terms, _, out = equation.replace(" ", "").partition("->")
     named = list(zip(terms.split(","), operands, strict=True))
     first = next(x for _, x in named if isinstance(x, Piece))
@@ -96,9 +95,23 @@ def einsum(func: Any, equation: Any, *operands: Any) -> Any:
 
 
 @rule("scaled_dot_product_attention")
-def attention(func: Any, q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **kwargs: Any) -> Any:
+def attention(
+    func: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Any:
     """A rank's queries meet the keys and values of all positions; of a causal one, of those up to its own."""
-    if not isinstance(q, Piece) or q.span.dim != q.dim() - 2 or not q.span.plain or (is_causal and attn_mask is not None):
+    if (
+        not isinstance(q, Piece)
+        or q.span.dim != q.dim() - 2
+        or not q.span.plain
+        or (is_causal and attn_mask is not None)
+    ):
         return NotImplemented
     rank, span = q.group.rank, q.span
     keys, (k, v) = (k, v), wholes((k, v))
@@ -128,7 +141,28 @@ def _rows(mask: Tensor, span: Span, rank: int) -> Tensor:
 # Sums
 
 
-@rule("sum", "mean", "amax", "amin", "logsumexp", "any", "all", "prod", "var", "std", "var_mean", "std_mean", "count_nonzero", "norm", "max", "min", "argmax", "argmin", "median", "nansum")
+@rule(
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "logsumexp",
+    "any",
+    "all",
+    "prod",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "count_nonzero",
+    "norm",
+    "max",
+    "min",
+    "argmax",
+    "argmin",
+    "median",
+    "nansum",
+)
 def reduced(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     name = name_of(func)
     place = 1 if name == "norm" else 0
@@ -186,7 +220,17 @@ def by_classes(func: Any, *args: Any, **kwargs: Any) -> Any:
     return made / (kept.sum() if weight is None else (weight[target.clamp(min=0)] * kept).sum())
 
 
-@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss")
+@rule(
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "soft_margin_loss",
+    "poisson_nll_loss",
+)
 def by_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     reduction = given.pop("reduction", "mean")

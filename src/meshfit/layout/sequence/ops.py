@@ -9,8 +9,8 @@ ranks: whatever was computed from it, from all positions or from some. Both func
 for. No list of parameters is kept, and no rank needs to know what another does with its copy.
 """
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch

@@ -1,8 +1,8 @@
 """A tensor of which each rank has some positions, and which shows the shape of the whole.
 
-A model's own code runs on pieces as it is: it reads whole shapes, and makes masks and positions for the whole. What each
-function does to pieces is in tables by its name (``RULES``): most compute on the rank's own positions, and make a
-piece again. Where a rule does not hold, and for whatever is in no table, the whole is gathered and the function
+A model's own code runs on pieces as it is: it reads whole shapes, and makes masks and positions for the whole. What
+each function does to pieces is in tables by its name (``RULES``): most compute on the rank's own positions, and make
+a piece again. Where a rule does not hold, and for whatever is in no table, the whole is gathered and the function
 computed on it, by every rank alike: exact, differentiable, and the same as on one device; and noted in ``gathered``.
 
 Nothing reads a piece by mistake: below the functions of torch it has no elements, and says so.
@@ -23,13 +23,45 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshfit.layout.sequence.ops import gather
 from meshfit.layout.sequence.span import Span
 from meshfit.layout.split.ops import Group
+from meshfit.layout.split.vocabulary import with_wholes
 
 RULES: dict[str, Callable[..., Any]] = {}
 """By the name of a function: given it and its arguments, what it makes of pieces; NotImplemented: gather."""
 
-OF_THE_WHOLE = {"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "__len__", "dtype", "device"}
-OF_THE_WHOLE |= {"is_floating_point", "is_complex", "element_size", "itemsize", "nbytes", "get_device", "layout", "names"}
-OF_THE_WHOLE |= {"is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu"}
+OF_THE_WHOLE = {
+    "shape",
+    "size",
+    "dim",
+    "ndim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "__len__",
+    "dtype",
+    "device",
+}
+OF_THE_WHOLE |= {
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "itemsize",
+    "nbytes",
+    "get_device",
+    "layout",
+    "names",
+}
+OF_THE_WHOLE |= {
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+}
 OF_THE_WHOLE |= {"is_signed", "is_conj", "is_neg", "is_inference", "is_same_size", "is_contiguous", "__hash__"}
 """Asked of a piece, and answered for the whole."""
 
@@ -138,6 +170,11 @@ def changes(name: str) -> bool:
 
 def wholes(tree: Any) -> Any:
     return tree_map(lambda x: whole(x) if isinstance(x, Piece) else x, tree)
+
+
+def gathered_output(tree: Any) -> Any:
+    """``tree``, what a model returned, with every piece made whole. All ranks call it together."""
+    return with_wholes(tree, Piece, whole)
 
 
 def pieces(tree: Any) -> list[Piece]:

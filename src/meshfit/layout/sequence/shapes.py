@@ -14,7 +14,9 @@ from meshfit.layout.sequence.span import Span
 
 def _tried(func: Any, sizes: Any, args: Any, kwargs: Any) -> torch.Size:
     """What ``func`` makes of a shape."""
-    args, kwargs = tree_map(lambda x: torch.empty(x.shape, device="meta") if isinstance(x, Tensor) else x, (args, kwargs))
+    args, kwargs = tree_map(
+        lambda x: torch.empty(x.shape, device="meta") if isinstance(x, Tensor) else x, (args, kwargs)
+    )
     return func(torch.empty(sizes, device="meta"), *args, **kwargs).shape
 
 
@@ -106,7 +108,11 @@ def taken(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if dim != x.span.dim:
         return mapped(func(x.local, *args, **kwargs), x.span.at(x.span.dim - (dim < x.span.dim)), x.group)
     at = argument(args, kwargs, 1, "index")
-    return one_of(x, at % x.shape[dim]) if isinstance(at, int) and x.span.plain and x.is_floating_point() else NotImplemented
+    return (
+        one_of(x, at % x.shape[dim])
+        if isinstance(at, int) and x.span.plain and x.is_floating_point()
+        else NotImplemented
+    )
 
 
 @rule("__iter__")
