@@ -51,7 +51,8 @@ class Passes:
                 with counting(part.samples > 0), self.precision.arithmetic(self.device), self.inside():
                     loss = self.objective(self.model, part.content)
                 share, count = self._share(loss, part, batch)
-                share, count = share / self.tellers, count / self.tellers
+                if self.tellers > 1:
+                    share, count = share / self.tellers, count / self.tellers
                 if part.samples:
                     value = share.detach()
                     if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing

@@ -30,7 +30,9 @@ def moved(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "squeeze", "unsqueeze")
 def viewed(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(x, Piece) or any(isinstance(arg, torch.dtype) for arg in args) or not x.numel():
+    if not isinstance(x, Piece):
+        return _like(func, x, *args)
+    if any(isinstance(arg, torch.dtype) for arg in args) or not x.numel():
         return NotImplemented
     shape = _tried(func, x.shape, args, kwargs)
     span = x.span.through(tuple(x.shape), tuple(shape))
@@ -39,10 +41,17 @@ def viewed(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return Piece(x.local.reshape(span.local(tuple(shape), x.group.rank)), span, x.group)
 
 
+def _like(func: Any, x: Tensor, other: Any = None, *args: Any) -> Any:
+    """A whole, given the shape of a piece."""
+    name = name_of(func)
+    as_piece = name.endswith("_as") and isinstance(other, Piece) and not args
+    return getattr(x, name.removesuffix("_as"))(other.shape) if as_piece else NotImplemented
+
+
 @rule("expand", "expand_as", "broadcast_to", "repeat", "tile")
 def spread(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Piece):
-        return NotImplemented
+        return _like(func, x, *args)
     shape = tuple(_tried(func, x.shape, args, kwargs))
     span = x.span.at(x.span.dim + len(shape) - x.dim())
     if shape[span.dim] != span.size:
