@@ -130,7 +130,14 @@ class Run:
             return exchange
         tied = {} if placed.staged is None else placed.staged.tied
         spread = Spread(parts=placed.parts, tied=tied, pipeline=mesh.pipeline, partial=placed.partial)
-        return Across(exchange, spread, self.model, self.world.device, copies=self.plan.data, tellers=self.plan.tensor)
+        return Across(
+            exchange,
+            spread,
+            self.model,
+            self.world.device,
+            copies=self.plan.data * self.plan.context,
+            tellers=self.plan.tensor,
+        )
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
         placed, objective, device = self.placed, self.job.objective, self.world.device

@@ -63,12 +63,8 @@ def check(plan: Plan, model: nn.Module) -> None:
         )
     if plan.pipeline > 1 and plan.rows == "cut":
         raise PlanError(f"{plan}: rows are not cut where stages hand them on", f"{replace(plan, rows='whole')} works")
-    with_context = [f"{axis}={getattr(plan, axis)}" for axis in ("pipeline", "tensor") if getattr(plan, axis) > 1]
-    if plan.context > 1 and with_context:
-        raise PlanError(
-            f"{plan}: context={plan.context} does not go with {with_context[0]} yet",
-            f"{replace(plan, context=1, data=plan.data * plan.context)} works; so does context= with data= and shard=",
-        )
+    if plan.context > 1:
+        _check_context(plan)
     if plan.pipeline > 1:
         schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks or None)  # refuses what it cannot take
     if plan.compile == "block" and plan.recompute == "selective":
@@ -89,6 +85,18 @@ def check(plan: Plan, model: nn.Module) -> None:
     if lazy:
         raise PlanError(
             f"{lazy[0]} has no shape yet: it is a lazy parameter", "run the model once on a batch before fit"
+        )
+
+
+def _check_context(plan: Plan) -> None:
+    """What sequences are not cut beside."""
+    others = {"pipeline": 1, "branch": 1, "expert": 1, "rows": "whole"}
+    beside = {key: usual for key, usual in others.items() if getattr(plan, key) != usual}
+    if beside:
+        works = replace(plan, **beside, schedule="1f1b", chunks=0, cut="")  # type: ignore[arg-type]
+        raise PlanError(
+            f"{plan}: sequences are not cut beside {', '.join(f'{key}={getattr(plan, key)}' for key in beside)}",
+            f"{works} works; so does {replace(plan, context=1, data=plan.data * plan.context)}",
         )
 
 

@@ -20,15 +20,16 @@ POINTWISE = """
 abs neg negative positive sign sgn exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin
 acos atan sinh cosh tanh atanh asinh acosh sigmoid erf erfc erfinv logit ceil floor round trunc frac relu relu6 gelu
 silu elu selu celu mish softplus softsign hardtanh hardsigmoid hardswish leaky_relu logsigmoid log_sigmoid threshold
-tanhshrink hardshrink softshrink isnan isinf isfinite logical_not bitwise_not nan_to_num rad2deg deg2rad lgamma digamma
-add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power atan2 hypot
-maximum minimum fmax fmin eq ne lt le gt ge equal_ not_equal greater greater_equal less less_equal logical_and logical_or
-logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill clamp clamp_min clamp_max clip lerp addcmul addcdiv
-isclose copysign ldexp xlogy square_ abs_ neg_ exp_ log_ sqrt_ rsqrt_ sigmoid_ tanh_ relu_ add_ sub_ mul_ div_ pow_
-masked_fill_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ copy_ nan_to_num_ hardtanh_ elu_ leaky_relu_ silu_
-__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
-__div__ __rdiv__ __idiv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __ipow__ __neg__ __pos__ __abs__
-__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ __iand__ __ior__
+tanhshrink hardshrink softshrink isnan isinf isfinite logical_not bitwise_not nan_to_num rad2deg deg2rad lgamma
+digamma add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power atan2
+hypot maximum minimum fmax fmin eq ne lt le gt ge equal_ not_equal greater greater_equal less less_equal logical_and
+logical_or logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill clamp clamp_min clamp_max clip lerp
+addcmul addcdiv isclose copysign ldexp xlogy square_ abs_ neg_ exp_ log_ sqrt_ rsqrt_ sigmoid_ tanh_ relu_ add_ sub_
+mul_ div_ pow_ masked_fill_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ copy_ nan_to_num_ hardtanh_ elu_
+leaky_relu_ silu_ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
+__rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__
+__ipow__ __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__
+__rxor__ __invert__ __iand__ __ior__
 """.split()  # noqa: SIM905
 """Functions of each element by itself; several tensors are broadcast."""
 

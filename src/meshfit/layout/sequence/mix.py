@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from meshfit.layout.sequence.local import argument, mapped, pointwise
 from meshfit.layout.sequence.ops import own_draws, total
@@ -115,17 +114,16 @@ def attention(
         return NotImplemented
     rank, span = q.group.rank, q.span
     keys, (k, v) = (k, v), wholes((k, v))
-    count, stop = span.counts[rank], span.ends[rank + 1]
-    if is_causal and k.shape[-2] >= span.length:
-        k, v = k.narrow(-2, 0, stop), v.narrow(-2, 0, stop)
-        attn_mask = causal_lower_right(count, stop)
-    elif is_causal:
-        rows = torch.arange(span.ends[rank], stop, device=k.device)
+    start, stop = span.ends[rank], span.ends[rank + 1]
+    if is_causal:
+        k, v = (x.narrow(-2, 0, min(stop, x.shape[-2])) for x in (k, v))
+    if is_causal and start:
+        rows, is_causal = torch.arange(start, stop, device=k.device), False
         attn_mask = rows[:, None] >= torch.arange(k.shape[-2], device=k.device)
     elif attn_mask is not None:
         attn_mask = _rows(attn_mask, span, rank)
     with noted(*keys), own_draws(q.group, q.device) if dropout_p else nullcontext():
-        made = func(q.local, k, v, attn_mask=attn_mask, dropout_p=dropout_p, **kwargs)
+        made = func(q.local, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **kwargs)
     return Piece(made, span.at(made.dim() - 2), q.group)
 
 

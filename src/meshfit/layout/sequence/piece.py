@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfit.layout.sequence.ops import gather
 from meshfit.layout.sequence.span import Span
-from meshfit.layout.split.ops import Group
+from meshfit.layout.split.ops import Group, _Enter, _Leave
 from meshfit.layout.split.vocabulary import with_wholes
 
 RULES: dict[str, Callable[..., Any]] = {}
@@ -109,6 +109,10 @@ class Piece(Tensor):
         elif (inside := opened(func)) is not None:
             return inside(*args, **kwargs)
         return on_wholes(func, name, args, kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Which torch asks nobody about: a whole."""
+        return whole(self).as_subclass(cls)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,6 +207,10 @@ def opened(func: Any) -> Any:
     return _opened[func]
 
 
+ALIKE = (_Enter, _Leave)
+"""Of what the ranks of a tensor group say to each other, what is the same for every position."""
+
+
 @contextmanager
 def guarded() -> Iterator[None]:
     """Around whatever runs a model on pieces: an ``autograd.Function`` is given wholes. What it does inside is not
@@ -210,6 +218,9 @@ def guarded() -> Iterator[None]:
     apply = torch.autograd.Function.__dict__["apply"]
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Piece) and cls in ALIKE:
+            x, *rest = args
+            return Piece(apply.__get__(None, cls)(x.local, *rest, **kwargs), x.span, x.group)
         if any(isinstance(x, Piece) for x in args):
             gathered[cls.__name__] += 1
             args = tuple(whole(x) if isinstance(x, Piece) else x for x in args)

@@ -17,6 +17,9 @@ from meshfit.layout.sequence.piece import Piece, whole
 from meshfit.layout.sequence.span import Span
 from meshfit.layout.split.ops import Group
 
+AGAIN = "_checkpoint_hook.", "_recomputation_hook."
+"""torch.utils.checkpoint's: what is computed again is not saved at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Note:
@@ -34,9 +37,9 @@ class _Note:
 def noted(*given: Any) -> Iterator[None]:
     """For what is saved within of the wholes of those that are pieces."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
-    again = bool(hooks) and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+    again = bool(hooks) and getattr(hooks[0], "__qualname__", "").startswith(AGAIN)
     found = {whole(x).untyped_storage()._cdata: x for x in given if isinstance(x, Piece)}
-    if again or not found or not torch.is_grad_enabled():  # what is computed again is not saved at all
+    if again or not found or not torch.is_grad_enabled():
         yield
         return
     keep, fetch = hooks or (lambda x: x, lambda x: x)
