@@ -90,13 +90,13 @@ def check(plan: Plan, model: nn.Module) -> None:
 
 def _check_context(plan: Plan) -> None:
     """What sequences are not cut beside."""
-    others = {"pipeline": 1, "branch": 1, "expert": 1, "rows": "whole"}
-    beside = {key: usual for key, usual in others.items() if getattr(plan, key) != usual}
+    whole: dict[str, object] = {"pipeline": 1, "branch": 1, "expert": 1, "schedule": "1f1b", "chunks": 0, "cut": ""}
+    whole["rows"] = "auto" if plan.rows == "cut" else plan.rows
+    beside = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
     if beside:
-        works = replace(plan, **beside, schedule="1f1b", chunks=0, cut="")  # type: ignore[arg-type]
         raise PlanError(
-            f"{plan}: sequences are not cut beside {', '.join(f'{key}={getattr(plan, key)}' for key in beside)}",
-            f"{works} works; so does {replace(plan, context=1, data=plan.data * plan.context)}",
+            f"{plan}: sequences are not cut beside {beside[0]}",
+            f"{replace(plan, **whole)} works; so does {replace(plan, context=1, data=plan.data * plan.context)}",  # type: ignore[arg-type]
         )
 
 

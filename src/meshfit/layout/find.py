@@ -64,7 +64,7 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
     from meshfit.layout.split.plan import plan_tensor  # the first rank alone plans
 
     batch = _first(batch, TRIED)
-    by_rows = plan.rows == "cut" or (plan.rows == "auto" and device == "cuda" and plan.pipeline == 1)
+    by_rows = plan.rows == "cut" or (plan.rows == "auto" and device == "cuda" and plan.pipeline == plan.context == 1)
     try:
         split = plan_tensor(model, lambda twin: as_number(objective(twin, batch)), plan.tensor, by_rows=by_rows)
     except RuntimeError as error:

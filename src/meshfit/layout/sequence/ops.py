@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.events import current
 from meshfit.layout.sequence.span import Span
 from meshfit.layout.split.ops import Group, Ranks
 from meshfit.layout.split.region import Traffic
-from meshfit.torch_compat import in_backward, reduce_scatter_single
+from meshfit.torch_compat import in_backward
 
 
-class Imagined:
+class Imagined(Group):
     """A rank of a group of which there is no other: what it hears is what it says. Shapes are right, and it counts."""
 
     def __init__(self, rank: int, size: int):
@@ -80,7 +79,7 @@ class _Scatter(torch.autograd.Function):
         at, most = span.dim + 1, max(span.counts)
         x = x.unflatten(span.dim, (span.outer, span.length, span.inner))
         rows = torch.stack([_padded(part, at, most) for part in x.split(span.counts, at)])
-        own = _summed_to_owners(rows, group).narrow(at, 0, span.counts[group.rank])
+        own = group.scatter(rows).narrow(at, 0, span.counts[group.rank])
         return own.flatten(span.dim, span.dim + 2)
 
     @staticmethod
@@ -105,18 +104,6 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     fill = list(x.shape)
     fill[dim] = size - x.shape[dim]
     return torch.cat([x, x.new_zeros(fill)], dim)
-
-
-def _summed_to_owners(rows: Tensor, group: Group) -> Tensor:
-    """Row ``r``, summed, to rank ``r``."""
-    if isinstance(group, Imagined):
-        return group.scatter(rows)
-    if not isinstance(group, Ranks):
-        return group.sum(rows)[group.rank]
-    out = torch.empty_like(rows[0])
-    current().moved("reduce_scatter", rows.nbytes)
-    reduce_scatter_single(out.view(1, -1), rows.view(group.size, -1), group=group.group)
-    return out
 
 
 @contextmanager
