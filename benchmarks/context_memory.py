@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--plans", default=PLANS, help="plans, with semicolons between")
     options = parser.parse_args()
     plans = [Plan.parse(plan) for plan in options.plans.split(";")]
-    table = Table("model", "one device", *(f"{plan}: measured" + f" / foretold / of one device" for plan in plans))
+    table = Table("model", "one device", *(f"{plan}: measured" + " / foretold / of one device" for plan in plans))
     kept = True
     for case in (case for case in CASES if case.name in options.models.split(",")):
         alone = measured(case, Plan())[0].held["activations"]

@@ -1,7 +1,7 @@
 """Does every plan train like one device?
 
     python benchmarks/parity.py
-    python benchmarks/parity.py --axes shard    # or tensor, schedule, all
+    python benchmarks/parity.py --axes shard    # or tensor, schedule, more, all
     python benchmarks/parity.py --models gpt2,resnet10 --plans "data=2;data=4"
     python benchmarks/parity.py --rounding      # what the order of summing alone does to one device
 
@@ -60,6 +60,8 @@ class Trial:
     """The last batch of an epoch has what is left: samples % batch_size."""
 
     steps: int = STEPS
+    models: tuple[str, ...] = ()
+    """Those that it is for, if not for all."""
 
     @property
     def microbatches(self) -> int:
@@ -74,6 +76,8 @@ class Trial:
 
 DEGREES = ("data", "shard", "tensor", "branch", "context", "expert", "pipeline")
 """Words of a plan whose numbers multiply to its devices."""
+
+WITH_SEQUENCES = ("gpt2", "llama", "mixtral", "bert", "t5", "vit", "tied-gpt", "token-sum")
 
 TRIALS = (
     Trial(plan="data=2", samples=32),  # batches of 8: four for each rank
@@ -100,6 +104,12 @@ TRIALS = (
     Trial(axis="schedule", plan="shard=2 pipeline=2 microbatches=2"),
     Trial(axis="schedule", plan="tensor=2 pipeline=2 microbatches=2"),
     Trial(axis="schedule", plan="data=2 tensor=2 pipeline=2 microbatches=2"),
+    Trial(axis="more", plan="context=2", samples=30, models=WITH_SEQUENCES),
+    Trial(axis="more", plan="context=3", samples=18, models=WITH_SEQUENCES),  # sequences of 16 and 17: uneven parts
+    Trial(axis="more", plan="context=4", samples=30, models=WITH_SEQUENCES),
+    Trial(axis="more", plan="data=2 context=2", samples=18, models=WITH_SEQUENCES),  # batches of 8, 8 and 2
+    Trial(axis="more", plan="shard=2 context=2", samples=30, models=WITH_SEQUENCES),
+    Trial(axis="more", plan="context=2 tensor=2", samples=30, models=WITH_SEQUENCES),
 )
 """Of 30 samples in batches of 8, the last of an epoch has 6: uneven microbatches, and fewer of them."""
 
@@ -230,8 +240,9 @@ def tables(outcomes: list[Outcome], cases: list[Case], trials: list[Trial]) -> I
         for t in some:
             rows.add_column("\n".join((*t.plan.split(), f"({t.samples} by {t.batch_size})")), no_wrap=True)
         for case in cases:
-            row = [at[case.name, trial.plan] for trial in some]
-            rows.add_row(case.name, *(str(o) if o.ok else f"[red]{o}[/red]" for o in row))
+            row = [at.get((case.name, trial.plan)) for trial in some]
+            if any(row):
+                rows.add_row(case.name, *("" if o is None else str(o) if o.ok else f"[red]{o}[/red]" for o in row))
         yield rows
 
 
@@ -280,7 +291,7 @@ def main() -> int:
     console.width = max(console.width, WIDTH)
     outcomes = []
     for case in cases:
-        for trial in trials:
+        for trial in (trial for trial in trials if not trial.models or case.name in trial.models):
             outcomes.append(judge(case, trial, sum_in_reverse if options.rounding else fit))
             progress.print(
                 f"{case.name:16} {trial.plan:27} {outcomes[-1]} {outcomes[-1].seconds:.1f} s", highlight=False

@@ -68,13 +68,7 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
     try:
         split = plan_tensor(model, lambda twin: as_number(objective(twin, batch)), plan.tensor, by_rows=by_rows)
     except RuntimeError as error:
-        if "deepcopy" not in str(error):
-            raise
-        raise PlanError(
-            f"{plan}: the model cannot be copied, and what can be split is found by trying",
-            "some attribute of a module is a tensor that was computed, as torch.nn.utils.weight_norm leaves them",
-            "torch.nn.utils.parametrizations has the same without; data= and shard= take the model as it is",
-        ) from error
+        raise (_uncopied(plan) if "deepcopy" in str(error) else error) from error.__cause__
     if not split.regions:
         raise PlanError(
             f"{plan}: tensor={plan.tensor} splits nothing of this model",
@@ -85,12 +79,22 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
     return replace(found, tensor=split, notes=tuple(split.explain()))
 
 
+def _uncopied(plan: Plan) -> PlanError:
+    return PlanError(
+        f"{plan}: the model cannot be copied, and what can be split is found by trying",
+        "some attribute of a module is a tensor that was computed, as torch.nn.utils.weight_norm leaves them",
+        "torch.nn.utils.parametrizations has the same without; data= and shard= take the model as it is",
+    )
+
+
 def _cut_sequences(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
     from meshfit.layout.context import Differs, plan_context  # the first rank alone plans
 
     instead = f"{replace(plan, context=1, data=plan.data * plan.context)} works"
     try:
         sequence = plan_context(model, lambda twin, some: as_number(objective(twin, some)), batch, plan.context)
+    except RuntimeError as error:
+        raise (_uncopied(plan) if "deepcopy" in str(error) else error) from error.__cause__
     except Differs as differs:
         raise PlanError(
             f"{plan}: cut over {plan.context} devices this model does not compute what it does on one",
@@ -101,6 +105,7 @@ def _cut_sequences(found: Found, plan: Plan, model: nn.Module, objective: Object
         raise PlanError(
             f"{plan}: context={plan.context} finds no sequence to cut in this model",
             "whichever dim of its activations is cut, a device would have to keep nearly as much as one alone",
+            sequence.why,
             instead,
         )
     return replace(found, context=sequence, notes=(*found.notes, *sequence.explain()))

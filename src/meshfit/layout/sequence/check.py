@@ -14,7 +14,7 @@ from meshfit.data import tree
 from meshfit.layout.sequence.find import ContextPlan, Step, begin
 from meshfit.layout.sequence.piece import guarded
 from meshfit.layout.split.ops import Meeting, Threads
-from meshfit.layout.split.twin import converted
+from meshfit.layout.split.twin import converted, sharing
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
 """Of a gradient, relative to the largest element of its tensor, or to a small part of the largest of all. Norms and
@@ -37,7 +37,7 @@ def check(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
         except (RuntimeError, TypeError, NotImplementedError) as error:
             refused = error
             continue
-        return _compare(want, _parts(twin, step, cast, plan, dtype), tolerance)
+        return _compare(want, _parts(twin, step, cast, plan), tolerance)
     raise Differs(f"the step cannot be tried: {refused}")
 
 
@@ -50,10 +50,10 @@ def _gradients(model: nn.Module, step: Step, batch: Any, ranks: int) -> Made:
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
 
 
-def _parts(model: nn.Module, step: Step, batch: Any, plan: ContextPlan, dtype: torch.dtype) -> list[Made]:
+def _parts(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> list[Made]:
     meeting = Meeting(plan.ways)
     made: list[Any] = [None] * plan.ways
-    copies = [converted(model, dtype) for _ in range(plan.ways)]
+    copies = [sharing(model) for _ in range(plan.ways)]
     for rank, each in enumerate(copies):
         begin(each, plan.beginnings, Threads(meeting, rank))
 

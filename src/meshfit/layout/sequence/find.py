@@ -64,6 +64,9 @@ class ContextPlan:
     gathered: tuple[tuple[str, int], ...] = ()
     """Functions that are computed on all positions by every rank, and how often in a forward."""
 
+    why: str = ""
+    """What kept it from being cut, if anything raised."""
+
     def explain(self) -> list[str]:
         where = ", ".join(f"{b.module or 'the model'} (dim {b.dim})" for b in self.beginnings)
         notes = [f"context: sequences are cut from {where} on; a rank keeps {self.kept:.2f} of the activations"]
@@ -107,11 +110,15 @@ def find(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
     few, more = (some(batch, samples) for samples in SAMPLES)
     whole, _, _ = _tried(model, step, few, (), ways)
     plan = ContextPlan(ways=ways)
-    best = whole
+    best, why = whole, ""
     for _ in range(BEGINNINGS):
         found: list[tuple[int, Beginning]] = []
         for each in _candidates(model, step, few, more, plan.beginnings, ways):
-            kept = _tried(model, step, few, (*plan.beginnings, each), ways)[0]
+            try:
+                kept = _tried(model, step, few, (*plan.beginnings, each), ways)[0]
+            except Exception as error:  # code of the model's that takes no pieces
+                why = f"cut from {each.module or 'the model'} on: {type(error).__name__}: {error}".splitlines()[0]
+                continue
             found.append((kept, each))
             if kept <= whole / ways * 1.1:
                 break
@@ -122,7 +129,7 @@ def find(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
         plan = _planned(model, step, few, (*plan.beginnings, each), ways, whole)
         if best <= whole / ways * 1.25:
             break
-    return plan if best <= WORTH * whole else ContextPlan(ways=ways)
+    return plan if best <= WORTH * whole else ContextPlan(ways=ways, why=why)
 
 
 def _planned(
