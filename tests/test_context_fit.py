@@ -16,11 +16,13 @@ from benchmarks import parity, zoo
 from meshfit.errors import PlanError
 from meshfit.layout.context import Context, Differs, plan_context
 from meshfit.layout.find import as_number
+from meshfit.layout.sequence import find
 from meshfit.layout.sequence.find import ContextPlan, begin
 from meshfit.layout.sequence.ops import Imagined
 from meshfit.layout.sequence.piece import RULES, Piece, whole
 from meshfit.layout.sequence.span import Span
 from meshfit.layout.split.ops import Ranks
+from meshfit.layout.units import traced
 from meshfit.objective import Objective
 from tests.distributed import distributed
 
@@ -239,10 +241,12 @@ def assert_said(plan: ContextPlan, calls: dict[str, int], moved: dict[str, int])
     assert {op: said[1] * 4 for op, said in group.said.items()} == moved
 
 
-def test_ranks_say_what_the_cost_says() -> None:
-    from meshfit.layout.units import traced
-
+@pytest.mark.parametrize("positions", [find.POSITIONS, 2])
+def test_ranks_say_what_the_cost_says(monkeypatch: pytest.MonkeyPatch, positions: int) -> None:
+    """Also where shorter sequences were tried than there are."""
+    monkeypatch.setattr(find, "POSITIONS", positions)
     plan, batch = planned(2), tuple(t[:6] for t in text())
+    assert plan.length == (4 if positions == 2 else 0)
     assert plan.kept < 0.55
     trace = traced(built(), Objective(loss=loss), batch, device="cpu")
     assert not isinstance(trace, Exception)

@@ -19,7 +19,7 @@ from torch import nn
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.layout.sequence.check import Differs, check
-from meshfit.layout.sequence.find import ContextPlan, Step, begin, find, some
+from meshfit.layout.sequence.find import ContextPlan, Step, begin, find, shortened, some
 from meshfit.layout.split.ops import Ranks
 from meshfit.layout.split.twin import study
 
@@ -29,7 +29,8 @@ def plan_context(model: nn.Module, step: Step, batch: Any, ways: int) -> Context
     twin = quiet(study(model))
     found = find(twin, step, batch, ways)
     if found.beginnings:
-        check(twin, step, some(batch, found.samples), found)
+        tried = shortened(batch, found.length - 1) if found.length else batch  # one less: uneven parts
+        check(twin, step, some(tried, found.samples), found)
     return found
 
 

@@ -3,12 +3,15 @@
 Found by trying, once, on one rank and a few samples: of the first modules that return activations, and of the dims of
 those that are not of samples, the one from which least is kept for backward. A rank of ``ways`` is imagined (shapes are
 right, numbers are not). A second beginning, a decoder's embedding say, is added if that keeps still less.
+
+Text is tried in short pieces: what is done to positions does not depend on how many there are, and what ranks say to
+each other grows evenly with them.
 """
 
 import copy
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +43,10 @@ SAMPLES = 2, 3
 """Samples to try: what differs between them is a dim of samples."""
 
 
+POSITIONS = 16
+"""Of each rank, at the most, in what is tried."""
+
+
 @dataclass(frozen=True, slots=True)
 class Beginning:
     """A module whose output is cut along ``dim``."""
@@ -61,6 +68,9 @@ class ContextPlan:
     """Of one forward and backward of ``samples``, beside the sum of the gradients."""
 
     samples: int = 0
+    length: int = 0
+    """Positions that were tried, if fewer than the data has."""
+
     gathered: tuple[tuple[str, int], ...] = ()
     """Functions that are computed on all positions by every rank, and how often in a forward."""
 
@@ -107,7 +117,8 @@ def _first_tensor(out: Any) -> Tensor | None:
 
 def find(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
     """``model`` is the caller's to spare, and may be left with other buffers. Without beginnings: nothing is gained."""
-    few, more = (some(batch, samples) for samples in SAMPLES)
+    length = _enough(model, step, batch, POSITIONS * ways)
+    few, more = (some(shortened(batch, length), samples) for samples in SAMPLES)
     whole, _, _ = _tried(model, step, few, (), ways)
     plan = ContextPlan(ways=ways)
     best, why = whole, ""
@@ -129,7 +140,35 @@ def find(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
         plan = _planned(model, step, few, (*plan.beginnings, each), ways, whole)
         if best <= whole / ways * 1.25:
             break
-    return plan if best <= WORTH * whole else ContextPlan(ways=ways, why=why)
+    if best > WORTH * whole:
+        return ContextPlan(ways=ways, why=why)
+    return _lengthened(plan, model, step, batch, length) if length else plan
+
+
+def _enough(model: nn.Module, step: Step, batch: Any, length: int) -> int:
+    """``length``, if the data has more positions and the model takes so few; else 0."""
+    if length_of(batch) <= length:
+        return 0
+    try:
+        with torch.no_grad():
+            return length if step(model, some(shortened(batch, length - 1), SAMPLES[0])).isfinite() else 0
+    except Exception:  # a model of one length
+        return 0
+
+
+def _lengthened(plan: ContextPlan, model: nn.Module, step: Step, batch: Any, length: int) -> ContextPlan:
+    """What ranks say, for sequences as long as the data's: from what they say for short and shorter ones."""
+    less = length // 2
+    shorter = some(shortened(batch, less), plan.samples)
+    _, said, _ = _tried(model, step, shorter, plan.beginnings, plan.ways, backward=True)
+    if [each.op for each in said] != [each.op for each in plan.traffic]:
+        return replace(plan, length=length)
+    more = length_of(batch) - length
+    traffic = tuple(
+        replace(one, elements=one.elements + (one.elements - other.elements) * more // (length - less))
+        for one, other in zip(plan.traffic, said, strict=True)
+    )
+    return replace(plan, length=length, traffic=traffic)
 
 
 def _planned(
@@ -152,6 +191,24 @@ def some(batch: Any, samples: int) -> Any:
     there = max((len(t) for t in tree.tensors(batch) if t.dim()), default=0)
     index = torch.arange(samples) % max(there, 1)
     return tree.map_tensors(lambda t: t[index] if t.dim() and len(t) == there else t, batch)
+
+
+def length_of(batch: Any) -> int:
+    """Positions of the text in ``batch``; 0: there is none."""
+    sizes = Counter(t.shape[1] for t in tree.tensors(batch) if t.dim() > 1 and not t.is_floating_point())
+    return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def shortened(batch: Any, length: int) -> Any:
+    """The first positions of the text in ``batch``, and of all that is as long; 0: all of them."""
+    found = length_of(batch)
+
+    def part(t: Tensor) -> Tensor:
+        for dim in range(1, t.dim()):
+            t = t.narrow(dim, 0, length) if t.shape[dim] == found else t
+        return t
+
+    return tree.map_tensors(part, batch) if 0 < length < found else batch
 
 
 def _candidates(
