@@ -26,11 +26,11 @@ from meshfit.layout.split.twin import study
 
 def plan_context(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
     """Where to cut ``model``, which stays as it is; proven on a few samples. Raises ``Differs`` if it is not right."""
-    twin = quiet(study(model))
+    twin = study(model)
     found = find(twin, step, batch, ways)
     if found.beginnings:
         tried = shortened(batch, found.length - 1) if found.length else batch  # one less: uneven parts
-        check(twin, step, some(tried, found.samples), found)
+        check(quiet(twin), step, some(tried, found.samples), found)
     return found
 
 

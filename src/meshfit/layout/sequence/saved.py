@@ -61,5 +61,8 @@ def noted(*given: Any) -> Iterator[None]:
         with torch.no_grad():
             return gather(local, *packed.where).as_strided(packed.size, packed.stride, packed.offset)
 
-    with saved_tensors_hooks(pack, unpack):
-        yield
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        found.clear()  # autograd keeps the hooks, and they would keep the wholes
