@@ -145,7 +145,7 @@ def test_each_rank_draws_for_its_own_positions() -> None:
 
 def test_a_model_without_sequences_is_refused() -> None:
     images, targets = zoo.small_images(4)
-    with pytest.raises(PlanError, match=r"context=2 finds no sequence to cut") as error:
+    with pytest.raises(PlanError, match=r"this model has no sequence that could be cut") as error:
         meshfit.fit(
             zoo.batchnorm_cnn, (images, targets), loss=F.cross_entropy, optimizer=ADAMW, batch_size=4, steps=1,
             plan="context=2", devices="cpu:2", progress=False,

@@ -103,7 +103,7 @@ def _cut_sequences(found: Found, plan: Plan, model: nn.Module, objective: Object
         ) from differs
     if not sequence.beginnings:
         raise PlanError(
-            f"{plan}: context={plan.context} finds no sequence to cut in this model",
+            f"{plan}: this model has no sequence that could be cut",
             "whichever dim of its activations is cut, a device would have to keep nearly as much as one alone",
             sequence.why,
             instead,
