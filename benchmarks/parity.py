@@ -1,7 +1,7 @@
 """Does every plan train like one device?
 
     python benchmarks/parity.py
-    python benchmarks/parity.py --axes shard    # or tensor, schedule, more, all
+    python benchmarks/parity.py --axes shard    # or tensor, schedule, exchange, more, all
     python benchmarks/parity.py --models gpt2,resnet10 --plans "data=2;data=4"
     python benchmarks/parity.py --rounding      # what the order of summing alone does to one device
 
@@ -20,8 +20,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,11 +35,16 @@ from meshfit.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up under the name benchmarks.zoo
 
-from benchmarks import tensor_table
+from benchmarks import tensor_table, zoo_experts
 from benchmarks.zoo import CASES, ZOO, Case, train_alone
 
+EVERY = {case.name: case for case in (*CASES, *zoo_experts.CASES)}
+"""Beside the zoo's, models that only trials which name them train."""
+
+MIXTURES = ("mixtral", *(case.name for case in zoo_experts.CASES))
+
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
-STEPS, LEARNING_RATE = 20, 1e-3
+STEPS, LEARNING_RATE, SGD_LEARNING_RATE = 20, 1e-3, 2e-2
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4
 GOAL = 0.95
 """Share of all runs that must pass; refusals are in the whole."""
@@ -60,14 +65,20 @@ class Trial:
     """The last batch of an epoch has what is left: samples % batch_size."""
 
     steps: int = STEPS
-    models: tuple[str, ...] = ()
-    """Those that it is for, if not for all."""
+
+    models: tuple[str, ...] = tuple(ZOO)
+    """Those that it is for."""
 
     @property
     def microbatches(self) -> int:
         """BatchNorm is over each of them by itself, on one device too."""
         found = re.search(r"microbatches=(\d+)", self.plan)
         return int(found[1]) if found else 1
+
+    @property
+    def averaged(self) -> bool:
+        """Whether weights are averaged after each step."""
+        return "exchange=local" in self.plan
 
     @property
     def devices(self) -> int:
@@ -110,6 +121,15 @@ TRIALS = (
     Trial(axis="more", plan="data=2 context=2", samples=18, models=WITH_SEQUENCES),  # batches of 8, 8 and 2
     Trial(axis="more", plan="shard=2 context=2", samples=30, models=WITH_SEQUENCES),
     Trial(axis="more", plan="context=2 tensor=2", samples=30, models=WITH_SEQUENCES),
+    Trial(axis="exchange", plan="server=1 data=3", samples=18),  # batches of 8, 8 and 2
+    Trial(axis="exchange", plan="server=2 data=2", samples=32),
+    Trial(axis="exchange", plan="server=1 data=2", batch_size=7),  # batches of 7 and at last 2: uneven shares
+    Trial(axis="exchange", plan="data=2 exchange=local", samples=32),  # by SGD, and beside all-reduce: see ``averaged``
+    Trial(axis="more", plan="data=2", samples=18, models=("mixtral-balanced",)),
+    Trial(axis="more", plan="expert=2", samples=32, models=MIXTURES),
+    Trial(axis="more", plan="expert=4", samples=30, models=MIXTURES),
+    Trial(axis="more", plan="data=2 expert=2", samples=17, models=MIXTURES),  # at last three ranks without a sample
+    Trial(axis="more", plan="shard=2 expert=2", samples=30, models=MIXTURES),
 )
 """Of 30 samples in batches of 8, the last of an epoch has 6: uneven microbatches, and fewer of them."""
 
@@ -143,11 +163,16 @@ Trained = tuple[list[float], nn.Module]
 
 
 def fit(case: Case, trial: Trial) -> Trained:
+    sgd = trial.averaged or trial.plan == SUMMED
     result = meshfit.fit(
         case.build,
         case.data(trial.samples),
         loss=case.loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE),
+        optimizer=lambda parameters: (
+            torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE)
+            if sgd
+            else torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+        ),
         batch_size=trial.batch_size,
         steps=trial.steps,
         plan=trial.plan,
@@ -173,12 +198,29 @@ def sum_in_reverse(case: Case, trial: Trial) -> Trained:
 def reference(
     name: str, samples: int, batch_size: int, steps: int = STEPS, parts: int = 1
 ) -> tuple[list[float], dict[str, Tensor]]:
-    return train_alone(ZOO[name], samples=samples, batch_size=batch_size, steps=steps, lr=LEARNING_RATE, parts=parts)
+    return train_alone(EVERY[name], samples=samples, batch_size=batch_size, steps=steps, lr=LEARNING_RATE, parts=parts)
+
+
+SUMMED = "data=2 batchnorm=local"
+"""What weights averaged after every step of SGD come to: gradients summed. BatchNorm is over a rank's own samples."""
+
+
+def averaged(case: Case, trial: Trial) -> tuple[list[float], dict[str, Tensor]]:
+    """All-reduce in place of one device. Losses are then a rank's own, and BatchNorm's statistics are averaged too:
+    what is compared is the weights."""
+    losses, model = fit(case, replace(trial, plan=SUMMED))
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def judge(case: Case, trial: Trial, train: Callable[[Case, Trial], Trained]) -> Outcome:
     """Train, and compare with one device. What ``train`` raises is an outcome, too."""
     try:
+        if trial.averaged:
+            start = time.perf_counter()
+            _, state = averaged(case, trial)
+            got = dict(train(case, trial)[1].named_parameters())
+            off, seconds = distance(got, state, list(state)), time.perf_counter() - start
+            return Outcome(model=case.name, plan=trial.plan, loss=0.0, weights=off, seconds=seconds)
         losses, state = reference(case.name, trial.samples, trial.batch_size, trial.steps, trial.microbatches)
         start = time.perf_counter()
         got_losses, model = train(case, trial)
@@ -219,7 +261,7 @@ def judge(case: Case, trial: Trial, train: Callable[[Case, Trial], Trained]) -> 
 
 
 def distance(
-    got: dict[str, Tensor], want: dict[str, Tensor], names: list[str], scale: list[str] | None = None
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], names: list[str], scale: list[str] | None = None
 ) -> float:
     """``|got - want| / |want|`` over ``names`` as one vector; infinite where counters differ."""
     counters = [name for name in names if not want[name].is_floating_point()]
@@ -273,25 +315,31 @@ def record(outcome: Outcome) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--models", default=",".join(ZOO), help="names, with commas between")
+    parser.add_argument("--models", help="names, with commas between")
     parser.add_argument("--axes", default="data", choices=["all", *sorted({trial.axis for trial in TRIALS})])
     parser.add_argument("--plans", help='plans, with semicolons between: "data=2;data=3"')
     parser.add_argument("--rounding", action="store_true", help="compare one device with itself, summing in reverse")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     options = parser.parse_args()
 
-    if unknown := set(options.models.split(",")) - set(ZOO):
-        parser.error(f"no model {', '.join(sorted(unknown))}; known: {', '.join(ZOO)}")
-    cases = [case for case in CASES if case.name in options.models.split(",")]
-    known = {trial.plan: trial for trial in TRIALS if options.axes in ("all", trial.axis)}
-    plans = [plan.strip() for plan in options.plans.split(";")] if options.plans else list(known)
-    trials = [known.get(plan, Trial(plan=plan)) for plan in plans]
+    asked = options.models.split(",") if options.models else list(EVERY)
+    if unknown := set(asked) - set(EVERY):
+        parser.error(f"no model {', '.join(sorted(unknown))}; known: {', '.join(EVERY)}")
+    cases = [case for case in EVERY.values() if case.name in asked]
+    trials = [trial for trial in TRIALS if options.axes in ("all", trial.axis)]
+    if options.plans:
+        known = {trial.plan: trial for trial in reversed(trials)}
+        plans = [plan.strip() for plan in options.plans.split(";")]
+        models = tuple(asked if options.models else ZOO)
+        trials = [replace(known.get(plan, Trial(plan=plan)), models=models) for plan in plans]
 
     console, progress = Console(), Console(stderr=True)
     console.width = max(console.width, WIDTH)
     outcomes = []
     for case in cases:
-        for trial in (trial for trial in trials if not trial.models or case.name in trial.models):
+        for trial in trials:
+            if case.name not in trial.models:
+                continue
             outcomes.append(judge(case, trial, sum_in_reverse if options.rounding else fit))
             progress.print(
                 f"{case.name:16} {trial.plan:27} {outcomes[-1]} {outcomes[-1].seconds:.1f} s", highlight=False
@@ -307,8 +355,9 @@ def main() -> int:
             console.print(told, markup=False, highlight=False, soft_wrap=True)
         console.print(summary(outcomes), highlight=False, soft_wrap=True)
     if options.axes == "tensor" and not (options.json or options.plans):
+        zoo = [case for case in cases if case.name in ZOO]
         for plan in map(Plan.parse, ("tensor=2", "tensor=2 rows=cut")):
-            console.print(tensor_table.table(tensor_table.rows(cases, plan), plan))
+            console.print(tensor_table.table(tensor_table.rows(zoo, plan), plan))
     return 0 if kept(outcomes) else 1
 
 

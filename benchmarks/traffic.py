@@ -1,16 +1,17 @@
-"""Bytes that each way from gradients to weights moves, a step and worker: counted, computed, and by the textbook.
+"""Bytes that each strategy moves, a step and worker: counted while it trains, by ``cost()``, and by the textbook.
 
-    python benchmarks/traffic.py [--width 512] [--workers 3]
+    python benchmarks/traffic.py [--width 256]
 
-*payload* is what is handed to the transport, counted while it runs; *cost()* what the strategy says it would be: the
-two must be equal. *wire* is what one device sends (and for a server: a worker sends and receives) by the textbook for P
-bytes of weights: all-reduce in a ring 2P(n-1)/n; a server P up and P down; local steps 1/h of all-reduce. Exits with 1
-if payload and cost() differ anywhere, or the payload is more than 1 % above P where the textbook says P.
+*moved* is what the first rank hands to the transport, collective by collective, counted while it trains; *cost()* what
+the plan says it would be, from a trace alone: the two must be equal. *of P* is that beside the bytes of the weights.
+*textbook* is what one device sends over a network for P bytes of weights, A bytes of one activation and n devices: a
+ring moves 2(n-1)/n of what is summed, (n-1)/n of what is gathered or scattered; a server gets P and sends P. Exits with
+1 if moved and cost() differ anywhere.
 """
 
 import argparse
 import sys
-import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,70 +25,136 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.served import SECRET
-from meshfit.exchange.allreduce import AllReduce
-from meshfit.exchange.local import Local, Outer
-from meshfit.exchange.serving import cost as server_cost
-from meshfit.exchange.serving.build import keep
-from meshfit.exchange.serving.server import Server, Terms
-from meshfit.exchange.serving.worker import Served, Worker
-from meshfit.exchange.update import Update
-from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
-from meshfit.launch.world import World
+from benchmarks.collectives import Collectives
+from meshfit.anatomy.trace import Trace
+from meshfit.drive import begin
+from meshfit.job import Job
+from meshfit.layout.costs import cost
+from meshfit.layout.find import pipeline_of, traced
+from meshfit.plan import Plan
+from meshfit.run import Run
+from meshfit.served import ServedRun
 
-STEPS, EVERY = 16, 8
-CPU = torch.device("cpu")
+STEPS, EVERY, SAMPLES = 17, 8, 12
+"""Steps are counted from the first to the last: a multiple of EVERY between them."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to exchange, and what the textbook says of it."""
+    """A plan, and what the textbook says of it."""
 
-    name: str
-    servers: int = 0
-    local: bool = False
-    outer: bool = False
-    compress: str = "none"
-    tcp: bool = False
-
-    def textbook(self, size: float, n: int) -> tuple[str, float]:
-        """In words and bytes: what one worker moves over the network a step."""
-        if self.servers:
-            part = {"none": 1.0, "int8": 0.25}.get(self.compress, 0.5)
-            return "P up + P down" if part == 1 else f"P/{1 / part:.0f} up + P down", size * (1 + part)
-        ring = 2 * size * (n - 1) / n
-        return ("2P(n-1)/n / h", ring / EVERY) if self.local else ("2P(n-1)/n", ring)
+    plan: str
+    words: str
+    textbook: Callable[[float, float, int], float]
+    """Of P, A and n: bytes that one device sends, and for a server receives, a step."""
 
 
 WAYS = (
-    Way("all-reduce"),
-    Way("server=1", servers=1),
-    Way("server=1, over TCP", servers=1, tcp=True),
-    Way("server=2", servers=2),
-    Way("server=1 compress=bf16", servers=1, compress="bf16"),
-    Way("server=1 compress=int8", servers=1, compress="int8"),
-    Way(f"exchange=local every={EVERY}", local=True),
-    Way(f"exchange=diloco every={EVERY}", local=True, outer=True),
+    Way("data=3", "2P(n-1)/n", lambda p, a, n: 2 * p * (n - 1) / n),
+    Way("server=1 data=3", "P up + P down", lambda p, a, n: 2 * p),
+    Way("server=2 data=3", "P up + P down", lambda p, a, n: 2 * p),
+    Way("server=1 data=3 compress=bf16", "P/2 up + P down", lambda p, a, n: 1.5 * p),
+    Way("server=1 data=3 compress=int8", "P/4 up + P down", lambda p, a, n: 1.25 * p),
+    Way("server=1 data=3 staleness=2", "P up + P down", lambda p, a, n: 2 * p),
+    Way(f"data=3 exchange=local every={EVERY}", "2P(n-1)/n / h", lambda p, a, n: 2 * p * (n - 1) / n / EVERY),
+    Way(f"data=3 exchange=diloco every={EVERY}", "2P(n-1)/n / h", lambda p, a, n: 2 * p * (n - 1) / n / EVERY),
+    Way("shard=3", "3P(n-1)/n", lambda p, a, n: 3 * p * (n - 1) / n),
+    Way("shard=3 zero=1", "2P(n-1)/n", lambda p, a, n: 2 * p * (n - 1) / n),
+    Way("tensor=2", "2A a pair, 2(n-1)/n each", lambda p, a, n: 2 * 2 * a * 2 * (n - 1) / n),
+    Way("pipeline=2 microbatches=2", "A a cut", lambda p, a, n: a),
 )
 
 
-def model(width: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+class Block(nn.Module):
+    """Two layers that belong together: one is cut by its columns, the other by its rows."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
 
 
-def optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+@dataclass(frozen=True)
+class Net:
+    width: int
+
+    def __call__(self) -> nn.Module:
+        return nn.Sequential(Block(self.width), Block(self.width))
 
 
-def run(exchange: Any, update: Any, net: nn.Module, width: int) -> None:
-    for _ in range(STEPS):
-        loss = net(torch.randn(2, width)).square().mean()
-        exchange.arm(loss.item(), 2.0, stop=False, broken=False)
-        loss.backward()
-        riders = exchange.finish()
-        update(exchange.gradients, riders.loss, 1.0, exchange.norm)
-        exchange.clear()
+def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
+@dataclass(frozen=True)
+class Count:
+    """Looks into a run: what it moves from the first step's update to the last's."""
+
+    width: int
+
+    def __call__(self, run: Run) -> None:
+        seen, at = Collectives(), Counter[str]()
+        seen.__enter__()
+
+        def moved() -> Counter[str]:
+            lines = run.worker.lines if isinstance(run, ServedRun) else []
+            return seen.moved + Counter(
+                push=sum(line.moved_up for line in lines), pull=sum(line.moved_down for line in lines)
+            )
+
+        def stepped(correction: Any) -> None:
+            if not at:
+                at.update({"": 1} | moved())
+                steps.append(0)
+            last.clear()
+            last.update(moved())
+            steps[0] += 1
+
+        def ended() -> None:
+            seen.__exit__(None, None, None)
+            run.captured["moved"] = sum((last - at).values()) / (steps[0] - 1)
+            state = sum(
+                t.nbytes for s in run.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)
+            )
+            run.captured["state"] = state
+            run.captured["cost"] = foretold(run, Net(self.width)().train())
+
+        last, steps = Counter[str](), []
+        run.tap, run.at_end = stepped, ended
+
+
+def foretold(run: Run, model: nn.Module) -> int:
+    job, plan = run.job, run.plan
+    content = next(iter(run.loader.epoch(0))).microbatches[0].content
+    if plan.pipeline > 1:
+        trace = pipeline_of(plan).find(model, job.objective, content, device="cpu").trace
+    else:
+        trace = traced(model, job.objective, content, device="cpu")
+    assert isinstance(trace, Trace), trace
+    split = None if run.placed.parts is None else run.placed.parts.plan
+    found = cost(plan, trace, torch.optim.AdamW(model.parameters()), split=split, stage=run.mesh.stage)
+    return sum(found.moved.values())
+
+
+def trained(way: Way, width: int) -> dict[str, Any]:
+    data = torch.randn(SAMPLES, width), torch.randn(SAMPLES, width)
+    job = Job(
+        model=Net(width),
+        data=data,
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        batch_size=SAMPLES,
+        steps=STEPS * (Plan.parse(way.plan).data if "staleness" in way.plan else 1),
+        plan=way.plan,
+        devices="cpu",
+    ).training()
+    training = begin(job, lockstep=False, tap=Count(width))
+    for _ in training:
+        pass
+    assert training.outcome is not None
+    return training.outcome.captured
 
 
 def counted(act: Callable[[], None]) -> int:
@@ -106,77 +173,37 @@ def counted(act: Callable[[], None]) -> int:
     return moved[0]
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a rank does: the first ``workers`` train, the others serve."""
-
-    way: Way
-    workers: int
-    width: int
-    addresses: list[str]
-
-    def __call__(self, world: World, channel: Any) -> tuple[float, float, float, int] | None:
-        """Payload, cost() and bytes on the socket a step; bytes of optimizer state."""
-        torch.manual_seed(world.rank)
-        group = dist.new_group(list(range(self.workers)))
-        way, net = self.way, model(self.width)
-        if world.rank >= self.workers:
-            index = world.rank - self.workers
-            keeper = keep(net, optimizer, index=index, servers=way.servers)
-            terms = Terms(workers=self.workers, total=STEPS, index=index, compress=way.compress)
-            server = Server(keeper, terms, address=self.addresses[index], secret=SECRET)
-            server.join(120)
-            server.close()
-            return None
-        if way.servers:
-            worker = Worker(net, self.addresses, SECRET, id=world.rank, compress=way.compress)
-            lines = worker.lines
-            before = sum(line.moved_down for line in lines), sum(_socket(line.wire) for line in lines)
-            run(worker, Served(worker), net, self.width)
-            moved = sum(line.moved_up + line.moved_down for line in lines) - before[0]
-            wire = sum(_socket(line.wire) for line in lines) - before[1]
-            cost = sum(server_cost.worker(net, servers=way.servers, compress=way.compress).moved.values())
-            worker.remove()
-            return moved / STEPS, cost, wire / STEPS, 0
-        assert isinstance(group, dist.ProcessGroup)
-        update = Update(optimizer(net.parameters()))
-        if way.local:
-            exchange = Local(net, group, CPU, every=EVERY, outer=Outer() if way.outer else None)
-        else:
-            exchange = AllReduce(net.parameters(), group, CPU)
-        moved = counted(lambda: run(exchange, update, net, self.width))
-        state = sum(t.nbytes for s in update.optimizer.state.values() for t in s.values() if hasattr(t, "nbytes"))
-        return moved / STEPS, sum(exchange.cost().moved.values()) / (EVERY if way.local else 1), 0.0, state
-
-
-def _socket(wire: Any) -> int:
-    return wire.sent_all + wire.received_all
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--plans", help="only those that contain this")
     asked = parser.parse_args()
-    size = sum(p.nbytes for p in model(asked.width).parameters())
-    table = Table(title=f"bytes a step and worker; P = {size:,}, n = {asked.workers} workers, h = {EVERY}")
-    for column in ("", "payload", "cost()", "of P", "through sockets", "textbook, on the wire", "bytes", "state"):
-        table.add_column(column, justify="left" if column in ("", "textbook, on the wire") else "right", no_wrap=True)
+    size = sum(p.nbytes for p in Net(asked.width)().parameters())
+    activation = SAMPLES * asked.width * 4
+    table = Table(title=f"bytes a step and worker; P = {size:,}, A = {activation:,}, h = {EVERY}")
+    for column in ("plan", "moved", "cost()", "of P", "textbook, on the wire", "bytes", "optimizer state"):
+        left = column in ("plan", "textbook, on the wire")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     good = True
     for way in WAYS:
-        with tempfile.TemporaryDirectory() as folder:
-            addresses = [f"tcp:127.0.0.1:{47320 + i}" if way.tcp else f"unix:{folder}/{i}" for i in range(way.servers)]
-            work = Work(way, asked.workers, asked.width, addresses)
-            with Ranks(work, size=asked.workers + way.servers, devices=Devices("cpu", None)) as ranks:
-                payload, cost, wire, state = ranks.results[0]
-        words, textbook = way.textbook(size, asked.workers)
-        whole = size * (textbook / size if way.servers else 1 / EVERY if way.local else 1)
-        good &= payload == cost and payload <= whole * 1.01
-        sockets = "-" if not way.servers else f"{wire:,.0f}"
-        row = (f"{payload:,.0f}", f"{cost:,.0f}", f"{payload / size:.3f}", sockets, words, f"{textbook:,.0f}")
-        table.add_row(way.name, *row, f"{state / size:.1f} P")
+        if asked.plans and asked.plans not in way.plan:
+            continue
+        found = trained(way, asked.width)
+        moved, said = found["moved"], found["cost"]
+        good &= moved == said
+        told = f"{said:,.0f}" if moved == said else f"[red]{said:,.0f}[/red]"
+        wire = way.textbook(size, activation, Plan.parse(way.plan).devices)
+        table.add_row(
+            way.plan,
+            f"{moved:,.0f}",
+            told,
+            f"{moved / size:.3f}",
+            way.words,
+            f"{wire:,.0f}",
+            f"{found['state'] / size:.2f} P",
+        )
     console = Console()
-    console.width = max(console.width, 150)
+    console.width = max(console.width, 140)
     console.print(table)
     return int(not good)
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,8 +18,11 @@ import meshfit
 from meshfit.data import Source
 from meshfit.data.bad import BadSample
 from meshfit.data.loader import Loader
+from meshfit.data.reading import Readers
 from meshfit.data.transform import crop, flip
 from meshfit.data.tree import Ragged
+from meshfit.errors import JobError
+from meshfit.observe.reading import read
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -104,3 +108,42 @@ def test_readers_are_chosen_by_what_the_work_is_like():
         list(loader(made(), workers=2, kind="threads").epoch(0))
     with pytest.raises(meshfit.DataError, match="'fibres'"):
         list(loader(quick, kind="fibres").epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "kind"),
+    [(None, None, None), (0, 0, None), (4, 4, None), ("processes", None, "processes"), ("3 threads", 3, "threads")],
+)
+def test_who_is_asked_to_read(asked: Any, workers: int | None, kind: str | None) -> None:
+    assert Readers.of(asked) == Readers(workers, kind)
+
+
+@pytest.mark.parametrize("asked", [-1, True, "four", "0 processes", "2 elephants"])
+def test_readers_that_there_are_not(asked: Any) -> None:
+    with pytest.raises(JobError, match="workers="):
+        Readers.of(asked)
+
+
+def test_fit_is_told_who_reads_and_tells_what_it_took(tmp_path: Path) -> None:
+    data = meshfit.data.memory((torch.randn(64, 8), torch.randint(4, (64,)))).map(lambda batch: batch)
+    results = [
+        meshfit.fit(
+            lambda: torch.nn.Linear(8, 4),
+            data,
+            loss=torch.nn.functional.cross_entropy,
+            optimizer=torch.optim.SGD,
+            batch_size=16,
+            steps=6,
+            workers=workers,
+            out=tmp_path / "run",
+        )
+        for workers in (0, "2 threads")
+    ]
+    assert [step.loss for step in results[0].history] == [step.loss for step in results[1].history]
+    assert not [note for note in results[0].notes if "read by" in note]
+    assert [note for note in results[1].notes if "read by 2 threads (as asked)" in note]
+    run = read(tmp_path / "run-2")
+    assert run.fact("data_workers") == 2
+    told = run.fact("data")
+    assert told["batches"] == 6
+    assert {"read", "transform", "waited"} <= told.keys()

@@ -19,6 +19,7 @@ import meshfit
 from meshfit import events as events_module
 from meshfit.errors import JobError
 from meshfit.events import Events, in_detail
+from meshfit.observe.page_data import tiles
 from meshfit.observe.rank import tokens_of
 from meshfit.observe.reading import Reader, phase_shares, read
 from meshfit.observe.sampler import Sampler
@@ -312,3 +313,19 @@ def test_a_run_writes_trace_and_picture(tmp_path: Path) -> None:
     trace = json.loads(gzip.decompress((result.folder / "trace.json.gz").read_bytes()))
     assert {e["pid"] for e in trace["traceEvents"]} == {0, 1}
     ElementTree.parse(result.folder / "timeline.svg")
+
+
+def test_arithmetic_is_what_the_products_of_a_step_take(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 8, bias=False))
+    data = torch.randn(32, 64), torch.randn(32, 8)
+    meshfit.fit(model, data, loss=F.mse_loss, optimizer=torch.optim.SGD, batch_size=8, steps=4, out=tmp_path / "run")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    products = 2 * (64 * 128 + 128 * 8)  # forward; as much for the weights, and for the inputs of the second
+    assert about["flops_a_sample"] == 2 * products + 2 * 128 * 8
+    run = read(tmp_path / "run")
+    assert run.flops == pytest.approx(about["flops_a_sample"] * run.rate)
+    assert run.of_peak is None
+    for rank in run.ranks:
+        rank.facts["device_name"] = "NVIDIA H200"
+    assert run.of_peak == pytest.approx(run.flops / 67e12)
+    assert any(tile["label"] == "arithmetic" for tile in tiles(run))

@@ -17,6 +17,7 @@ from meshfit.errors import PlanError, RankError
 from meshfit.exchange.nature import state_bytes
 from meshfit.exchange.serving import cost as server_cost
 from meshfit.exchange.serving.build import keep
+from meshfit.exchange.serving.cost import Payload
 from meshfit.exchange.serving.keeper import shortened
 from meshfit.exchange.serving.running import Running
 from meshfit.exchange.serving.server import Terms
@@ -295,9 +296,8 @@ def test_cost_is_what_moves(servers: int, compress: str) -> None:
         )
         server.join(30)
         optimizer = server.keeper.optimizer
-        cost = server_cost.server(
-            model, state_bytes(training.optimizer(model.parameters())), workers=workers, index=index, servers=servers
-        )
+        state = state_bytes(training.optimizer(model.parameters()))
+        cost = server_cost.server(Payload.of(model, servers=servers), state, workers=workers, index=index)
         tensors = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
         assert cost.host["optimizer"] == sum(t.nbytes for t in tensors)
         assert cost.host["weights"] == server.keeper.weights.nbytes
@@ -308,7 +308,7 @@ def test_cost_is_what_moves(servers: int, compress: str) -> None:
     joined = sum(line.moved_down for line in worker.lines)
     for _ in work.steps():
         pass
-    cost = server_cost.worker(model, servers=servers, compress=compress)
+    cost = server_cost.worker(Payload.of(model, servers=servers, compress=compress))
     assert sum(line.moved_up for line in worker.lines) == 5 * cost.moved["push"]
     assert sum(line.moved_down for line in worker.lines) - joined == 5 * cost.moved["pull"]
     size = sum(p.nbytes for p in model.parameters())

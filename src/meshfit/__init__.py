@@ -5,7 +5,7 @@ import meshfit
 result = meshfit.fit(model, (x, y), loss=F.cross_entropy, optimizer=torch.optim.AdamW, epochs=5, plan="data=4")
 """
 
-from meshfit.errors import DataError, JobError, MeshfitError, NonFiniteError, PlanError, RankError
+from meshfit.errors import CheckpointError, DataError, JobError, MeshfitError, NonFiniteError, PlanError, RankError
 from meshfit.evaluate import evaluate, predict
 from meshfit.fit import fit, steps
 from meshfit.job import Job
@@ -17,6 +17,7 @@ from meshfit.verify import Verdict, verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "Job",
     "JobError",

@@ -4,6 +4,7 @@ Both are iterated for their steps, can be told to stop, and end with an outcome.
 both end with exactly the weights of that step: ranks may already be at the next one, and drop it together.
 """
 
+import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit import layout
+from meshfit import layout, served
+from meshfit.checkpoint.gently import ends_gently
 from meshfit.checkpoint.going_on import folder_to_resume, saved
 from meshfit.errors import JobError, NonFiniteError
 from meshfit.job import Job
@@ -25,6 +27,7 @@ from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
 from meshfit.layout.replicate import tensors_of
+from meshfit.local import LocalRun
 from meshfit.observe.folder import new_folder
 from meshfit.observe.rank import observed
 from meshfit.plan import Plan
@@ -57,9 +60,11 @@ def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
     given = from_environment()
     if given is not None:
+        served.refuse_torchrun(job)
         return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
     settled = job.settled()
-    training = (Here if _plan(settled).devices == 1 else Ranked)(settled, lockstep, tap)
+    alone = _plan(settled).devices == 1 and not _plan(settled).server
+    training = (Here if alone else Ranked)(settled, lockstep, tap)
     if isinstance(job.batch_size, str):
         training.said.append(
             f"batch_size: {job.batch_size} is {settled.batch_size} over {_plan(settled).devices} devices"
@@ -135,19 +140,21 @@ class Here(Training):
     def _steps(self) -> Generator[Step, None, None]:
         from meshfit.loop import train
 
-        with _as_found(self.model, self.world):
-            run = Run(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
+        saves = self.folder if self.job.checkpoint is not None else None
+        with ends_gently(saves), _as_found(self.model, self.world):
+            kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
+            run = kind(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
             self.notes, self.last_step = [*self.said, *run.notes], run.last_step
-            run.may_stop = self._lockstep and self.world.size > 1
+            run.may_stop |= self._lockstep and self.world.size > 1
             if self._tap is not None:
                 self._tap(run)
             try:
                 with saved(run, self.folder) as save, observed(run):
                     self.notes = [*self.said, *run.notes]
                     for step in train(run, stop=lambda: self._stop):
-                        save()
+                        asked = save()
                         yield step
-                        if self._stop and self.world.size == 1:
+                        if asked or (self._stop and self.world.size == 1):
                             break
                 self.outcome = outcome_of(run)
                 run.settle()
@@ -178,18 +185,21 @@ class Ranked(Training):
 
         warm(*RANK_MODULES)  # the template loads torch while the model is built
         super().__init__(job, lockstep, tap)
+        if _plan(job).server:
+            served.check(job)
         self.folder = _folder_of(job)
 
     def _steps(self) -> Generator[Step, None, None]:
         try:
-            yield from self._heard()
+            with ends_gently(self.folder if self.job.checkpoint is not None else None):
+                yield from self._heard()
         except KeyboardInterrupt:  # where this process waited for its ranks helps nobody
             raise KeyboardInterrupt from None
 
     def _heard(self) -> Generator[Step, None, None]:
         work = Work(replace(self.job, model=self.model), self._lockstep, self.folder, self._tap)
         with started(self.job, work) as ranks:
-            for _, message in ranks.messages():
+            for rank, message in ranks.messages():
                 if isinstance(message, Begun):
                     self.notes, self.last_step = [*self.said, *message.notes], message.last_step
                 elif isinstance(message, Outcome):  # the last words of ranks that will raise
@@ -199,9 +209,8 @@ class Ranked(Training):
                         if not self._stop:
                             yield step
                         if self._lockstep:
-                            ranks.send(0, "stop" if self._stop else "go")
-            outcome = ranks.results[0]
-        assert isinstance(outcome, Outcome)
+                            ranks.send(rank, "stop" if self._stop else "go")
+            outcome = _joined([found for found in ranks.results if found is not None], ranks.told)
         load(self.model, outcome.weights)
         self.outcome = outcome
 
@@ -212,16 +221,34 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
     from meshfit.launch.local import Ranks
 
     assert isinstance(job.devices, Devices)
+    plan = _plan(job)
+    serves = plan.server > 0 and isinstance(work, Work)
+    how: dict[str, Any] = {
+        "size": plan.devices,
+        "devices": job.devices,
+        "spare": served.spare(work.job) if serves else (),
+    }
     with ExitStack() as stack:
-        size = _plan(job).devices
         try:
-            ranks = stack.enter_context(Ranks(work, size=size, devices=job.devices))
+            ranks = stack.enter_context(Ranks(work, **how))
         except JobError:
             if isinstance(job.model, nn.Module):
                 raise
             work = replace(work, job=replace(work.job, model=job.model))
-            ranks = stack.enter_context(Ranks(work, size=size, devices=job.devices))
+            ranks = stack.enter_context(Ranks(work, **how))
+        if serves and isinstance(work, Work):
+            from meshfit.launch.servers import Servers
+
+            serve = served.Serve(work.job, work.secret, work.folder)
+            ranks.beside = stack.enter_context(Servers(serve, count=plan.server, folder=ranks.folder))
         yield ranks
+
+
+def _joined(outcomes: list[Outcome], notes: list[str]) -> Outcome:
+    """Of ranks that are worlds of their own: the first one's, with how long each was at what."""
+    first = next(outcome for outcome in outcomes if outcome.weights)
+    phases = first.phases if len(outcomes) == 1 else [each for outcome in outcomes for each in outcome.phases]
+    return replace(first, phases=phases, notes=[*first.notes, *notes])
 
 
 @dataclass(frozen=True)
@@ -240,37 +267,48 @@ class Work:
     lockstep: bool
     folder: Path | None
     tap: Tap | None
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """By which the processes of this run know each other."""
 
     def __call__(self, world: World, channel: Channel) -> Outcome | None:
         from meshfit.loop import train
 
-        run = Run(self.job, world, folder=self.folder)
-        run.may_stop = self.lockstep
+        if _plan(self.job).server:
+            run = served.ServedRun(self.job, world, self.secret, folder=self.folder)
+        else:
+            kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
+            run = kind(self.job, world, folder=self.folder)
+        run.may_stop |= self.lockstep
         if self.tap is not None:
             self.tap(run)
-        feed = Feed(channel, self.lockstep) if world.rank == 0 else None
+        feed = Feed(channel, self.lockstep)
         try:
             with saved(run, self.folder) as save, observed(run):
-                if feed is not None:
+                if run.tells:
                     channel.send(Begun(run.notes, run.last_step))
-                for step in train(run, stop=feed.stopped if feed is not None else lambda: False):
-                    save()
-                    if feed is not None:
+                for step in train(run, stop=feed.stopped):
+                    asked = save()
+                    if run.tells:
                         feed.add(step)
+                    if asked:
+                        break
         except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
-            weights = run.placed.tensors(keep=feed is not None)
-            if feed is not None:
+            weights = run.placed.tensors(keep=run.tells)
+            if run.tells:
                 feed.flush()
                 channel.send(Outcome(weights=weights, notes=run.notes, seconds=0.0, phases=[]))
-            dist.barrier()  # no rank raises before the caller has it
+            if run.mesh.world is not None:
+                dist.barrier()  # no rank raises before the caller has it
+            elif not run.tells:
+                return None
             raise
-        if feed is not None:
-            feed.flush()
+        feed.flush()
         outcome = outcome_of(run)
         run.settle()
-        weights = run.placed.tensors(keep=world.rank == 0)
+        weights = run.placed.tensors(keep=run.tells)
+        run.exchange.remove()
         run.events.close()  # the model goes with this process: nothing else need be put back
-        return replace(outcome, weights=weights) if world.rank == 0 else None
+        return replace(outcome, weights=weights) if run.tells or run.mesh.world is None else None
 
 
 class Feed:
@@ -337,6 +375,7 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
 
 def outcome_of(run: Run) -> Outcome:
     """All but the weights. All ranks call it together."""
+    run.finish()
     run.at_end()
     mine = run.events.phases()
     phases: list = [mine]

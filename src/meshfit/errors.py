@@ -41,6 +41,14 @@ class DataError(MeshfitError):
     """The data does not hold what the job needs."""
 
 
+class CheckpointError(MeshfitError):
+    """A checkpoint cannot be written, or cannot be loaded: names the file, and what is known of it."""
+
+
+class Damaged(CheckpointError):
+    """What is on disk is not what was written: another checkpoint may do."""
+
+
 class NonFiniteError(MeshfitError):
     """A loss or a gradient was NaN or infinite; names the step and the samples."""
 

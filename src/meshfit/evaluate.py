@@ -69,7 +69,7 @@ def _evaluate(job: Job, world: World) -> dict[str, float]:
     objective = job.objective if known else None
     over = Over()
     if objective is not None:
-        over = find_over(objective, placed.model, few, world.device, placed.inside)
+        over = find_over(objective, placed.model, few, world.device, placed.tried)
     measured = measure(placed, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
     placed.undo()
     return measured
@@ -87,6 +87,7 @@ def _prepare(job: Job, world: World) -> tuple[Loader, Precision, Placed]:
     assert isinstance(job.batch_size, int)
     # Nothing goes backward: one stage on each rank will do, whatever the schedule of the training
     plan = replace(job.plan, recompute="none", batchnorm="local", schedule="1f1b", chunks=0, microbatches=1)
+    plan = replace(plan, server=0, staleness=0, late="none", compress="none", exchange="allreduce", every=1, overlap=0)
     plan = replace(plan, cut=plan.cut if plan.cut.count(",") + 2 == plan.pipeline else "")
     mesh = Mesh.of(plan, world.rank, world.size)
     loader = Loader(

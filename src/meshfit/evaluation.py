@@ -18,6 +18,7 @@ from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.order import share
 from meshfit.errors import DataError
+from meshfit.layout.batchnorm import counting
 from meshfit.layout.place import Placed
 from meshfit.layout.precision import Precision
 from meshfit.objective import Objective, Over, call, check_scalar, split
@@ -67,7 +68,8 @@ def measure(
             for part in batch.microbatches:
                 if not part.samples and not placed.together:
                     continue
-                result = forward(part.content)
+                with counting(part.samples > 0):
+                    result = forward(part.content)
                 if result is None or not part.samples:
                     continue
                 loss, outputs, targets = result
@@ -127,7 +129,8 @@ def outputs_of(placed: Placed, loader: Loader, precision: Precision) -> Iterator
             for part in batch.microbatches:
                 if not part.samples and not placed.together:
                     continue
-                outputs = forward(part.content)
+                with counting(part.samples > 0):
+                    outputs = forward(part.content)
                 if part.samples and placed.mesh.has_results:
                     yield at, tree.map_tensors(_on_cpu, outputs)
                 at += part.samples

@@ -53,6 +53,8 @@ def fit(
                 training.stop()
     for watcher in watchers:
         getattr(watcher, "finish", lambda: None)()
+    # Ranks that step apart tell of their steps when they come to it; some are told again, where a server had to go back
+    history = [step for _, step in sorted({step.step: step for step in history}.items())]
     result = Result.of(training, history)
     if bar.shown:
         show(result)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshfit.checkpoint.cadence import Cadence
+from meshfit.data.reading import Readers
 from meshfit.data.source import sample_count
 from meshfit.errors import JobError, PlanError, did_you_mean
 from meshfit.launch.devices import Devices, find
@@ -17,6 +18,7 @@ from meshfit.layout.batchnorm import batch_norms
 from meshfit.objective import Objective, stated
 from meshfit.plan import Plan, settle
 from meshfit.schedule.actions import schedule
+from meshfit.unpickled import complete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,10 @@ class Job:
     shuffle: bool = True
     """Visit the samples in a new order each epoch, the same under every plan."""
 
+    workers: int | str | None = None
+    """Who reads data ahead of each rank: 4 (threads or processes, as a short measurement tells), "processes",
+    "4 threads"; 0: the training itself, when it needs it. None: as many as keep up, where that helps."""
+
     seed: int = 0
     """Of initial weights (of a model function), order of samples, dropout."""
 
@@ -151,6 +157,7 @@ class Job:
                 raise JobError(f"{name}= needs valid=, data to evaluate on")
         if self.best and self.best.lstrip("-") not in (*self.metrics, "loss"):
             raise JobError(f"best={self.best!r} is not measured", did_you_mean(self.best, ["-loss", *self.metrics]))
+        Readers.of(self.workers)
         Cadence.of(self.checkpoint)  # refuses what it does not understand
         for name in ("checkpoint", "resume"):
             if self.out is None and (self.checkpoint is not None if name == "checkpoint" else self.resume is True):
@@ -240,6 +247,7 @@ class Job:
     def build(self) -> nn.Module:
         """The model: built under ``seed`` if a function was given, so it starts the same under every plan."""
         if isinstance(self.model, nn.Module):
+            complete(self.model)
             return self.model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)

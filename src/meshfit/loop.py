@@ -7,6 +7,7 @@ whoever iterates.
 import time
 from collections.abc import Callable, Iterator
 
+from meshfit.exchange.serving.worker import Again
 from meshfit.nonfinite import Watch
 from meshfit.observe.rank import tell_batch
 from meshfit.run import Run
@@ -28,22 +29,25 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
         if run.step == 0:
             tell_batch(events, batch)
         statistics = run.statistics.snapshot()
-        with events.span("forward_backward"):
-            run.schedule(batch, stop)
-        with events.span("exchange"):
-            riders = run.exchange.finish()
-        if run.may_stop and riders.stop:
-            run.statistics.restore(statistics)
-            run.exchange.clear()
-            break
-        with events.span("update"):
-            correction = run.schedule.correction(batch, riders.count)
-            loss, lr = riders.loss * correction, run.update.learning_rate
-            run.tap(correction)
-            updated = run.update(run.exchange.gradients, loss, correction, run.exchange.norm)
-            reading = Reading(loss, updated.norm, updated.taken, *riders.broken)
-            run.exchange.clear()
-        run.step, run.samples = run.step + 1, run.samples + batch.size
+        try:
+            with events.span("forward_backward"):
+                run.schedule(batch, stop)
+            with events.span("exchange"):
+                riders = run.exchange.finish()
+            if run.may_stop and riders.stop:
+                run.statistics.restore(statistics)
+                run.exchange.clear()
+                break
+            with events.span("update"):
+                correction = run.schedule.correction(batch, riders.count)
+                loss, lr = riders.loss * correction, run.update.learning_rate
+                run.tap(correction)
+                updated = run.update(run.exchange.gradients, loss, correction, run.exchange.norm)
+                reading = Reading(loss, updated.norm, updated.taken, *riders.broken)
+                run.exchange.clear()
+        except Again:  # a model server, or a worker of it, was lost in the middle of the step
+            continue
+        run.count(batch)
         watch.see(reading, batch, statistics)
         yield Step(
             step=run.step,
@@ -54,6 +58,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             seconds=time.perf_counter() - run.started,
             reading=reading,
             valid=run.evaluate() if run.evaluation_is_due(batch) else None,
+            staleness=run.staleness,
         )
         if run.out_of_patience:
             break

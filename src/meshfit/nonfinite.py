@@ -15,6 +15,7 @@ import torch
 from meshfit.data import tree
 from meshfit.data.loader import Batch, shares
 from meshfit.errors import NonFiniteError
+from meshfit.exchange.local import Local
 from meshfit.step import Reading
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 class Watch:
     def __init__(self, run: "Run"):
         self.run = run
+        self.error: NonFiniteError | None = None
+        """Where ranks step apart: what this one has met, and tells the others when they meet."""
         self.coming: deque[tuple[int, Reading, Batch, list]] = deque()
 
     def see(self, reading: Reading, batch: Batch, statistics: list) -> None:
@@ -40,6 +43,8 @@ class Watch:
     def finish(self) -> None:
         while self.coming:
             self._judge(*self.coming.popleft())
+        if isinstance(self.run.exchange, Local):
+            self.run.exchange.agree(self.error)
 
     def _judge(self, step: int, reading: Reading, batch: Batch, statistics: list) -> None:
         loss, norm, taken, *broken = reading.values
@@ -50,12 +55,16 @@ class Watch:
         if overflow or self.run.job.on_nan == "skip":
             return
         what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
-        raise NonFiniteError(
+        error = NonFiniteError(
             f"step {step}: {what}",
             self._samples(batch, sorted({rank // self.run.plan.context for rank, flag in enumerate(broken) if flag})),
             "the weights are as they were before that step",
             'on_nan="skip" would leave such steps out; a smaller learning rate or clip=1.0 may prevent them',
         )
+        if not isinstance(self.run.exchange, Local):
+            raise error
+        self.error = self.error or error
+        self.run.exchange.halt()
 
     def _samples(self, batch: Batch, broken: list[int]) -> str:
         bad = self._samples_with_nan(batch)

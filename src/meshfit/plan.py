@@ -12,7 +12,11 @@ the checkpoint and in the report:
     offload=optimizer               optimizer state in host memory
     data=2 tensor=4                 two copies, each with its operations over four devices
     context=4                       each sequence over four devices
+    data=2 expert=4                 two copies, each with the experts of its mixtures over four devices
     pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
+    server=1 data=3                 three workers; a process on the host owns weights and optimizer, and steps for all
+    server=1 data=3 staleness=4     ... for each as it comes; no worker is more than 4 of its steps ahead
+    data=4 exchange=local every=8   each device steps by itself; every 8 steps weights are averaged
 """
 
 import math
@@ -29,6 +33,9 @@ RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "parameters")
 ZEROS = (1, 2, 3)
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+EXCHANGES = ("allreduce", "local", "diloco")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8")
+LATES = ("none", "damp", "shorten")
 DEGREES = ("pipeline", "data", "shard", "expert", "context", "branch", "tensor")
 """From outer to inner: see layout/mesh.py."""
 
@@ -40,22 +47,23 @@ WORDS = {
     "offload": OFFLOADS,
     "compile": COMPILES,
     "batchnorm": BATCHNORMS,
+    "exchange": EXCHANGES,
+    "compress": COMPRESSIONS,
+    "late": LATES,
 }
 
 # Words of the plan language that this version can read but not yet carry out.
 LATER = [
     "branch",
-    "expert",
-    "server",
-    "staleness",
-    "exchange",
-    "every",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Degrees along the axes of the mesh, and how each device works."""
+
+    server: int = 0
+    """Processes on the host that own weights and optimizer, and step for all devices; 0: each device for itself."""
 
     data: int = 1
     """Copies of the model; each takes its share of every batch, gradients are summed over them."""
@@ -114,8 +122,27 @@ class Plan:
     batchnorm: str = "global"
     """BatchNorm statistics over the whole batch ("global") or over each device's share ("local")."""
 
+    staleness: float = 0
+    """Own steps that a worker of servers may be ahead of the slowest, "inf" any; 0: all step together."""
+
+    late: str = "none"
+    """What a server does about late gradients: "damp" the learning rate, or "shorten" momentum."""
+
+    compress: str = "none"
+    """Gradients on their way to a server in fewer bits: "fp16", "bf16", "int8"; what is lost goes with the next."""
+
+    exchange: str = "allreduce"
+    """Gradients summed in every step ("allreduce"), or weights averaged now and then ("local"), by an outer optimizer
+    ("diloco")."""
+
+    every: int = 1
+    """Steps from one averaging to the next."""
+
+    overlap: int = 0
+    """Steps that are taken while weights are averaged."""
+
     def __post_init__(self) -> None:
-        for key in (*DEGREES, "microbatches"):
+        for key in (*DEGREES, "microbatches", "every"):
             if not isinstance(degree := getattr(self, key), int) or degree < 1:
                 raise PlanError(f"{key}={degree} is not a degree", f"{key} counts from 1: {key}=2, say")
         for key, words in WORDS.items():
@@ -135,12 +162,50 @@ class Plan:
             raise PlanError(f"zero={self.zero} is not known", "1, 2 or 3: how much is cut over the shard axis")
         if self.zero != 3 and self.shard == 1:
             raise PlanError(f"zero={self.zero} says what shard= cuts, but shard=1 cuts nothing", "shard=2, say")
+        self._check_exchange()
+
+    def _check_exchange(self) -> None:
+        for key, right in (("server", self.server >= 0), ("staleness", self.staleness >= 0)):
+            if not right:
+                raise PlanError(f"{key}={getattr(self, key)} is below 0", f"{key}=1, say")
+        needs = {
+            "staleness": ("server", self.server > 0),
+            "compress": ("server", self.server > 0),
+            "late": ("staleness", self.staleness > 0),
+            "every": ("exchange", self.exchange != "allreduce"),
+            "overlap": ("exchange", self.exchange != "allreduce"),
+        }
+        examples = {"server": "server=1", "staleness": "server=1 staleness=4", "exchange": "exchange=local"}
+        for key, (other, there) in needs.items():
+            if getattr(self, key) != type(self).__dataclass_fields__[key].default and not there:
+                said = f"{key}={getattr(self, key)} says how {other}= works, which the plan does not have"
+                raise PlanError(said, f"{examples[other]}, say")
+        if not 0 <= self.overlap < self.every + (self.every == 1):
+            raise PlanError(f"overlap={self.overlap} is not below every={self.every}", "the next averaging comes first")
+        own = f"server={self.server}" if self.server else f"exchange={self.exchange}"
+        if own == "exchange=allreduce":
+            return
+        if self.server and self.exchange != "allreduce":
+            raise PlanError(f"server={self.server} and exchange={self.exchange}", "who steps? keep one of them")
+        with_it = [f"{axis}={getattr(self, axis)}" for axis in DEGREES if axis != "data" and getattr(self, axis) > 1]
+        with_it += [f"offload={self.offload}"] * (
+            self.offload == "parameters" or bool(self.server and self.offload != "none")
+        )
+        with_it += ["precision=fp16"] * (self.precision == "fp16")
+        if with_it:
+            raise PlanError(
+                f"{own} does not go with {with_it[0]}",
+                "its workers hold the model whole, and step it in bf16 or fp32",
+                f"server={self.server} data={self.devices} works"
+                if self.server
+                else f"data={self.devices} {own} works",
+            )
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read the text form. Unknown words and unreadable numbers are a ``PlanError``."""
         known = [field.name for field in fields(cls)]
-        given: dict[str, int | str] = {}
+        given: dict[str, float | str] = {}
         for word in text.split():
             key, equals, value = word.partition("=")
             if key in LATER:
@@ -155,7 +220,9 @@ class Plan:
             if key in given:
                 raise PlanError(f"the plan names {key} twice", f"{key}={given[key]} and {word}")
             given[key] = value
-            if isinstance(getattr(cls(), key), int):
+            if key == "staleness" and value == "inf":
+                given[key] = math.inf
+            elif isinstance(getattr(cls(), key), int):
                 if not value.isdecimal():
                     raise PlanError(f"{word} is not a number", f"{key} counts from 1: {key}=2, say")
                 given[key] = int(value)
@@ -186,7 +253,12 @@ class Plan:
     @property
     def joins_batchnorms(self) -> bool:
         """Whether BatchNorms talk to other ranks in the middle of a forward."""
-        return self.shares > 1 and self.batchnorm == "global"
+        return self.shares > 1 and self.batchnorm == "global" and self.in_step
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all devices make every step together: then it is the step of one device."""
+        return self.exchange == "allreduce" and not self.staleness
 
 
 def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:

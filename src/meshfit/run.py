@@ -7,7 +7,7 @@ is in ``fit.py``.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +19,14 @@ from meshfit.data import tree
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.order import mix
 from meshfit.data.position import Position
+from meshfit.data.reading import Readers
 from meshfit.data.source import Stream, open_source
 from meshfit.errors import DataError
 from meshfit.evaluation import measure
 from meshfit.events import Events
 from meshfit.exchange.across import Across, Spread, share_state
 from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.apart import Apart
 from meshfit.exchange.scatter import Scatter, cut_state
 from meshfit.exchange.update import Average, Update
 from meshfit.job import Job
@@ -55,8 +57,8 @@ class Run:
         self.job, self.world, self.plan = job, world, job.plan
         self.notes: list[str] = []
         """What was decided for the user, in words."""
-        self.events = Events(None if folder is None else folder / "events", world.rank)
-        self.mesh = Mesh.of(self.plan, world.rank, world.size)
+        self.events = Events(None if folder is None else folder / "events", self.number)
+        self.mesh = self._mesh()
         self.loader = self.loader_of(job.data, microbatches=self.plan.microbatches, shuffle=job.shuffle)
         self.valid = None if job.valid is None else self.loader_of(job.valid)
         self.last_step = self._last_step()
@@ -77,6 +79,8 @@ class Run:
         )
         self.model = self.placed.model  # with a pipeline, this rank's part of it
         self.notes += self.placed.notes
+        if self.loader.reading.kind != "inline":
+            self.notes.append(str(self.loader.reading))
         scale = LossScale(world.device) if self.plan.precision == "fp16" else None
         if self.placed.staged is None:
             self.over = self._find_over()
@@ -95,10 +99,20 @@ class Run:
         self.at_end: Callable[[], None] = lambda: None
         """Called after the last step."""
         self.captured: dict[str, object] = {}
+        self.staleness: int | None = None
+        """Updates by which the last gradient was late, where ranks step apart."""
         torch.manual_seed(self._stream)
         self.step = self.samples = 0
         self.position = Position()
         self.started = time.perf_counter()
+
+    @property
+    def number(self) -> int:
+        """Among all ranks of the training."""
+        return self.world.rank
+
+    def _mesh(self) -> Mesh:
+        return Mesh.of(self.plan, self.world.rank, self.world.size)
 
     def _make_update(self, scale: LossScale | None) -> Update:
         job, placed = self.job, self.placed
@@ -119,25 +133,24 @@ class Run:
         )
 
     def _make_exchange(self) -> AllReduce | Scatter | Across:
-        placed, mesh = self.placed, self.mesh
+        placed, mesh, device, owned = self.placed, self.mesh, self.world.device, self.placed.owned
         if placed.shards is None:
-            exchange = AllReduce(self.model.parameters(), mesh.terms, self.world.device)
+            rest = [p for p in self.model.parameters() if owned is None or not owned.is_cut(p)]
+            exchange = AllReduce(rest, mesh.terms, device)
         else:
             whole = self.plan.zero == 1 and self.plan.microbatches > 1
             mixed = placed.staged is not None
             exchange = Scatter(placed.shards, world=mesh.terms, copies=mesh.copies, accumulate=whole, mixed=mixed)
         if placed.parts is None and placed.staged is None:
             return exchange
+        inner = exchange
+        if owned is not None:
+            experts = [p for p in self.model.parameters() if owned.is_cut(p)]
+            inner = Apart(exchange, AllReduce(experts, mesh.alike, device), owned.load)
         tied = {} if placed.staged is None else placed.staged.tied
         spread = Spread(parts=placed.parts, tied=tied, pipeline=mesh.pipeline, partial=placed.partial)
-        return Across(
-            exchange,
-            spread,
-            self.model,
-            self.world.device,
-            copies=self.plan.data * self.plan.context,
-            tellers=self.plan.tensor,
-        )
+        copies = self.plan.data * self.plan.context
+        return Across(inner, spread, self.model, device, copies=copies, tellers=self.plan.tensor)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
         placed, objective, device = self.placed, self.job.objective, self.world.device
@@ -176,6 +189,7 @@ class Run:
 
     def loader_of(self, data: object, *, microbatches: int = 1, shuffle: bool = False) -> Loader:
         assert isinstance(self.job.batch_size, int)
+        readers = Readers.of(self.job.workers)
         return Loader(
             source=open_source(data),
             batch_size=self.job.batch_size,
@@ -185,6 +199,8 @@ class Run:
             microbatches=microbatches,
             seed=self.job.seed,
             shuffle=shuffle,
+            workers=readers.workers,
+            kind=readers.kind,
         )
 
     def batches(self) -> Iterator[Batch]:
@@ -206,6 +222,30 @@ class Run:
             if empty:
                 raise DataError(f"data= gave no sample in epoch {epoch}", "it must hold some each time it is read")
             epoch, start = epoch + 1, 0
+
+    def count(self, batch: Batch) -> None:
+        """A step was taken."""
+        self.step, self.samples = self.step + 1, self.samples + batch.size
+
+    @property
+    def tells(self) -> bool:
+        """Whether what it comes to is this rank's to tell."""
+        return self.world.rank == 0
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank takes part in saving."""
+        return True
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Around what reads all that a checkpoint holds."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """The last step has been made."""
+
+    def resumed(self) -> None:
+        """Called when a checkpoint has been loaded."""
 
     def evaluation_is_due(self, batch: Batch) -> bool:
         if self.valid is None:
@@ -267,6 +307,9 @@ class Run:
         """Leave the user's model as it was found, but trained."""
         if self.update.offload is not None and self.optimizer is self.job.optimizer:
             self.update.offload.fetch()  # the user may go on with it
+        for loader in (self.loader, self.valid):
+            if loader is not None:
+                loader.close()
         self.exchange.remove()
         self.placed.undo()
         self.events.close()
@@ -282,7 +325,10 @@ class Run:
     @property
     def _stream(self) -> int:
         """The seed of the random numbers (dropout) of one share of the batch: another for each, the same each time."""
-        mixed = mix(np.array([self.mesh.share], np.uint64), np.uint64(self.job.seed % 2**64))
+        return self._seed_of(self.mesh.share)
+
+    def _seed_of(self, share: int) -> int:
+        mixed = mix(np.array([share], np.uint64), np.uint64(self.job.seed % 2**64))
         return int(mixed[0] >> np.uint64(1))
 
     def _find_over(self) -> Over:
@@ -293,7 +339,7 @@ class Run:
             return Over(kind="samples")
         # a pipeline's model is still whole, and in host memory
         whole = self.plan.pipeline > 1
-        device, inside = (torch.device("cpu"), nullcontext) if whole else (self.world.device, self.placed.inside)
+        device, inside = (torch.device("cpu"), nullcontext) if whole else (self.world.device, self.placed.tried)
         with self.precision.arithmetic(device):
             return find_over(self.job.objective, self.model, source.few(), device, inside)
 

@@ -65,6 +65,9 @@ class Step:
     last: bool = False
     """Whether an epoch ends here."""
 
+    staleness: int | None = None
+    """Updates that came between the weights of its gradient and those it was applied to, where ranks step apart."""
+
     @property
     def loss(self) -> float:
         """Of the whole batch, before this step's update."""

@@ -8,13 +8,19 @@ parameters have a true gradient of zero (attention's key biases), an adaptive op
 itself, and so moves them by its full learning rate in a direction that means nothing. Such tensors are listed. A bias
 before a BatchNorm is one, and its running mean follows the bias: where there are such tensors, buffers are compared
 after the first step, not the last.
+
+Where devices do not make every step together (``staleness=``, ``exchange=local``) there is nothing to be equal: both
+are trained on as many samples, and their loss over all data, and how late gradients were, are put beside each other.
+Averaged after each step of plain SGD, though, weights are those of one device.
 """
 
 import copy
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.drive import begin
@@ -76,6 +82,9 @@ class Verdict:
     noise: list[str] = field(default_factory=list)
     """Tensors whose true gradient is zero: not compared."""
     notes: list[str] = field(default_factory=list)
+    against: str = "one device"
+    comparable: bool = True
+    """Whether the plan promises the steps of one device."""
 
     @property
     def equal(self) -> bool:
@@ -116,13 +125,45 @@ def verify_job(job: Job, steps: int = 5) -> Verdict:
     if plan in (one, replace(one, compile="auto")):
         raise PlanError(f"{plan} is one device: there is nothing to compare", "name a plan that spreads: data=2, say")
     alone = replace(spread, plan=one, devices=first)
+    if not plan.in_step and not _averages_gradients(plan, job):
+        return _beside(spread, plan, steps)
     notes = []
     reference = _train(alone, quiet=False)
     if quiet := reference.random:
         notes.append("dropout was off for the comparison: each rank draws its own random numbers")
         reference = _train(alone, quiet=True)
     rows, noise = _compare(reference, _train(spread, quiet=quiet), LIMITS[plan.precision])
+    if not plan.in_step:
+        notes.append("losses and gradients are each rank's own: weights are compared")
+        rows = [row for row in rows if row.name == "weights"]
     return Verdict(plan, steps, rows, noise, notes)
+
+
+def _averages_gradients(plan: Plan, job: Job) -> bool:
+    """Whether weights averaged after every step are those of one step with the mean gradient."""
+    optimizer = job.make_optimizer(job.build())
+    plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    return plan.exchange == "local" and plan.every == 1 and not plan.overlap and plain and job.clip is None
+
+
+def _beside(job: Job, plan: Plan, steps: int) -> Verdict:
+    """What steps that are not made together come to, beside the same samples in step."""
+    together = replace(plan, staleness=0, late="none", exchange="allreduce", every=1, overlap=0)
+    share = plan.data if plan.staleness else 1  # of a batch, in a step
+    ends = []
+    for each, count in ((together, steps), (plan, steps * share)):
+        apart = replace(
+            job, plan=each, steps=count, model=copy.deepcopy(job.build()), valid=job.data, valid_every=count
+        )
+        told = sorted(begin(apart, lockstep=False), key=lambda step: step.step)
+        ends.append((next(step.valid["loss"] for step in reversed(told) if step.valid), told))
+    (want, _), (got, told) = ends
+    rows = [Row("loss over all data, at the end", abs(got - want) / (abs(want) or 1.0), math.inf)]
+    notes = [f"loss over all data: {got:.4g}, in step {want:.4g}"]
+    if plan.staleness:
+        late = [step.staleness or 0 for step in told]
+        notes.append(f"gradients were {sum(late) / len(late):.2g} updates late in the mean, {max(late)} at most")
+    return Verdict(plan, steps, rows, notes=notes, against=str(together), comparable=False)
 
 
 def _train(job: Job, quiet: bool) -> _Trained:
@@ -154,6 +195,9 @@ class _Capture:
             if run.step == 0:
                 run.captured["first_buffers"] = buffers(run.placed.tensors())
                 made = {name: {"": p.grad * correction} for name, p in named.items() if p.grad is not None}
+                if run.plan.server and dist.is_initialized():  # each worker has its own; the servers sum them
+                    for each in made.values():
+                        dist.all_reduce(each[""])
                 run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}
 
         def buffers(whole: dict[str, Tensor]) -> dict[str, Tensor]:

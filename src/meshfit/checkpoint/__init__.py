@@ -7,9 +7,9 @@ export           to safetensors and Hugging Face's layout    export.py
 load_weights     from them, .pt files and torch's DCP        outside.py
 """
 
-from meshfit.checkpoint.error import CheckpointError, Damaged
 from meshfit.checkpoint.load import restore
 from meshfit.checkpoint.manifest import Manifest, newest
 from meshfit.checkpoint.saver import Saver, save
+from meshfit.errors import CheckpointError, Damaged
 
 __all__ = ["CheckpointError", "Damaged", "Manifest", "Saver", "newest", "restore", "save"]

@@ -16,10 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.lock import NAME as LOCK
-from meshfit.errors import JobError
+from meshfit.errors import CheckpointError, JobError
 
 BEGUN = ".begun"
 RENEWED, STALE = 60.0, 300.0  # seconds

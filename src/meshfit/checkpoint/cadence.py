@@ -50,6 +50,7 @@ class Due:
         self.cadence, self.ranks, self.clock = cadence, ranks, clock
         self._began = self._saved = clock()
         self._first: int | None = None
+        self._asked: int | None = None
         self._talk = 0
         self.blocked = 0.0
         """Seconds that training waited for the last save; 0 before the first."""
@@ -59,7 +60,8 @@ class Due:
     def now(self, step: int) -> bool:
         cadence = self.cadence
         if cadence.steps is not None:
-            return step % cadence.steps == 0
+            before, self._asked = step - 1 if self._asked is None else self._asked, step
+            return step // cadence.steps > before // cadence.steps  # a rank that steps apart may not see each step
         if cadence.seconds is None and cadence.share is None:
             return False
         if self._first is None:

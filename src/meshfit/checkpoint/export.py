@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from meshfit.checkpoint.box import sizes, slabs, whole
-from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.files import PART, Files
 from meshfit.checkpoint.manifest import Stored
 from meshfit.checkpoint.outside import INDEX, open_weights
 from meshfit.checkpoint.read import AT_ONCE, Tensors
 from meshfit.checkpoint.tensorfile import header
+from meshfit.errors import CheckpointError
 
 SHARD = 5 * 10**9
 """Bytes of a file in Hugging Face's layout."""

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.lock import Lock
+from meshfit.errors import CheckpointError
 
 PART = ".part"
 """What a file is called until all of it is there."""

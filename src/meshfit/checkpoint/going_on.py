@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.files import open_files
+from meshfit.checkpoint.gently import Asked
 from meshfit.checkpoint.load import restore
+from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.saver import Saver
 
 if TYPE_CHECKING:
@@ -15,35 +17,48 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], None]]:
-    """``run`` restored, if it is to be; gives what to call after every step. Where the training comes to its end, it is
-    saved once more. All ranks do this together."""
+def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
+    """``run`` restored, if it is to be; gives what to call after every step, which says whether to end there. Where the
+    training comes to its end, it is saved once more. All ranks do this together."""
     job = run.job
     if job.resume is True:
         assert folder is not None
         if manifest.folders(open_files(folder / manifest.INSIDE)):
             restore(run, folder)
+            run.resumed()
         else:
             run.notes.append(f"resume: there is no checkpoint in {folder} yet: from the beginning")
     elif job.resume:
         restore(run, job.resume)
+        run.resumed()
     if job.checkpoint is None:
-        yield lambda: None
+        yield lambda: False
+        return
+    if not run.saves:
+        assert folder is not None
+        alone = Asked(folder, Ranks(), first=False)
+        yield lambda: alone.now(run.step)
         return
     assert folder is not None
     saver, last = Saver(folder / manifest.INSIDE, every=job.checkpoint), run.step
 
-    def after() -> None:
+    def after() -> bool:
         nonlocal last
         with run.events.span("checkpoint"):
             if saver.after(run):
                 last = run.step
+        if asked.now(run.step):
+            run.notes.append(f"ended after step {run.step}, as asked; resume=True goes on from there")
+            return True
+        return False
 
     try:
         saver.begin(run)
+        asked = Asked(folder, saver.ranks, first=saver.ranks.rank == 0)
         yield after
         if run.step > last:
             saver.save(run, wait=True)
+        asked.answered()
     finally:
         saver.close()
         run.notes.extend(saver.notes)

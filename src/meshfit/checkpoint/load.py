@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshfit.checkpoint import manifest
-from meshfit.checkpoint.error import CheckpointError, Damaged
 from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.into import Loading, want_all
 from meshfit.checkpoint.manifest import Manifest, Skipped
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.read import OnDisk
-from meshfit.errors import MeshfitError
+from meshfit.errors import CheckpointError, Damaged, MeshfitError
 
 if TYPE_CHECKING:
     from meshfit.run import Run

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from meshfit.checkpoint.error import CheckpointError
+from meshfit.errors import CheckpointError
 
 NAME = "lock"
 _held: dict[str, int] = {}  # by this process, which the system would let in again; and where to read who it is: a

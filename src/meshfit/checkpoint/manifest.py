@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from meshfit.checkpoint.box import Box, volume
-from meshfit.checkpoint.error import CheckpointError, Damaged
 from meshfit.checkpoint.files import Files, open_files
 from meshfit.checkpoint.plain import dtype_named
+from meshfit.errors import CheckpointError, Damaged
 
 FORMAT = "meshfit checkpoint 1"
 NAME = "manifest.json"

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.box import whole
-from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.manifest import Part, Stored
 from meshfit.checkpoint.read import OnDisk, Tensors
 from meshfit.checkpoint.tensorfile import header_length, parse
+from meshfit.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 DCP_INDEX = ".metadata"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshfit.checkpoint.error import CheckpointError
+from meshfit.errors import CheckpointError
 
 LARGEST = 1 << 16
 """Elements of a tensor that is written as text."""

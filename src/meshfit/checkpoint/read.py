@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from meshfit.checkpoint.box import Box, inside, overlap, sizes, volume
-from meshfit.checkpoint.error import Damaged
 from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.manifest import Manifest, Part, Stored
+from meshfit.errors import Damaged
 
 AT_ONCE = 32 * 2**20
 """Bytes of a tensor in memory on their way."""

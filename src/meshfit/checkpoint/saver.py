@@ -24,7 +24,6 @@ from torch import Tensor
 
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.cadence import Cadence, Due
-from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.files import Files, amount, open_files, refused
 from meshfit.checkpoint.keep import prune, sweep
 from meshfit.checkpoint.lock import Lock
@@ -32,7 +31,7 @@ from meshfit.checkpoint.pieces import lie
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
 from meshfit.checkpoint.write import Described, Part, assign, copied, describe
-from meshfit.errors import JobError
+from meshfit.errors import CheckpointError, JobError
 from meshfit.exchange.nature import state_bytes
 
 if TYPE_CHECKING:
@@ -75,6 +74,12 @@ class Saver:
         self._assigned: tuple[list[bytes], list[list[int]]] | None = None
         self._ranks: Ranks | None = None
         self._due: Due | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """Known from ``begin`` on."""
+        assert self._ranks is not None
+        return self._ranks
 
     def begin(self, run: "Run") -> None:
         """Take the folder: refused, on all ranks, if another run has it, or it cannot be written, or is too full."""
@@ -139,6 +144,21 @@ class Saver:
         assert self._due is not None
         self._join()
         self._raise()
+        with run.whole():
+            part = self._part(run, metrics)
+        if self.background and not wait:
+            self._thread = threading.Thread(target=self._write, args=(part,), name="meshfit-checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(part)
+            self._ranks.gather(None)  # nobody goes on before it is a checkpoint
+            self._raise()
+        self.seconds["blocked"] = time.perf_counter() - began
+        self._due.saved(self.seconds["blocked"])
+        return part.folder
+
+    def _part(self, run: "Run", metrics: Any) -> Part:
+        """What this rank is to write, copied."""
         items = items_of(run)
         described, own = describe(items), own_facts(run)
         folder, number = self._agreed(run, described, own)
@@ -160,18 +180,8 @@ class Saver:
             block=self.block,
             kept=self.newest or "",
         )
-        ended = time.perf_counter()
-        self.seconds = {"copy": ended - copying}
-        if self.background and not wait:
-            self._thread = threading.Thread(target=self._write, args=(part,), name="meshfit-checkpoint", daemon=True)
-            self._thread.start()
-        else:
-            self._write(part)
-            self._ranks.gather(None)  # nobody goes on before it is a checkpoint
-            self._raise()
-        self.seconds["blocked"] = time.perf_counter() - began
-        self._due.saved(self.seconds["blocked"])
-        return folder
+        self.seconds = {"copy": time.perf_counter() - copying}
+        return part
 
     def _agreed(self, run: "Run", described: list[Described], own: dict[str, Any]) -> tuple[str, str]:
         """A new folder, the number of this save; and who writes what, if that is not known from the last time."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import Box, whole
-from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.pieces import Lie, lie, uncut
+from meshfit.errors import CheckpointError
 from meshfit.layout.replicate import tied
 
 if TYPE_CHECKING:

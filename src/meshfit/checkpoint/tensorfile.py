@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshfit.checkpoint.error import Damaged
+from meshfit.errors import Damaged
 
 NAMES = {
     torch.float64: "F64",

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.box import Box, sizes, volume, whole
-from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.files import Files, refused
 from meshfit.checkpoint.state import Item, fingerprint, merged
 from meshfit.checkpoint.tensorfile import header
+from meshfit.errors import CheckpointError
 
 PATIENCE = 1800.0
 """Seconds that the first rank waits for the others' acknowledgements."""

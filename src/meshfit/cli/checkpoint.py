@@ -18,13 +18,13 @@ from rich.table import Table
 
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.compare import differences
-from meshfit.checkpoint.error import CheckpointError
 from meshfit.checkpoint.export import SHARD
 from meshfit.checkpoint.files import amount
 from meshfit.checkpoint.keep import prune as prune_folder
 from meshfit.checkpoint.manifest import Manifest
 from meshfit.checkpoint.outside import open_weights
 from meshfit.checkpoint.read import verify as verify_bytes
+from meshfit.errors import CheckpointError
 from meshfit.layout.precision import DTYPES
 
 app = typer.Typer(help="List, show, verify, compare, export and prune checkpoints.", no_args_is_help=True)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from meshfit.cli import checkpoint, tell
 from meshfit.cli.compare import compare
+from meshfit.cli.data import data
 from meshfit.cli.report import report
 from meshfit.cli.script import run
 from meshfit.cli.watch import watch
@@ -25,7 +26,7 @@ DeviceText = Annotated[str | None, typer.Option("--devices", help='"auto", 4, "c
 Which = Annotated[int, typer.Option("--fit", help="Which of the script's calls of fit to act on.")]
 
 app.add_typer(checkpoint.app, name="checkpoint")
-for verb in (report, watch, compare):
+for verb in (report, watch, compare, data):
     app.command()(verb)
 
 
@@ -94,7 +95,7 @@ def _given(**options: str | None) -> dict[str, str]:
 def show(verdict: Verdict) -> None:
     console = Console()
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    table.add_column(f"{verdict.plan} against one device, {verdict.steps} steps")
+    table.add_column(f"{verdict.plan} against {verdict.against}, {verdict.steps} steps")
     table.add_column("difference", justify="right")
     table.add_column("limit", justify="right")
     table.add_column("")
@@ -102,14 +103,17 @@ def show(verdict: Verdict) -> None:
         where = (
             f"[red]differs from {row.first} on" if row.name in ("loss", "gradient norm") else f"[red]first: {row.first}"
         )
-        table.add_row(row.name, f"{row.difference:.1e}", f"{row.limit:.0e}", "equal" if row.equal else where)
+        limit, word = (f"{row.limit:.0e}", "equal") if verdict.comparable else ("none", "")
+        table.add_row(row.name, f"{row.difference:.1e}", limit, word if row.equal else where)
     console.print(table)
     for note in verdict.notes:
         console.print(f"  {note}", style="dim")
     if verdict.noise:
         names = ", ".join(verdict.noise[:6]) + (f" and {len(verdict.noise) - 6} more" if len(verdict.noise) > 6 else "")
         console.print(f"  left out, their true gradient is zero: {names}", style="dim")
-    if verdict.equal:
+    if not verdict.comparable:
+        console.print(f"\n  {verdict.plan} does not make the steps of one device: there is nothing to be equal")
+    elif verdict.equal:
         console.print(f"\n  {verdict.plan} trains like one device", style="green")
     else:
         console.print(f"\n  {verdict.plan} does not train like one device", style="bold red")

@@ -19,7 +19,7 @@ import torch
 
 from meshfit.data.draw import Key
 from meshfit.data.source import Stream
-from meshfit.errors import DataError
+from meshfit.errors import DataError, JobError
 
 if TYPE_CHECKING:
     from meshfit.data.loader import Loader
@@ -27,6 +27,24 @@ if TYPE_CHECKING:
 QUICK = 0.001  # seconds for a batch under which one thread is enough
 STEP = 0.005  # seconds: who reads should be able to keep up with steps this short; more would only be in the way
 WORTH = 1.3  # what two threads must gain over one
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Who is asked to read; None: as a short measurement tells."""
+
+    workers: int | None = None
+    kind: str | None = None
+
+    @classmethod
+    def of(cls, asked: int | str | None) -> "Readers":
+        """From 4, 0, "threads", "processes", "4 processes"."""
+        if asked is None or (isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0):
+            return cls(asked)
+        number, _, kind = str(asked).strip().rpartition(" ")
+        if kind in ("threads", "processes") and (not number or (number.isdecimal() and int(number))):
+            return cls(int(number) if number else None, kind)
+        raise JobError(f"workers={asked!r} is not understood", 'write 4, "processes", "4 threads"; 0: read when needed')
 
 
 @dataclass(frozen=True, slots=True)

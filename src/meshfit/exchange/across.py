@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from meshfit.cost import Cost
 from meshfit.events import current
 from meshfit.exchange.allreduce import AllReduce, Riders
+from meshfit.exchange.apart import Apart
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.update import total_norm
+from meshfit.layout.expert import Owned
 from meshfit.layout.mesh import groups
 from meshfit.layout.tensor import Parts
 
@@ -32,8 +34,8 @@ RIDERS = 4  # squared norm, stop, loss, count; then a slot a share for broken lo
 class Spread:
     """How a model lies over ranks that work on the same samples."""
 
-    parts: Parts | None = None
-    """Of operations, over the tensor axis."""
+    parts: Parts | Owned | None = None
+    """Of operations, over the tensor axis; or of experts, over theirs."""
 
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameters that several stages use, and the ranks of the pipeline that hold them."""
@@ -53,9 +55,11 @@ class Across:
     """``inner`` sums over samples, ``spread`` says what else there is to sum. ``copies``: of the whole model, in the
     world; ``tellers``: ranks that know the loss, for each share of a batch."""
 
+    summed = True
+
     def __init__(
         self,
-        inner: AllReduce | Scatter,
+        inner: AllReduce | Scatter | Apart,
         spread: Spread,
         model: nn.Module,
         device: torch.device,
@@ -161,7 +165,7 @@ def _lines(pipeline: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> di
     return {members: made[ranks] for members, ranks in named.items()}
 
 
-def share_state(optimizer: torch.optim.Optimizer, parts: Parts) -> None:
+def share_state(optimizer: torch.optim.Optimizer, parts: Parts | Owned) -> None:
     """Cut what an optimizer holds already as its parameters are cut: some make state when they are built."""
     for parameter in parts.cuts:
         for key, value in optimizer.state.get(parameter, {}).items():

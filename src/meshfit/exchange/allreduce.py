@@ -58,6 +58,9 @@ class Riders:
 class AllReduce:
     """Sums the gradients of ``parameters`` over ``group``. Without a group it leaves them as they are."""
 
+    summed = True
+    """Whether what ``finish`` tells, and the gradients, are of all ranks."""
+
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, device: torch.device):
         self.group = group
         self.degree = 1 if group is None else dist.get_world_size(group)

@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
+from meshfit.events import current
 from meshfit.exchange.allreduce import Riders, split_buckets
 from meshfit.exchange.serving.parcel import statistics
 
 NUMBERS = 2  # count, stop: at the end of the last bucket
-OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo's own
+OUTER_LEARNING_RATE, OUTER_MOMENTUM = 1.0, 0.5  # DiLoCo's own, 0.7 and 0.9, need hundreds of rounds: docs/LOG.md
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,8 @@ class _Bucket:
 class Local:
     """Has the form of the other exchanges; ``clear``, after the update, is where ranks meet."""
 
+    summed = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -101,10 +104,26 @@ class Local:
             p.grad = None
         running = [b for b in statistics(model).values() if b.is_floating_point()]
         self._buckets = [] if group is None else _buckets(self.parameters, running, device)
-        if outer is not None:
-            for bucket in self._buckets:
-                bucket.common = bucket.read()
-                bucket.momentum = torch.zeros_like(bucket.common)
+        self.begin()
+
+    def begin(self) -> None:
+        """All ranks have the same weights, and begin from there."""
+        for bucket in self._buckets if self.outer is not None else ():
+            bucket.common = bucket.read()
+            bucket.momentum = torch.zeros_like(bucket.common)
+
+    def halt(self) -> None:
+        """Let all ranks stop, when they meet next."""
+        self._stop = 1.0
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise what any rank has met, on all of them; the weights are those of all. All ranks call it together."""
+        every = [error] * self.degree
+        if self.group is not None:
+            dist.all_gather_object(every, error, group=self.group)
+        if (first := next((each for each in every if each is not None), None)) is not None:
+            self.settle()
+            raise first
 
     # A step, as the loop sees it
 
@@ -164,6 +183,7 @@ class Local:
         self._buckets[-1].flat[-NUMBERS] = self._count
         self._buckets[-1].flat[-NUMBERS + 1] = self._stop
         for bucket in self._buckets:
+            current().moved("all_reduce", bucket.flat.nbytes)
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
         self._count = 0.0
 

@@ -58,6 +58,8 @@ class _Flight:
 class Scatter:
     """Sums the gradients of ``shards`` over its group and over ``copies``, the ranks that own the same parts."""
 
+    summed = True
+
     def __init__(
         self,
         shards: Shards,

@@ -16,10 +16,10 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from meshfit.errors import RankError
 from meshfit.launch import warm
@@ -28,15 +28,40 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.rank import Raised, Returned, Start, Work
 from meshfit.launch.world import World
 
+if TYPE_CHECKING:
+    from meshfit.launch.servers import Servers
+
 SECOND_THOUGHT = 0.3  # seconds in which the true cause of a lost connection may still show
+
+
+class Died(RankError):
+    """A process ended before its work was done."""
 
 
 class Ranks:
     """``size`` processes, each running ``work(world, channel)``. Use it as a context."""
 
-    def __init__(self, work: Work, *, size: int, devices: Devices, timeout: float = 600.0):
-        """``timeout``: seconds after which a collective that waits for another rank is an error."""
+    def __init__(
+        self,
+        work: Work,
+        *,
+        size: int,
+        devices: Devices,
+        timeout: float = 600.0,
+        role: str = "rank",
+        folder: str = "",
+        joined: bool = True,
+        spare: Collection[int] = (),
+    ):
+        """``timeout``: seconds after which a collective that waits for another rank is an error. ``role``: what they
+        are called; ``folder``: where they meet, if not in one of their own; ``joined``: in one process group.
+        ``spare``: those whose death leaves the others at work, as long as there is one."""
         self.size = size
+        self.beside: Servers | None = None
+        """Looked after while messages are waited for."""
+        self.lost: dict[int, str] = {}
+        """Of those to spare: how they died."""
+        self._role, self._meet, self._joined, self._spare = role, folder, joined, spare
         self._work, self._devices, self._timeout = work, devices, timeout
         self._returned: dict[int, Any] = {}
         self._exited: dict[int, int] = {}
@@ -50,7 +75,8 @@ class Ranks:
             try:
                 for rank, channel in enumerate(self._channels):
                     with suppress(ConnectionError):  # messages() tells why
-                        channel.send(Start(World(rank, self.size, self._devices.device(rank)), self._timeout))
+                        world = World(rank, self.size, self._devices.device(rank), self._meet)
+                        channel.send(Start(world, self._timeout, self._joined))
                         channel.send_encoded(work)
             except BaseException:
                 self._end()
@@ -68,36 +94,69 @@ class Ranks:
         """
         suspect: tuple[int, Raised] | None = None  # has lost a connection: the cause may be elsewhere
         until = 0.0
-        while len(self._returned) < self.size:
+        while not self._done:
             channels = {self._channels[rank].fileno(): rank for rank in self._open}
+            others = [] if self.beside is None else self.beside.fds
             patience = timeout if suspect is None else max(0.0, until - time.monotonic())
-            dead = self._exited.keys() - self._returned.keys()
-            ready = wait([self._run.fileno(), *channels], 0 if dead else patience)
+            dead = self._dead
+            ready = wait([self._run.fileno(), *channels, *others], 0 if dead else patience)
+            if self.beside is not None and not set(others).isdisjoint(ready):
+                self.beside.look()
             if self._run.fileno() in ready:
                 self._report()
-                dead = self._exited.keys() - self._returned.keys()
+                dead = self._dead
             if suspect and time.monotonic() >= until and not dead:
-                _fail(*suspect)
+                self._fail(*suspect)
             if not ready and not dead and not suspect:
-                raise TimeoutError(f"no rank has sent anything for {timeout} s")
+                raise TimeoutError(f"no {self._role} has sent anything for {timeout} s")
             for rank in dead.union(rank for fd, rank in channels.items() if fd in ready):
                 for message in self._heard(rank):
                     if not isinstance(message, Raised):
                         yield rank, message
                     elif not message.peer_gone:
                         yield from self._last_words()
-                        _fail(rank, message)
+                        self._fail(rank, message)
                     elif suspect is None:
                         suspect, until = (rank, message), time.monotonic() + SECOND_THOUGHT
             for rank in dead - self._returned.keys():  # now that all has been heard that it said
-                raise RankError(*_death(rank, self._exited[rank]))
+                headline, fact = _death(f"{self._role} {rank}", code := self._exited[rank])
+                if rank not in self._spare or code >= 0 or len(self.lost) + 1 == self.size:
+                    raise Died(headline, fact)
+                self.lost[rank] = headline
+                self._open.discard(rank)
+
+    @property
+    def _dead(self) -> set[int]:
+        """Ended before their work was done, and not yet given up."""
+        return self._exited.keys() - self._returned.keys() - self.lost.keys()
+
+    @property
+    def _done(self) -> bool:
+        return len(self._returned) + len(self.lost) == self.size
+
+    @property
+    def fds(self) -> list[int]:
+        """Readable when there is something to hear, or to be told of."""
+        return [] if self._done else [self._run.fileno(), *(self._channels[rank].fileno() for rank in self._open)]
+
+    @property
+    def told(self) -> list[str]:
+        """What became of those that did not stay, here and beside, in words."""
+        return [*self.lost.values(), *([] if self.beside is None else self.beside.said)]
+
+    @property
+    def folder(self) -> str:
+        """Where they meet. Waits until they are there."""
+        while not self._folder:
+            self._report()
+        return self._folder
 
     @property
     def results(self) -> list[Any]:
-        """What work returned, by rank. Waits for it; messages not yet taken are dropped."""
+        """What work returned, by rank; None of those lost. Waits for it; messages not yet taken are dropped."""
         for _ in self.messages():
             pass
-        return [self._returned[rank] for rank in range(self.size)]
+        return [self._returned.get(rank) for rank in range(self.size)]
 
     def send(self, rank: int, message: Any) -> None:
         """Send to one rank. One that has ended hears nothing; ``messages`` says why it ended."""
@@ -154,10 +213,15 @@ class Ranks:
             rank, self._exited[rank] = facts
         return word
 
+    def _fail(self, rank: int, raised: Raised) -> NoReturn:
+        if raised.error is not None:
+            raise raised.error
+        raise RankError(f"{self._role} {rank} raised {raised.headline}", trace=raised.trace)
+
     def _end(self) -> None:
         """Let ranks go that have returned; end the others. None is left after it."""
         try:
-            if len(self._returned) == self.size:
+            if self._done:
                 for channel in self._channels:
                     with suppress(OSError):
                         channel.finish()
@@ -195,18 +259,12 @@ def _installed(modules: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name, file in files if file and file.startswith(homes))
 
 
-def _fail(rank: int, raised: Raised) -> NoReturn:
-    if raised.error is not None:
-        raise raised.error
-    raise RankError(f"rank {rank} raised {raised.headline}", trace=raised.trace)
-
-
-def _death(rank: int, code: int) -> tuple[str, str]:
+def _death(who: str, code: int) -> tuple[str, str]:
     if code >= 0:
-        return f"rank {rank} left with exit code {code} before its work was done", ""
+        return f"{who} left with exit code {code} before its work was done", ""
     name = signal.Signals(-code).name if -code in {*signal.Signals} else "unknown"
     out_of_memory = code == -signal.SIGKILL
     return (
-        f"rank {rank} was killed by signal {-code} ({name})",
+        f"{who} was killed by signal {-code} ({name})",
         "if nobody sent it, the machine ran out of memory" if out_of_memory else "",
     )

@@ -12,7 +12,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -34,6 +34,8 @@ class Start:
 
     world: World
     timeout: float
+    joined: bool = True
+    """Whether it is in a process group with the others."""
     path: list[str] = field(default_factory=lambda: list(sys.path))
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     folder: str = field(default_factory=os.getcwd)
@@ -77,8 +79,9 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         os.environ.update(start.environ)
         sys.path[:], sys.argv[:] = start.path, start.argv
         work: Work = channel.recv()
-        connect(start.world, folder=folder, timeout=start.timeout)
-        value = work(start.world, channel)
+        world = replace(start.world, folder=start.world.folder or folder)
+        connect(world if start.joined else replace(world, size=1), folder=folder, timeout=start.timeout)
+        value = work(world, channel)
         _flush()
         with encode(Returned(value), what="the result", remedy="return numbers, arrays or tensors") as result:
             channel.send_encoded(result)

@@ -7,7 +7,7 @@ one has no process group at all.
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -23,6 +23,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    folder: str = field(default="", compare=False)
+    """Where the processes of a run on this machine meet; nobody else can read it."""
 
 
 def from_environment() -> World | None:

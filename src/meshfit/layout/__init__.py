@@ -5,21 +5,24 @@ They are applied in this order (``place``), each to the model as those before le
 1. replicate    every rank starts from the same weights, still in host memory. Then the optimizer is made: it sees
                 whole shapes
 2. pipeline     a rank keeps the modules of its own stages, and lets go of the rest
-3. batchnorm    is made global, over the ranks that hold the same modules
+3. batchnorm    is made global, over the ranks that hold the same modules; auxiliary losses of mixtures too
 4. compile      of blocks: inside everything below, so that what is compiled is plain arithmetic on whole weights
 5. tensor       weights are cut by channels, and modules told how many of them they have
-6. shard        what is left of each is cut as rows of memory, and gathered around the calls that use it, into what the
+6. expert       of each mixture a rank keeps some experts, and rows travel between ranks
+7. shard        what is left of each is cut as rows of memory, and gathered around the calls that use it, into what the
                 tensor axis left. Only parts of the weights ever go to a device
-7. recompute    around the gathering: what is computed again in backward is gathered again, not kept
-8. context      around what is left: from where sequences begin, activations are cut
-9. precision    around it all, for as long as a forward runs: nothing about the weights
-10. offload     last: it moves what the optimizer holds beside the parameters it was left
-11. compile     of the whole: model and loss together, where nothing above acts inside the model
+8. recompute    around the gathering: what is computed again in backward is gathered again, not kept
+9. context      around what is left: from where sequences begin, activations are cut
+10. precision   around it all, for as long as a forward runs: nothing about the weights
+11. offload     last: it moves what the optimizer holds beside the parameters it was left
+12. compile     of the whole: model and loss together, where nothing above acts inside the model
 
 ``check`` says what a model cannot take, in the caller, before any process starts.
 """
 
 from dataclasses import replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,8 +39,10 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 def check(plan: Plan, model: nn.Module) -> None:
     """Refuse what ``model`` cannot take, with the nearest plan that works."""
     _check_forward(plan, model)
+    _check_experts(plan)
     norms = batch_norms(model)
-    inside_blocks = max(plan.tensor, plan.pipeline, plan.context) > 1
+    axes = ("pipeline", "context", "tensor", "expert")
+    acts = [f"{axis}={getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1]
     if plan.compile == "whole":
         inside = {
             f"shard={plan.shard} gathers weights": plan.shard > 1,
@@ -45,6 +50,7 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"tensor={plan.tensor} sums activations over ranks": plan.tensor > 1,
             f"context={plan.context} gathers keys and values": plan.context > 1,
             f"pipeline={plan.pipeline} hands them on": plan.pipeline > 1,
+            f"expert={plan.expert} sends them to experts": plan.expert > 1,
             f"recompute={plan.recompute} runs blocks twice": plan.recompute != "none",
             f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and plan.joins_batchnorms,
         }
@@ -52,10 +58,9 @@ def check(plan: Plan, model: nn.Module) -> None:
             raise PlanError(
                 f"{plan}: this model cannot be compiled whole",
                 f"in the middle of the forward {' and '.join(what for what, so in inside.items() if so)}",
-                f"{replace(plan, compile='none' if inside_blocks else 'block')} works"
+                f"{replace(plan, compile='none' if acts else 'block')} works"
                 + ("; so does batchnorm=local beside compile=whole" if norms and plan.joins_batchnorms else ""),
             )
-    acts = [f"{axis}={getattr(plan, axis)}" for axis in ("pipeline", "context", "tensor") if getattr(plan, axis) > 1]
     if plan.compile == "block" and acts:
         raise PlanError(
             f"{plan}: blocks are not compiled where {acts[0]} acts inside them",
@@ -90,13 +95,34 @@ def check(plan: Plan, model: nn.Module) -> None:
 
 def _check_context(plan: Plan) -> None:
     """What sequences are not cut beside."""
-    whole: dict[str, object] = {"pipeline": 1, "branch": 1, "expert": 1, "schedule": "1f1b", "chunks": 0, "cut": ""}
+    whole: dict[str, Any] = {"pipeline": 1, "branch": 1, "expert": 1, "schedule": "1f1b", "chunks": 0, "cut": ""}
     whole["rows"] = "auto" if plan.rows == "cut" else plan.rows
     beside = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
     if beside:
         raise PlanError(
             f"{plan}: sequences are not cut beside {beside[0]}",
-            f"{replace(plan, **whole)} works; so does {replace(plan, context=1, data=plan.data * plan.context)}",  # type: ignore[arg-type]
+            f"{replace(plan, **whole)} works; so does {replace(plan, context=1, data=plan.data * plan.context)}",
+        )
+
+
+def _check_experts(plan: Plan) -> None:
+    """Refuse what does not go with experts that are spread."""
+    if plan.expert == 1:
+        return
+    beside = [axis for axis in ("pipeline", "context", "branch", "tensor") if getattr(plan, axis) > 1]
+    if beside:
+        degrees = {axis: getattr(plan, axis) for axis in beside}
+        words = ("schedule", "chunks", "cut", "rows")  # of those axes
+        without: dict[str, Any] = {word: getattr(Plan(), word) for word in (*beside, *words)}
+        other = replace(plan, **without, data=plan.data * prod(degrees.values()))
+        raise PlanError(
+            f"{plan}: expert= goes with data= and shard=, not with {' and '.join(f'{axis}=' for axis in beside)}",
+            f"{other} works",
+        )
+    if plan.offload == "parameters":
+        raise PlanError(
+            f"{plan}: experts that are spread stay on their devices",
+            f"{replace(plan, offload='optimizer')} works",
         )
 
 
@@ -125,17 +151,24 @@ def _check_forward(plan: Plan, model: nn.Module) -> None:
 
 def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot step what the plan leaves it: slices of tensors, some parameters at a time."""
-    if plan.shard == 1 and plan.tensor == 1 and plan.offload != "optimizer":
+    cuts = plan.shard > 1 or plan.tensor > 1 or plan.expert > 1
+    if not cuts and plan.offload != "optimizer" and plan.server < 2:
         return
     kind, found = type(optimizer).__name__, nature(optimizer)
+    if plan.server > 1 and not found.separate:
+        raise PlanError(
+            f"{plan}: each server steps a part of the model, which {kind} cannot",
+            found.why,
+            f"{replace(plan, server=1)} works",
+        )
     if plan.offload == "optimizer" and not found.separate:
         raise PlanError(
             f"{plan}: {kind} cannot have its state in host memory", found.why, f"{replace(plan, offload='none')} works"
         )
-    if (plan.shard > 1 or plan.tensor > 1) and not (found.elementwise and found.separate):
+    if cuts and not (found.elementwise and found.separate):
         raise PlanError(
             f"{plan}: {kind} cannot step parameters that are cut over devices",
             found.why,
-            f"{replace(plan, shard=1, tensor=1, zero=3, data=plan.shares * plan.tensor)} works: all then hold them "
-            "whole",
+            f"{replace(plan, shard=1, tensor=1, expert=1, zero=3, data=plan.shares * plan.tensor)} works: all then "
+            "hold them whole",
         )

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshfit.anatomy.trace import Trace
+from meshfit.launch.peak import peak_flops
 from meshfit.layout.forward import wrap
 
 # What compiling costs and saves: a guess, on the careful side of the one model measured (a 124M GPT on one H200:
@@ -23,6 +24,7 @@ from meshfit.layout.forward import wrap
 SECONDS_TO_COMPILE = 40.0
 SHARE_SAVED = 0.2
 EFFICIENCY = 0.4  # of peak, eager
+USUAL_PEAK = 312e12  # an A100's, where the device is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +99,5 @@ def compilable(trace: Trace, *, global_batchnorm: bool) -> tuple[str, ...]:
 def expected_step_seconds(model: nn.Module, tokens: int, device: torch.device) -> float:
     """A guess before the first step: six flops a weight and token, at a usual share of the device's peak."""
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    return 6 * weights * tokens / (EFFICIENCY * peak_flops(device))
-
-
-def peak_flops(device: torch.device) -> float:
-    """bf16 peak of a CUDA device by its name; the A100's where the name is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peaks = {
-        "H200": 990e12,
-        "H100": 990e12,
-        "B200": 2250e12,
-        "A100": 312e12,
-        "L40": 181e12,
-        "L4": 121e12,
-        "T4": 65e12,
-    }
-    return next((peak for key, peak in peaks.items() if key in name), 312e12)
+    return 6 * weights * tokens / (EFFICIENCY * (peak_flops(name, "bf16") or USUAL_PEAK))

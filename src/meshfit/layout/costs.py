@@ -3,18 +3,24 @@
 Each maps the trace of what a rank runs to the trace of what it runs under that strategy, and adds what it costs beside.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import nn
 
 from meshfit.anatomy.again import recomputed_blocks
-from meshfit.anatomy.trace import Trace
+from meshfit.anatomy.trace import Parameter, Trace
 from meshfit.cost import Cost
-from meshfit.exchange import across, allreduce
+from meshfit.exchange import across, allreduce, local
 from meshfit.exchange.nature import state_bytes
+from meshfit.exchange.serving import cost as serving
+from meshfit.exchange.serving.cost import Payload
 from meshfit.layout import batchnorm
 from meshfit.layout.context import Context
+from meshfit.layout.expert import Expert
+from meshfit.layout.experts.mixture import ExpertPlan
 from meshfit.layout.find import pipeline_of
 from meshfit.layout.offload import Offload
 from meshfit.layout.recompute import Recompute
@@ -34,15 +40,19 @@ def cost(
     *,
     split: TensorPlan | None = None,
     sequence: ContextPlan | None = None,
+    experts: ExpertPlan | None = None,
     stage: int = 0,
     ahead: bool = False,
+    server: int | None = None,
 ) -> Cost:
     """Of a step under ``plan``. ``trace`` is of one microbatch of one rank, as if nothing were split; ``split`` what
-    the tensor axis was found to, ``sequence`` the context axis; ``stage`` the rank's place along the pipeline;
-    ``ahead``: see ``Shard.cost``.
+    the tensor axis was found to, ``sequence`` what the context axis, ``experts`` what the expert axis; ``stage`` the
+    rank's place along the pipeline; ``ahead``: see ``Shard.cost``. ``server``: of that model server, not of a rank.
 
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
+    if server is not None:
+        return serving.server(_payload(plan, trace), state_bytes(optimizer), workers=plan.data, index=server)
     total, whole, alive, shared, pipe = Cost(), trace, 1.0, set[str](), pipeline_of(plan)
     if plan.pipeline > 1:
         trace, added, alive = pipe.cost(trace, stage)
@@ -60,19 +70,31 @@ def cost(
             raise ValueError(f"{plan}: its cost depends on what is cut: plan_context says so")
         trace, added = Context(degree=plan.context, plan=sequence).cost(trace, microbatches=plan.microbatches)
         total += added
-    copies = plan.data * plan.context
-    if plan.pipeline > 1 or plan.tensor > 1:
-        total += across.cost(len(shared), plan.shares)
+    apart: dict[str, Parameter] = {}
+    if plan.expert > 1:
+        if experts is None:
+            raise ValueError(f"{plan}: its cost depends on what is spread: plan_experts says so")
+        again = () if plan.recompute == "none" else recomputed_blocks(trace)
+        axis = Expert(degree=plan.expert, plan=experts)
+        trace, added = axis.cost(trace, microbatches=plan.microbatches, again=again)
+        total += added
+        apart = {name: p for name, p in trace.parameters.items() if name in experts.cuts}
+        total += allreduce.cost(_trained(apart), plan.data * plan.shard)
+        total += Cost(held={"weights": sum(p.bytes for p in apart.values())})
+    if plan.pipeline > 1 or plan.tensor > 1 or plan.expert > 1:
+        total += across.cost(len(shared), plan.shares * plan.context)
     before = trace
     if plan.cuts:
-        shard = Shard.of(plan, units(trace, tuple(trace.parameters)))
+        shard = Shard.of(plan, units(trace, tuple(name for name in trace.parameters if name not in apart)))
         mixed = plan.pipeline > 1
+        copies = plan.data * plan.expert * plan.context
         trace, added = shard.cost(trace, copies=copies, microbatches=plan.microbatches, ahead=ahead, accumulate=mixed)
         total += added
     else:
-        trace, added = Replicate(degree=plan.data).cost(trace)
-        trained = [_parameter(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
-        total += added + allreduce.cost(trained, copies)
+        rest = {name: p for name, p in trace.parameters.items() if name not in apart}
+        own = replace(trace, parameters=rest)
+        _, added = Replicate(degree=plan.shares).cost(own)
+        total += added + _exchange(plan, own)
     if plan.pipeline > 1:
         total += pipe.tied_cost(whole, trace)
     if plan.joins_batchnorms:
@@ -80,6 +102,8 @@ def cost(
     if plan.recompute != "none":
         trace, added = Recompute(word=plan.recompute, blocks=recomputed_blocks(before)).cost(trace)
         total += added
+    if plan.server:
+        return total + Cost(held={"activations": trace.cost.kept})
     state = state_bytes(optimizer)
     if plan.offload == "optimizer":
         trace, added = Offload(state=state).cost(trace)
@@ -90,5 +114,35 @@ def cost(
     return total + Cost(held={"activations": round(trace.cost.kept * alive)})
 
 
+def _exchange(plan: Plan, trace: Trace) -> Cost:
+    """Of how the gradients of a model that each rank holds whole become weights."""
+    trained = _trained(trace.parameters)
+    if plan.server:
+        found, own = serving.worker(_payload(plan, trace)), sum(p.nbytes for p in trained)
+        return found + Cost(held={"weights": -own})  # which are counted already
+    if plan.exchange == "allreduce":
+        return allreduce.cost(trained, plan.shares * plan.context)
+    running = sum(prod(b.shape) for name, b in trace.buffers.items() if name.endswith(("running_mean", "running_var")))
+    outer = plan.exchange == "diloco"
+    met = local.cost(trained, plan.data, outer=outer, overlap=plan.overlap, running=running)
+    each = lambda many: {name: round(count / plan.every) for name, count in many.items()}
+    return Cost(held=met.held, calls=each(met.calls), moved=each(met.moved))
+
+
+def _payload(plan: Plan, trace: Trace) -> Payload:
+    trained = {name: _parameter(p.shape, p.dtype) for name, p in trace.parameters.items() if p.trained}
+    kept = ("running_mean", "running_var", "num_batches_tracked")
+    running = {name: _tensor(b.shape, b.dtype) for name, b in trace.buffers.items() if name.endswith(kept)}
+    return Payload(trained, running, plan.server, plan.compress)
+
+
+def _tensor(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _trained(parameters: Mapping[str, Parameter]) -> list[nn.Parameter]:
+    return [_parameter(p.shape, p.dtype) for p in parameters.values() if p.trained]
+
+
 def _parameter(shape: tuple[int, ...], dtype: str) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+    return nn.Parameter(_tensor(shape, dtype))

@@ -16,6 +16,7 @@ from meshfit.anatomy.trace import Trace
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.layout.compile import compilable
+from meshfit.layout.experts.mixture import ExpertPlan
 from meshfit.layout.pipeline import Found as FoundStages
 from meshfit.layout.pipeline import Pipeline, part_of_trace
 from meshfit.layout.sequence.find import ContextPlan
@@ -35,6 +36,7 @@ TRIED = 13
 class Found:
     tensor: TensorPlan | None = None
     context: ContextPlan | None = None
+    experts: ExpertPlan | None = None
     pipeline: FoundStages | None = None
     units: tuple[tuple[Unit, ...], ...] = ((),)
     """By the rank along the pipeline."""
@@ -52,6 +54,8 @@ def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device:
         found = _split(found, plan, model, objective, batch, device)
     if plan.context > 1:
         found = _cut_sequences(found, plan, model, objective, batch)
+    if plan.expert > 1:
+        found = _experts(found, plan, model, objective, batch)
     traces = plan.cuts or plan.recompute != "none" or plan.compile == "block" or device != "cpu"
     if traces:
         found = _traced(found, plan, model, objective, batch, device)
@@ -111,6 +115,32 @@ def _cut_sequences(found: Found, plan: Plan, model: nn.Module, objective: Object
     return replace(found, context=sequence, notes=(*found.notes, *sequence.explain()))
 
 
+def _experts(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
+    from meshfit.layout.experts.find import plan_experts  # the first rank alone plans
+
+    batch = _first(batch, TRIED)
+    samples = max((len(t) for t in tree.tensors(batch) if t.dim()), default=0)
+    experts = plan_experts(model, lambda twin: objective(twin, batch), plan.expert, samples)
+    if experts.mixtures:
+        return replace(found, experts=experts, notes=(*found.notes, *experts.explain()))
+    elsewhere = f"{replace(plan, expert=1, data=plan.data * plan.expert)} works"
+    if not experts.why:
+        raise PlanError(
+            f"{plan}: the model has no experts to spread",
+            "experts are slices of a module's parameters that is given rows, their choices and weights, or modules in"
+            " a list",
+            elsewhere,
+        )
+    fitting = [n for n in range(2, min(experts.counts) + 1) if all(count % n == 0 for count in experts.counts)]
+    degrees = " or ".join(f"expert={n}" for n in fitting)
+    raise PlanError(
+        f"{plan}: expert={plan.expert} spreads nothing of this model",
+        *(f"{path}: {why}" for path, why in list(experts.why.items())[:3]),
+        f"{degrees} divides them" if fitting and plan.expert not in fitting else "",
+        elsewhere,
+    )
+
+
 def _first(batch: Any, samples: int) -> Any:
     there = max((len(t) for t in tree.tensors(batch) if t.dim()), default=0)
     return tree.map_tensors(lambda t: t[:samples] if t.dim() and len(t) == there else t, batch)
@@ -129,7 +159,8 @@ def as_number(result: Any) -> Tensor:
 
 
 def _traced(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any, device: str) -> Found:
-    names = tuple(name for name, _ in model.named_parameters())
+    apart = found.experts.cuts if found.experts else {}
+    names = tuple(name for name, _ in model.named_parameters() if name not in apart)
     trace = traced(model, objective, batch, device=device)
     if isinstance(trace, TraceError):
         why = f"the model cannot be traced ({trace.headline})"
@@ -143,6 +174,8 @@ def _traced(found: Found, plan: Plan, model: nn.Module, objective: Objective, ba
         return replace(found, units=((Unit(("",), names),),), notes=(*found.notes, *notes))
     _check_changes(plan, trace)
     blocks = () if plan.recompute == "none" else recomputed_blocks(trace)
+    if found.experts is not None:  # what an expert is given comes from other ranks: whole mixtures are computed again
+        blocks = tuple(path for path in blocks if not found.experts.holds(path))
     compiled = compilable(trace, global_batchnorm=plan.joins_batchnorms)
     return replace(found, units=(units(trace, names),), blocks=blocks, compiled=compiled)
 

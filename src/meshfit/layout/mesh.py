@@ -42,7 +42,9 @@ class Mesh:
     terms: Group = None
     """Ranks whose gradients are terms of one sum: those of ``batch``, and of parts of the same sequences."""
     copies: Group = None
-    """Those of them that hold the same part of the model whole: data and context at once."""
+    """Ranks that hold the same slices of what is sharded: data, expert and context."""
+    alike: Group = None
+    """Ranks that hold the same experts, where those are spread: data and shard at once."""
 
     samples: Group = None
     """Ranks that differ in their samples, or in the layers that they hold: all but those of one operation."""
@@ -65,11 +67,11 @@ class Mesh:
         places = list(product(*(range(degree) for degree in degrees.values())))  # by rank
         own = dict(zip(degrees, places[rank], strict=True))
 
-        def along(*axes: str) -> Group:
-            """The ranks that differ from this one along ``axes`` alone."""
+        def along(*axes: str, apart: bool = False) -> Group:
+            """The ranks that differ from this one along ``axes`` alone; ``apart``: in a group that is no other's."""
             if all(degrees[axis] == 1 for axis in axes):
                 return None
-            if all(degrees[axis] == 1 for axis in degrees if axis not in axes):
+            if not apart and all(degrees[axis] == 1 for axis in degrees if axis not in axes):
                 return dist.group.WORLD
             lines: dict[tuple[int, ...], list[int]] = {}
             for other, place in enumerate(places):
@@ -79,16 +81,20 @@ class Mesh:
             return groups[tuple(at for axis, at in own.items() if axis not in axes)]  # type: ignore[return-value]
 
         last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
-        axes = {axis: along(axis) for axis in DEGREES}
-        samples = [axis for axis in ("data", "shard", "expert") if axes[axis] is not None]
-        batch = axes[samples[0]] if len(samples) == 1 else along(*samples)
-        cut = plan.context > 1
+        axes = {axis: along(axis, apart=axis == "expert") for axis in DEGREES}  # see layout/experts/travel.py
+
+        def together(*some: str) -> Group:
+            there = [axis for axis in some if axes[axis] is not None]
+            return axes[there[0]] if len(there) == 1 and there != ["expert"] else along(*there)
+
+        batch = together("data", "shard", "expert")
         return cls(
             **axes,
             world=dist.group.WORLD,
             batch=batch,
-            terms=along(*samples, "context") if cut else batch,
-            copies=along("data", "context") if cut else axes["data"],
+            terms=together("data", "shard", "expert", "context") if plan.context > 1 else batch,
+            copies=together("data", "expert", "context"),
+            alike=together("data", "shard") if plan.expert > 1 else None,
             samples=along("pipeline", "data", "shard", "expert"),
             rank=rank,
             stage=own["pipeline"],

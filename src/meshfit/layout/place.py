@@ -3,8 +3,8 @@
 What they need to know of the model is found before: see find.py.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from meshfit.layout import batchnorm
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.compile import Blocks
 from meshfit.layout.context import Context
+from meshfit.layout.expert import Expert, Owned
+from meshfit.layout.experts import balance
 from meshfit.layout.find import Found, find, pipeline_of, split_of_part
 from meshfit.layout.forward import is_wrapped, unwrap, wrap
 from meshfit.layout.gather import Shards
@@ -44,13 +46,15 @@ class Placed:
     mesh: Mesh
     staged: Staged | None = None
     """This rank's stages of a pipeline."""
-    parts: Parts | None = None
-    """Of operations that are cut over the tensor axis."""
+    parts: Parts | Owned | None = None
+    """Of operations that are cut over the tensor axis, or experts over theirs."""
     partial: tuple[str, ...] = ()
     """Parameters of the whole model of whose gradient several ranks of that axis have a part."""
     guards: ExitStack = field(default_factory=ExitStack)
     """What is to be undone at the end, beside what is put around forwards."""
     shards: Shards | None = None
+    balances: bool = False
+    """Whether an auxiliary loss is one over all ranks."""
     compiled: Blocks | None = None
     """Where blocks can be compiled, but not the whole."""
     caches: list[Any] = field(default_factory=list)
@@ -60,7 +64,12 @@ class Placed:
     @property
     def together(self) -> bool:
         """Whether the ranks meet in every forward: then all must run it, also those without a sample."""
-        return self.shards is not None
+        return self.shards is not None or self.owned is not None or self.balances
+
+    @property
+    def owned(self) -> Owned | None:
+        """Experts that are spread."""
+        return self.parts if isinstance(self.parts, Owned) else None
 
     @property
     def plain(self) -> bool:
@@ -75,6 +84,12 @@ class Placed:
     def inside(self) -> AbstractContextManager[None]:
         """Around whatever runs the model."""
         return nullcontext() if self.shards is None else self.shards.inside()
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Around what runs the model to see what its loss is a mean over: an auxiliary one is not."""
+        with balance.left_out(), self.inside():
+            yield
 
     @property
     def shape(self) -> nn.Module:
@@ -213,8 +228,8 @@ def place(
     ties = tied(model)
     acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
     in_blocks = plan.compile == "block" or (plan.compile == "auto" and device.type == "cuda" and acts_inside)
-    in_blocks &= plan.tensor == plan.pipeline == plan.context == 1
-    spreads = plan.cuts or plan.tensor > 1 or plan.pipeline > 1
+    in_blocks &= plan.tensor == plan.pipeline == plan.expert == plan.context == 1
+    spreads = plan.cuts or plan.tensor > 1 or plan.pipeline > 1 or plan.expert > 1
     found, caches = Found(), _without_caches(model) if plan.pipeline > 1 or plan.context > 1 else []
     if spreads or plan.context > 1 or plan.recompute != "none" or in_blocks:
         found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
@@ -229,6 +244,8 @@ def place(
         ties = tied(model)
     if plan.joins_batchnorms and mesh.batch is not None:
         batchnorm.apply(model, mesh.batch)
+    if mesh.batch is not None and plan.pipeline == 1 and plan.in_step:
+        placed.balances = balance.apply(model, mesh.batch)
     if in_blocks and found.compiled:
         placed.compiled = Blocks(model, found.compiled)
     if found.tensor is not None:
@@ -236,6 +253,10 @@ def place(
         buffers_to(model, device)  # moved after they were cut they would be other objects, and not known as cut
         placed.partial = found.tensor.shared
         placed.parts = TensorAxis(degree=plan.tensor, plan=split_of_part(found.tensor, model)).apply(model, mesh.tensor)
+    if found.experts is not None:
+        assert mesh.expert is not None
+        expert = Expert(degree=plan.expert, plan=found.experts)
+        placed.parts = expert.apply(model, mesh.expert, copies=plan.shard, tells=mesh.share < plan.expert)
     again = [path for path in found.blocks if not isinstance(model.get_submodule(path), Shell)]
     if plan.cuts:
         placed.shards = Shard.of(plan, found.units[mesh.stage]).apply(model, mesh.shard, device)

@@ -22,6 +22,7 @@ from torch import nn
 
 import meshfit
 from meshfit.errors import JobError
+from meshfit.observe.flops import flops_a_sample
 from meshfit.observe.tensorboard import Scalars
 from meshfit.step import Step
 
@@ -65,6 +66,7 @@ class Folder:
         outcome = self._training.outcome
         if outcome is not None:
             self._about |= {"seconds": outcome.seconds, "notes": [*self._training.said, *outcome.notes]}
+            self._about["flops_a_sample"] = flops_a_sample(self._training.job, self._training.model)
             self._about["metrics"] = {name: _number(value) for name, value in self._metrics.items()}
             self._write()
             _save(self._training.model, self.path / "weights.safetensors")
@@ -114,6 +116,8 @@ class Folder:
         }
         if step.seconds > seconds:
             line["rate"] = round((step.samples - samples) / (step.seconds - seconds), 3)
+        if step.staleness is not None:
+            line["staleness"] = step.staleness
         if step.valid is not None:
             line["valid"] = {name: _number(value) for name, value in step.valid.items()}
         return line
@@ -132,7 +136,7 @@ def _forget(path: Path, step: int) -> None:
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:
     """By tag."""
-    names = ("loss", "grad_norm", "lr", "rate")
+    names = ("loss", "grad_norm", "lr", "rate", "staleness")
     measured = {f"valid/{name}": value for name, value in line.get("valid", {}).items()}
     return {name: float(value) for name, value in {**{n: line[n] for n in names if n in line}, **measured}.items()}
 

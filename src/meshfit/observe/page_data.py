@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from meshfit.data.clock import STAGES
 from meshfit.observe.kinds import KINDS, OTHER, PHASES, kind_of
 from meshfit.observe.reading import Rank, Recording, phase_shares
 from meshfit.observe.timeline import drawn, windows
@@ -73,6 +74,9 @@ def tiles(run: Recording) -> list[dict[str, Any]]:
     if run.tokens:
         note = f"{run.tokens:,} a sample"
         found.append({"label": "tokens / s", "value": amount(run.rate * run.tokens), "note": note})
+    if run.flops:
+        note = "forward and backward" if run.of_peak is None else f"{run.of_peak:.0%} of peak"
+        found.append({"label": "arithmetic", "value": arithmetic(run.flops), "note": note})
     if run.step_seconds:
         found.append({"label": "step", "value": seconds(run.step_seconds), "note": f"{len(run.ranks)} {_devices(run)}"})
     peak = max((v for r in run.ranks for v in [_peak(r)]), default=0.0)
@@ -317,6 +321,9 @@ def _tables(run: Recording) -> list[dict[str, Any]]:
         path.append(["epochs begun", str(run.steps[-1]["epoch"] + 1)])
     workers = max((int(v) for r in run.ranks for _, v in r.series("workers")), default=0)
     path.append(["processes beside the ranks", str(workers)])
+    made = run.fact("data") or {}
+    if batches := made.get("batches"):
+        path += [[f"to {name}", f"{seconds(made[name] / batches)} a batch"] for name in STAGES if name in made]
     longest = max((s.seconds for r in run.ranks for s in r.spans if s.name == "data"), default=0.0)
     path.append(["longest wait", seconds(longest)])
     traffic = run.traffic or {}
@@ -385,6 +392,12 @@ def amount(value: float) -> str:
         if value >= 10 * divisor:
             return f"{value / divisor:,.1f} {unit}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def arithmetic(flops: float) -> str:
+    """A second."""
+    unit, divisor = next(((u, d) for u, d in (("T", 1e12), ("G", 1e9)) if flops >= d), ("M", 1e6))
+    return f"{flops / divisor:.3g} {unit}FLOP/s"
 
 
 def seconds(value: float) -> str:

@@ -44,7 +44,7 @@ def observed(run: "Run") -> Iterator[None]:
         raise
     finally:
         with suppress(Exception):
-            events.facts(memory=_memory(run))
+            events.facts(memory=_memory(run), data=_data(run))
         sampler.stop()
         events.flush()
 
@@ -91,7 +91,7 @@ def _facts(run: "Run") -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "world": run.world.size,
+        "world": run.plan.devices,
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "cores": cores(),
@@ -100,6 +100,7 @@ def _facts(run: "Run") -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "last_step": run.last_step,
+        "data_workers": run.loader.reading.workers,
         "memory": _memory(run),
         **({"traffic": traffic} if (traffic := _traffic(run)) else {}),
     }
@@ -114,6 +115,13 @@ def _memory(run: "Run") -> dict[str, int]:
         "optimizer": _bytes(t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)),
     }
     return {kind: size for kind, size in held.items() if size}
+
+
+def _data(run: "Run") -> dict[str, float]:
+    """Seconds that batches took to make, by stage, and that the training waited for them."""
+    clock = run.loader.clock
+    stages = {name: round(took, 4) for name, took in clock.seconds.items() if took}
+    return {**stages, "waited": round(clock.waited, 4), "batches": clock.batches}
 
 
 def _bytes(tensors: Any) -> int:

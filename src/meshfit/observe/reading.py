@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from meshfit.errors import JobError
+from meshfit.launch.peak import peak_flops
 from meshfit.observe.kinds import PHASES
 
 STEPS_READ = 20_000
@@ -162,6 +163,21 @@ class Recording:
         if first is last:
             first = known[0]
         return (last["samples"] - first["samples"]) / max(last["seconds"] - first["seconds"], 1e-9)
+
+    @property
+    def flops(self) -> float | None:
+        """A second, over all devices: what the model's own forward and backward take, whatever is computed twice."""
+        each = self.about.get("flops_a_sample")
+        return each * self.rate if each and self.rate else None
+
+    @property
+    def of_peak(self) -> float | None:
+        """Of what its devices could do, where that is known."""
+        peaks = [
+            peak_flops(str(r.facts.get("device_name", "")), self.words.get("precision", "fp32")) for r in self.ranks
+        ]
+        total = sum(peak or 0.0 for peak in peaks)
+        return self.flops / total if self.flops and peaks and all(peaks) else None
 
     @property
     def tokens(self) -> int:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshfit.data.clock import STAGES
 from meshfit.observe.kinds import WITHIN
 from meshfit.observe.reading import Rank, Recording, phase_shares
 
@@ -76,7 +77,9 @@ def _input_bound(run: Recording) -> Finding | None:
         change = "the CPUs are full: make reading a sample cheaper, or cache what it gives"
     else:
         change = "read ahead in workers, or make a sample cheaper to read"
-    evidence = f"devices waited {percent(share)} of the time for data, {who}"
+    stages = {name: took for name, took in (run.fact("data") or {}).items() if name in STAGES}
+    what = f"data, most of it to {max(stages, key=lambda name: stages[name])}" if len(stages) > 1 else "data"
+    evidence = f"devices waited {percent(share)} of the time for {what}, {who}"
     return Finding(name="input-bound", title="input-bound", evidence=evidence, change=change, lost=share)
 
 
@@ -299,8 +302,8 @@ def _compute_bound(run: Recording) -> Finding | None:
         return None
     use = [u for rank in run.ranks if (u := rank.mean("gpu_use")) is not None]
     more = f", the GPU at work {statistics.fmean(use):.0f} % of it" if use else ""
-    if (peak := run.fact("peak_flops")) and (flops := run.fact("flops")) and run.step_seconds:
-        more += f", at {percent(flops / run.step_seconds / peak)} of peak"
+    if run.of_peak is not None:
+        more += f", at {percent(run.of_peak)} of their peak"
     kind = "GPUs" if run.fact("device", "").startswith("cuda") else "CPUs"
     change = "faster or more devices, or lower precision, would help" if share > 0.8 else ""
     evidence = f"{kind} computed {percent(share)} of the time{more}"

@@ -19,7 +19,9 @@ from meshfit.data.loader import Batch, Microbatch
 from meshfit.events import current
 from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.local import Local
 from meshfit.exchange.scatter import Scatter
+from meshfit.exchange.serving.worker import Worker
 from meshfit.layout.batchnorm import counting
 from meshfit.layout.precision import LossScale, Precision
 from meshfit.objective import Over, check_scalar
@@ -34,7 +36,7 @@ class Passes:
     over: Over
     precision: Precision
     scale: LossScale | None
-    exchange: AllReduce | Scatter | Across
+    exchange: AllReduce | Scatter | Across | Worker | Local
     device: torch.device
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around what runs the model: see layout."""
@@ -98,6 +100,6 @@ class Passes:
 
     def correction(self, batch: Batch, count: Tensor | float) -> Tensor | float:
         """The factor from what was summed to the true mean, once the count over all ranks is known."""
-        if self.over.known or self._alone(batch):
+        if self._alone(batch) or (self.over.known and self.exchange.summed):
             return 1.0
         return self._nominal(batch) / (count.double() if isinstance(count, Tensor) else count or math.nan)

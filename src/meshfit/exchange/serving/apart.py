@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Apart:
     def __init__(self, server: "Server"):
         self.server, self.keeper, self.terms = server, server.keeper, server.terms
-        self.tickets = Tickets(self.terms.total)
+        self.tickets = Tickets(self.terms.total, self.terms.first)
         self.clocks = Clocks(self.terms.staleness)
         self.expected = self.terms.workers
         """Workers that must have come before the first batch is given out."""
@@ -100,6 +100,7 @@ class Apart:
             record = peer.record
             record.applied = push.sequence
             record.result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": late}
+            record.result |= {"step": server.version + 1}
             peer.push = None
             self.clocks.advance(peer.id)
             self.tickets.done(peer.id)

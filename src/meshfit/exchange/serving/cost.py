@@ -8,61 +8,81 @@ Waiting: a synchronous worker waits for the slowest worker, for the server to su
 round trips; one that steps apart for one sum, and while it is more than ``staleness`` steps ahead.
 """
 
-from torch import nn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor, nn
 
 from meshfit.cost import Cost
 from meshfit.exchange.nature import StateBytes
 from meshfit.exchange.serving.compress import Codec
-from meshfit.exchange.serving.parcel import Parcel, behind, shares, statistics
+from meshfit.exchange.serving.parcel import Parcel, behind, statistics, trained, widely
 
 
-def worker(model: nn.Module, *, servers: int = 1, compress: str = "none", device: str = "cpu") -> Cost:
+@dataclass(frozen=True)
+class Payload:
+    """What travels, by server: gradients up, weights down. The first also gets BatchNorm's ``running`` statistics."""
+
+    parameters: Mapping[str, Tensor]
+    """Those that are trained."""
+    running: Mapping[str, Tensor]
+    servers: int = 1
+    compress: str = "none"
+
+    @classmethod
+    def of(cls, model: nn.Module, *, servers: int = 1, compress: str = "none") -> Self:
+        return cls(trained(model), statistics(model), servers, compress)
+
+    @property
+    def shares(self) -> list[dict[str, Tensor]]:
+        return widely(self.parameters, self.servers)
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        return [Parcel.of(share) for share in self.shares]
+
+    @property
+    def up(self) -> list[int]:
+        return [
+            behind(Codec(self.compress, p).bytes) + extra for p, extra in zip(self.parcels, self._running, strict=True)
+        ]
+
+    @property
+    def down(self) -> list[int]:
+        return [behind(p.bytes) + extra for p, extra in zip(self.parcels, self._running, strict=True)]
+
+    @property
+    def _running(self) -> list[int]:
+        return [Parcel.of(self.running).bytes, *([0] * (self.servers - 1))]
+
+
+def worker(payload: Payload, *, device: str = "cpu") -> Cost:
     """Of a worker, a step."""
-    up, down, packed = _payload(model, servers, compress)
-    weights, gradients = sum(down), sum(up)
-    host = {}
+    up, down, bare = sum(payload.up), sum(payload.down), sum(parcel.bytes for parcel in payload.parcels)
+    weights, gradients, host = down, up, {}
     if device != "cpu":  # the payload is a copy, in host memory
-        host = {"payload": sum(up) + sum(down)}
-        weights = gradients = sum(Parcel.of(share).bytes for share in shares(model, servers))
-    elif packed:
-        gradients += sum(Parcel.of(share).bytes for share in shares(model, servers))
-    if packed:
-        host = {**host, "feedback": sum(Parcel.of(share).payload for share in shares(model, servers))}
+        host = {"payload": up + down}
+        weights = gradients = bare
+    elif payload.compress != "none":
+        gradients += bare
+    if payload.compress != "none":
+        host = {**host, "feedback": sum(parcel.payload for parcel in payload.parcels)}
     return Cost(
         held={"weights": weights, "gradients": gradients},
         host=host,
-        calls={"push": servers, "pull": servers},
-        moved={"push": sum(up), "pull": sum(down)},
+        calls={"push": payload.servers, "pull": payload.servers},
+        moved={"push": up, "pull": down},
     )
 
 
-def server(
-    model: nn.Module,
-    state: StateBytes,
-    *,
-    workers: int,
-    index: int = 0,
-    servers: int = 1,
-    compress: str = "none",
-    ema: bool = False,
-) -> Cost:
+def server(payload: Payload, state: StateBytes, *, workers: int, index: int = 0, ema: bool = False) -> Cost:
     """Of one server, for a step of all ``workers``: synchronous, or each of them once."""
-    up, down, _ = _payload(model, servers, compress)
-    share = shares(model, servers)[index]
-    parcel = Parcel.of(share)
+    share, parcel = payload.shares[index], payload.parcels[index]
     kept = sum(sum(state.of(tuple(p.shape), str(p.dtype).removeprefix("torch."))) for p in share.values() if p.numel())
     host = {"weights": parcel.bytes * (1 + ema), "gradients": parcel.bytes, "optimizer": kept}
     return Cost(
         host=host,
         calls={"push": workers, "pull": workers},
-        moved={"push": workers * up[index], "pull": workers * down[index]},
+        moved={"push": workers * payload.up[index], "pull": workers * payload.down[index]},
     )
-
-
-def _payload(model: nn.Module, servers: int, compress: str) -> tuple[list[int], list[int], bool]:
-    """Bytes up and down by server, and whether gradients are packed. The first also gets BatchNorm's statistics."""
-    parcels = [Parcel.of(share) for share in shares(model, servers)]
-    running = [Parcel.of(statistics(model)).bytes, *([0] * (servers - 1))]
-    up = [behind(Codec(compress, p).bytes) + extra for p, extra in zip(parcels, running, strict=True)]
-    down = [behind(p.bytes) + extra for p, extra in zip(parcels, running, strict=True)]
-    return up, down, compress != "none"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.errors import RankError
+from meshfit.events import current
 from meshfit.exchange.serving.compress import Codec, Feedback
 from meshfit.exchange.serving.parcel import Parcel, behind
 from meshfit.exchange.serving.region import Region, view
@@ -114,6 +115,7 @@ class Line:
         self.wire.send(kind, sequence=sequence, version=self.version, words=words, payload=payload)
         if push:
             self.moved_up += self.region.up.nbytes
+            current().moved("push", self.region.up.nbytes)
 
     def recv(self, timeout: float) -> Message:
         """The answer; new weights that come with it are then in the parameters."""
@@ -136,6 +138,7 @@ class Line:
     def _arrived(self, message: Message) -> None:
         self.version = message.version
         self.moved_down += self.region.down.nbytes
+        current().moved("pull", self.region.down.nbytes)
         if self._weights.device.type != "cpu":
             self._weights.copy_(self.region.down[: self.parcel.bytes], non_blocking=False)
         running = self._running.views(self.region.down[behind(self.parcel.bytes) :])

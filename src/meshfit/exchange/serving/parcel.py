@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -127,12 +128,24 @@ def split(sizes: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(lot) for lot in lots]
 
 
-def shares(model: nn.Module, servers: int) -> list[dict[str, nn.Parameter]]:
-    """The trained parameters by server, balanced by bytes. A tied one is there once, under its first name."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+T = TypeVar("T", bound=Tensor)
+
+
+def widely(named: Mapping[str, T], servers: int) -> list[dict[str, T]]:
+    """Tensors by server, balanced by bytes."""
     names = list(named)
     lots = split([named[name].numel() * named[name].element_size() for name in names], servers)
     return [{names[i]: named[names[i]] for i in lot} for lot in lots]
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are. A tied one is there once, under its first name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def shares(model: nn.Module, servers: int) -> list[dict[str, nn.Parameter]]:
+    """The trained parameters by server."""
+    return widely(trained(model), servers)
 
 
 def statistics(model: nn.Module) -> dict[str, Tensor]:

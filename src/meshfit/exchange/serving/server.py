@@ -9,6 +9,7 @@ by its own thread alone. What a worker asks for:
     step      take the step; the factor and the norm, now that all is known    weights
     drop      do not
     pull      the weights, or the averaged ones                                weights
+    state     all that it keeps, as a snapshot in its folder                   state
     leave
 
 Between ``push`` and ``step`` workers learn the sums of all: the count that the mean is over, and the norm of the
@@ -57,8 +58,13 @@ class Terms:
     """Own steps that a worker may be ahead of the slowest; 0: all step together."""
     lost: str = "average"
     """What becomes of a synchronous step when a worker is lost in it: see together.py."""
+    step: int = 0
+    """Steps that were taken before it began, and the samples they saw."""
+    samples: float = 0
+    first: int = 0
+    """Number of the first batch: of all workers together, or with staleness of one each."""
     total: int | None = None
-    """Batches in all: steps of all workers together, or with staleness of one each."""
+    """Number of the batch after the last; None: as many as are asked for."""
     batch_size: int = 1
     """Samples for which the schedule goes on by one step."""
     compress: str = "none"
@@ -89,8 +95,16 @@ class Terms:
 class Server:
     """Serves from the moment it is built until ``close``; goes on from the newest snapshot in its folder, if any."""
 
-    def __init__(self, keeper: Keeper, terms: Terms, *, address: str, secret: bytes):
-        self.keeper, self.terms = keeper, terms
+    def __init__(
+        self,
+        keeper: Keeper,
+        terms: Terms,
+        *,
+        address: str,
+        secret: bytes,
+        tell: Callable[[str], None] = lambda what: None,
+    ):
+        self.keeper, self.terms, self._tell = keeper, terms, tell
         self.codec = Codec(terms.compress, keeper.parcel)
         self.incarnation = secrets.token_hex(8)
         """Another one for each start: who knew an earlier one must look again."""
@@ -99,7 +113,7 @@ class Server:
         self.turns = Turns()
         self.peers: dict[int, Peer] = {}
         self.records: dict[int, Record] = {}
-        self.version = self.samples = 0
+        self.version, self.samples = terms.step, terms.samples
         self.staleness: Counter[int] = Counter()
         """How many gradients were applied with which staleness."""
         self.said: list[str] = []
@@ -266,6 +280,10 @@ class Server:
                     self.conduct.drop(peer, message)
             case "pull":
                 self._deliver(peer, sequence, {}, averaged=words.get("averaged", False), place=False)
+            case "state":
+                with self.lock:
+                    path = self._write_state()
+                self._say(peer, "state", sequence, {"path": path})
             case "where":
                 with self.lock:
                     place = self.conduct.place(peer)
@@ -323,6 +341,7 @@ class Server:
 
     def say(self, what: str) -> None:
         self.said.append(what)
+        self._tell(what)
 
     def drop(self, worker: int, why: str, peer: Peer | None = None) -> None:
         """Count a worker as gone: it left, or was lost because of ``why``."""
@@ -360,8 +379,21 @@ class Server:
         assert self.terms.folder is not None
         if self._writing is not None:
             self._writing.join()
-        tensors, kept = self.keeper.state()
-        facts = {
+        work = threading.Thread(target=write, args=(self.terms.folder, self.version, *self._state()))
+        work.start()
+        self._writing = work
+
+    def _write_state(self) -> str:
+        """The folder in which one who asks finds all that is kept here, as it is now."""
+        assert self.terms.folder is not None
+        folder = self.terms.folder / "asked"
+        write(folder, self.version, *self._state())
+        return str(folder)
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        with self.turns.reading():
+            tensors, kept = self.keeper.state()
+        return tensors, {
             "version": self.version,
             "samples": self.samples,
             "keeper": kept,
@@ -369,9 +401,6 @@ class Server:
             "applied": {str(worker): record.applied for worker, record in self.records.items()},
             "staleness": {str(late): count for late, count in self.staleness.items()},
         }
-        work = threading.Thread(target=write, args=(self.terms.folder, self.version, tensors, facts))
-        work.start()
-        self._writing = work
 
     def _resume(self) -> None:
         found = None if self.terms.folder is None else newest(self.terms.folder, self.terms.upto)

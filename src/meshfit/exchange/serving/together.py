@@ -52,8 +52,9 @@ class Together:
     @property
     def ticket(self) -> int | None:
         """The batch that is next; None after the last."""
-        done = self.stopped or (self.terms.total is not None and self.server.version >= self.terms.total)
-        return None if done else self.server.version
+        number = self.server.version - self.terms.step + self.terms.first
+        done = self.stopped or (self.terms.total is not None and number >= self.terms.total)
+        return None if done else number
 
     @property
     def finished(self) -> bool:
@@ -178,6 +179,7 @@ class Together:
                 record = self.server.records[push.worker]
                 record.applied, record.heard = push.sequence, round.heard
                 record.result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": 0}
+                record.result |= {"step": self.server.version + 1}
             self.server.stepped(samples=sum(push.words["samples"] for push in pushes), staleness=[0])
         self._begin()
         return True
@@ -186,6 +188,8 @@ class Together:
         """A worker does not want the step that it heard of; as all heard the same, none does."""
         self.stopped |= bool(message.words.get("stop"))
         round = self.round
+        if self.stopped and round is not None and round.heard is None:
+            round.dead = True
         push = None if round is None else round.pushes.get(peer.id)
         if round is not None and push is not None and push.sequence == message.sequence:
             round.dead = True

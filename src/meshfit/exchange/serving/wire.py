@@ -44,6 +44,7 @@ KINDS = (
     "again",
     "leave",
     "error",
+    "state",
 )
 WORDS_LIMIT = 1 << 20  # bytes
 NONCE, MAC = 32, 32

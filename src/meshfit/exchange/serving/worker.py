@@ -14,15 +14,20 @@ still worked on once.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.exchange.allreduce import Riders
+from meshfit.exchange.serving.cost import Payload
+from meshfit.exchange.serving.cost import worker as worker_cost
 from meshfit.exchange.serving.line import Line
 from meshfit.exchange.serving.parcel import shares, statistics
+from meshfit.exchange.serving.snapshot import newest
 from meshfit.exchange.serving.wire import Gone, Message
 from meshfit.exchange.update import Updated
 
@@ -33,6 +38,8 @@ class Again(Exception):
 
 class Worker:
     """Worker ``id`` of the servers at ``addresses``. Blocks until all have answered, and takes their weights."""
+
+    summed = True
 
     def __init__(
         self,
@@ -50,7 +57,8 @@ class Worker:
         """``timeout``: seconds to wait for an answer; ``patience``: for a server to be there again."""
         self.id, self.timeout, self.patience = id, timeout, patience
         self.asynchronous = staleness != 0
-        device = torch.device(device)
+        self.device = device = torch.device(device)
+        self._payload = Payload.of(model, servers=len(addresses), compress=compress)
         lots = shares(model, len(addresses))
         self.lines = [
             Line(
@@ -65,12 +73,16 @@ class Worker:
             for i, (address, lot) in enumerate(zip(addresses, lots, strict=True))
         ]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.named = dict(model.named_parameters())
         self.samples: float | None = None
         """Of this worker in the batch under way; None: the count it is armed with."""
         self.norm: Tensor | None = None
         """Of the gradients of all workers, as summed, after ``finish``."""
         self.staleness = 0
         """Of its last gradient: updates that came between."""
+        self.taken = 0
+        """The number of its last step, among the steps of all workers, and the samples that all have seen by then."""
+        self.seen = 0.0
         self.ticket: int | None = None
         """The batch to work on; None: all are done."""
         self.members: list[int] = [id]
@@ -115,6 +127,10 @@ class Worker:
     @property
     def version(self) -> int:
         return self.lines[0].version
+
+    def cost(self) -> Cost:
+        """Of a step."""
+        return worker_cost(self._payload, device=self.device.type)
 
     # A step, as the loop sees it
 
@@ -168,7 +184,7 @@ class Worker:
         self._pushed = False
         first = answers[0].words
         self._take_place(first)
-        self.staleness = first["staleness"]
+        self.staleness, self.taken, self.seen = first["staleness"], first["step"], first["samples"]
         for line in self.lines:
             line.settle(first["taken"])
         return Updated(first["norm"], first["taken"])
@@ -202,6 +218,17 @@ class Worker:
     def pull(self, *, averaged: bool = False) -> None:
         """Take the weights as they are now."""
         self._ask("pull", [{"averaged": averaged}] * len(self.lines))
+
+    def state(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
+        """What each server keeps: tensors and facts, as its snapshots hold them. For processes of one host."""
+        found = [newest(Path(answer.words["path"])) for answer in self._ask("state", [{}] * len(self.lines))]
+        return [each for each in found if each is not None]
+
+    def stop(self) -> None:
+        """Let the training end here, for all workers."""
+        if self.ticket is not None:
+            self._drop(stop=True)
+            self.ticket = None
 
     # Asking
 
@@ -286,16 +313,20 @@ class Worker:
             self.pull()
 
     def _take_place(self, words: dict[str, Any]) -> None:
-        self.ticket, self.members, self._round = words["ticket"], words["members"], words["round"]
+        self.ticket, self._round = words["ticket"], words["round"]
+        if self.ticket is not None:
+            self.members = words["members"]
 
 
 class Served:
     """Stands where ``Update`` does: the step that a server takes."""
 
-    scale = scheduler = offload = None
+    scale = offload = None
 
     def __init__(self, worker: Worker, *, ema: bool = False):
         self.worker = worker
+        self.scheduler: Any = None
+        """As the servers' is when a checkpoint is saved."""
         self.average = ServedAverage(worker) if ema else None
 
     @property
@@ -314,6 +345,13 @@ class ServedAverage:
 
     def __init__(self, worker: Worker):
         self.worker, self._swapped = worker, False
+        self.held: dict[str, Tensor] = {}
+        """By name, when they have been asked for."""
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Of all parameters; where they are not here, copies of the weights themselves."""
+        return [self.held.get(name, p.detach().clone()) for name, p in self.worker.named.items()]
 
     def update(self) -> None:
         """The servers do."""

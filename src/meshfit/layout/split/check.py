@@ -81,7 +81,7 @@ def reference(module: nn.Module, call: Call) -> Reference:
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             refused = error
     assert refused is not None
-    raise Refused(f"{type(refused).__name__}: {_first_line(refused)}") from refused
+    raise Refused(f"{type(refused).__name__}: {first_line(refused)}") from refused
 
 
 def check(whole: Reference, regions: Sequence[Region], ways: int) -> tuple[tuple[str, ...], tuple[Traffic, ...]]:
@@ -101,7 +101,7 @@ def check(whole: Reference, regions: Sequence[Region], ways: int) -> tuple[tuple
             for region in regions:
                 cut(module, region, group, stream)
         except (AttributeError, RuntimeError, TypeError, AssertionError) as error:
-            raise Refused(f"cannot be cut: {_first_line(error)}") from error
+            raise Refused(f"cannot be cut: {first_line(error)}") from error
         copies.append(module)
         streams.append((group, stream))
 
@@ -135,7 +135,7 @@ def check(whole: Reference, regions: Sequence[Region], ways: int) -> tuple[tuple
             raise raised[0]
         if not isinstance(raised[0], Exception):
             raise raised[0]
-        raise Refused(f"{type(raised[0]).__name__}: {_first_line(raised[0])}") from raised[0]
+        raise Refused(f"{type(raised[0]).__name__}: {first_line(raised[0])}") from raised[0]
     partial = _compared(whole, regions, [result for result in results if result is not None])
     return partial, tuple(streams[0][0].log)
 
@@ -240,7 +240,7 @@ def _run(module: nn.Module, call: Call, dtype: torch.dtype, met: Callable[[Tenso
             origin.append(own)
             fresh[id(leaf)] = own.clone()  # a module may write to its inputs
     args, kwargs = tree_unflatten([fresh[id(leaf)] for leaf in leaves], spec)
-    with torch.enable_grad(), _NoDraws(met) as watched:
+    with torch.enable_grad(), NoDraws(met) as watched:
         outputs = tensors_of(whole_output(module(*args, **kwargs)))
         random = torch.Generator().manual_seed(3)
         total = torch.zeros((), dtype=torch.float64)
@@ -262,7 +262,7 @@ def _run(module: nn.Module, call: Call, dtype: torch.dtype, met: Callable[[Tenso
 def undrawn(module: nn.Module, given: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]]:
     """What ``module`` gives for each, without dropout; and where that was met: None for other random numbers."""
     met: list[Tensor | None] = []
-    with _NoDraws(met.append):
+    with NoDraws(met.append):
         return [module(x) for x in given], met
 
 
@@ -282,7 +282,7 @@ DRAWS = {"rand", "randn", "rand_like", "randn_like", "randint", "randperm", "ber
 DRAWS |= {"normal_", "uniform_", "exponential_", "multinomial", "poisson", "random_", "geometric_", "randint_like"}
 
 
-class _NoDraws(TorchFunctionMode):
+class NoDraws(TorchFunctionMode):
     """Leaves dropout out, and tells of it; other random numbers are the same each time. Notes single precision."""
 
     def __init__(self, met: Callable[[Tensor | None], None]):
@@ -317,7 +317,7 @@ class _NoDraws(TorchFunctionMode):
         return result
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:160] if lines else ""
 

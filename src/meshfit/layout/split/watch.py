@@ -6,7 +6,7 @@ No backward is run: the graph of the loss says what is used.
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ def watch(
         hooks.append(module.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True))
         hooks.append(module.register_forward_hook(lambda m, a, k, o, p=path: after(p, m, a, k, o), with_kwargs=True))
     try:
-        with torch.enable_grad(), _Uses(model, counted, seen, under_way):
+        with torch.enable_grad(), Uses(model, counted, seen, under_way):
             loss = run(model)
     finally:
         for hook in hooks:
@@ -125,7 +125,14 @@ def watch(
     return seen
 
 
-class _Uses(TorchFunctionMode):
+class Seen(Protocol):
+    """See ``Watched``."""
+
+    readers: dict[str, frozenset[str]]
+    uses: dict[int, int]
+
+
+class Uses(TorchFunctionMode):
     """Notes functions that take a parameter, other than to ask what it is like: where; and of some, how many."""
 
     QUESTIONS = (
@@ -142,7 +149,7 @@ class _Uses(TorchFunctionMode):
     )
     QUESTIONS += ("size", "dim", "numel", "is_floating_point", "element_size", "__hash__", "is_contiguous", "data_ptr")
 
-    def __init__(self, model: nn.Module, counted: Collection[Tensor], seen: Watched, under_way: list[str]):
+    def __init__(self, model: nn.Module, counted: Collection[Tensor], seen: "Seen", under_way: list[str]):
         super().__init__()
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.counted, self.seen, self.under_way = {id(x) for x in counted}, seen, under_way

@@ -1,0 +1,121 @@
+"""``meshfit data URL``: what is there, what samples look like, and how fast they can be read."""
+
+import json as json_text
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from meshfit.cli.screen import number, size
+from meshfit.data.look import Look, look, picture
+from meshfit.data.opening import open as open_url
+from meshfit.errors import DataError
+
+ROWS = 16
+"""Of pixels, in the terminal: two to a line."""
+
+
+def data(
+    url: Annotated[str, typer.Argument(help="A file, folder, pattern, s3:// or http:// URL, database.")],
+    columns: Annotated[str | None, typer.Option(help='Columns of a table: "image,label".')] = None,
+    query: Annotated[str | None, typer.Option(help='Of a database: "select id, x, y from t".')] = None,
+    key: Annotated[str | None, typer.Option(help="Of a database: the column that names a row.")] = None,
+    length: Annotated[int | None, typer.Option(help="Of tokens and text: how many are a sample.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples that are read at a time.")] = 256,
+    images: Annotated[Path | None, typer.Option(help="Write a few images to this PNG.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Show what is at a path or URL: columns, samples, sizes, a few images, and how fast each stage reads them."""
+    options: dict[str, Any] = {"query": query, "key": key, "length": length}
+    options = {name: value for name, value in options.items() if value is not None}
+    if columns:
+        options["columns"] = tuple(columns.split(","))
+    source = open_url(url, **options)
+    found = look(source, batch=batch)
+    if images is not None:
+        _write(found, images)
+    if json:
+        print(json_text.dumps(_plain(found), indent=2))
+    else:
+        _show(found, tuple(columns.split(",")) if columns else ())
+
+
+def _show(found: Look, names: tuple[str, ...]) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"\n [bold]{found.samples:,}[/] samples of {size(found.sample_bytes)}, "
+        f"{size(found.samples * found.sample_bytes)} as they reach a model; the first is {found.first}\n"
+    )
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for title in ("", "type", "a sample", "values of some"):
+        table.add_column(title)
+    for i, column in enumerate(found.columns):
+        shape = "differs" if column.shape is None else " x ".join(map(str, column.shape)) or "one"
+        name = names[i] if len(names) == len(found.columns) else column.name
+        table.add_row(name, column.kind, shape, column.values)
+    console.print(table)
+    if found.images and console.is_terminal:
+        console.print()
+        for line in _blocks(picture(found.images, ROWS)):
+            console.print(line)
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table.add_column("")
+    for title in ("samples a second", "a second", "a batch of " + str(found.batch)):
+        table.add_column(title, justify="right")
+    for speed in found.speeds:
+        took = f"{1e3 * found.batch / speed.samples:.3g} ms"
+        threads = f"{speed.threads} thread{'s' * (speed.threads > 1)}"
+        table.add_row(threads, number(speed.samples), size(speed.bytes), took)
+    console.print()
+    console.print(table)
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in sorted(found.stages.items(), key=lambda x: -x[1]))
+    best = max(found.speeds, key=lambda speed: speed.samples)
+    console.print(f"\n where one thread's time goes: {parts}")
+    console.print(
+        f" a device that takes more than {number(best.samples)} samples a second waits for: [bold]{found.slowest}[/]"
+        f"{_advice(found)}\n"
+    )
+
+
+def _advice(found: Look) -> str:
+    alone, best = found.speeds[0], max(found.speeds, key=lambda speed: speed.samples)
+    if best.samples < 1.3 * alone.samples and len(found.speeds) > 1:
+        return "; more threads do not help"
+    return f"; {best.threads} threads read {best.samples / alone.samples:.1f} times as fast as one"
+
+
+def _blocks(pixels: Tensor) -> list[Text]:
+    """Two rows of pixels to a line: the upper is the colour of a half block, the lower that behind it."""
+    lines = []
+    colour = lambda y, x: "#{:02x}{:02x}{:02x}".format(*pixels[:, y, x].tolist())
+    for y in range(0, pixels.shape[1] - 1, 2):
+        line = Text(" ")
+        for x in range(pixels.shape[2]):
+            line.append("\u2580", style=f"{colour(y, x)} on {colour(y + 1, x)}")
+        lines.append(line)
+    return lines
+
+
+def _write(found: Look, file: Path) -> None:
+    if not found.images:
+        raise DataError("there are no images to write", "the samples hold no bytes of height, width and colour")
+    from meshfit.data.extra import needed
+
+    pixels = picture(found.images, max(64, *(image.shape[1] for image in found.images)))
+    needed("PIL.Image", "data", "writing images").fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(file)
+
+
+def _plain(found: Look) -> dict[str, Any]:
+    return {
+        "samples": found.samples,
+        "sample_bytes": found.sample_bytes,
+        "columns": [{"name": c.name, "type": c.kind, "shape": c.shape, "values": c.values} for c in found.columns],
+        "batch": found.batch,
+        "speeds": [{"threads": s.threads, "samples": s.samples, "bytes": s.bytes} for s in found.speeds],
+        "stages": found.stages,
+        "slowest": found.slowest,
+    }

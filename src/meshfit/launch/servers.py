@@ -1,0 +1,59 @@
+"""Model servers beside ranks: started with them, started again when one is killed, ended with them.
+
+They are no ranks: in no process group, on no device of the plan. When one is killed all are started again, since they
+must go on from the same step: each from the newest snapshot that all of them have.
+"""
+
+from typing import Self
+
+from meshfit.launch.devices import Devices
+from meshfit.launch.local import Died, Ranks
+from meshfit.launch.rank import Work
+
+MOST_STARTS = 8  # of a run: what dies more often dies of something that another start does not mend
+
+
+class Servers:
+    """``count`` processes, each running ``work(world, channel)``, that meet the ranks in ``folder``."""
+
+    def __init__(self, work: Work, *, count: int, folder: str):
+        self._work, self._count, self._folder = work, count, folder
+        self._starts = 0
+        self.said: list[str] = []
+        """What they had to say, and what became of them, in words."""
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ranks.__exit__(*error)
+
+    def _start(self) -> None:
+        self._starts += 1
+        how = {"role": "server", "folder": self._folder, "joined": False}
+        self._ranks = Ranks(self._work, size=self._count, devices=Devices("cpu", None), **how)
+        self._ranks.__enter__()
+
+    @property
+    def fds(self) -> list[int]:
+        return self._ranks.fds
+
+    def look(self) -> None:
+        """Hear what there is; start them again if one was killed. Raises what one of them has raised."""
+        try:
+            for _, words in self._ranks.messages(timeout=0):
+                self.said.append(words)
+        except TimeoutError:
+            return
+        except Died as death:
+            if self._starts == MOST_STARTS:
+                raise
+            self.said.append(f"{death.headline}, and was started again")
+            self._ranks.__exit__()
+            self._start()
+
+    def finish(self) -> None:
+        """Wait until all are done."""
+        for _, words in self._ranks.messages():
+            self.said.append(words)

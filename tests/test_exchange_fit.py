@@ -1,0 +1,402 @@
+"""The exchange axis through ``fit``: model servers, in step and apart, and local steps."""
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshfit
+from meshfit.errors import DataError, NonFiniteError, PlanError, RankError
+from meshfit.plan import Plan
+from meshfit.step import Step
+from meshfit.verify import Verdict
+
+X = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
+Y = (X[:, 0] > 0).long()
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def with_batchnorm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def slowly(outputs: Tensor, targets: Tensor) -> Tensor:
+    time.sleep(0.01)
+    return F.cross_entropy(outputs, targets)
+
+
+def fit(plan: str, **how: Any) -> meshfit.Result:
+    """Batches of 12 of 50 samples: uneven shares, and a last batch of 2."""
+    defaults = {
+        "model": build,
+        "data": (X, Y),
+        "loss": F.cross_entropy,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        "batch_size": 12,
+        "steps": 12,
+        "devices": "cpu",
+        "seed": 3,
+        "progress": False,
+    }
+    return meshfit.fit(**(defaults | how), plan=plan)
+
+
+def losses(result: meshfit.Result) -> list[float]:
+    return [step.loss for step in result.history]
+
+
+def assert_same(got: meshfit.Result, want: meshfit.Result, limit: float = 1e-5) -> None:
+    theirs = want.model.state_dict()
+    for name, tensor in got.model.state_dict().items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=limit, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
+
+
+SCHEDULED = {
+    "clip": 0.5,
+    "ema": 0.9,
+    "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12),
+    "valid": (X, Y),
+    "valid_every": 4,
+}
+
+
+@pytest.mark.parametrize("plan", ["server=1 data=3", "server=2 data=2", "server=1 data=2 microbatches=2", "server=1"])
+@pytest.mark.parametrize("how", [{}, SCHEDULED], ids=["plain", "scheduled"])
+def test_servers_in_step_train_like_one_device(plan: str, how: dict[str, Any]) -> None:
+    alone, spread = fit("data=1", **how), fit(plan, **how)
+    assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
+    assert [s.lr for s in spread.history] == pytest.approx([s.lr for s in alone.history])
+    assert [s.grad_norm for s in spread.history] == pytest.approx([s.grad_norm for s in alone.history], rel=1e-4)
+    assert [s.samples for s in spread.history] == [s.samples for s in alone.history]
+    assert [s.valid and pytest.approx(s.valid, rel=1e-5) for s in spread.history] == [s.valid for s in alone.history]
+    assert_same(spread, alone)
+
+
+def test_batchnorm_is_over_all_workers_in_step() -> None:
+    data = (X[:48], Y[:48])  # a batch of two over three workers would leave one without a variance
+    alone, spread = (fit(plan, model=with_batchnorm, data=data) for plan in ("data=1", "server=1 data=3"))
+    assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
+    assert_same(spread, alone)
+
+
+def test_best_weights_and_patience() -> None:
+    how = {"valid": (X, Y), "valid_every": 1, "best": "-loss", "patience": 2, "steps": 40}
+    how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=8.0)  # goes astray
+    alone, spread = fit("data=1", **how), fit("server=1 data=2", **how)
+    assert len(spread.history) == len(alone.history) < 40
+    assert_same(spread, alone, 1e-3)
+
+
+def test_a_stop_leaves_the_weights_of_that_step() -> None:
+    def stop(step: Step) -> str | None:
+        return "stop" if step.step == 5 else None
+
+    alone, spread = fit("data=1", steps=5), fit("server=2 data=2", callbacks=stop)
+    assert len(spread.history) == 5
+    assert_same(spread, alone)
+
+
+def test_a_loop_of_ones_own() -> None:
+    model = build()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    how = {"loss": F.cross_entropy, "batch_size": 12, "steps": 12, "seed": 3, "devices": "cpu"}
+    how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    for step in meshfit.steps(model, (X, Y), plan="server=1 data=2", **how):
+        if step.step == 4:
+            break
+    other = build()
+    other.load_state_dict(start)
+    alone = meshfit.fit(other, (X, Y), plan="data=1", progress=False, **(how | {"steps": 4}))
+    for name, tensor in alone.model.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("plan", ["server=1 data=2", "server=1 data=2 staleness=2", "data=2 exchange=diloco every=4"])
+def test_evaluates_and_predicts(plan: str) -> None:
+    model = build()
+    want = meshfit.evaluate(model, (X, Y), loss=F.cross_entropy, plan="data=1", devices="cpu")
+    got = meshfit.evaluate(model, (X, Y), loss=F.cross_entropy, plan=plan, devices="cpu")
+    assert got == pytest.approx(want, rel=1e-5)
+    torch.testing.assert_close(meshfit.predict(model, X, plan=plan, devices="cpu"), model(X).detach())
+
+
+def test_local_steps_on_one_device_are_its_own() -> None:
+    assert_same(fit("data=1 exchange=local every=4"), fit("data=1"))
+
+
+@pytest.mark.parametrize("plan", ["server=1 data=2 staleness=2", "server=2 data=3 staleness=inf late=damp"])
+def test_apart_every_gradient_is_a_step(plan: str, tmp_path: Path) -> None:
+    rates: list[float] = []
+    result = fit(
+        plan,
+        steps=None,
+        epochs=2,
+        data=(X[:48], Y[:48]),
+        valid=(X, Y),
+        out=tmp_path / "run",
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4),
+        callbacks=_passive(lambda step: rates.append(step.lr)),
+    )
+    workers = Plan.parse(plan).data
+    assert [step.step for step in result.history] == list(range(1, 8 * workers + 1))  # 48 samples: four batches of 12
+    assert max(step.samples for step in result.history) == 96
+    assert all(step.staleness is not None for step in result.history)
+    if "staleness=2" in plan:
+        assert max(step.staleness or 0 for step in result.history) <= 4
+    assert {f"{rate:.0e}" for rate in rates} == {"1e-02", "1e-03"}  # after four batches, however many gradients
+    assert result.metrics["loss"] < 0.69
+    assert result.folder is not None
+    lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["staleness"] for line in sorted(lines, key=lambda line: line["step"])] == [
+        step.staleness for step in result.history
+    ]
+    events = (result.folder / "events" / "rank1.jsonl").read_text()
+    assert '"scalar": "staleness"' in events
+
+
+def _passive(callback: Any) -> Any:
+    callback.passive = True
+    return callback
+
+
+def test_compressed_gradients_train_nearly_alike() -> None:
+    alone = fit("data=1", steps=30)
+    for word in ("bf16", "int8"):
+        assert losses(fit(f"server=1 data=2 compress={word}", steps=30)) == pytest.approx(losses(alone), rel=0.05)
+
+
+# Local steps
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs[:, 0] - targets).square().mean()
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, squares])  # a mean over targets, and over samples
+def test_averaged_every_step_is_one_device(loss: Any) -> None:
+    how = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2), "loss": loss}
+    assert_same(fit("data=3 exchange=local", **how), fit("data=1", **how))
+
+
+@pytest.mark.parametrize("plan", ["data=2 exchange=local every=4", "data=2 exchange=diloco every=4 overlap=1"])
+def test_local_steps_learn(plan: str) -> None:
+    data = (X[:48], Y[:48])  # each rank has two samples at least: BatchNorm is over its own
+    result = fit(plan, data=data, valid=(X, Y), valid_every=10, steps=30, model=with_batchnorm)
+    measured = [step.valid["loss"] for step in result.history if step.valid]
+    assert measured[0] > measured[-1] > 0
+    assert measured[-1] < 0.5
+    now = meshfit.evaluate(result.model, (X, Y), loss=F.cross_entropy, plan=plan)  # of the averaged weights
+    assert now["loss"] == pytest.approx(measured[-1], rel=0.3)
+    assert any("batchnorm" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("plan", ["data=3 exchange=local every=4", "server=2 data=2", "server=1 data=2 staleness=2"])
+def test_a_nan_names_its_sample_and_leaves_finite_weights(plan: str) -> None:
+    bad = X.clone()
+    bad[17] = math.nan
+    model = build()
+    with pytest.raises(NonFiniteError, match="in sample 17"):
+        fit(plan, model=model, data=(bad, Y))
+    assert all(p.isfinite().all() for p in model.parameters())
+    skipped = fit(plan, data=(bad, Y), on_nan="skip")
+    assert all(p.isfinite().all() for p in skipped.model.parameters())
+
+
+# Kill and go on
+
+
+def processes() -> list[psutil.Process]:
+    """Those of the run, in the order of their start: workers, then servers."""
+    found = [child for template in psutil.Process().children() for child in template.children()]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def killing(which: int, at: int) -> Any:
+    def kill(step: Step) -> None:
+        if step.step >= at and not killed:
+            killed.append(processes()[which].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    killed: list[int] = []
+    return _passive(kill)
+
+
+@pytest.mark.parametrize(("plan", "which"), [("server=1 data=2", 1), ("server=2 data=3", 0)])
+def test_a_worker_killed_in_step_is_not_missed(plan: str, which: int) -> None:
+    alone = fit("data=1", steps=40)
+    spread = fit(plan, steps=40, loss=slowly, callbacks=killing(which, 5))
+    assert f"rank {which} was killed by signal 9 (SIGKILL)" in spread.notes
+    assert spread.history[-1].step == 40
+    assert_same(spread, alone)
+
+
+def test_a_worker_killed_apart_is_not_missed() -> None:
+    spread = fit("server=1 data=3 staleness=4", steps=60, loss=slowly, callbacks=killing(0, 10))
+    assert "rank 0 was killed by signal 9 (SIGKILL)" in spread.notes
+    assert spread.history[-1].step == 60
+
+
+@pytest.mark.parametrize(("plan", "which"), [("server=1 data=2", 2), ("server=2 data=2", 3)])
+def test_a_server_killed_goes_on_from_its_snapshot(plan: str, which: int) -> None:
+    alone = fit("data=1", steps=40)
+    spread = fit(plan, steps=40, loss=slowly, callbacks=killing(which, 14))
+    notes = "; ".join(spread.notes)
+    assert f"server {which - 2} was killed by signal 9 (SIGKILL), and was started again" in notes
+    assert "goes on from its snapshot of step" in notes
+    assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
+    assert_same(spread, alone)
+
+
+def test_the_only_worker_killed_is_an_error() -> None:
+    with pytest.raises(RankError, match="rank 0 was killed by signal 9"):
+        fit("server=1 data=1", steps=400, loss=slowly, callbacks=killing(0, 5))
+
+
+class Angry(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ValueError("this optimizer has had enough")
+
+
+def test_what_a_server_raises_is_told() -> None:
+    with pytest.raises(RankError, match="this optimizer has had enough"):
+        fit("server=1 data=2", optimizer=lambda parameters: Angry(parameters, lr=0.1))
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("first", ["server=2 data=2", "data=2", "server=1 data=2 ema"])
+@pytest.mark.parametrize("then", ["server=1 data=3", "data=1"])
+def test_resumes_under_another_plan(first: str, then: str, tmp_path: Path) -> None:
+    how = SCHEDULED | {"ema": 0.9 if "ema" in first else None}
+    out = tmp_path / "run"
+    fit(first.removesuffix(" ema"), **how, steps=7, out=out, checkpoint=3)
+    resumed = fit(then, **how, out=out, checkpoint=3, resume=True)
+    alone = fit("data=1", **how)
+    assert [step.step for step in resumed.history] == [8, 9, 10, 11, 12]
+    assert losses(resumed) == pytest.approx(losses(alone)[7:], rel=1e-5)
+    assert resumed.history[-1].samples == alone.history[-1].samples
+    assert_same(resumed, alone)
+
+
+def test_a_schedule_whose_state_is_no_plain_fact_resumes(tmp_path: Path) -> None:
+    how = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 9], 0.5)}
+    fit("server=2 data=2", **how, steps=7, out=tmp_path / "run", checkpoint=2)
+    resumed = fit("server=1 data=2", **how, out=tmp_path / "run", checkpoint=2, resume=True)
+    again, alone = fit("data=1", **how, out=tmp_path / "run", resume=True, steps=14), fit("data=1", **how, steps=14)
+    assert [step.lr for step in (*resumed.history, *again.history)] == [step.lr for step in alone.history[7:]]
+    assert_same(again, alone)
+
+
+@pytest.mark.parametrize("then", ["server=1 data=2 staleness=2", "data=2"])
+def test_steps_apart_resume(then: str, tmp_path: Path) -> None:
+    how = {"steps": None, "data": (X[:48], Y[:48])}
+    fit("server=1 data=2 staleness=2", **how, epochs=1, out=tmp_path / "run", checkpoint=3)
+    resumed = fit(then, **how, epochs=2, out=tmp_path / "run", checkpoint=3, resume=True)
+    assert sum(step.last for step in resumed.history) == 1
+    assert resumed.history[-1].samples == 96
+
+
+@pytest.mark.parametrize("plan", ["data=2 exchange=local every=3", "data=2 exchange=diloco every=3"])
+def test_local_steps_resume(plan: str, tmp_path: Path) -> None:
+    fit(plan, steps=7, out=tmp_path / "run", checkpoint=3)
+    resumed = fit(plan, steps=30, out=tmp_path / "run", checkpoint=3, resume=True)
+    assert resumed.history[0].step == 8
+    assert meshfit.evaluate(resumed.model, (X, Y), loss=F.cross_entropy)["loss"] < 0.5
+
+
+# What cannot be
+
+
+REFUSED = {
+    "server=1 shard=2": "server=1 does not go with shard=2",
+    "server=1 data=2 tensor=2": "server=1 does not go with tensor=2",
+    "data=2 exchange=local pipeline=2": "exchange=local does not go with pipeline=2",
+    "server=1 data=2 offload=parameters": "offload=parameters",
+    "server=1 data=2 precision=fp16": "precision=fp16",
+    "data=2 staleness=3": "staleness=3 says how server= works",
+    "data=2 every=3": "every=3 says how exchange= works",
+    "server=1 data=2 late=damp": "late=damp says how staleness= works",
+    "server=1 data=2 exchange=local": "who steps",
+    "data=2 exchange=locale": "did you mean local",
+    "data=2 exchange=local every=2 overlap=2": "overlap=2 is not below every=2",
+}
+
+
+@pytest.mark.parametrize("plan", REFUSED)
+def test_refuses(plan: str) -> None:
+    with pytest.raises(PlanError, match=REFUSED[plan]):
+        Plan.parse(plan)
+
+
+def test_refuses_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match="a batch of 12 has no 5 equal parts"):
+        fit("server=1 data=5 staleness=2")
+    with pytest.raises(PlanError, match="best= compares evaluations"):
+        fit("server=1 data=2 staleness=2", valid=(X, Y), best="-loss")
+    with pytest.raises(PlanError, match="each server steps a part"):
+        fit("server=2 data=2", optimizer=WholeNorm)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(PlanError, match="torchrun starts ranks alone"):
+        fit("server=1 data=1")
+
+
+class WholeNorm(torch.optim.SGD):
+    """Divides by the norm of all gradients: parameters stepped apart come out otherwise."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for g in grads:
+            g.div_(norm)
+        super().step(closure)
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(zip(X, Y, strict=True))
+
+
+def test_a_stream_is_refused() -> None:
+    with pytest.raises(DataError, match="servers give out batches by number"):
+        fit("server=1 data=2", data=Numbers())
+
+
+def test_plans_are_read_and_written() -> None:
+    for text in ("server=1 data=3 staleness=inf late=damp compress=int8", "data=4 exchange=diloco every=32 overlap=1"):
+        assert str(Plan.parse(text)) == text
+    assert Plan.parse("server=2 data=3").devices == 3
+
+
+def test_verify_tells_what_each_promises() -> None:
+    def verified(plan: str, **how: Any) -> Verdict:
+        defaults = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "loss": F.cross_entropy, "batch_size": 12}
+        return meshfit.verify(build, (X, Y), plan=plan, **(defaults | how))
+
+    in_step = verified("server=2 data=3")
+    assert in_step.equal
+    assert {row.name for row in in_step.rows} >= {"loss", "gradients", "weights"}
+    averaged = verified("data=3 exchange=local")
+    assert averaged.equal
+    assert [row.name for row in averaged.rows] == ["weights"]
+    apart = verified("server=1 data=2 staleness=2")
+    assert not apart.comparable
+    assert any("updates late" in note for note in apart.notes)
+    assert not verified("data=2 exchange=local every=4").comparable

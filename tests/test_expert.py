@@ -1,0 +1,431 @@
+"""Experts over ranks: found, proven, and trained like on one device; what fits only whole is left whole, or refused."""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshfit
+from benchmarks import parity, zoo_experts
+from benchmarks.zoo import Case, mean_loss, train_alone
+from meshfit.anatomy import trace
+from meshfit.errors import PlanError
+from meshfit.events import Events
+from meshfit.layout import check, costs
+from meshfit.layout.expert import Expert
+from meshfit.layout.experts import balance, spread, travel
+from meshfit.layout.experts.find import plan_experts
+from meshfit.layout.experts.mixture import ExpertPlan
+from meshfit.plan import Plan
+from tests.distributed import distributed
+
+cloudpickle.register_pickle_by_value(zoo_experts)
+WIDTH, SAMPLES = 8, 13
+
+
+def case_of(name: str) -> Case:
+    return parity.EVERY[name]
+
+
+def plan_of(name: str, ways: int = 2) -> ExpertPlan:
+    case = case_of(name)
+    batch = case.data(SAMPLES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan_experts(case.build().train(), lambda twin: mean_loss(case, twin, batch), ways, SAMPLES)
+
+
+# What is found
+
+
+def test_slices_and_lists_are_found() -> None:
+    slices = plan_of("qwen-moe", 4)
+    assert [(each.module, each.count, each.listed) for each in slices.mixtures] == [
+        (f"model.layers.{i}.mlp.experts", 8, ()) for i in (0, 1)
+    ]
+    assert {name.rpartition(".")[2] for name in slices.cuts} == {"gate_up_proj", "down_proj"}  # not the shared expert's
+    lists = plan_of("expert-list")
+    assert [(each.module, each.count, len(each.listed)) for each in lists.mixtures] == [
+        ("layers.0", 4, 4),
+        ("layers.1", 4, 4),
+    ]
+    assert not slices.why
+    assert not lists.why
+    first, last = lists.cuts["layers.0.experts.0.0.weight"], lists.cuts["layers.0.experts.3.0.weight"]
+    assert (first.ranges, last.ranges) == ((((0, 64),), ()), ((), ((0, 64),)))
+
+
+class Expert2(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+class Routed(nn.Module):
+    """Sends each row to one of four experts; ``what`` is wrong with it."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.what, self.route = what, nn.Linear(WIDTH, 4)
+        kind = {"batchnorm": lambda: nn.Sequential(Expert2(), nn.BatchNorm1d(WIDTH))}.get(what, Expert2)
+        self.experts = nn.ModuleList(kind() for _ in range(4))
+        self.register_buffer("seen", torch.zeros(()))
+        if what == "tied":
+            self.experts[1][0].weight = self.experts[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.route(x).softmax(-1).max(-1)
+        if self.what == "counts" and self.training:
+            self.seen += 1
+        out, before = torch.zeros_like(x), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero()[:, 0]
+            if len(mine):
+                made = expert(x[mine] + (before.mean(0) if self.what == "chained" else 0))
+                before = before + made.sum(0)
+                out = out.index_copy(0, mine, made * weights[mine, None])
+        return out
+
+
+def found(model: nn.Module, ways: int = 2) -> ExpertPlan:
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+    return plan_experts(model, lambda twin: twin(x).square().mean(), ways, 64)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("counts", "changes seen"),
+        ("chained", "differs"),
+        ("batchnorm", "BatchNorm"),
+        ("tied", "shared"),
+    ],
+)
+def test_what_does_not_come_out_equal_is_left_whole(what: str, says: str) -> None:
+    torch.manual_seed(0)
+    plan = found(Routed(what))
+    assert not plan.mixtures
+    assert says in plan.why["experts"], plan.why
+    torch.manual_seed(0)
+    assert len(found(Routed()).mixtures) == 1
+
+
+def test_the_check_sees_a_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that come back to the wrong place, gradients that stay where they are: nothing is spread then."""
+    right = travel.OverThreads.swap
+
+    def rolled(self: Any, rows: Tensor, sent: Any, taken: Any) -> Tensor:
+        return right(self, rows, sent, taken).roll(1, 0)
+
+    monkeypatch.setattr(travel.OverThreads, "swap", rolled)
+    for name in ("mixtral", "expert-list"):
+        assert not plan_of(name).mixtures
+    monkeypatch.setattr(travel.OverThreads, "swap", right)
+    monkeypatch.setattr(travel._Swap, "backward", staticmethod(lambda ctx, grad: (None, None, None, None, None)))
+    assert "gradient" in next(iter(plan_of("mixtral").why.values()))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "expert-list"])
+def test_a_penalty_on_weights_needs_them_whole(name: str) -> None:
+    case = case_of(name)
+    model, batch = case.build(), case.data(SAMPLES)
+    penalty = lambda twin: mean_loss(case, twin, batch) + sum(p.square().sum() for p in twin.parameters())
+    plan = plan_experts(model, penalty, 2, SAMPLES)
+    assert not plan.mixtures
+    assert all("is read outside" in why for why in plan.why.values())
+
+
+def test_layers_are_no_experts() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Expert2() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    plan = found(Chain())
+    assert not plan.mixtures
+    assert not plan.why
+
+
+# What is refused
+
+
+def fit_list(plan: str, **asked: Any) -> meshfit.Result:
+    case = case_of("expert-list")
+    given = {
+        "loss": case.loss,
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "batch_size": 6,
+        "steps": 8,
+        "plan": plan,
+        "progress": False,
+    }
+    return meshfit.fit(case.build, case.data(20), **{**given, **asked})
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("expert=3", ["4 experts do not divide by 3", "expert=2 or expert=4"]),
+        ("expert=2 tensor=2", ["not with tensor=", "data=2 expert=2 works"]),
+        ("expert=2 pipeline=2 schedule=gpipe", ["not with pipeline=", "data=2 expert=2 works"]),
+        ("expert=2 offload=parameters", ["offload=optimizer expert=2 works"]),
+        ("expert=2 compile=whole", ["sends them to experts"]),
+        ("expert=2 compile=block", ["compile"]),
+    ],
+)
+def test_refused_with_what_works(plan: str, says: list[str]) -> None:
+    with pytest.raises(PlanError) as error:
+        fit_list(plan)
+    for each in says:
+        works = each.removesuffix(" works")
+        text = str(error.value)
+        assert each in text or (works != each and str(Plan.parse(works)) in text), text
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    data = torch.randn(8, 4), torch.randn(8, 2)
+    with pytest.raises(PlanError, match="no experts to spread"):
+        meshfit.fit(
+            nn.Linear(4, 2), data, loss=F.mse_loss, optimizer=torch.optim.SGD, batch_size=4, steps=2, plan="expert=2"
+        )
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
+    with pytest.raises(PlanError, match="cannot step parameters that are cut"):
+        fit_list("expert=2", optimizer=lambda params: torch.optim.Adafactor(params))
+
+
+# Trains like one device
+
+
+TRIED = {
+    "data=2": "mixtral-balanced",
+    "expert=2": "qwen-moe",
+    "expert=4": "mixtral-balanced",
+    "data=2 expert=2": "expert-list",
+    "shard=2 expert=2": "mixtral",
+}
+
+
+@pytest.mark.parametrize(("plan", "name"), TRIED.items())
+def test_trains_like_one_device(plan: str, name: str) -> None:
+    trial = next(trial for trial in parity.TRIALS if trial.plan == plan and name in trial.models)
+    outcome = parity.judge(case_of(name), replace(trial, steps=6), parity.fit)
+    assert outcome.ok, outcome
+
+
+@pytest.mark.parametrize("plan", ["expert=2 recompute=full", "expert=2 recompute=selective microbatches=2"])
+@pytest.mark.parametrize("name", ["mixtral-balanced", "expert-list"])
+def test_computed_again(name: str, plan: str) -> None:
+    outcome = parity.judge(case_of(name), parity.Trial(plan=plan, samples=18, steps=6), parity.fit)
+    assert outcome.ok, outcome
+
+
+def test_an_auxiliary_loss_of_each_rank_by_itself_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the gathering is for: one device's auxiliary loss is not the mean of its halves'."""
+    case = case_of("mixtral-balanced")
+    model, batch = case.build().train(), case.data(8)
+    halves = [{key: value[part] for key, value in batch.items()} for part in (slice(0, 4), slice(4, 8))]
+    with torch.no_grad():
+        whole, parts = model(**batch).aux_loss, [model(**half).aux_loss for half in halves]
+        assert abs(whole - sum(parts) / 2) > 1e-4 * whole
+        with balance.left_out():
+            assert model(**batch).aux_loss == whole  # nothing is put around it here
+    assert len(balance.balanced(model)) == 1
+
+
+def test_clipped_averaged_evaluated_and_predicted_like_one_device() -> None:
+    case = case_of("expert-list")
+    valid = case.data(9)
+    kept = []
+    for plan in ("data=1", "expert=2", "data=2 expert=2"):
+        trained = fit_list(plan, clip=0.05, ema=0.9, valid=valid, valid_every=4)
+        measured = meshfit.evaluate(trained.model, valid, loss=case.loss, batch_size=5, plan=plan)["loss"]
+        outputs = meshfit.predict(trained.model, valid, batch_size=5, plan=plan)
+        norms = [step.grad_norm for step in trained.history]
+        kept.append((norms, trained.history[-1].valid["loss"], measured, outputs))
+    for norms, seen, measured, outputs in kept[1:]:
+        assert norms == pytest.approx(kept[0][0], rel=1e-5)
+        assert (seen, measured) == pytest.approx(kept[0][1:3], rel=1e-5)
+        torch.testing.assert_close(outputs, kept[0][3], rtol=1e-4, atol=1e-5)
+    assert min(kept[0][0]) > 0.05
+
+
+@pytest.mark.parametrize("plan", ["data=2", "expert=2"])
+def test_an_auxiliary_loss_is_evaluated_like_on_one_device(plan: str) -> None:
+    """Of three batches the last has one sample: a rank without any takes part, and adds nothing."""
+    case = case_of("mixtral-balanced")
+    alone = meshfit.evaluate(case.build(), case.data(9), batch_size=4, plan="data=1")["loss"]
+    assert meshfit.evaluate(case.build(), case.data(9), batch_size=4, plan=plan)["loss"] == pytest.approx(
+        alone, rel=1e-5
+    )
+
+
+def test_verified() -> None:
+    case = case_of("mixtral-balanced")
+    for plan in ("expert=2", "shard=2 expert=2"):
+        verdict = meshfit.verify(
+            case.build, case.data(10), optimizer=lambda p: torch.optim.AdamW(p), batch_size=4, plan=plan, check_steps=3
+        )
+        assert verdict.equal, str(verdict)
+
+
+class Two(nn.Module):
+    """A mixture that can be spread, and one that cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Routed(), Routed("counts")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one(x) + self.other(x + self.one(x))
+
+
+def test_beside_a_mixture_that_is_left_whole() -> None:
+    torch.manual_seed(0)
+    model, data = Two(), (torch.randn(24, WIDTH), torch.randn(24, WIDTH))
+    given = {"loss": F.mse_loss, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2), "batch_size": 10}
+    verdict = meshfit.verify(model, data, **given, plan="data=2 expert=2", check_steps=4)
+    assert verdict.equal, str(verdict)
+    notes = meshfit.fit(model, data, **given, plan="expert=2", steps=1, progress=False).notes
+    assert "expert: 1 mixture of 4 experts, each over 2 devices" in notes
+    assert "expert: other.experts is left whole: it changes seen" in notes
+
+
+@pytest.mark.parametrize("trained", ["experts", "rest"])
+def test_with_the_rest_frozen(trained: str) -> None:
+    """Rows that need no gradient, or experts that need none: all ranks still go back together."""
+    case = case_of("qwen-moe")
+    model = case.build()
+    for name, p in model.named_parameters():
+        p.requires_grad_((".experts." in name) == (trained == "experts"))
+    verdict = meshfit.verify(
+        model, case.data(10), optimizer=lambda p: torch.optim.AdamW(p), batch_size=4, plan="expert=2", check_steps=3
+    )
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("data=1", "expert=2"), ("expert=2", "data=1"), ("expert=2", "shard=2 expert=2")]
+)
+@pytest.mark.parametrize("name", ["mixtral", "expert-list"])
+def test_goes_on_under_another_plan(name: str, first: str, second: str, tmp_path: Path) -> None:
+    case = case_of(name)
+    want, state = train_alone(case, samples=20, batch_size=6, steps=8)
+    losses = []
+    for plan, steps in ((first, 4), (second, 8)):
+        result = meshfit.fit(
+            case.build,
+            case.data(20),
+            loss=case.loss,
+            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+            batch_size=6,
+            shuffle=False,
+            steps=steps,
+            plan=plan,
+            out=tmp_path / "run",
+            checkpoint=100,
+            resume=steps == 8,
+            progress=False,
+        )
+        losses += [step.loss for step in result.history]
+    assert losses == pytest.approx(want, rel=1e-5)
+    names = [name for name, _ in result.model.named_parameters()]
+    assert parity.distance(result.model.state_dict(), state, names) < 1e-4
+
+
+def test_half_precision_is_near() -> None:
+    exact = [step.loss for step in fit_list("data=1").history]
+    rounded = [step.loss for step in fit_list("expert=2 precision=bf16").history]
+    assert rounded == pytest.approx(exact, rel=2e-2)
+    assert rounded != exact
+
+
+# Load and cost
+
+
+def test_the_load_of_each_expert_is_told(tmp_path: Path) -> None:
+    fit_list("expert=2", out=tmp_path / "run", steps=5)
+    events = next((tmp_path / "run").rglob("rank0.jsonl"))
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    told = [line for line in lines if line.get("instant") == "expert_load"]
+    assert [line["step"] for line in told] == [1, 2, 3, 4, 5]
+    samples = [6, 6, 6, 2, 6]
+    for line, count in zip(told, samples, strict=True):
+        assert [len(rows) for rows in line["rows"].values()] == [4, 4]
+        assert sum(line["rows"]["layers.0"]) == count * 16 * 2  # two of four see a token
+        assert line["rows"]["layers.1"] == [count * 16] * 4  # all see it
+    busiest = [line["value"] for line in lines if line.get("scalar") == "busiest_expert"]
+    first = told[0]["rows"]["layers.0"]
+    assert busiest[0] == pytest.approx(max(first) * 4 / sum(first))
+
+
+@distributed(world=2)
+def assert_cost(jobs: dict[str, tuple]) -> None:
+    for name, (plan, after, cost) in jobs.items():
+        case = case_of(name)
+        model, batch = case.build().train(), case.data(SAMPLES)
+        owned = Expert(degree=2, plan=plan).apply(model, dist.group.WORLD)
+        events = Events()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mean_loss(case, model, batch).backward()
+        counted = torch.tensor([events.traffic[op] for op in sorted(cost.calls)], dtype=torch.float64)
+        dist.all_reduce(counted)  # what one takes less another takes more
+        said = [[2 * cost.calls[op], 2 * cost.moved[op]] for op in sorted(cost.calls)]
+        assert counted.tolist() == said, name
+        assert sorted(events.traffic) == sorted(cost.calls), name
+        if dist.get_rank() == 0:
+            held = sum(p.numel() * p.element_size() for p in model.parameters())
+            assert held == after, name
+        owned.undo()
+        for p, want in zip(model.parameters(), case.build().parameters(), strict=True):
+            torch.testing.assert_close(p, want, rtol=0, atol=0)
+
+
+def test_cost_is_what_is_counted() -> None:
+    jobs = {}
+    for name in ("mixtral", "qwen-moe", "expert-list"):
+        case = case_of(name)
+        plan, data = plan_of(name), case.data(SAMPLES)
+        after, cost = Expert(degree=2, plan=plan).cost(trace(case.build(), data if case.loss is None else data[0]))
+        jobs[name] = plan, after.parameter_bytes, cost
+    assert_cost(jobs=jobs)
+
+
+def test_the_cost_of_plans_with_experts() -> None:
+    case, plan = case_of("mixtral"), plan_of("mixtral")
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    whole = trace(model, case.data(SAMPLES))
+    cost = {
+        text: costs.cost(Plan.parse(text), whole, optimizer, experts=plan if "expert" in text else None)
+        for text in ("data=4", "expert=2", "data=2 expert=2", "shard=2 expert=2", "expert=2 recompute=full")
+    }
+    experts = sum(p.numel() * 4 for name, p in model.named_parameters() if name in plan.cuts)
+    rest = whole.parameter_bytes - experts
+    assert cost["expert=2"].held["weights"] == rest + experts // 2
+    assert cost["shard=2 expert=2"].held["weights"] == pytest.approx(rest / 2 + experts / 2, rel=0.01)
+    assert cost["expert=2"].held["optimizer"] < 0.9 * cost["data=4"].held["optimizer"]
+    assert cost["data=2 expert=2"].moved["all_to_all"] == cost["expert=2"].moved["all_to_all"]
+    assert cost["expert=2 recompute=full"].moved["all_to_all"] == 1.5 * cost["expert=2"].moved["all_to_all"]
+    assert cost["data=2 expert=2"].moved["all_reduce"] > cost["expert=2"].moved["all_reduce"]
+
+
+def test_check_needs_no_process() -> None:
+    with pytest.raises(PlanError, match="not with tensor="):
+        check(Plan.parse("expert=2 tensor=2"), nn.Linear(2, 2))
+    assert spread.roles((torch.ones(3, 2), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)), {}) == (0, 1, 2)
+    assert spread.roles((torch.ones(3, 2), torch.ones(3, 1)), {}) is None
