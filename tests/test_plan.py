@@ -22,7 +22,7 @@ def test_text_form_reads_back(text: str) -> None:
         ("data", "no value"),
         ("data=2 data=3", "twice"),
         ("precision=bf61", "did you mean bf16?"),
-        ("context=2", "cannot carry out context= yet"),
+        ("branch=2", "cannot carry out branch= yet"),
         ("data=-1", "not a number"),
     ],
 )

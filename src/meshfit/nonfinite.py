@@ -57,7 +57,7 @@ class Watch:
         what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
         error = NonFiniteError(
             f"step {step}: {what}",
-            self._samples(batch, [share for share, flag in enumerate(broken) if flag]),
+            self._samples(batch, sorted({rank // self.run.plan.context for rank, flag in enumerate(broken) if flag})),
             "the weights are as they were before that step",
             'on_nan="skip" would leave such steps out; a smaller learning rate or clip=1.0 may prevent them',
         )

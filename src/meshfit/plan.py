@@ -11,6 +11,7 @@ the checkpoint and in the report:
     data=2 shard=4 recompute=full   two copies, each over four devices; blocks are computed again in backward
     offload=optimizer               optimizer state in host memory
     data=2 tensor=4                 two copies, each with its operations over four devices
+    context=4                       each sequence over four devices
     data=2 expert=4                 two copies, each with the experts of its mixtures over four devices
     data=2 branch=2                 two copies, each with its towers, heads or arms over two devices
     pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
@@ -52,11 +53,6 @@ WORDS = {
     "late": LATES,
 }
 
-# Words of the plan language that this version can read but not yet carry out.
-LATER = [
-    "context",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -85,7 +81,8 @@ class Plan:
     """Devices that compute parts of the model which do not need each other, at once. On the same samples."""
 
     context: int = 1
-    """Devices over which each sequence is cut."""
+    """Devices over which each sequence is cut: of most activations each holds those of some positions. On the same
+    samples."""
 
     expert: int = 1
     """Devices over which the experts of a mixture are spread; each takes its share of every batch too."""
@@ -207,11 +204,6 @@ class Plan:
         given: dict[str, float | str] = {}
         for word in text.split():
             key, equals, value = word.partition("=")
-            if key in LATER:
-                raise PlanError(
-                    f"{word}: this version of meshfit cannot carry out {key}= yet",
-                    f"it can: {', '.join(f'{name}=' for name in known if name not in LATER)}",
-                )
             if key not in known:
                 raise PlanError(f"the plan has no key {key!r}", did_you_mean(key, known))
             if not equals or not value:

@@ -136,11 +136,11 @@ class Run:
         placed, mesh, device, owned = self.placed, self.mesh, self.world.device, self.placed.owned
         if placed.shards is None:
             rest = [p for p in self.model.parameters() if owned is None or not owned.is_cut(p)]
-            exchange = AllReduce(rest, mesh.batch, device)
+            exchange = AllReduce(rest, mesh.terms, device)
         else:
             whole = self.plan.zero == 1 and self.plan.microbatches > 1
             mixed = placed.staged is not None
-            exchange = Scatter(placed.shards, world=mesh.batch, copies=mesh.copies, accumulate=whole, mixed=mixed)
+            exchange = Scatter(placed.shards, world=mesh.terms, copies=mesh.copies, accumulate=whole, mixed=mixed)
         if placed.parts is None and placed.apart is None:
             return exchange
         inner = exchange
@@ -154,15 +154,25 @@ class Run:
             partial=placed.partial,
             alike={} if placed.branched is None else placed.branched.alike,
         )
-        tellers = self.plan.tensor * self.plan.branch
-        return Across(inner, spread, self.model, device, copies=self.plan.data, tellers=tellers)
+        copies, tellers = self.plan.data * self.plan.context, self.plan.tensor * self.plan.branch
+        return Across(inner, spread, self.model, device, copies=copies, tellers=tellers)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
         placed, objective, device = self.placed, self.job.objective, self.world.device
         if placed.branched is not None:
             objective = placed.branched.objective(objective, self.precision, device)
         if placed.staged is None:
-            return Passes(self.model, objective, self.over, self.precision, scale, self.exchange, device, placed.inside)
+            return Passes(
+                self.model,
+                objective,
+                self.over,
+                self.precision,
+                scale,
+                self.exchange,
+                device,
+                placed.inside,
+                tellers=self.plan.context,
+            )
         return Pipelined(
             placed.staged,
             objective,

@@ -13,9 +13,10 @@ They are applied in this order (``place``), each to the model as those before le
 7. shard        what is left of each is cut as rows of memory, and gathered around the calls that use it, into what the
                 tensor axis left. Only parts of the weights ever go to a device
 8. recompute    around the gathering: what is computed again in backward is gathered again, not kept
-9. precision    around it all, for as long as a forward runs: nothing about the weights
-10. offload     last: it moves what the optimizer holds beside the parameters it was left
-11. compile     of the whole: model and loss together, where nothing above acts inside the model
+9. context      around what is left: from where sequences begin, activations are cut
+10. precision   around it all, for as long as a forward runs: nothing about the weights
+11. offload     last: it moves what the optimizer holds beside the parameters it was left
+12. compile     of the whole: model and loss together, where nothing above acts inside the model
 
 ``check`` says what a model cannot take, in the caller, before any process starts.
 """
@@ -33,7 +34,7 @@ from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
 from meshfit.schedule.actions import schedule
 
-INSIDE = ("pipeline", "branch", "tensor", "expert")
+INSIDE = ("pipeline", "context", "branch", "tensor", "expert")
 """Axes along which ranks talk in the middle of a forward."""
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -50,6 +51,7 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"shard={plan.shard} gathers weights": plan.shard > 1,
             "offload=parameters fetches weights": plan.offload == "parameters",
             f"tensor={plan.tensor} sums activations over ranks": plan.tensor > 1,
+            f"context={plan.context} gathers keys and values": plan.context > 1,
             f"pipeline={plan.pipeline} hands them on": plan.pipeline > 1,
             f"expert={plan.expert} sends them to experts": plan.expert > 1,
             f"branch={plan.branch} hands them round": plan.branch > 1,
@@ -72,6 +74,8 @@ def check(plan: Plan, model: nn.Module) -> None:
         raise PlanError(f"{plan}: rows are not cut where stages hand them on", f"{replace(plan, rows='whole')} works")
     if plan.branch > 1:
         _check_branch(plan)
+    if plan.context > 1:
+        _check_context(plan)
     if plan.pipeline > 1:
         schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks or None)  # refuses what it cannot take
     if plan.compile == "block" and plan.recompute == "selective":
@@ -92,6 +96,18 @@ def check(plan: Plan, model: nn.Module) -> None:
     if lazy:
         raise PlanError(
             f"{lazy[0]} has no shape yet: it is a lazy parameter", "run the model once on a batch before fit"
+        )
+
+
+def _check_context(plan: Plan) -> None:
+    """What sequences are not cut beside."""
+    whole: dict[str, Any] = {"pipeline": 1, "branch": 1, "expert": 1, "schedule": "1f1b", "chunks": 0, "cut": ""}
+    whole["rows"] = "auto" if plan.rows == "cut" else plan.rows
+    beside = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
+    if beside:
+        raise PlanError(
+            f"{plan}: sequences are not cut beside {beside[0]}",
+            f"{replace(plan, **whole)} works; so does {replace(plan, context=1, data=plan.data * plan.context)}",
         )
 
 

@@ -19,12 +19,14 @@ from meshfit.exchange.serving import cost as serving
 from meshfit.exchange.serving.cost import Payload
 from meshfit.layout import batchnorm
 from meshfit.layout.branch import Branch, Found
+from meshfit.layout.context import Context
 from meshfit.layout.expert import Expert
 from meshfit.layout.experts.mixture import ExpertPlan
 from meshfit.layout.find import pipeline_of
 from meshfit.layout.offload import Offload
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate
+from meshfit.layout.sequence.find import ContextPlan
 from meshfit.layout.shard import Shard
 from meshfit.layout.split.region import TensorPlan
 from meshfit.layout.tensor import Tensor
@@ -38,6 +40,7 @@ def cost(
     optimizer: torch.optim.Optimizer,
     *,
     split: TensorPlan | None = None,
+    sequence: ContextPlan | None = None,
     experts: ExpertPlan | None = None,
     stage: int = 0,
     ahead: bool = False,
@@ -46,9 +49,9 @@ def cost(
     rank: int = 0,
 ) -> Cost:
     """Of a step under ``plan``. ``trace`` is of one microbatch of one rank, as if nothing were split; ``split`` what
-    the tensor axis was found to, ``experts`` what the expert axis; ``stage`` the rank's place along the pipeline;
-    ``ahead``: see ``Shard.cost``. ``server``: of that model server, not of a rank. ``branch`` who was found to run what
-    of ``trace``, ``rank`` the place along that axis.
+    the tensor axis was found to, ``sequence`` what the context axis, ``experts`` what the expert axis; ``stage`` the
+    rank's place along the pipeline; ``ahead``: see ``Shard.cost``. ``server``: of that model server, not of a rank.
+    ``branch`` who was found to run what of ``trace``, ``rank`` the place along that axis.
 
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
@@ -72,6 +75,11 @@ def cost(
         trace, added = Tensor(degree=plan.tensor, plan=part).cost(trace, microbatches=plan.microbatches)
         total += added
         shared |= set(split.shared)
+    if plan.context > 1:
+        if sequence is None:
+            raise ValueError(f"{plan}: its cost depends on what is cut: plan_context says so")
+        trace, added = Context(degree=plan.context, plan=sequence).cost(trace, microbatches=plan.microbatches)
+        total += added
     apart: dict[str, Parameter] = {}
     if plan.expert > 1:
         if experts is None:
@@ -84,14 +92,13 @@ def cost(
         total += allreduce.cost(_trained(apart), plan.data * plan.shard)
         total += Cost(held={"weights": sum(p.bytes for p in apart.values())})
     if plan.apart or plan.tensor > 1 or plan.expert > 1:
-        total += across.cost(len(shared), plan.shares)
+        total += across.cost(len(shared), plan.shares * plan.context)
     before = trace
     if plan.cuts:
         shard = Shard.of(plan, units(trace, tuple(name for name in trace.parameters if name not in apart)))
         mixed = plan.pipeline > 1
-        trace, added = shard.cost(
-            trace, copies=plan.data * plan.expert, microbatches=plan.microbatches, ahead=ahead, accumulate=mixed
-        )
+        copies = plan.data * plan.expert * plan.context
+        trace, added = shard.cost(trace, copies=copies, microbatches=plan.microbatches, ahead=ahead, accumulate=mixed)
         total += added
     else:
         rest = {name: p for name, p in trace.parameters.items() if name not in apart}
@@ -124,7 +131,7 @@ def _exchange(plan: Plan, trace: Trace) -> Cost:
         found, own = serving.worker(_payload(plan, trace)), sum(p.nbytes for p in trained)
         return found + Cost(held={"weights": -own})  # which are counted already
     if plan.exchange == "allreduce":
-        return allreduce.cost(trained, plan.shares)
+        return allreduce.cost(trained, plan.shares * plan.context)
     running = sum(prod(b.shape) for name, b in trace.buffers.items() if name.endswith(("running_mean", "running_var")))
     outer = plan.exchange == "diloco"
     met = local.cost(trained, plan.data, outer=outer, overlap=plan.overlap, running=running)

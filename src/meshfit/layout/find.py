@@ -21,6 +21,7 @@ from meshfit.layout.compile import compilable
 from meshfit.layout.experts.mixture import ExpertPlan
 from meshfit.layout.pipeline import Found as FoundStages
 from meshfit.layout.pipeline import Pipeline, part_of_trace
+from meshfit.layout.sequence.find import ContextPlan
 from meshfit.layout.split.region import TensorPlan, joined
 from meshfit.layout.stages.cut import Shell
 from meshfit.layout.units import Unit, traced, units
@@ -36,6 +37,7 @@ TRIED = 13
 @dataclass(frozen=True, kw_only=True)
 class Found:
     tensor: TensorPlan | None = None
+    context: ContextPlan | None = None
     experts: ExpertPlan | None = None
     pipeline: FoundStages | None = None
     branch: FoundBranches | None = None
@@ -53,6 +55,8 @@ def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device:
     found = Found()
     if plan.tensor > 1:
         found = _split(found, plan, model, objective, batch, device)
+    if plan.context > 1:
+        found = _cut_sequences(found, plan, model, objective, batch)
     if plan.expert > 1:
         found = _experts(found, plan, model, objective, batch)
     traces = plan.cuts or plan.recompute != "none" or plan.compile == "block" or device != "cpu"
@@ -70,17 +74,11 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
     from meshfit.layout.split.plan import plan_tensor  # the first rank alone plans
 
     batch = _first(batch, TRIED)
-    by_rows = plan.rows == "cut" or (plan.rows == "auto" and device == "cuda" and plan.pipeline == 1)
+    by_rows = plan.rows == "cut" or (plan.rows == "auto" and device == "cuda" and plan.pipeline == plan.context == 1)
     try:
         split = plan_tensor(model, lambda twin: as_number(objective(twin, batch)), plan.tensor, by_rows=by_rows)
     except RuntimeError as error:
-        if "deepcopy" not in str(error):
-            raise
-        raise PlanError(
-            f"{plan}: the model cannot be copied, and what can be split is found by trying",
-            "some attribute of a module is a tensor that was computed, as torch.nn.utils.weight_norm leaves them",
-            "torch.nn.utils.parametrizations has the same without; data= and shard= take the model as it is",
-        ) from error
+        raise (_uncopied(plan) if "deepcopy" in str(error) else error) from error.__cause__
     if not split.regions:
         raise PlanError(
             f"{plan}: tensor={plan.tensor} splits nothing of this model",
@@ -89,6 +87,38 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
             f"{replace(plan, tensor=1, data=plan.data * plan.tensor)} works",
         )
     return replace(found, tensor=split, notes=tuple(split.explain()))
+
+
+def _uncopied(plan: Plan) -> PlanError:
+    return PlanError(
+        f"{plan}: the model cannot be copied, and what can be split is found by trying",
+        "some attribute of a module is a tensor that was computed, as torch.nn.utils.weight_norm leaves them",
+        "torch.nn.utils.parametrizations has the same without; data= and shard= take the model as it is",
+    )
+
+
+def _cut_sequences(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
+    from meshfit.layout.context import Differs, plan_context  # the first rank alone plans
+
+    instead = f"{replace(plan, context=1, data=plan.data * plan.context)} works"
+    try:
+        sequence = plan_context(model, lambda twin, some: as_number(objective(twin, some)), batch, plan.context)
+    except RuntimeError as error:
+        raise (_uncopied(plan) if "deepcopy" in str(error) else error) from error.__cause__
+    except Differs as differs:
+        raise PlanError(
+            f"{plan}: cut over {plan.context} devices this model does not compute what it does on one",
+            f"on a few samples, in double precision: {differs}",
+            instead,
+        ) from differs
+    if not sequence.beginnings:
+        raise PlanError(
+            f"{plan}: this model has no sequence that could be cut",
+            "whichever dim of its activations is cut, a device would have to keep nearly as much as one alone",
+            sequence.why,
+            instead,
+        )
+    return replace(found, context=sequence, notes=(*found.notes, *sequence.explain()))
 
 
 def _experts(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:

@@ -39,8 +39,10 @@ class Mesh:
     """Ranks that hold, or shard, the same part of the model, and work on different samples: data, shard and expert
     at once."""
 
+    terms: Group = None
+    """Ranks whose gradients are terms of one sum: those of ``batch``, and of parts of the same sequences."""
     copies: Group = None
-    """Ranks that hold the same slices of what is sharded: data, and expert."""
+    """Ranks that hold the same slices of what is sharded: data, expert and context."""
     alike: Group = None
     """Ranks that hold the same experts, where those are spread: data and shard at once."""
 
@@ -85,17 +87,19 @@ class Mesh:
             there = [axis for axis in some if axes[axis] is not None]
             return axes[there[0]] if len(there) == 1 and there != ["expert"] else along(*there)
 
+        batch = together("data", "shard", "expert")
         return cls(
             **axes,
             world=dist.group.WORLD,
-            batch=together("data", "shard", "expert"),
-            copies=together("data", "expert"),
+            batch=batch,
+            terms=together("data", "shard", "expert", "context") if plan.context > 1 else batch,
+            copies=together("data", "expert", "context"),
             alike=together("data", "shard") if plan.expert > 1 else None,
             samples=along("pipeline", "data", "shard", "expert"),
             rank=rank,
             stage=own["pipeline"],
             share=(own["data"] * plan.shard + own["shard"]) * plan.expert + own["expert"],
-            has_results=own["pipeline"] == last and own["tensor"] == own["branch"] == 0,
+            has_results=own["pipeline"] == last and own["tensor"] == own["branch"] == own["context"] == 0,
         )
 
 

@@ -4,7 +4,7 @@ What they need to know of the model is found before: see find.py.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from meshfit.layout import batchnorm
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.branch import Branch, Branched
 from meshfit.layout.compile import Blocks
+from meshfit.layout.context import Context
 from meshfit.layout.expert import Expert, Owned
 from meshfit.layout.experts import balance
 from meshfit.layout.find import Found, find, pipeline_of, split_of_part
@@ -26,6 +27,7 @@ from meshfit.layout.pipeline import Staged
 from meshfit.layout.precision import Precision
 from meshfit.layout.recompute import Recompute
 from meshfit.layout.replicate import Replicate, check_ties, tied
+from meshfit.layout.sequence.piece import gathered_output, guarded
 from meshfit.layout.shard import Shard, buffers_to
 from meshfit.layout.split.vocabulary import whole_output
 from meshfit.layout.stages.cut import Shell
@@ -51,6 +53,8 @@ class Placed:
     """Of operations that are cut over the tensor axis, or experts over theirs."""
     partial: tuple[str, ...] = ()
     """Parameters of the whole model of whose gradient several ranks of that axis have a part."""
+    guards: ExitStack = field(default_factory=ExitStack)
+    """What is to be undone at the end, beside what is put around forwards."""
     shards: Shards | None = None
     balances: bool = False
     """Whether an auxiliary loss is one over all ranks."""
@@ -186,6 +190,7 @@ class Placed:
         if self.apart is not None:
             self.parts = self.shards = None
             self.apart.undo(self.tensors())
+        self.guards.close()
         for config in self.caches:
             config.use_cache = True
 
@@ -206,9 +211,9 @@ class Forwards:
 
     def __call__(self, content: Any) -> Any:
         if self._stages is not None:
-            return whole_output(self._stages(content))
+            return gathered_output(whole_output(self._stages(content)))
         with self._precision.arithmetic(self._device), self._placed.inside():
-            return whole_output(self._step(self._placed.model, content))
+            return gathered_output(whole_output(self._step(self._placed.model, content)))
 
     def finish(self) -> None:
         """Wait until all that was handed on to other stages has arrived: what is dropped before is lost to them."""
@@ -234,10 +239,10 @@ def place(
     ties = tied(model)
     acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
     in_blocks = plan.compile == "block" or (plan.compile == "auto" and device.type == "cuda" and acts_inside)
-    in_blocks &= plan.tensor == plan.expert == 1 and not plan.apart
+    in_blocks &= plan.tensor == plan.expert == plan.context == 1 and not plan.apart
     spreads = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.apart
-    found, caches = Found(), _without_caches(model) if plan.apart else []
-    if spreads or plan.recompute != "none" or in_blocks:
+    found, caches = Found(), _without_caches(model) if plan.apart or plan.context > 1 else []
+    if spreads or plan.context > 1 or plan.recompute != "none" or in_blocks:
         found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
     if not spreads:  # else only parts of it go there
         model.to(device)
@@ -277,6 +282,10 @@ def place(
         model.to(device)
     if plan.recompute != "none":
         Recompute(word=plan.recompute, blocks=tuple(again)).apply(model)
+    if found.context is not None:
+        assert mesh.context is not None
+        placed.guards.enter_context(guarded())
+        Context(degree=plan.context, plan=found.context).apply(model, mesh.context)
     check_ties(model, ties)
     return placed
 

@@ -40,6 +40,8 @@ class Passes:
     device: torch.device
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around what runs the model: see layout."""
+    tellers: int = 1
+    """Ranks that compute the loss of the same samples: each goes backward from its part of it."""
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         total: Tensor | float = 0.0
@@ -51,6 +53,8 @@ class Passes:
                 with counting(part.samples > 0), self.precision.arithmetic(self.device), self.inside():
                     loss = self.objective(self.model, part.content)
                 share, count = self._share(loss, part, batch)
+                if self.tellers > 1:
+                    share, count = share / self.tellers, count / self.tellers
                 if part.samples:
                     value = share.detach()
                     if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
@@ -88,7 +92,7 @@ class Passes:
 
     def _alone(self, batch: Batch) -> bool:
         """The whole batch goes through at once here: its loss needs no weight."""
-        return self.exchange.degree == 1 and len(batch.microbatches) == 1
+        return self.exchange.degree == self.tellers and len(batch.microbatches) == 1
 
     def _nominal(self, batch: Batch) -> float:
         """What the mean would be over if every sample had its usual number of targets."""

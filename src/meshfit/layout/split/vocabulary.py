@@ -151,10 +151,15 @@ def whole(x: Slice) -> Tensor:
 
 def whole_output(tree: Any) -> Any:
     """``tree``, what a model returned, with every slice made whole. All ranks call it together."""
+    return with_wholes(tree, Slice, whole)
+
+
+def with_wholes(tree: Any, kind: type, whole: Callable[[Any], Tensor]) -> Any:
+    """``tree`` with ``whole`` of every tensor of that kind in it."""
     if isinstance(tree, Tensor):
-        return whole(tree) if isinstance(tree, Slice) else tree
+        return whole(tree) if isinstance(tree, kind) else tree
     if isinstance(tree, Mapping):
-        new = {key: whole_output(item) for key, item in tree.items()}
+        new = {key: with_wholes(item, kind, whole) for key, item in tree.items()}
         if all(new[key] is tree[key] for key in new):
             return tree
         if type(tree) is dict:
@@ -164,12 +169,12 @@ def whole_output(tree: Any) -> Any:
             made[key] = item  # type: ignore[index]
         return made
     if isinstance(tree, (tuple, list)):
-        items = [whole_output(item) for item in tree]
+        items = [with_wholes(item, kind, whole) for item in tree]
         if all(a is b for a, b in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if hasattr(tree, "__dict__") and not isinstance(tree, type) and not callable(tree):
-        new = {key: whole_output(item) for key, item in vars(tree).items()}
+        new = {key: with_wholes(item, kind, whole) for key, item in vars(tree).items()}
         if all(new[key] is item for key, item in vars(tree).items()):
             return tree
         made = copy.copy(tree)

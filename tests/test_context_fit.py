@@ -1,0 +1,255 @@
+"""Trainings whose sequences are cut over ranks: like one device, or refused before anything starts."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshfit
+from benchmarks import parity, zoo
+from meshfit.errors import PlanError
+from meshfit.layout.context import Context, Differs, plan_context
+from meshfit.layout.find import as_number
+from meshfit.layout.sequence import find
+from meshfit.layout.sequence.find import ContextPlan, begin
+from meshfit.layout.sequence.ops import Imagined
+from meshfit.layout.sequence.piece import RULES, Piece, whole
+from meshfit.layout.sequence.span import Span
+from meshfit.layout.split.ops import Ranks
+from meshfit.layout.units import traced
+from meshfit.objective import Objective
+from tests.distributed import distributed
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ONCE = {  # each plan with a model that does not make it easy
+    "context=2": "mixtral",
+    "context=3": "vit",
+    "context=4": "bert",
+    "data=2 context=2": "gpt2",
+    "shard=2 context=2": "t5",
+    "context=2 tensor=2": "llama",
+    "context=2 recompute=full": "tied-gpt",
+    "context=2 microbatches=3": "token-sum",
+}
+
+
+@pytest.mark.parametrize(("plan", "name"), ONCE.items(), ids=[f"{name}-{plan}" for plan, name in ONCE.items()])
+def test_trains_like_one_device(plan: str, name: str) -> None:
+    trial = parity.Trial(plan=plan, samples=18, steps=4)  # batches of 8, 8 and 2
+    outcome = parity.judge(zoo.ZOO[name], trial, parity.fit)
+    assert outcome.ok, outcome
+
+
+LENGTH, CLASSES = 10, 12
+ADAMW = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+
+
+class Decoder(nn.Module):
+    """With dropout in every place that a transformer has it."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(CLASSES, 16), nn.Parameter(torch.randn(LENGTH, 16) * 0.1)
+        block = lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=drop, batch_first=True, norm_first=True)
+        self.drop, self.blocks = nn.Dropout(drop), nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.token(ids) + self.position[: ids.shape[1]])
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return self.head(x)
+
+
+def text(samples: int = 12, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(CLASSES, (samples, length + 1), generator=torch.Generator().manual_seed(3))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def loss(out: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+
+def built(drop: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder(drop)
+
+
+def fit(plan: str, model: nn.Module, **more: Any) -> list[float]:
+    ranks = parity.Trial(plan=plan).devices
+    given = {"loss": loss, "optimizer": ADAMW, "batch_size": 5, "steps": 4, "progress": False, **more}
+    result = meshfit.fit(model, text(), plan=plan, devices=f"cpu:{ranks}", **given)
+    return [step.loss for step in result.history]
+
+
+def test_gradients_clipping_and_optimizer_are_one_devices() -> None:
+    verdict = meshfit.verify(
+        built(0.1), text(), loss=loss, optimizer=ADAMW, batch_size=5, clip=0.1, plan="context=2", devices="cpu:2"
+    )
+    assert verdict.equal, verdict.rows
+
+
+def test_half_precision() -> None:
+    one = fit("data=1 precision=bf16", built())
+    assert fit("context=2 precision=bf16", built()) == pytest.approx(one, rel=1e-2)
+
+
+def test_evaluates_and_predicts_like_one_device() -> None:
+    model, (ids, targets) = built(0.1).eval(), text()
+    given = {"batch_size": 5, "plan": "context=3", "devices": "cpu:3"}
+    with torch.no_grad():
+        want = model(ids)
+    torch.testing.assert_close(meshfit.predict(model, (ids, targets), **given), want, rtol=1e-5, atol=1e-6)
+    accuracy = lambda out, y: (out.argmax(-1) == y).float().mean()
+    found = meshfit.evaluate(model, (ids, targets), loss=loss, metrics={"accuracy": accuracy}, **given)
+    assert found["loss"] == pytest.approx(loss(want, targets).item(), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(accuracy(want, targets).item(), rel=1e-6)
+
+
+def test_goes_on_under_another_plan(tmp_path: Any) -> None:
+    whole = fit("data=1", built(), steps=6)
+    given = {"checkpoint": "2 steps", "out": tmp_path / "run"}
+    first = fit("context=2", built(), steps=4, **given)
+    rest = fit("data=2", built(), steps=6, resume=True, **given)
+    assert first + rest[-2:] == pytest.approx(whole, rel=1e-5)
+
+
+def test_dropout_trains_and_is_the_same_twice() -> None:
+    runs = [fit("context=2", built(0.3)) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0] != fit("context=2", built(0.0))
+    assert fit("context=2 recompute=full", built(0.3)) == pytest.approx(runs[0], rel=1e-5)
+
+
+@distributed(world=2)
+def test_each_rank_draws_for_its_own_positions() -> None:
+    group, span = Ranks(dist.group.WORLD), Span.even(1, 64, 2)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    dropped = whole(F.dropout(Piece(torch.ones(4, 32), span, group)))
+    left, right = dropped.chunk(2, 1)
+    assert not torch.equal(left, right)
+    assert 0.3 < (dropped == 0).float().mean() < 0.7
+    assert len({float(x) for x in group.parts(torch.rand(()))}) == 1  # and all go on alike
+
+
+# What is refused
+
+
+def test_a_model_without_sequences_is_refused() -> None:
+    images, targets = zoo.small_images(4)
+    with pytest.raises(PlanError, match=r"this model has no sequence that could be cut") as error:
+        meshfit.fit(
+            zoo.batchnorm_cnn, (images, targets), loss=F.cross_entropy, optimizer=ADAMW, batch_size=4, steps=1,
+            plan="context=2", devices="cpu:2", progress=False,
+        )  # fmt: skip
+    assert "data=2 works" in str(error.value)
+
+
+@pytest.mark.parametrize("beside", ["pipeline=2", "tensor=2 rows=cut"])
+def test_plans_that_do_not_go_together(beside: str) -> None:
+    with pytest.raises(PlanError, match=r"sequences are not cut beside") as error:
+        fit(f"context=2 {beside}", built())
+    assert "works" in str(error.value)
+
+
+def test_sequences_shorter_than_ranks_are_whole() -> None:
+    ids, _ = text(4, 2)
+    model = built()
+    want = model(ids)
+    begin(model, planned(4).beginnings, Imagined(3, 4))
+    got = model(ids)
+    assert type(got) is Tensor
+    assert torch.equal(got, want)
+    assert isinstance(model(text()[0]), Piece)
+
+
+# The plan
+
+
+def step(model: nn.Module, batch: Any) -> Tensor:
+    return as_number(Objective(loss=loss)(model, batch))
+
+
+def planned(ways: int) -> ContextPlan:
+    return plan_context(built(), step, text(), ways)
+
+
+def forgets_the_offset(func: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+    """A rank's queries as if they were the first positions."""
+    return Piece(F.scaled_dot_product_attention(q.local, whole(k), whole(v), is_causal=True), q.span, q.group)
+
+
+def has_no_gradient(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Right forward, but nothing comes back."""
+    return Piece(func(x.local.detach(), *args, **kwargs), x.span, x.group)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "says"),
+    [
+        ("scaled_dot_product_attention", forgets_the_offset, "the loss is"),
+        ("layer_norm", has_no_gradient, "gradient"),
+    ],
+)
+def test_a_wrong_rule_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any], says: str
+) -> None:
+    monkeypatch.setitem(RULES, name, wrong)
+    with pytest.raises(Differs, match=says):
+        planned(2)
+
+
+class Counted(Ranks):
+    """Counts elements that ranks say to each other, by how."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.group.WORLD)  # type: ignore[arg-type]
+        self.said: dict[str, list[int]] = {}
+
+    def _count(self, op: str, elements: int) -> None:
+        calls = self.said.setdefault(op, [0, 0])
+        calls[0] += 1
+        calls[1] += elements
+
+    def sum(self, x: Tensor) -> Tensor:
+        self._count("all_reduce", x.numel())
+        return super().sum(x)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        self._count("reduce_scatter", x.numel())
+        return super().scatter(x)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        self._count("all_gather", x.numel() * self.size)
+        return super().parts(x)
+
+
+@distributed(world=2)
+def assert_said(plan: ContextPlan, calls: dict[str, int], moved: dict[str, int]) -> None:
+    model, group = built(), Counted()
+    begin(model, plan.beginnings, group)
+    (step(model, tuple(t[:6] for t in text())) / 2).backward()
+    assert {op: said[0] for op, said in group.said.items()} == calls
+    assert {op: said[1] * 4 for op, said in group.said.items()} == moved
+
+
+@pytest.mark.parametrize("positions", [find.POSITIONS, 2])
+def test_ranks_say_what_the_cost_says(monkeypatch: pytest.MonkeyPatch, positions: int) -> None:
+    """Also where shorter sequences were tried than there are."""
+    monkeypatch.setattr(find, "POSITIONS", positions)
+    plan, batch = planned(2), tuple(t[:6] for t in text())
+    assert plan.length == (4 if positions == 2 else 0)
+    assert plan.kept < 0.55
+    trace = traced(built(), Objective(loss=loss), batch, device="cpu")
+    assert not isinstance(trace, Exception)
+    after, cost = Context(degree=2, plan=plan).cost(trace)
+    assert after.cost.kept == pytest.approx(plan.kept * trace.cost.kept, rel=1e-2)
+    assert_said(plan=plan, calls=cost.calls, moved=cost.moved)
