@@ -924,7 +924,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "misspelt argument": ({"optimiser": SGD}, meshfit.JobError, "did you mean optimizer"),
     "misspelt plan": ({"plan": "dat=2"}, meshfit.PlanError, "did you mean data"),
     "auto and a degree": ({"plan": "auto data=3", "devices": "cpu:2"}, meshfit.PlanError, "data"),
-    "later plan": ({"plan": "branch=2"}, meshfit.PlanError, "cannot carry out branch= yet"),
     "plan without value": ({"plan": "data"}, meshfit.PlanError, "no value"),
     "plan of words": ({"plan": "data=two"}, meshfit.PlanError, "not a number"),
     "plan, a number": ({"plan": 2}, meshfit.MeshfitError, "plan"),

@@ -22,7 +22,6 @@ def test_text_form_reads_back(text: str) -> None:
         ("data", "no value"),
         ("data=2 data=3", "twice"),
         ("precision=bf61", "did you mean bf16?"),
-        ("branch=2", "cannot carry out branch= yet"),
         ("data=-1", "not a number"),
     ],
 )
