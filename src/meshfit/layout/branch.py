@@ -26,7 +26,7 @@ from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.layout.branches.assign import Dealt, deal
-from meshfit.layout.branches.flow import Flow, Phase
+from meshfit.layout.branches.flow import Flow, Phase, detached
 from meshfit.layout.branches.ops import Line
 from meshfit.layout.branches.program import Program
 from meshfit.layout.pipeline import only
@@ -125,12 +125,14 @@ class Branch:
         """What ``rank`` runs of the trace (of one microbatch), and what it says to others."""
         trace, calls, moved = found.trace, {"broadcast": 0, "all_reduce": 0}, {"broadcast": 0, "all_reduce": 0}
         assert trace is not None
+        own = {event for phase in found.phases for events in phase.own for event in events}
         for phase in found.phases if any(any(phase.own) for phase in found.phases) else ():
             for ids in phase.joins:
                 size = packed_size(_layout(trace, id) for id in ids)
                 calls["broadcast"] += bool(size)
                 moved["broadcast"] += size
-            entered = [_layout(trace, id) for id in phase.enters if trace.values[id].needs_grad]
+            back = [id for id in phase.enters if trace.values[id].needs_grad and not detached(trace, id, own)]
+            entered = [_layout(trace, id) for id in back]
             calls["all_reduce"] += len({layout.dtype for layout in entered})
             moved["all_reduce"] += sum((_count(layout) + 1) * layout.dtype.itemsize for layout in entered)
         calls, moved = ({k: n * microbatches for k, n in many.items() if n} for many in (calls, moved))

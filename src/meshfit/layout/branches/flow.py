@@ -7,7 +7,7 @@ in which it is in time for those that wait for it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from meshfit.anatomy.branches import successors
 from meshfit.anatomy.cuts import storage_of
 from meshfit.anatomy.record_known import objects_in
 from meshfit.anatomy.replay import Recording
-from meshfit.anatomy.trace import Event
+from meshfit.anatomy.trace import Event, Trace
 
 ALL = -1
 
@@ -149,6 +149,12 @@ class Flow:
 
     def _given_out(self, storage: int) -> bool:
         return any(storage_of(self.trace, value) == storage for value in self.trace.outputs)
+
+
+def detached(trace: Trace, id: int, events: Container[int]) -> bool:
+    """Whether all of ``events`` that read a value detach it: no gradient comes back from there, not even a zero."""
+    readers = [trace.events[event] for event in trace.values[id].used_by if event in events]
+    return all(event.kind == "glue" and event.name == "detach" for event in readers)
 
 
 def _bound(recording: Recording) -> tuple[list[list[int]], set[int]]:

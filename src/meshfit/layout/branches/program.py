@@ -12,7 +12,7 @@ from meshfit.anatomy.record_program import Step, decode
 from meshfit.anatomy.replay import Environment, Recording, replay_steps
 from meshfit.events import current
 from meshfit.layout.branches.assign import Dealt, owners_like
-from meshfit.layout.branches.flow import ALL, Flow, Phase
+from meshfit.layout.branches.flow import ALL, Flow, Phase, detached
 from meshfit.layout.branches.ops import Layouts, Line, enter, join, tie
 from meshfit.layout.split.ops import Stream
 from meshfit.layout.stages.program import Recorded
@@ -60,11 +60,12 @@ class Program(Recorded):
             if not any(self.phases[number].own):
                 continue
             ids = [id for id, _ in turn.enters]
-            token, values = enter(line, token, [trunk.values[id] for id in ids], [copy for _, copy in turn.enters])
+            entering = [trunk.values[id].detach() if id in self._detached else trunk.values[id] for id in ids]
+            token, values = enter(line, token, entering, [copy for _, copy in turn.enters])
             own.values.update((id, v) for id, v in zip(ids, values, strict=True) if id in turn.keeps)
             for id in turn.drops:
                 trunk.values.pop(id, None)
-            del values
+            del entering, values
             with current().span("branch"):
                 stream.own(self, line.device)
                 replay_steps(turn.own, own)
@@ -90,6 +91,12 @@ class Program(Recorded):
         trace = self.recording.trace
         changed = {storage_of(trace, v) for event in trace.events for v in event.mutates}
         return {id for id in trace.inputs if storage_of(trace, id) in changed}
+
+    @cached_property
+    def _detached(self) -> set[int]:
+        own = {event for event, rank in enumerate(self.owner) if rank != ALL}
+        trace = self.recording.trace
+        return {id for phase in self.phases for id in phase.enters if detached(trace, id, own)}
 
     @cached_property
     def turns(self) -> list[Turn]:
