@@ -137,7 +137,7 @@ def _context(trace: Trace) -> Verdict:
     lengths = [trace.values[value].shape for value in trace.inputs if len(trace.values[value].shape) > 1]
     if not lengths:
         return Verdict(False, "its inputs have no dim but that of the samples", 1)
-    return Verdict(None, "not analysed yet")
+    return Verdict(None, "tried when it is asked for, by running a step on a few samples")
 
 
 def _expert(trace: Trace) -> Verdict:
@@ -146,7 +146,7 @@ def _expert(trace: Trace) -> Verdict:
     ]
     if not found:
         return Verdict(False, "no module of it looks like experts", 1)
-    return Verdict(None, f"not analysed yet; {len(found)} modules look like experts, {found[0]} first")
+    return Verdict(None, f"{len(found)} modules look like experts, {found[0]} first; tried when it is asked for")
 
 
 def _recompute(trace: Trace) -> Verdict:
