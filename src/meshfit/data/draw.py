@@ -41,6 +41,9 @@ class Draw:
 
     def __init__(self, ids: NDArray[np.int64], key: Key):
         self.ids, self.key, self._calls = ids, key, 0
+        with np.errstate(over="ignore"):
+            self._number = key.number
+            self._rows = mix(ids.astype(_u64), self._number)[:, None]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -49,9 +52,8 @@ class Draw:
         """(samples, count) 64-bit integers."""
         self._calls += 1
         with np.errstate(over="ignore"):
-            column = mix(np.arange(count, dtype=_u64), self.key.number + _u64(self._calls) * _u64(0x9E3779B97F4A7C15))
-            rows = mix(self.ids.astype(_u64), self.key.number)
-            return mix(rows[:, None] + column[None] * _u64(0x8EBC6AF09C88C6E3), _u64(0x589965CC75374CC3))
+            column = mix(np.arange(count, dtype=_u64), self._number + _u64(self._calls) * _u64(0x9E3779B97F4A7C15))
+            return mix(self._rows + column[None] * _u64(0x8EBC6AF09C88C6E3), _u64(0x589965CC75374CC3))
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """(samples, *shape) float32 in [low, high)."""

@@ -160,10 +160,13 @@ def crop(size: int | tuple[int, int], *, padding: int = 0, on: On = None) -> Tra
 
 
 def _windows(image: Tensor, top: Tensor, left: Tensor, height: int, width: int) -> Tensor:
-    n, channels, _, wide = image.shape
-    if image.is_cpu:
-        view = np.lib.stride_tricks.sliding_window_view(image.numpy(), (height, width), axis=(2, 3))  # type: ignore[arg-type]
-        return torch.from_numpy(view[np.arange(n), :, top.numpy(), left.numpy()])
+    n, channels, high, wide = image.shape
+    if image.is_cpu:  # each row of a window is one copy, from wherever it begins
+        image = image.contiguous()
+        starts = torch.arange(n * channels).view(n, channels, 1) * high + top.view(-1, 1, 1) + torch.arange(height)
+        starts = starts * wide + left.view(-1, 1, 1)
+        everywhere = image.as_strided((max(image.numel() - width + 1, 0), width), (1, 1))
+        return everywhere.index_select(0, starts.view(-1)).view(n, channels, height, width)
     rows = top.to(image.device)[:, None] + torch.arange(height, device=image.device)
     cols = left.to(image.device)[:, None] + torch.arange(width, device=image.device)
     index = (rows[:, :, None] * wide + cols[:, None, :]).view(n, 1, -1).expand(n, channels, -1)
@@ -177,10 +180,21 @@ def flip(p: float = 0.5, *, on: On = None) -> Transform:
         image, chosen = _one_size(leaf, "flip"), draw.uniform() < p
         if not image.is_cpu:
             return torch.where(chosen.to(image.device).view(-1, 1, 1, 1), image.flip(3), image)
-        at = chosen.nonzero()[:, 0]
-        return image.index_copy(0, at, image.index_select(0, at).flip(3)) if len(at) else image
+        at, which = chosen.nonzero()[:, 0], torch.arange(len(image))
+        if not len(at):
+            return image
+        which[at] = torch.arange(len(image), len(image) + len(at))
+        return torch.cat((image, _mirrored(image.index_select(0, at)))).index_select(0, which)  # index_copy is slow
 
     return Transform("flip", apply, on)
+
+
+def _mirrored(image: Tensor) -> Tensor:
+    """``image.flip(3)``; of bytes, eight at a time."""
+    if image.dtype != torch.uint8 or image.shape[3] % 8:
+        return image.flip(3)
+    words = image.contiguous().numpy().view(np.uint64)
+    return torch.from_numpy(words[..., ::-1].byteswap().view(np.uint8))
 
 
 def resize(size: int | tuple[int, int], *, on: On = None) -> Transform:
