@@ -6,7 +6,8 @@ PATH holds cifar10-train.parquet (columns image: JPEG, label). Every line gives 
 best: above 1 the other is faster. Batches of 256, shuffled, best of ``--rounds``, which take turns; each DataLoader
 with 0 and 2 workers.
 
-    none      images decoded beforehand, no transform             against a NumPy gather of the same batches
+    none      images decoded beforehand, no transform             against a NumPy gather of the same batches, and
+                                                                  Hugging Face's datasets, where installed
     augment   crop (padding 4), flip, normalise to float32        against torchvision v2, sample by sample, and against
                                                                   a DataLoader that is given the same functions
     jpeg      decoded from JPEG                                   against PIL
@@ -15,6 +16,7 @@ with 0 and 2 workers.
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import sys
 import tempfile
@@ -114,6 +116,22 @@ def ours(source: Any, workers: int | None = None, batch: int = BATCH) -> Callabl
     return lambda epoch: made.epoch(epoch)
 
 
+def arrow(images: torch.Tensor, labels: torch.Tensor) -> Callable[[int], Iterator[Any]]:
+    """Of Hugging Face's datasets, in memory, as tensors."""
+    import datasets
+
+    shape = datasets.Array3D(tuple(images.shape[1:]), "uint8")
+    features = datasets.Features({"x": shape, "y": datasets.Value("int64")})
+    held = datasets.Dataset.from_dict({"x": images.numpy(), "y": labels.numpy()}, features=features)
+    held = held.with_format("torch")
+
+    def batches(epoch: int) -> Iterator[Any]:
+        order = np.random.default_rng(epoch).permutation(len(held))
+        return (held[order[start : start + BATCH]] for start in range(0, len(order), BATCH))
+
+    return batches
+
+
 def speed(batches: Iterator[Any], samples: int, seconds: float) -> float:
     """Samples a second of one epoch, cut after ``seconds``; the first batch, which starts workers, is not timed."""
     next(batches)
@@ -175,6 +193,8 @@ def main() -> None:
                     Batched(images, numpy_labels), workers, batched=True
                 )
                 cases[f"DataLoader {workers} workers, sample by sample"] = loaded(Plain(images, numpy_labels), workers)
+            if importlib.util.find_spec("datasets"):
+                cases["Hugging Face datasets, a batch at a time"] = arrow(images, labels)
             compare("no transform", cases, args)
         if "augment" in args.only:
             v2 = vision()
