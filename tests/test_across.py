@@ -128,49 +128,6 @@ def test_dropout(plan: str) -> None:
     run(plan=plan)
 
 
-def test_evaluation_and_prediction() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    y = Y.argmax(1)
-    metrics = {"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float()}
-    alone = meshfit.evaluate(model, (X, y), loss=F.cross_entropy, metrics=metrics, batch_size=7)
-    outputs = meshfit.predict(model, (X, y), batch_size=7)
-    for plan in ("tensor=2", "data=2 tensor=2"):
-        how = {"batch_size": 7, "plan": plan, "devices": f"cpu:{Plan.parse(plan).devices}"}
-        assert meshfit.evaluate(model, (X, y), loss=F.cross_entropy, metrics=metrics, **how) == pytest.approx(alone)
-        torch.testing.assert_close(meshfit.predict(model, (X, y), **how), outputs)
-
-
-def test_validation_best_and_average() -> None:
-    def fit(**how: Any) -> tuple[list[Any], nn.Module]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        given = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 8, "epochs": 4, "shuffle": False}
-        result = meshfit.fit(model, (X, Y), valid=(X[:5], Y[:5]), best="-loss", ema=0.5, **given, **how)
-        return [step.valid["loss"] for step in result.history if step.valid], model
-
-    want, alone = fit(devices="cpu")
-    got, model = fit(plan="data=2 tensor=2", devices="cpu:4")
-    assert got == pytest.approx(want, rel=1e-4)
-    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-
-
-def test_a_callback_stops_all_ranks() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    stop = lambda step: "stop" if step.step == 3 else None
-    how = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 8, "plan": "tensor=2", "devices": "cpu:2"}
-    assert len(meshfit.fit(model, (X, Y), steps=50, callbacks=stop, **how).history) == 3
-
-
-def test_a_broken_sample_is_named() -> None:
-    x = X.clone()
-    x[13] = float("nan")
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    how = {"loss": F.mse_loss, "optimizer": ranked.ADAMW, "batch_size": 8, "shuffle": False, "epochs": 1}
-    with pytest.raises(meshfit.NonFiniteError, match="sample 13"):
-        meshfit.fit(model, (x, Y), plan="data=2 tensor=2", devices="cpu:4", **how)
-
-
 @distributed(world=2)
 def test_an_optimizer_that_has_been_used() -> None:
     """Its state is cut along with the parameters."""

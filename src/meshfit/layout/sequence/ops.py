@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfit.layout.sequence.span import Span
-from meshfit.layout.split.ops import Group, Ranks
+from meshfit.layout.split.ops import Group, Ranks, draw_own
 from meshfit.layout.split.region import Traffic
 from meshfit.torch_compat import in_backward
 
@@ -113,17 +113,8 @@ def own_draws(group: Group, device: torch.device) -> Iterator[None]:
     if not isinstance(group, Ranks):
         yield
         return
-    seed = int(torch.randint(2**62, (), dtype=torch.int64)) + group.rank
-    kept = torch.get_rng_state()
-    gpu = device if device.type == "cuda" else None
-    of_gpu = None if gpu is None else torch.cuda.get_rng_state(gpu)
-    torch.default_generator.manual_seed(seed)
-    if gpu is not None:
-        with torch.cuda.device(gpu):
-            torch.cuda.manual_seed(seed)
+    common = draw_own(group.rank, device)
     try:
         yield
     finally:
-        torch.set_rng_state(kept)
-        if gpu is not None and of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, gpu)
+        common()

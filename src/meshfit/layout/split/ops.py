@@ -11,7 +11,7 @@ one process. Backward on the CPU runs in the thread that asked for it, so both d
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -226,6 +226,25 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
     return _Gather.apply(x, dim, group)  # type: ignore[return-value]
 
 
+def draw_own(rank: int, device: torch.device | None) -> Callable[[], None]:
+    """From here on random numbers are the rank's own; they follow from the common ones, of which one is taken. Returns
+    what goes on with those: call it when the own ones are done with."""
+    seed = int(torch.randint(2**62, (), dtype=torch.int64)) + rank
+    gpu = device if device is not None and device.type == "cuda" else None
+    kept, of_gpu = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
+    torch.default_generator.manual_seed(seed)
+    if gpu is not None:
+        with torch.cuda.device(gpu):
+            torch.cuda.manual_seed(seed)
+
+    def common() -> None:
+        torch.set_rng_state(kept)
+        if gpu is not None and of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, gpu)
+
+    return common
+
+
 class Stream:
     """Random numbers: those of the group, the same on every rank, or inside regions those of the rank alone.
 
@@ -236,7 +255,7 @@ class Stream:
     def __init__(self, group: Group):
         self.group = group
         self._open: set[object] = set()
-        self._kept: tuple[Tensor, torch.device | None, Tensor | None] | None = None
+        self._common: Callable[[], None] | None = None
 
     @property
     def inside(self) -> bool:
@@ -248,20 +267,12 @@ class Stream:
         self._open.add(region)
         if not first or not isinstance(self.group, Ranks):
             return
-        seed = int(torch.randint(2**62, (), dtype=torch.int64)) + self.group.rank
-        gpu = device if device is not None and device.type == "cuda" else None
-        self._kept = torch.get_rng_state(), gpu, None if gpu is None else torch.cuda.get_rng_state(gpu)
-        torch.default_generator.manual_seed(seed)
-        if gpu is not None:
-            with torch.cuda.device(gpu):
-                torch.cuda.manual_seed(seed)
+        self._common = draw_own(self.group.rank, device)
 
     def common(self, region: object) -> None:
         """From here on all ranks draw the same numbers again, if no other region is open."""
         self._open.discard(region)
-        if self._open or self._kept is None:
+        if self._open or self._common is None:
             return
-        (state, gpu, of_gpu), self._kept = self._kept, None
-        torch.set_rng_state(state)
-        if gpu is not None and of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, gpu)
+        common, self._common = self._common, None
+        common()
