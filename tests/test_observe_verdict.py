@@ -56,6 +56,17 @@ def test_workers_are_counted_and_how_many_would_do(tmp_path: Path) -> None:
     assert str(first).startswith("input-bound: devices waited 50 % of the time for data, on 2 workers")
 
 
+def test_workers_that_wait_for_their_server(tmp_path: Path) -> None:
+    run = folder(
+        tmp_path / "run", [{"forward_backward": 0.04, "update": 0.05, "exchange": 0.01}] * 2, plan="server=1 data=2"
+    )
+    names = found(run)
+    assert next(iter(names)) == "server-bound"
+    assert "60 % of the time for their server" in names["server-bound"].evidence
+    assert "server=2" in names["server-bound"].change
+    assert not {"optimizer-heavy", "exchange-exposed"} & names.keys()
+
+
 def test_a_rank_that_sleeps_is_the_straggler(tmp_path: Path) -> None:
     def step(model, batch):
         inputs, targets = batch

@@ -104,7 +104,7 @@ def _bubble(run: Recording) -> Finding | None:
 
 def _exposed(run: Recording) -> Finding | None:
     """What the rank that waits least still waits: the others wait for it, and that is another finding."""
-    if len(run.ranks) < 2:
+    if len(run.ranks) < 2 or "server" in run.words:
         return None
     shares = [(r.steady.get("exchange", 0.0) + r.steady.get("gather", 0.0)) / r.wall for r in run.ranks if r.wall]
     share = min(shares, default=0.0)
@@ -258,9 +258,23 @@ def _others(run: Recording) -> Finding | None:
     return None
 
 
+def _server(run: Recording) -> Finding | None:
+    """A worker's optimizer is its servers': what it waits for in exchange and update is them."""
+    share = run.share("exchange") + run.share("update")
+    servers = int(run.words.get("server", 0))
+    if not servers or share < 2 * WORTH:
+        return None
+    change = f"server={2 * servers} shares their work; compress=bf16 halves what goes up"
+    if "staleness" not in run.words:
+        change += "; staleness=2 lets workers go on without each other"
+    who = "their server" if servers == 1 else f"their {servers} servers"
+    evidence = f"workers waited {percent(share)} of the time for {who}, and through them for each other"
+    return Finding(name="server-bound", title="server-bound", evidence=evidence, change=change, lost=share / 2)
+
+
 def _optimizer(run: Recording) -> Finding | None:
     share = run.share("update")
-    if share < 0.2:
+    if share < 0.2 or "server" in run.words:
         return None
     change = "a larger batch takes fewer of them; shard= gives each device a part of it"
     evidence = f"{percent(share)} of the time went to the optimizer"
@@ -321,6 +335,7 @@ RULES: tuple[Rule, ...] = (
     _launch_bound,
     _oversubscribed,
     _others,
+    _server,
     _optimizer,
     _caller,
     _start,
