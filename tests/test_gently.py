@@ -57,7 +57,7 @@ def test_a_signal_saves_and_ends(plan: str, number: signal.Signals, tmp_path: Pa
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process, out = started(tmp_path, "data=2")
     process.send_signal(signal.SIGTERM)
-    while not (out / "stop").exists():
+    while not (out / "stop").exists() and process.poll() is None:
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()

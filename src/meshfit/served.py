@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from meshfit.checkpoint.going_on import saved
 from meshfit.data.loader import Batch, Loader
@@ -62,8 +63,10 @@ def own_batch(job: Job) -> int:
 
 
 def check(job: Job) -> None:
-    """Refuse, in the caller, what workers that step apart cannot do."""
+    """Refuse, in the caller, what servers cannot give out, and what workers that step apart cannot do."""
     plan = _plan(job)
+    if isinstance(job.data, IterableDataset):
+        raise _no_stream(plan)
     if plan.staleness:
         own_batch(job)
         for name in ("best", "patience"):
@@ -259,14 +262,20 @@ def last_ticket(job: Job, loader: Loader) -> int | None:
     """Where workers step apart: how many gradients there are to be."""
     limits = [] if job.steps is None else [int(job.steps)]
     if job.epochs is not None:
-        limits.append(max(1, math.ceil(round(job.epochs * -(-_samples(loader) // own_batch(job)), 9))))
+        limits.append(max(1, math.ceil(round(job.epochs * -(-_samples(_plan(job), loader) // own_batch(job)), 9))))
     return min(limits) if limits else None
 
 
-def _samples(loader: Loader) -> int:
-    if isinstance(loader.source, Stream):
-        raise DataError("servers give out batches by number, and a stream has none", "data=2 works, say")
+def _samples(plan: Plan, loader: Loader) -> int:
+    if isinstance(loader.source, Stream):  # that a function made, in here
+        raise _no_stream(plan)
     return len(loader.source)
+
+
+def _no_stream(plan: Plan) -> DataError:
+    return DataError(
+        f"{plan}: servers give out batches by number, and a stream has none", f"data={plan.data} works, say"
+    )
 
 
 # A server
@@ -315,7 +324,7 @@ class Serve:
 def _places(run: Run, job: Job) -> dict[str, Any]:
     """From which batch to which, in batches of all workers or of one."""
     (epoch, batch), size, own = run.position.now(run.step), run.loader.batch_size, own_batch(job)
-    first, step, last = epoch * -(-_samples(run.loader) // own) + batch * size // own, run.step, run.last_step
+    first, step, last = epoch * -(-_samples(run.plan, run.loader) // own) + batch * size // own, run.step, run.last_step
     if _plan(job).staleness:
         step = first  # each batch of one worker's is a step
         last = last_ticket(job, run.loader)
