@@ -1,4 +1,4 @@
-"""What a rank did and when: spans, scalars, instants, kept cheaply, appended to one file a rank.
+"""What a rank did and when: spans, scalars, instants, kept cheaply, appended to one file a rank, or a model server.
 
 Nothing in the training loop knows who reads them. A line is a JSON object, one of
 
@@ -25,6 +25,7 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,7 +45,7 @@ About = dict[str, Any]
 class Events:
     """One rank's events. Without a folder only the totals by span are kept."""
 
-    def __init__(self, folder: Path | None = None, rank: int = 0):
+    def __init__(self, folder: Path | None = None, rank: int = 0, *, of: str = "rank"):
         global _current
         self.rank, self.folder = rank, folder
         self.start = self._flushed = time.perf_counter()
@@ -65,7 +66,7 @@ class Events:
         self._file: TextIO | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / f"rank{rank}.jsonl").open("w")
+            self._file = (folder / f"{of}{rank}.jsonl").open("w")
             self._held.append({"rank": rank, "time": time.time() - (time.perf_counter() - self.start)})
         _current = self
 
@@ -128,6 +129,15 @@ class Events:
         else:
             known[0] += 1
             known[1] += count
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Time a wait for others in the middle of a pass. Not on a GPU: there it is the stream that waits."""
+        return nullcontext() if self._marks is not None else _Span(self, name, {})
+
+    def arrived(self, began: float) -> None:
+        """Traffic that was handed over at ``began``, by ``time.perf_counter()``, is here. Not on a GPU, as above."""
+        if self._marks is None:
+            self._add("collective", began, time.perf_counter(), {}, None)
 
     def scalar(self, name: str, value: float) -> None:
         """A number of the user's or of a part's own, at this step."""

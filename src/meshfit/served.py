@@ -27,6 +27,7 @@ from meshfit.data.loader import Batch, Loader
 from meshfit.data.position import Position
 from meshfit.data.source import Stream
 from meshfit.errors import DataError, PlanError
+from meshfit.events import Events
 from meshfit.exchange.nature import state_bytes
 from meshfit.exchange.serving.build import keep
 from meshfit.exchange.serving.keeper import Keeper
@@ -314,11 +315,13 @@ class Serve:
             **_places(run, job),
         )
         address = f"unix:{world.folder}/server{world.rank}"
+        events = Events(None if self.folder is None else self.folder / "events", world.rank, of="server")
         server = Server(keeper, terms, address=address, secret=self.secret, tell=channel.send)
         try:
             server.join()
         finally:
             server.close()
+            events.close()
 
 
 def _places(run: Run, job: Job) -> dict[str, Any]:

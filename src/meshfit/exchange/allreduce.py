@@ -19,6 +19,7 @@ all of them need not look: what it reached was reached somewhere. A rank that di
 last bucket cannot have gone before it knows) and drops the gradients that nobody made.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ class _Bucket:
     gradients: list[Tensor]  # views of flat, shaped like the parameters
     waiting: int = 0
     work: dist.Work | None = None
+    began: float = 0.0
+    """When it was handed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,7 @@ class AllReduce:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
             bucket = self._buckets[self._next]
             current().moved("all_reduce", bucket.flat.nbytes)
+            bucket.began = time.perf_counter()
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             self._next += 1
 
@@ -150,6 +154,7 @@ class AllReduce:
         for bucket in self._buckets:
             assert bucket.work is not None
             bucket.work.wait()
+            current().arrived(bucket.began)
         for i in missing:  # see [Note: unused parameters]
             if not self._reached_flags[i]:
                 self.parameters[i].grad = None

@@ -15,6 +15,7 @@ each rank has come to since.
     traffic   2P(n-1)/n bytes every h steps for P bytes of weights (all-reduce: every step)
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class _Bucket:
     sent: Tensor | None = None
     """What this rank had when the mean under way was begun."""
     work: Any = None
+    began: float = 0.0
+    """When it was handed over."""
 
     @property
     def size(self) -> int:
@@ -184,6 +187,7 @@ class Local:
         self._buckets[-1].flat[-NUMBERS + 1] = self._stop
         for bucket in self._buckets:
             current().moved("all_reduce", bucket.flat.nbytes)
+            bucket.began = time.perf_counter()
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
         self._count = 0.0
 
@@ -192,6 +196,7 @@ class Local:
         for bucket in self._buckets:
             bucket.work.wait()
             bucket.work = None
+            current().arrived(bucket.began)
         count, self._stopping = self._buckets[-1].flat[-NUMBERS:].tolist()
         self.rounds += 1
         if not count:  # no rank has seen a sample

@@ -22,6 +22,7 @@ its forward goes on: gradients then come unannounced, maybe after others of the 
 of the pass.
 """
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,8 @@ class _Flight:
     row: Tensor
     out: Tensor
     work: Any
+    began: float
+    """When it was handed over."""
     first: bool
     """Of its step: it replaces what was there."""
 
@@ -212,7 +215,7 @@ class Scatter:
             else:
                 current().moved("reduce_scatter", row.nbytes)
                 work = reduce_scatter_single(as_real(out), as_real(row), group=self.shards.group, async_op=True)
-            self._flying.append(_Flight(flat, row, out, work, first))
+            self._flying.append(_Flight(flat, row, out, work, time.perf_counter(), first))
         while len(self._flying) > FLYING:
             self._land()
 
@@ -221,6 +224,7 @@ class Scatter:
         came = self._flying.pop(0)
         if came.work is not None:
             came.work.wait()
+            current().arrived(came.began)
         gradient = came.flat.gradient
         assert gradient is not None
         if came.out is not gradient:

@@ -32,6 +32,9 @@ class Updated:
 
 
 class Update:
+    span = "update"
+    """What a rank does meanwhile, in its events."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -215,14 +215,15 @@ class Shards:
 
     def _wait(self, unit: OpenUnit) -> None:
         if self._side is None:
-            for work in unit.coming:
-                work.wait()
+            with current().waiting("gather"):
+                for work in unit.coming:
+                    work.wait()
         else:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(unit.coming)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(unit.coming)
             for flat in unit.flats:
                 assert flat.whole is not None
-                flat.whole.record_stream(current)
+                flat.whole.record_stream(stream)
         unit.coming, unit.here = None, True
 
     def _gather(self, flat: Flat, *, wait: bool) -> Any:

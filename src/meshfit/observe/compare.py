@@ -143,8 +143,7 @@ WIDTH, LEFT, RIGHT, LANE = 1120, 210, 396, 13
 def picture(runs: Sequence[Recording], names: Sequence[str] | None = None, *, title: str = "") -> str:
     """An SVG: for each run the lanes of two usual steps, all to one scale, and bars of what they came to."""
     found = rows(runs, names)
-    usual = [next(iter(windows(run)), None) for run in runs]
-    usual = [w and _two(w) for w in usual]
+    usual = [next(iter(windows(run, 2)), None) for run in runs]
     longest = max((w.end - w.start for w in usual if w is not None), default=1.0)
     scale = (WIDTH - LEFT - RIGHT) / longest
     y, parts, used = 56.0, [], dict[str, None]()
@@ -198,20 +197,6 @@ def _columns() -> list[tuple[int, str, str]]:
         (start + 124, "memory a rank", "memory"),
         (start + 248, "traffic a step", "traffic"),
     ]
-
-
-def _two(window: Window) -> Window:
-    """The first two steps of ``window``."""
-    steps = window.last - window.first + 1
-    if steps <= 2:
-        return window
-    return Window(
-        window.name,
-        window.start,
-        window.start + (window.end - window.start) * 2 / steps,
-        window.first,
-        window.first + 1,
-    )
 
 
 def _lanes(run: Recording, window: Window, y: float, scale: float, used: dict[str, None]) -> str:

@@ -111,7 +111,7 @@ def _kind(kind: Any) -> dict[str, Any]:
 
 def _bar(rank: Rank, staged: bool) -> dict[str, Any]:
     shares = phase_shares(rank)
-    inner = {n: rank.steady.get(n, 0.0) for n in ("forward", "backward", "weight", "gather", "receive")}
+    inner = {n: rank.steady.get(n, 0.0) for n in ("forward", "backward", "weight", "receive")}
     if sum(inner.values()) and shares.get("forward_backward"):  # shown by its parts where they are known
         whole, wall = shares.pop("forward_backward"), max(rank.wall, 1e-9)
         parts = {n: took / wall for n, took in inner.items() if took}

@@ -124,6 +124,8 @@ class Recording:
     machines: list[dict[str, Any]]
     began: float = 0.0
     """Seconds since 1970."""
+    servers: list[Rank] = field(default_factory=list)
+    """What model servers left."""
 
     @property
     def plan(self) -> str:
@@ -233,14 +235,18 @@ class Reader:
 
     def read(self) -> Recording:
         about = _json(self.folder / "run.json")
-        logs = [self._lines(path) for path in sorted((self.folder / "events").glob("rank*.jsonl"), key=_number)]
-        logs = [log for log in logs if log and "rank" in log[0]]
+        logs, serving = self._logs("rank"), self._logs("server")
         began = min((log[0]["time"] for log in logs), default=0.0)
         moves = _moves(logs, began)
         ranks = [_rank(log, move) for log, move in zip(logs, moves, strict=True)]
         machines = [_json(path) for path in sorted((self.folder / "events").glob("machine-*.json"))]
         steps = _thin(self._lines(self.folder / "metrics.jsonl"))
-        return Recording(self.folder, about, steps, ranks, machines, began)
+        servers = [_rank(log, log[0]["time"] - began) for log in serving]
+        return Recording(self.folder, about, steps, ranks, machines, began, servers)
+
+    def _logs(self, of: str) -> list[list[dict[str, Any]]]:
+        paths = sorted((self.folder / "events").glob(f"{of}*.jsonl"), key=_number)
+        return [log for path in paths if (log := self._lines(path)) and "rank" in log[0]]
 
     def _lines(self, path: Path) -> list[dict[str, Any]]:
         offset, known = self._files.get(path, (0, []))
@@ -273,7 +279,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _number(path: Path) -> int:
-    digits = path.stem.removeprefix("rank")
+    digits = path.stem.removeprefix("rank").removeprefix("server")
     return int(digits) if digits.isdigit() else 0
 
 

@@ -1,19 +1,21 @@
 """A run's spans in time: as a Chrome trace, which Perfetto opens, and as a picture of our own.
 
 In the picture one lane is one device. What lies within a phase is drawn in the phase's place. Work fills the lane's
-height, waiting a third of it; time that no span holds is left empty. Microbatches are numbered.
+height, waiting a third of it; time that no span holds is left empty. Microbatches are numbered. Traffic that goes on
+beside the work is a line below the lane, and what passes from stage to stage a line between lanes.
 """
 
 import gzip
 import json
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from meshfit.observe.kinds import KINDS, PHASES, WITHIN, kind_of
+from meshfit.observe.motion import STYLE, cursor
 from meshfit.observe.reading import Rank, Recording, Span
 
 
@@ -85,11 +87,46 @@ def drawn(rank: Rank) -> list[Span]:
         if not parts or span.name != "forward_backward":
             found.append(span)
             continue
-        found += parts
+        found += flat(parts)
     return sorted(found, key=lambda span: span.at)
 
 
-def windows(run: Recording) -> list[Window]:
+def flat(spans: list[Span]) -> list[Span]:
+    """Spans that lie within each other, as a row of pieces: the inner ones, and what they leave of the outer ones.
+    The longest piece of a span is the one that names its microbatch."""
+    pieces: dict[int, list[Span]] = defaultdict(list)
+    around: list[list[Any]] = []  # spans under way, innermost last: number, span, from when on nothing is drawn
+
+    def draw(until: float) -> None:
+        number, span, at = around[-1]
+        if until > at:
+            pieces[number].append(replace(span, at=at, seconds=until - at, about={}))
+        around[-1][2] = until
+
+    def close() -> None:
+        draw(end := around[-1][1].end)
+        around.pop()
+        if around:
+            around[-1][2] = end
+
+    ordered = sorted(spans, key=lambda span: (span.at, -span.seconds))
+    for number, span in enumerate(ordered):
+        while around and around[-1][1].end <= span.at + 1e-6:
+            close()
+        if around:
+            draw(span.at)
+        around.append([number, span, span.at])
+    while around:
+        close()
+    found = []
+    for number, some in pieces.items():
+        longest = max(range(len(some)), key=lambda i: some[i].seconds)
+        some[longest] = replace(some[longest], about=ordered[number].about)
+        found += some
+    return found
+
+
+def windows(run: Recording, usual_steps: int = 4) -> list[Window]:
     """The first steps, some usual ones, and the slowest step that is not among the first."""
     if not run.ranks:
         return []
@@ -110,7 +147,7 @@ def windows(run: Recording) -> list[Window]:
     took = {step: bounds[step][1] - bounds[step][0] for step in steps}
     later = [step for step in steps if step > 3] or steps
     usual = statistics.median(took[step] for step in later)
-    count = min(4, len(later))
+    count = min(usual_steps, len(later))
     runs = [later[i : i + count] for i in range(len(later) - count + 1)]
     runs = [some for some in runs if some[-1] - some[0] == count - 1] or [later[:1]]
     middle = min(runs, key=lambda some: abs(bounds[some[-1]][1] - bounds[some[0]][0] - count * usual))
@@ -125,26 +162,36 @@ def windows(run: Recording) -> list[Window]:
 LANE, GAP, LEFT, TOP = 30, 8, 92, 34
 
 
-def picture(run: Recording, window: Window | None = None, *, width: int = 1100, title: str | None = None) -> str:
-    """An SVG of ``window``: by default of some usual steps. Follows the viewer's light or dark."""
+def picture(
+    run: Recording,
+    window: Window | None = None,
+    *,
+    width: int = 1100,
+    title: str | None = None,
+    moving: float = 0.0,
+) -> str:
+    """An SVG of ``window``: by default of some usual steps. Follows the viewer's light or dark. ``moving``: seconds in
+    which it is gone through from left to right, again and again."""
     window = window or next(iter(windows(run)), None)
     if window is None:
         return ""
-    ranks = run.ranks
+    ranks = [*run.ranks, *run.servers]
     height = TOP + len(ranks) * (LANE + GAP) + 66
     scale = (width - LEFT - 12) / max(window.end - window.start, 1e-9)
     used: dict[str, None] = {}
     parts: list[str] = []
+    lanes: list[str] = []
     for row, rank in enumerate(ranks):
         y = TOP + row * (LANE + GAP)
         device = str(rank.facts.get("device", ""))
-        label = f"rank {rank.rank}" + (f" {device}" if device.startswith("cuda") else "")
-        parts.append(
+        label = f"rank {rank.rank}" if row < len(run.ranks) else f"server {rank.rank}"
+        label += f" {device}" if device.startswith("cuda") else ""
+        lanes.append(
             f'<text class="lane" x="{LEFT - 10}" y="{y + LANE / 2 + 4}" text-anchor="end">{escape(label)}</text>'
         )
-        parts.append(f'<rect class="empty" x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{LANE}" rx="3"/>')
-        for span in drawn(rank):
-            if span.end < window.start or span.at > window.end:
+        lanes.append(f'<rect class="empty" x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{LANE}" rx="3"/>')
+        for span in [*drawn(rank), *(s for s in rank.spans if kind_of(s.name).phase == "overlapped")]:
+            if span.end <= window.start or span.at >= window.end:
                 continue
             kind = kind_of(span.name)
             used[span.name] = None
@@ -153,6 +200,8 @@ def picture(run: Recording, window: Window | None = None, *, width: int = 1100, 
             tip = f"{kind.label}, step {span.step}, {span.seconds * 1e3:.2f} ms"
             said = span.about.get("microbatch")
             top, tall = (y + LANE * 2 / 3, LANE / 3) if kind.waits else (y, LANE)
+            if kind.phase == "overlapped":
+                top, tall = y + LANE + 1, GAP - 4
             box = f'x="{x:.2f}" y="{top:.1f}" width="{w:.2f}" height="{tall:.1f}"'
             body = f'<rect class="k-{escape(span.name)}" {box}><title>{escape(tip)}</title></rect>'
             if said is not None and w > 11:
@@ -161,17 +210,41 @@ def picture(run: Recording, window: Window | None = None, *, width: int = 1100, 
                 )
             parts.append(body)
     bottom = TOP + len(ranks) * (LANE + GAP)
-    parts.append(_axis(window, scale, bottom))
-    parts.append(_legend(list(used), bottom + 40))
+    middle = lambda row: TOP + row * (LANE + GAP) + LANE / 2
+    for one, at, other, until in passed(run, window):
+        ends = f'x1="{LEFT + (at - window.start) * scale:.1f}" x2="{LEFT + (until - window.start) * scale:.1f}"'
+        parts.append(f'<line class="passed" {ends} y1="{middle(one)}" y2="{middle(other)}"/>')
+    shown = "".join(parts)
+    if moving:
+        shown = f'<g class="seen">{shown}</g>{cursor(LEFT, width - 12, TOP - 6, bottom, moving)}'
+    frame = "".join(lanes) + _axis(window, scale, bottom) + _legend(list(used), bottom + 40)
     heading = title or f"{run.plan}   step {window.first}" + (
         f" to {window.last}" if window.last > window.first else ""
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-        f"<style>{_style(list(used))}</style>"
+        f"<style>{_style(list(used))}{STYLE if moving else ''}</style>"
         f'<rect class="paper" width="{width}" height="{height}"/>'
-        f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>{"".join(parts)}</svg>\n'
+        f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>{frame}{shown}</svg>\n'
     )
+
+
+def passed(run: Recording, window: Window) -> list[tuple[int, float, int, float]]:
+    """What went from one stage to the next within ``window``: from which lane and when, to which and when."""
+    acts: dict[tuple[Any, ...], list[tuple[int, Span]]] = defaultdict(list)
+    for lane, rank in enumerate(run.ranks):
+        for span in rank.spans:
+            if "stage" in span.about and window.start <= span.at and span.end <= window.end:
+                key = (span.name, span.step, span.about["microbatch"], span.about["stage"])
+                acts[key].append((lane, span))
+    found = []
+    for (name, step, microbatch, stage), here in acts.items():
+        following = stage + 1 if name == "forward" else stage - 1 if name == "backward" else None
+        there = acts.get((name, step, microbatch, following), [])
+        for (lane, span), (other, later) in zip(here, there, strict=False):
+            if lane != other and later.at >= span.end:
+                found.append((lane, span.end, other, later.at))
+    return found
 
 
 def _axis(window: Window, scale: float, y: float) -> str:
@@ -214,10 +287,11 @@ def _style(names: list[str]) -> str:
         "text{font:12px ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#3b3833}"
         ".head{font-weight:600;font-size:13px}.paper{fill:#fffdf9}.empty{fill:#efece4}"
         ".tick{stroke:#00000014;fill:#8a857b;font-size:11px}"
+        ".passed{stroke:#3b3833;stroke-width:1;stroke-dasharray:3 2;opacity:.55}"
         "text.tick{stroke:none}.micro{fill:#fff;font-size:11px;font-weight:600}"
         + colours("colour")
         + "@media(prefers-color-scheme:dark){text{fill:#dcd8ce}.paper{fill:#17191c}.empty{fill:#22252a}"
-        + ".tick{stroke:#ffffff14;fill:#8d8a83}"
+        + ".tick{stroke:#ffffff14;fill:#8d8a83}.passed{stroke:#dcd8ce}"
         + colours("dark")
         + "}"
     )

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshfit.data.clock import STAGES
-from meshfit.observe.kinds import WITHIN
 from meshfit.observe.reading import Rank, Recording, phase_shares
 
 WORTH = 0.05
@@ -344,7 +343,7 @@ RULES: tuple[Rule, ...] = (
 
 def _between_actions(rank: Rank) -> float:
     """Seconds of forward_backward in which a rank of a pipeline did neither."""
-    actions = sum(rank.steady.get(name, 0.0) for name in WITHIN if name != "receive")
+    actions = sum(rank.steady.get(name, 0.0) for name in ("forward", "backward", "weight"))
     return max(0.0, rank.steady.get("forward_backward", 0.0) - actions)
 
 

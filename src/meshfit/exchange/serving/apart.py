@@ -10,6 +10,7 @@ caught up. The first server keeps clocks and tickets; the others step when they 
 
 from typing import TYPE_CHECKING, Any
 
+from meshfit.events import current
 from meshfit.exchange.serving.clocks import Clocks, Tickets
 from meshfit.exchange.serving.keeper import squared
 from meshfit.exchange.serving.peer import Peer, Push
@@ -84,7 +85,8 @@ class Apart:
             return False
         late = server.version - push.version
         before, after = server.samples, server.samples + push.words["samples"]
-        with server.turns.changing():
+        current().step = server.version + 1
+        with server.turns.changing(), current().span("update"):
             self.keeper.load(push.gradients)
             updated = self.keeper.step(
                 push.reached(self.keeper.parcel.names),

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from meshfit.events import current
 from meshfit.exchange.serving.peer import Peer, Push
 from meshfit.exchange.serving.wire import Message
 
@@ -137,8 +138,10 @@ class Together:
 
     def _sum(self, round: Round, workers: list[int]) -> None:
         pushes = [round.pushes[id] for id in workers]
-        for i, push in enumerate(pushes):
-            (self.keeper.add if i else self.keeper.load)(push.gradients)
+        current().step = self.server.version + 1
+        with current().span("sum"):
+            for i, push in enumerate(pushes):
+                (self.keeper.add if i else self.keeper.load)(push.gradients)
         told = [push.words for push in pushes]
         broken = {push.worker: push.words["broken"] for push in pushes}
         round.heard = {
@@ -169,7 +172,7 @@ class Together:
         names = self.keeper.parcel.names
         reached = set().union(*(push.reached(names) for push in pushes))
         words = message.words
-        with self.server.turns.changing():
+        with self.server.turns.changing(), current().span("update"):
             updated = self.keeper.step(
                 reached, loss=words["loss"], correction=words["correction"], norm=words["norm"], ticks=1
             )

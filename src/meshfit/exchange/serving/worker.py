@@ -322,6 +322,7 @@ class Served:
     """Stands where ``Update`` does: the step that a server takes."""
 
     scale = offload = None
+    span = "exchange"
 
     def __init__(self, worker: Worker, *, ema: bool = False):
         self.worker = worker

@@ -50,13 +50,15 @@ class OverRanks:
     def every(self, numbers: Tensor) -> list[list[int]]:
         found = numbers.new_empty(self.size * len(numbers))
         current().moved("all_gather", found.nbytes)
-        all_gather_single(found, numbers, group=self.group)
+        with current().waiting("meet"):
+            all_gather_single(found, numbers, group=self.group)
         return found.view(self.size, -1).tolist()
 
     def swap(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
         found = rows.new_empty(sum(taken), rows.shape[1])
         current().moved("all_to_all", rows.nbytes)
-        dist.all_to_all_single(found, rows.contiguous(), list(taken), list(sent), group=self.group)
+        with current().waiting("meet"):
+            dist.all_to_all_single(found, rows.contiguous(), list(taken), list(sent), group=self.group)
         return found
 
 

@@ -64,27 +64,31 @@ class Ranks(Group):
     def sum(self, x: Tensor) -> Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
         current().moved("all_reduce", x.nbytes)
-        dist.all_reduce(x, group=self.group)
+        with current().waiting("meet"):
+            dist.all_reduce(x, group=self.group)
         return x
 
     def max(self, x: Tensor) -> Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
         current().moved("all_reduce", x.nbytes)
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        with current().waiting("meet"):
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         return x
 
     def scatter(self, x: Tensor) -> Tensor:
         x = x.detach().contiguous()
         own = torch.empty_like(x[0])
         current().moved("reduce_scatter", x.nbytes)
-        reduce_scatter_single(own.view(-1), x.view(-1), group=self.group)
+        with current().waiting("meet"):
+            reduce_scatter_single(own.view(-1), x.view(-1), group=self.group)
         return own
 
     def parts(self, x: Tensor) -> list[Tensor]:
         x = x.detach().contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         current().moved("all_gather", x.nbytes * self.size)
-        dist.all_gather(parts, x, group=self.group)
+        with current().waiting("meet"):
+            dist.all_gather(parts, x, group=self.group)
         return parts
 
 
