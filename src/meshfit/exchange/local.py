@@ -194,7 +194,8 @@ class Local:
     @torch.no_grad()
     def _land(self) -> None:
         for bucket in self._buckets:
-            bucket.work.wait()
+            with current().waiting("average"):
+                bucket.work.wait()
             bucket.work = None
             current().arrived(bucket.began)
         count, self._stopping = self._buckets[-1].flat[-NUMBERS:].tolist()

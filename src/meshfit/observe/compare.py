@@ -159,7 +159,7 @@ def picture(runs: Sequence[Recording], names: Sequence[str] | None = None, *, ti
     }
     for row, run, window in zip(found, runs, usual, strict=True):
         said = wrap(row.name, 22) or [""]
-        tall = max(len(run.ranks) * (LANE + 3), 18 + 16 * len(said))
+        tall = max(len(run.ranks + run.servers) * (LANE + 3), 18 + 16 * len(said))
         parts.append(f'<line class="rule" x1="20" x2="{WIDTH - 20}" y1="{y - 4}" y2="{y - 4}"/>')
         for i, line in enumerate(said):
             parts.append(f'<text class="name" x="20" y="{y + 14 + 16 * i}">{escape(line)}</text>')
@@ -201,7 +201,7 @@ def _columns() -> list[tuple[int, str, str]]:
 
 def _lanes(run: Recording, window: Window, y: float, scale: float, used: dict[str, None]) -> str:
     parts = []
-    for i, rank in enumerate(run.ranks):
+    for i, rank in enumerate(run.ranks + run.servers):
         top = y + i * (LANE + 3)
         whole = (window.end - window.start) * scale
         parts.append(f'<rect class="empty" x="{LEFT}" y="{top:.1f}" width="{whole:.1f}" height="{LANE}" rx="2"/>')

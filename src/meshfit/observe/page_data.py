@@ -131,7 +131,7 @@ def _timeline(run: Recording) -> dict[str, Any]:
     names: list[str] = []
     shown = windows(run)
     lanes = []
-    for rank in run.ranks:
+    for i, rank in enumerate([*run.ranks, *run.servers]):
         spans = drawn(rank)
         if len(spans) > LANE_SPANS:
             near = [(w.first - 8, w.last + 8) for w in shown]
@@ -142,7 +142,8 @@ def _timeline(run: Recording) -> dict[str, Any]:
                 names.append(span.name)
             row = [names.index(span.name), round(span.at, 6), round(span.seconds, 6), span.step]
             rows.append([*row, span.about["microbatch"]] if "microbatch" in span.about else row)
-        lanes.append({"label": f"rank {rank.rank}", "note": str(rank.facts.get("device", "")), "spans": rows})
+        label = f"rank {rank.rank}" if i < len(run.ranks) else f"server {rank.rank}"
+        lanes.append({"label": label, "note": str(rank.facts.get("device", "")), "spans": rows})
     labels = {"usual": "usual steps", "slowest": "slowest step", "first": "first steps"}
     return {
         "kinds": [{"name": name, **_kind(kind_of(name))} for name in names],

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshfit.observe.kinds import KINDS, PHASES, WITHIN, kind_of
+from meshfit.observe.kinds import KINDS, PHASES, kind_of
 from meshfit.observe.motion import STYLE, cursor
 from meshfit.observe.reading import Rank, Recording, Span
 
@@ -77,17 +77,15 @@ def drawn(rank: Rank) -> list[Span]:
     """Spans for one lane, none on another: those within a phase in its place, with what is left of the phase."""
     inner = defaultdict(list)
     for span in rank.spans:
-        if span.name in WITHIN:
+        if kind_of(span.name).phase in PHASES:
             inner[span.step].append(span)
     found: list[Span] = []
     for span in rank.spans:
         if kind_of(span.name).phase:
             continue
         parts = [s for s in inner.get(span.step, []) if s.at >= span.at - 1e-6 and s.end <= span.end + 1e-6]
-        if not parts or span.name != "forward_backward":
-            found.append(span)
-            continue
-        found += flat(parts)
+        whole = [] if parts and span.name == "forward_backward" else [span]  # of which the rest is waiting
+        found += flat([*whole, *parts])
     return sorted(found, key=lambda span: span.at)
 
 
@@ -128,14 +126,7 @@ def flat(spans: list[Span]) -> list[Span]:
 
 def windows(run: Recording, usual_steps: int = 4) -> list[Window]:
     """The first steps, some usual ones, and the slowest step that is not among the first."""
-    if not run.ranks:
-        return []
-    bounds: dict[int, tuple[float, float]] = {}
-    for rank in run.ranks:
-        for span in rank.spans:
-            if span.name in PHASES and span.name not in ("evaluate", "checkpoint"):
-                low, high = bounds.get(span.step, (span.at, span.end))
-                bounds[span.step] = (min(low, span.at), max(high, span.end))
+    bounds = _bounds(run)
     steps = sorted(bounds)
     if not steps:
         return []
@@ -157,6 +148,30 @@ def windows(run: Recording, usual_steps: int = 4) -> list[Window]:
         found.append(window("slowest", slowest, slowest))
     found.append(window("first", steps[0], steps[min(3, len(steps) - 1)]))
     return found
+
+
+def quickest(run: Recording, steps: int, *, after: int = 3) -> Window | None:
+    """The ``steps`` steps one after another that took least: those that other work on the machine disturbed least."""
+    bounds = _bounds(run)
+    firsts = [s for s in bounds if s > after and all(s + i in bounds for i in range(steps))]
+    if not firsts:
+        return next(iter(windows(run, steps)), None)
+    first = min(firsts, key=lambda s: bounds[s + steps - 1][1] - bounds[s][0])
+    last = first + steps - 1
+    return Window("quickest", bounds[first][0], bounds[last][1], first, last)
+
+
+def _bounds(run: Recording) -> dict[int, tuple[float, float]]:
+    """When each step began on the first rank that did, and ended on the last; evaluation and checkpoints apart. After
+    the last one ranks look for data once more: that is no step."""
+    found: dict[int, tuple[float, float]] = {}
+    for rank in run.ranks:
+        for span in rank.spans:
+            if span.name in PHASES and span.name not in ("evaluate", "checkpoint"):
+                low, high = found.get(span.step, (span.at, span.end))
+                found[span.step] = (min(low, span.at), max(high, span.end))
+    made = {span.step for rank in run.ranks for span in rank.spans if span.name == "forward_backward"}
+    return {step: ends for step, ends in found.items() if step in made}
 
 
 LANE, GAP, LEFT, TOP = 30, 8, 92, 34

@@ -1,0 +1,167 @@
+"""Makes the pages and pictures of this folder out of real trainings, so that they stay true.
+
+    python docs/strategies/make.py                 all of them: some minutes on two cores
+    python docs/strategies/make.py tensor branch   these alone; the index is left as it is
+
+Each strategy trains a small model for 20 steps on CPU ranks of this machine. Pictures are drawn from the events that
+the run wrote, numbers are taken from them; the words are in explained.py.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # the ranks look things up there too
+
+import torch
+from explained import STRATEGIES, Strategy
+from models import Shown
+
+import meshfit
+from meshfit.observe.compare import EQUAL, Row, rows
+from meshfit.observe.kinds import kind_of
+from meshfit.observe.page_data import size
+from meshfit.observe.reading import Rank, Recording, read
+from meshfit.observe.timeline import drawn, picture, quickest
+
+HERE = Path(__file__).parent
+STEPS, BATCH, WARM = 20, 12, 4
+LOOP = 9.0
+"""Seconds in which a picture is gone through."""
+
+
+@dataclass(frozen=True)
+class Made:
+    strategy: Strategy
+    run: Recording
+    row: Row
+    """Held against the same training on one device."""
+
+
+def train(shown: Shown, plan: str, folder: Path, *, steps: int = STEPS) -> Recording:
+    """The run of ``plan``, as it was left in its folder."""
+    torch.manual_seed(0)
+    result = meshfit.fit(
+        shown.build(),
+        shown.data(),
+        loss=shown.loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        batch_size=BATCH,
+        steps=steps,
+        plan=plan,
+        devices="cpu",
+        out=folder,
+        progress=False,
+    )
+    assert result.folder is not None
+    return read(result.folder)
+
+
+def make(strategy: Strategy, runs: Path, alone: dict[str, Recording], *, steps: int = STEPS) -> Made:
+    """Train by it, and by one device if nobody has; ``alone`` keeps those."""
+    shown = strategy.model
+    if shown.name not in alone:
+        alone[shown.name] = train(shown, "data=1", runs / f"alone{len(alone)}", steps=steps)
+    run = train(shown, strategy.plan, runs / strategy.file, steps=steps)
+    return Made(strategy, run, rows([alone[shown.name], run], ["one device", strategy.plan])[1])
+
+
+def at_work(rank: Rank) -> float:
+    """Share of its time, after the first steps, in which a rank waited for nobody."""
+    spans = [span for span in drawn(rank) if span.step > WARM]
+    worked = sum(span.seconds for span in spans if not kind_of(span.name).waits)
+    return worked / max(spans[-1].end - spans[0].at, 1e-9) if spans else 0.0
+
+
+def write(made: Made, folder: Path) -> None:
+    strategy, run = made.strategy, made.run
+    window = quickest(run, strategy.steps, after=WARM)
+    (folder / f"{strategy.file}.svg").write_text(picture(run, window, moving=LOOP))
+    (folder / f"{strategy.file}.md").write_text(page(made))
+
+
+def page(made: Made) -> str:
+    strategy = made.strategy
+    return f"""# {strategy.name}: `{strategy.plan}`
+
+{strategy.does}
+
+![{strategy.name}: {strategy.plan}]({strategy.file}.svg)
+
+{strategy.look}
+
+{table(made)}
+
+**When to choose it.** {strategy.choose}
+
+```python
+meshfit.fit(model, data, ..., plan="{strategy.plan}")
+```
+
+How it works, and what it does not take: [{strategy.more}](../{strategy.more}). [All strategies](README.md).
+"""
+
+
+def table(made: Made) -> str:
+    run, row = made.run, made.row
+    held = lambda rank, kind: rank.facts.get("memory", {}).get(kind, 0)
+    fullest = lambda kind: max(held(rank, kind) for rank in run.ranks)
+    moved = ", ".join(f"{name.replace('_', '-')} {size(count)}" for name, count in (run.traffic or {}).items() if count)
+    shares = [at_work(rank) for rank in [*run.ranks, *run.servers]]
+    names = [f"rank {r.rank}" for r in run.ranks] + [f"server {s.rank}" for s in run.servers]
+    worked = ", ".join(f"{name} {share:.0%}" for name, share in zip(names, shares, strict=True))
+    cells = {
+        "trained": f"{made.strategy.model.name}, {STEPS} steps of {BATCH} samples on {len(run.ranks)} CPU ranks",
+        "weights on a device": size(fullest("weights")),
+        "optimizer state on a device": size(fullest("optimizer")) if fullest("optimizer") else "none",
+        "handed over in a step, by the rank with most": moved or "nothing",
+        "time at work": worked,
+        "losses against one device": "equal" if row.equal else f"{row.apart:.0e} apart",
+    }
+    lines = [f"| {name} | {value} |" for name, value in cells.items()]
+    return "\n".join(["| measured in this run | |", "|---|---|", *lines])
+
+
+def index(every: list[Made]) -> str:
+    lines = [
+        f"| [{made.strategy.name}]({made.strategy.file}.md) | `{made.strategy.plan}` "
+        f"| {size(max(r.facts.get('memory', {}).get('weights', 0) for r in made.run.ranks))} "
+        f"| {size(made.row.traffic)} | {'equal' if made.row.equal else f'{made.row.apart:.0e} apart'} "
+        f"| {made.strategy.choose} |"
+        for made in every
+    ]
+    rows_ = "\n".join(lines)
+    return f"""# The strategies, by pictures of real runs
+
+One page each: what it does, the quickest steps of a real run in motion, what it cost there, when to choose it. In the
+pictures one lane is one device (or server). Work fills a lane's height, waiting a third of it; the line below a lane
+is traffic under way; dashed lines hand something from stage to stage.
+
+| strategy | plan | weights on a device | handed over in a step | losses against one device | choose it when |
+|---|---|---|---|---|---|
+{rows_}
+
+"Equal" is within {EQUAL:.0e} in every one of {STEPS} steps. Models are small and ranks share the cores of one machine,
+so times show who waits for whom, not how fast a strategy is: for that there is [benchmarks.md](../benchmarks.md), and
+`meshfit compare` for a model of your own. All of it is made by `python docs/strategies/make.py`.
+"""
+
+
+def main(*wanted: str) -> None:
+    if unknown := set(wanted) - {strategy.file for strategy in STRATEGIES}:
+        sys.exit(f"there is no {', '.join(unknown)}: {', '.join(strategy.file for strategy in STRATEGIES)}")
+    every, alone = [], dict[str, Recording]()
+    with tempfile.TemporaryDirectory() as runs:
+        for strategy in STRATEGIES:
+            if not wanted or strategy.file in wanted:
+                every.append(make(strategy, Path(runs), alone))
+                write(every[-1], HERE)
+                drawn_bytes = (HERE / f"{strategy.file}.svg").stat().st_size
+                print(f"  {strategy.file:14} {strategy.plan:48} {drawn_bytes:>7,} bytes", flush=True)
+        if not wanted:
+            (HERE / "README.md").write_text(index(every))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
