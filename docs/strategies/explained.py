@@ -126,7 +126,7 @@ STRATEGIES = (
         does="Every sequence is cut over the devices: each has some of its positions, and all weights. "
         "Attention gathers keys and values of all positions; the rest needs nobody. Gradients are summed "
         "as under all-reduce.",
-        look="Orange is keys and values being gathered, or their gradients going back, once or twice a block.",
+        look="Orange is keys and values being gathered, or their gradients going back, at every attention.",
         choose="Sequences are so long that the activations of one sample fill a device.",
         more="context.md",
         steps=1,

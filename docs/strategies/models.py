@@ -17,7 +17,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (4, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (part(x).unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 

@@ -9,10 +9,10 @@ from textwrap import wrap
 from rich.table import Table
 from rich.text import Text
 
-from meshfit.observe.kinds import KINDS, kind_of
+from meshfit.observe.kinds import kind_of
 from meshfit.observe.page_data import amount, number, seconds, size
 from meshfit.observe.reading import Recording, phase_shares
-from meshfit.observe.timeline import Window, drawn, windows
+from meshfit.observe.timeline import Window, drawn, legend, windows
 from meshfit.observe.verdict import findings
 
 EQUAL = 1e-4
@@ -175,13 +175,8 @@ def picture(runs: Sequence[Recording], names: Sequence[str] | None = None, *, ti
             parts.append(f'<rect class="bar" x="{x}" y="{y + 4}" width="{length:.1f}" height="10" rx="2"/>')
             parts.append(f'<text x="{x}" y="{y + 30}">{escape(shown)}</text>')
         y += tall + 14
-    x = float(LEFT)
-    for name in sorted(used, key=lambda n: list(KINDS).index(n) if n in KINDS else 99):
-        label = kind_of(name).label
-        parts.append(f'<rect class="k-{escape(name)}" x="{x}" y="{y + 4}" width="11" height="11" rx="2"/>')
-        parts.append(f'<text class="dim" x="{x + 16}" y="{y + 14}">{escape(label)}</text>')
-        x += 34 + 6.3 * len(label)
-    height = y + 32
+    meaning, height = legend(used, y + 13, left=LEFT, right=WIDTH - 20)
+    parts.append(meaning)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
         f'width="{WIDTH}" height="{height:.0f}">'
@@ -203,6 +198,9 @@ def _lanes(run: Recording, window: Window, y: float, scale: float, used: dict[st
     parts = []
     for i, rank in enumerate(run.ranks + run.servers):
         top = y + i * (LANE + 3)
+        if i >= len(run.ranks):
+            label = f'x="{LEFT - 8}" y="{top + LANE - 2:.1f}" text-anchor="end"'
+            parts.append(f'<text class="dim" {label}>server {rank.rank}</text>')
         whole = (window.end - window.start) * scale
         parts.append(f'<rect class="empty" x="{LEFT}" y="{top:.1f}" width="{whole:.1f}" height="{LANE}" rx="2"/>')
         for span in drawn(rank):
@@ -224,10 +222,10 @@ def _style(names: list[str]) -> str:
     return (
         "text{font:12px Inter,ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#211f1b}"
         ".head{font-weight:600;font-size:15px}.name{font:500 13px ui-monospace,Menlo,Consolas,monospace}"
-        ".dim{fill:#8a857b;font-size:11.5px}.paper{fill:#fffdf9}.empty{fill:#efece4}"
+        ".dim,.lane{fill:#8a857b;font-size:11.5px}.paper{fill:#fffdf9}.empty{fill:#efece4}"
         ".rule{stroke:#e6e1d6}.bar{fill:#8fa9cf}"
         + colours("colour")
-        + "@media(prefers-color-scheme:dark){text{fill:#ece8df}.dim{fill:#8d8a83}.paper{fill:#17191c}"
+        + "@media(prefers-color-scheme:dark){text{fill:#ece8df}.dim,.lane{fill:#8d8a83}.paper{fill:#17191c}"
         + ".empty{fill:#22252a}"
         + ".rule{stroke:#2b2e33}.bar{fill:#4a6489}"
         + colours("dark")

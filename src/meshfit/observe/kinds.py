@@ -37,7 +37,7 @@ KINDS = {
         Kind("collective", "traffic under way", "#e6a08f", "#a8584a", phase="overlapped"),
         Kind("sum", "adding gradients", "#8fb339", "#a9cc57"),
         Kind("update", "optimizer", "#3d8b5f", "#5cb885"),
-        Kind("average", "averaging weights", "#c8553d", "#e2765e", waits=True, phase="update"),
+        Kind("average", "averaging weights", "#1b998b", "#35bfae", waits=True, phase="update"),
         Kind("evaluate", "evaluation", "#8a8378", "#a39c8f"),
         Kind("checkpoint", "checkpoint", "#b0508f", "#d377b3"),
         Kind("compile", "compiling", "#6b7a8f", "#8b9bb2"),

@@ -9,6 +9,7 @@ import gzip
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -191,7 +192,6 @@ def picture(
     if window is None:
         return ""
     ranks = [*run.ranks, *run.servers]
-    height = TOP + len(ranks) * (LANE + GAP) + 66
     scale = (width - LEFT - 12) / max(window.end - window.start, 1e-9)
     used: dict[str, None] = {}
     parts: list[str] = []
@@ -232,7 +232,8 @@ def picture(
     shown = "".join(parts)
     if moving:
         shown = f'<g class="seen">{shown}</g>{cursor(LEFT, width - 12, TOP - 6, bottom, moving)}'
-    frame = "".join(lanes) + _axis(window, scale, bottom) + _legend(list(used), bottom + 40)
+    meaning, height = legend(used, bottom + 40, left=LEFT, right=width - 12)
+    frame = "".join(lanes) + _axis(window, scale, bottom) + meaning
     heading = title or f"{run.plan}   step {window.first}" + (
         f" to {window.last}" if window.last > window.first else ""
     )
@@ -284,14 +285,17 @@ def nice(step: float) -> float:
     return step
 
 
-def _legend(names: list[str], y: float) -> str:
-    parts, x = [], float(LEFT)
+def legend(names: Iterable[str], y: float, *, left: float, right: float) -> tuple[str, float]:
+    """What the colours mean, in as many rows as it takes; and where the last one ends."""
+    parts, x = [], left
     for name in sorted(names, key=lambda n: list(KINDS).index(n) if n in KINDS else 99):
         label = kind_of(name).label
-        parts.append(f'<rect class="k-{escape(name)}" x="{x}" y="{y - 9}" width="12" height="12" rx="2"/>')
-        parts.append(f'<text class="lane" x="{x + 18}" y="{y + 1}">{escape(label)}</text>')
+        if x > left and x + 18 + 6.6 * len(label) > right:
+            x, y = left, y + 20
+        parts.append(f'<rect class="k-{escape(name)}" x="{x:.1f}" y="{y - 9}" width="12" height="12" rx="2"/>')
+        parts.append(f'<text class="lane" x="{x + 18:.1f}" y="{y + 1}">{escape(label)}</text>')
         x += 40 + 6.6 * len(label)
-    return "".join(parts)
+    return "".join(parts), y + 26
 
 
 def _style(names: list[str]) -> str:
