@@ -114,7 +114,8 @@ STRATEGIES = (
         plan="branch=2",
         does="Parts of the model that do not need each other lie on devices of their own, and run at the same "
         "time. Results meet where the model joins them. All work on the same samples.",
-        look="Green is a tower of the rank's own. At its end the ranks hand each other what they made.",
+        look="Green is a tower of the rank's own: first forward, then, longer, backward. At its end the ranks "
+        "hand each other what they made.",
         choose="The model has towers, arms, several decoders, members of an ensemble.",
         more="branch.md",
         model=TOWERS,

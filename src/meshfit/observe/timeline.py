@@ -270,7 +270,8 @@ def _axis(window: Window, scale: float, y: float) -> str:
     while at <= length:
         x = LEFT + at * scale
         parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{y - 2}"/>')
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 12}" text-anchor="middle">{at * 1e3:g} ms</text>')
+        anchor = "middle" if (length - at) * scale > 24 else "end"  # or it would reach out of the picture
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 12}" text-anchor="{anchor}">{at * 1e3:g} ms</text>')
         at = round(at + step, 12)
     return "".join(parts)
 
