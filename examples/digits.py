@@ -49,10 +49,13 @@ result = meshfit.fit(
 
 print(
     f"""
-  accuracy {result.best["accuracy"]:.1%} on {len(valid)} digits it has not seen; what it did is in {result.folder}
+  accuracy {result.best["accuracy"]:.1%} on {len(valid)} digits it has not seen
+
+  open   {result.folder.resolve() / "report.html"}
+         in a browser: losses, who worked when, what held it back
 
   next:  meshfit verify examples/digits.py --plan data=3     does three ranks train like one?
          meshfit train examples/digits.py --plan data=2      the same script, another plan
-         docs/README.md                                      how it is built
+         docs/strategies/README.md                           what the plans do, in pictures
 """
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshfit.data.clock import STAGES
 from meshfit.observe.kinds import KINDS, OTHER, PHASES, kind_of
-from meshfit.observe.reading import Rank, Recording, phase_shares
+from meshfit.observe.reading import Rank, Recording, Total, phase_shares
 from meshfit.observe.timeline import drawn, windows
 from meshfit.observe.verdict import findings
 
@@ -75,8 +75,9 @@ def tiles(run: Recording) -> list[dict[str, Any]]:
         note = f"{run.tokens:,} a sample"
         found.append({"label": "tokens / s", "value": amount(run.rate * run.tokens), "note": note})
     if run.flops:
-        note = "forward and backward" if run.of_peak is None else f"{run.of_peak:.0%} of peak"
-        found.append({"label": "arithmetic", "value": arithmetic(run.flops), "note": note})
+        note = "of the model" if run.of_peak is None else f"{run.of_peak:.0%} of peak"
+        value, unit = arithmetic(run.flops).split()
+        found.append({"label": unit.replace("/", " / "), "value": value, "note": note})
     if run.step_seconds:
         found.append({"label": "step", "value": seconds(run.step_seconds), "note": f"{len(run.ranks)} {_devices(run)}"})
     peak = max((v for r in run.ranks for v in [_peak(r)]), default=0.0)
@@ -216,12 +217,19 @@ def _phases_over_time(run: Recording) -> dict[str, Any] | None:
     totals = run.ranks[0].totals
     series = []
     for name in PHASES:
-        points = [
-            (t.at, 100 * t.by.get(f"gpu {name}", t.by.get(name, 0.0)) / t.seconds) for t in totals if t.seconds > 0.05
-        ]
+        points = [(t.at, 100 * _in_phase(t, name) / _spent(t)) for t in totals if t.seconds > 0.05]
         if any(share > 0.5 for _, share in points):
             series.append(_series(kind_of(name).label, points, most=200, kind=name))
     return _chart("phases", "Where each second went", "s", "% of rank 0", series, stack=True, top=100)
+
+
+def _in_phase(total: Total, name: str) -> float:
+    return total.by.get(f"gpu {name}", total.by.get(name, 0.0))
+
+
+def _spent(total: Total) -> float:
+    """Seconds of ``total``; more where a span that ended in them had begun before."""
+    return max(total.seconds, sum(_in_phase(total, name) for name in PHASES))
 
 
 def _memory(run: Recording) -> dict[str, Any] | None:

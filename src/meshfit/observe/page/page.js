@@ -142,7 +142,7 @@ class Chart {
       parts.push(svg("text", { x: this.box.left - 8, y: y + 4, "text-anchor": "end" }, short(at)));
     }
     const id = "clip-" + spec.id.replace(/[^\w-]/g, "");
-    parts.push(svg("clipPath", { id }, svg("rect", { x: this.box.left, y: 0, width: inner.w, height: this.size.height - this.box.bottom + 2 })));
+    parts.push(svg("clipPath", { id }, svg("rect", { x: this.box.left - 5, y: 0, width: inner.w + 10, height: this.size.height - this.box.bottom + 2 })));
     const group = svg("g", { "clip-path": `url(#${id})` });
     if (stacks) {
       let below = this.shown[0]?.x.map(() => 0) || [];
