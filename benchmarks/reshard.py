@@ -15,8 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,16 +30,28 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from meshfit.checkpoint import restore, save
 from meshfit.checkpoint.state import random_states
-from meshfit.drive import everywhere
+from meshfit.drive import begin, everywhere
 from meshfit.errors import MeshfitError
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.loop import train
+from meshfit.plan import Plan
 from meshfit.run import Run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-PLANS = ("data=1", "data=2", "shard=4", "shard=2 zero=1", "tensor=2", "shard=2 tensor=2")
+PLANS = (
+    "data=1",
+    "data=2",
+    "shard=4",
+    "shard=2 zero=1",
+    "tensor=2",
+    "shard=2 tensor=2",
+    "pipeline=2 schedule=1f1b microbatches=2",
+    "pipeline=2 schedule=interleaved microbatches=2",
+    "pipeline=2 shard=2 microbatches=2",
+    "server=1 data=2",
+)
 SAME = ("data=2", "shard=2", "shard=2 zero=1", "tensor=2", "data=4", "shard=4", "data=2 shard=2", "shard=2 tensor=2")
 HALF, STEPS, BATCH = 10, 20, 8
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 32, 32, 12, 60  # 60 samples in batches of 8: short batches, and epochs that end
@@ -85,47 +96,53 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets.flatten())
 
 
-def job_of(plan: str, model: Any, *, steps: int = STEPS) -> Job:
+def job_of(plan: str, model: Any, **more: Any) -> Job:
     words = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
     asked = {
         "model": model,
         "data": (words[:, :-1], words[:, 1:]),
         "loss": loss,
         "optimizer": lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1),
-        "scheduler": lambda optimizer, steps: OneCycleLR(optimizer, 3e-3, total_steps=steps + 1),
+        "scheduler": lambda optimizer, _: OneCycleLR(optimizer, 3e-3, total_steps=STEPS + 1),
         "batch_size": BATCH,
-        "steps": steps,
+        "steps": STEPS,
         "clip": 1.0,
         "plan": plan,
+        "devices": f"cpu:{Plan.parse(plan).devices}",
     }
-    devices = _devices(plan)
-    return replace(Job.of(asked).training(), devices=f"cpu:{devices}" if devices > 1 else "cpu").settled()
+    return Job.of({**asked, **more}).training()
 
 
-def _devices(plan: str) -> int:
-    from meshfit.plan import Plan
+def tapped(run: Run) -> None:
+    """Puts aside which samples came."""
+    batches, seen = run.batches, []
+    run.captured["ids"] = seen
 
-    return Plan.parse(plan).devices
+    def told() -> Iterator[Any]:
+        for batch in batches():
+            seen.append(batch.ids.tolist())
+            yield batch
+
+    run.batches = told  # type: ignore[method-assign]
+
+
+def went(plan: str, model: Any, **how: Any) -> tuple[list[float], list[list[int]]]:
+    """Losses and samples of a training as ``fit`` drives it, step by step."""
+    with begin(job_of(plan, model, **how), lockstep=False, tap=tapped) as training:
+        losses = [step.loss for step in training]
+    assert training.outcome is not None
+    return losses, training.outcome.captured["ids"]
 
 
 def segment(
     job: Job, world: World, *, source: str | None, into: str | None, until: int, kill_at: int | None = None
 ) -> dict[str, Any]:
-    """One rank's training from ``source`` to step ``until``: its losses, its samples, what it was at the end."""
+    """One rank's training from ``source`` to step ``until``: its losses, what it was at the end."""
     random.seed(world.rank)  # nobody else seeds these
     np.random.seed(world.rank)
     run = Run(job, world)
     if source is not None:
         restore(run, source)
-    seen: list[list[int]] = []
-    batches = run.batches
-
-    def tapped() -> Iterator[Any]:
-        for batch in batches():
-            seen.append(batch.ids.tolist())
-            yield batch
-
-    run.batches = tapped  # type: ignore[method-assign]
     losses = []
     for step in train(run):
         losses.append(step.loss)
@@ -135,7 +152,7 @@ def segment(
             os.kill(os.getpid(), signal.SIGKILL)
         if step.step >= until:
             break
-    return {"losses": losses, "ids": seen, "digest": digest(run)}
+    return {"losses": losses, "digest": digest(run)}
 
 
 def digest(run: Run) -> str:
@@ -157,24 +174,19 @@ def digest(run: Run) -> str:
 
 def ran(plan: str, model: Any, **how: Any) -> dict[str, Any]:
     """The first rank's word; the digests of all."""
-    results = everywhere(job_of(plan, model), partial(segment, **how))
+    results = everywhere(job_of(plan, model).settled(), partial(segment, **how))
     return {**results[0], "digest": [each["digest"] for each in results]}
 
 
-def pairs(folder: Path, plans: tuple[str, ...], tied: bool) -> list[dict[str, Any]]:
+def pairs(folder: Path, plans: Sequence[str], tied: bool) -> Iterator[dict[str, Any]]:
     model = partial(GPT, tied)
-    alone = ran("data=1", model, source=None, into=None, until=STEPS)
-    first: dict[str, dict[str, Any]] = {}
-    for i, plan in enumerate(plans):
-        first[plan] = ran(plan, model, source=None, into=str(folder / f"{tied}{i}"), until=HALF)
-    rows = []
-    for (i, a), b in product(enumerate(plans), plans):
-        second = ran(b, model, source=str(folder / f"{tied}{i}"), into=None, until=STEPS)
-        losses = first[a]["losses"] + second["losses"]
-        apart = max(abs(x - y) for x, y in zip(losses, alone["losses"], strict=True))
-        order = first[a]["ids"] + second["ids"] == alone["ids"]
-        rows.append({"from": a, "to": b, "tied": tied, "loss": apart, "order": order, "ok": apart <= LIMIT and order})
-    return rows
+    losses, ids = went("data=1", model)
+    first = {a: went(a, model, steps=HALF, out=folder / a, checkpoint=HALF) for a in plans}
+    for a, b in product(plans, plans):
+        more, others = went(b, model, resume=folder / a)
+        apart = max(abs(x - y) for x, y in zip(first[a][0] + more, losses, strict=True))
+        order = first[a][1] + others == ids
+        yield {"from": a, "to": b, "tied": tied, "loss": apart, "order": order, "ok": apart <= LIMIT and order}
 
 
 def identical(folder: Path, plan: str) -> dict[str, Any]:
@@ -200,11 +212,11 @@ def main() -> None:
     folder, began, rows = Path(tempfile.mkdtemp()), time.perf_counter(), []
     try:
         for tied in (False, True):
-            for row in pairs(folder, tuple(asked.plans), tied):
+            for row in pairs(folder / str(tied), asked.plans, tied):
                 rows.append(row)
                 kind = "tied" if tied else "untied"
                 told = "same order" if row["order"] else "OTHER ORDER"
-                print(f"{row['from']:>18} -> {row['to']:<18} {kind:>7}  loss {row['loss']:.1e}  {told}", flush=True)
+                print(f"{row['from']:>46} -> {row['to']:<46} {kind:>6}  loss {row['loss']:.1e}  {told}", flush=True)
         good = [row["ok"] for row in rows]
         worst = max((row["loss"] for row in rows), default=0.0)
         print(f"{sum(good)} of {len(good)} pairs within {LIMIT:.0e}, largest {worst:.1e}", flush=True)
