@@ -22,6 +22,9 @@ from meshfit.layout.replicate import tensors_of
 if TYPE_CHECKING:
     from meshfit.run import Run
 
+THREADS = 4
+"""That read and check: while one waits for the disk, others hash."""
+
 
 @dataclass
 class Loading:
@@ -81,7 +84,7 @@ class Loading:
         return made
 
     def read(self) -> None:
-        fill_all(self.tensors, self.wanted, threads=max(1, min(8, torch.get_num_threads())))
+        fill_all(self.tensors, self.wanted, threads=THREADS)
 
     def commit(self) -> None:
         for each in self.then:
