@@ -1,8 +1,8 @@
 """Save under one plan, go on under another: python benchmarks/reshard.py
 
 Ten steps under A, a checkpoint, ten more under B, for all pairs, against twenty on one device: the largest difference
-in loss, and whether the samples came in the same order. Then the same plan on both sides with dropout, killed and
-resumed, against never stopped: SHA-256 over weights, optimizer, scheduler, random states and position.
+in loss, and whether the samples came in the same order. Then the same plan on both sides with dropout and augmentation,
+killed and resumed, against never stopped: SHA-256 over weights, optimizer, scheduler, random states and position.
 """
 
 import argparse
@@ -28,8 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
+import meshfit
 from meshfit.checkpoint import restore, save
 from meshfit.checkpoint.state import random_states
+from meshfit.data.draw import Draw
 from meshfit.drive import begin, everywhere
 from meshfit.errors import MeshfitError
 from meshfit.job import Job
@@ -52,7 +54,18 @@ PLANS = (
     "pipeline=2 shard=2 microbatches=2",
     "server=1 data=2",
 )
-SAME = ("data=2", "shard=2", "shard=2 zero=1", "tensor=2", "data=4", "shard=4", "data=2 shard=2", "shard=2 tensor=2")
+SAME = (
+    "data=2",
+    "shard=2",
+    "shard=2 zero=1",
+    "tensor=2",
+    "pipeline=2 microbatches=2",
+    "data=4",
+    "shard=4",
+    "data=2 shard=2",
+    "shard=2 tensor=2",
+    "pipeline=2 data=2 microbatches=2",
+)
 HALF, STEPS, BATCH = 10, 20, 8
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 32, 32, 12, 60  # 60 samples in batches of 8: short batches, and epochs that end
 LIMIT = 1e-5
@@ -96,11 +109,22 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets.flatten())
 
 
+def words() -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def noisy(batch: tuple[Tensor, Tensor], draw: Draw) -> tuple[Tensor, Tensor]:
+    """One of five of a sample's words is another."""
+    ids, targets = batch
+    other = draw.integers(0, VOCABULARY, LENGTH)
+    return torch.where(draw.uniform(LENGTH) < 0.2, other, ids), targets
+
+
 def job_of(plan: str, model: Any, **more: Any) -> Job:
-    words = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
     asked = {
         "model": model,
-        "data": (words[:, :-1], words[:, 1:]),
+        "data": words(),
         "loss": loss,
         "optimizer": lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1),
         "scheduler": lambda optimizer, _: OneCycleLR(optimizer, 3e-3, total_steps=STEPS + 1),
@@ -135,9 +159,11 @@ def went(plan: str, model: Any, **how: Any) -> tuple[list[float], list[list[int]
 
 
 def segment(
-    job: Job, world: World, *, source: str | None, into: str | None, until: int, kill_at: int | None = None
+    job: Job, world: World, *, source: str | None, into: str | None, until: int, killed: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    """One rank's training from ``source`` to step ``until``: its losses, what it was at the end."""
+    """One rank's training from ``source`` to step ``until``: its losses, what it was at the end.
+
+    ``killed``: after which step, and which rank."""
     random.seed(world.rank)  # nobody else seeds these
     np.random.seed(world.rank)
     run = Run(job, world)
@@ -148,7 +174,7 @@ def segment(
         losses.append(step.loss)
         if step.step == HALF and into is not None:
             save(run, into)
-        if kill_at is not None and step.step == kill_at and world.rank == world.size - 1:
+        if (step.step, world.rank) == killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if step.step >= until:
             break
@@ -174,7 +200,8 @@ def digest(run: Run) -> str:
 
 def ran(plan: str, model: Any, **how: Any) -> dict[str, Any]:
     """The first rank's word; the digests of all."""
-    results = everywhere(job_of(plan, model).settled(), partial(segment, **how))
+    job = job_of(plan, model, data=meshfit.data.memory(words()).map(noisy))
+    results = everywhere(job.settled(), partial(segment, **how))
     return {**results[0], "digest": [each["digest"] for each in results]}
 
 
@@ -189,18 +216,21 @@ def pairs(folder: Path, plans: Sequence[str], tied: bool) -> Iterator[dict[str, 
         yield {"from": a, "to": b, "tied": tied, "loss": apart, "order": order, "ok": apart <= LIMIT and order}
 
 
-def identical(folder: Path, plan: str) -> dict[str, Any]:
-    """With dropout: killed after the save and resumed, against never stopped."""
-    model, into = partial(GPT, False, 0.2), str(folder / plan.replace(" ", "_"))
+def identical(folder: Path, plan: str) -> Iterator[dict[str, Any]]:
+    """With dropout and augmentation: killed after the save and resumed, against never stopped."""
+    model, last = partial(GPT, False, 0.2), Plan.parse(plan).devices - 1
     whole = ran(plan, model, source=None, into=None, until=STEPS)
-    try:
-        ran(plan, model, source=None, into=into, until=STEPS, kill_at=HALF + 3)
-        killed = False
-    except MeshfitError:
-        killed = True
-    resumed = ran(plan, model, source=into, into=None, until=STEPS)
-    same = whole["digest"] == resumed["digest"] and whole["losses"][HALF:] == resumed["losses"]
-    return {"plan": plan, "killed": killed, "identical": same, "ok": killed and same}
+    for killed in ((HALF + 1, 0), (HALF + 7, last)):
+        into = str(folder / f"{plan} {killed}")
+        try:
+            ran(plan, model, source=None, into=into, until=STEPS, killed=killed)
+            died = False
+        except MeshfitError:
+            died = True
+        resumed = ran(plan, model, source=into, into=None, until=STEPS)
+        same = whole["digest"] == resumed["digest"] and whole["losses"][HALF:] == resumed["losses"]
+        step, rank = killed
+        yield {"plan": plan, "rank": rank, "step": step, "died": died, "identical": same, "ok": died and same}
 
 
 def main() -> None:
@@ -221,9 +251,10 @@ def main() -> None:
         worst = max((row["loss"] for row in rows), default=0.0)
         print(f"{sum(good)} of {len(good)} pairs within {LIMIT:.0e}, largest {worst:.1e}", flush=True)
         for plan in asked.same:
-            row = identical(folder, plan)
-            rows.append(row)
-            print(f"{plan:>18}  killed and resumed: {'identical' if row['ok'] else row}", flush=True)
+            for row in identical(folder, plan):
+                rows.append(row)
+                told = f"rank {row['rank']} killed after step {row['step']}, resumed"
+                print(f"{plan:>46}  {told}: {'identical' if row['ok'] else row}", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{sum(row['ok'] for row in rows)} of {len(rows)} in {time.perf_counter() - began:.0f} s")
