@@ -151,9 +151,10 @@ def test_a_leftover_acknowledgement_is_not_believed(tmp_path: Path) -> None:
 def test_full_disk_at_any_offset(tmp_path: Path) -> None:
     run, want = saved(tmp_path)
     advance(run, 1)
-    points = Faulty(tmp_path / "x", lambda *_: None)
-    Saver(points, block=BLOCK).save(run, wait=True)
-    for point in range(2, points.acts, max(1, points.acts // 12)):
+    acts: list[str] = []
+    Saver(Faulty(tmp_path / "x", lambda n, act, name: acts.append(act)), block=BLOCK).save(run, wait=True)
+    last = max(n for n, act in enumerate(acts, 1) if act in WRITES)
+    for point in range(2, last + 1, max(1, last // 12)):
 
         def full(n: int, act: str, name: str, point: int = point) -> None:
             if n >= point and act in WRITES and not name.startswith("probe"):

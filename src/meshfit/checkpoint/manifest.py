@@ -1,5 +1,5 @@
-"""A checkpoint's manifest: what tensors there are, in which file and where each box of them lies, the SHA-256 of every
-block of every file, and all that is small. It is written last: a folder without one is no checkpoint.
+"""A checkpoint's manifest: what tensors there are, in which file and where each box of them lies, the CRC-32 and
+SHA-256 of every block of every file, and all that is small. It is written last: a folder without one is no checkpoint.
 
     0007-step-120/manifest.json       {"sha256": of the rest, "manifest": {...}}
     0007-step-120/rank0.safetensors   what rank 0 wrote: whole tensors, or boxes of them as "model/NAME@0:64,0:128"

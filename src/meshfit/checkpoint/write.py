@@ -1,7 +1,7 @@
 """One save: each rank writes the boxes it was chosen for into a file of its own and acknowledges it; then the first
 rank, and only if all have, writes the manifest. Until then the folder is no checkpoint.
 
-Acknowledgements are files too: a rank's list of what it wrote and the SHA-256 of each block, with the save's own number
+Acknowledgements are files too: a rank's list of what it wrote and the hashes of each block, with the save's own number
 so that nothing left over from another save can be taken for one. They go into the manifest, and are removed before it.
 """
 
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -97,10 +98,10 @@ class Part:
     def write(self) -> None:
         """Have this rank's file and acknowledgement on disk; or no file, and word that it failed."""
         name, began = os.path.join(self.folder, self.file), time.perf_counter()
-        blocks: list[str] = []
+        hashes: dict[str, list[Any]] = {"crc32": [], "sha256": []}
         try:
-            size = self.files.write(name, self._hashed(blocks))
-            said = {"number": self.number, "size": size, "sha256": blocks, "tensors": self.tensors, "own": self.own}
+            size = self.files.write(name, self._hashed(hashes))
+            said = {"number": self.number, "file": {"size": size, **hashes}, "tensors": self.tensors, "own": self.own}
             self.files.put(os.path.join(self.folder, f"rank{self.rank}.json"), json.dumps(said).encode())
         except BaseException as error:
             self._fail(name, error)
@@ -109,19 +110,21 @@ class Part:
             raise
         self.seconds["write"] = time.perf_counter() - began
 
-    def _hashed(self, blocks: list[str]) -> Iterator[memoryview]:
-        """The file's bytes; the hash of each block is put into ``blocks`` as it goes by."""
+    def _hashed(self, hashes: dict[str, list[Any]]) -> Iterator[memoryview]:
+        """The file's bytes; the hashes of each block are put into ``hashes`` as it goes by."""
         left = [memoryview(self.begin), memoryview(self.host.numpy())]  # type: ignore[arg-type]
         while any(left):
-            digest, room = hashlib.sha256(), self.block
+            crc, digest, room = 0, hashlib.sha256(), self.block
             while room and left:
                 now, left[0] = left[0][:room], left[0][room:]
                 room -= len(now)
+                crc = zlib.crc32(now, crc)
                 digest.update(now)
                 yield now
                 if not left[0]:
                     left.pop(0)
-            blocks.append(digest.hexdigest())
+            hashes["crc32"].append(crc)
+            hashes["sha256"].append(digest.hexdigest())
 
     def _fail(self, name: str, error: BaseException) -> None:
         with contextlib.suppress(OSError):  # the room it took comes first: on a full disk nothing else can be said
@@ -197,10 +200,7 @@ class Part:
             **common,
             "fingerprint": {"model": fingerprint(tensors), "data": own["data"].get("fingerprint")},
             "block": self.block,
-            "files": {
-                f"rank{rank}.safetensors": {"size": one["size"], "sha256": one["sha256"]}
-                for rank, one in enumerate(said)
-            },
+            "files": {f"rank{rank}.safetensors": one["file"] for rank, one in enumerate(said)},
             "state": {**state, **own},
             "tensors": tensors,
         }
