@@ -329,6 +329,28 @@ def test_what_is_no_checkpoint_is_skipped(tmp_path: Path) -> None:
         restore(run, tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("kind", ["CRC-32", "SHA-256"])
+def test_a_block_is_checked_by_what_there_is(kind: str, tmp_path: Path) -> None:
+    """A manifest without CRC-32 is one written before there were any."""
+    from meshfit.checkpoint.manifest import parse, render
+
+    _, want = saved(tmp_path)
+    folder = tmp_path / "0001-step-1"
+    if kind == "SHA-256":
+        body = parse((folder / "manifest.json").read_bytes(), "")
+        for about in body["files"].values():
+            del about["crc32"]
+        (folder / "manifest.json").write_bytes(render(body))
+    run = begun(MODEL)
+    restore(run, folder)
+    assert_same(state_of(run), want)
+    tensors = bytearray((folder / "rank0.safetensors").read_bytes())
+    tensors[-9] ^= 1
+    (folder / "rank0.safetensors").write_bytes(tensors)
+    with pytest.raises(Damaged, match=f"their {kind} differs"):
+        restore(begun(MODEL), folder)
+
+
 def test_a_manifest_names_no_file_elsewhere(tmp_path: Path) -> None:
     from meshfit.checkpoint.manifest import parse, render
 
