@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,9 @@ from meshfit.errors import CheckpointError
 
 PATIENCE = 1800.0
 """Seconds that the first rank waits for the others' acknowledgements."""
+
+MUCH, THREADS = 16 * 2**20, 4
+"""From so many bytes on, host memory is copied by so many threads: one does not use all of its bandwidth."""
 
 Described = tuple[str, str, tuple[int, ...], Box, bool, int]
 """Key, dtype, shape of the whole, box, whether the first must write it, bytes."""
@@ -222,14 +226,21 @@ def copied(items: list[Item], host: Tensor | None, *, pinned: bool) -> tuple[byt
         host = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
     tensors: dict[str, Any] = {}
     devices = set()
+    copies: list[tuple[Tensor, Tensor]] = []
     for name, item in zip(names, items, strict=True):
         start = at[name] - len(begin)
         if item.nbytes:
             room = host[start : start + item.nbytes].view(item.dtype).view(sizes(item.box))
-            room.copy_(item.view, non_blocking=True)
+            copies.append((room, item.view))
             devices.add(item.view.device)
         about = tensors.setdefault(item.key, [str(item.dtype).removeprefix("torch."), list(item.shape), []])
         about[2].append([at[name], [list(ends) for ends in item.box]])
+    if total >= MUCH and all(device.type == "cpu" for device in devices):
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="meshfit-copy") as pool:
+            list(pool.map(lambda pair: pair[0].copy_(pair[1]), copies))
+    else:
+        for room, view in copies:
+            room.copy_(view, non_blocking=True)
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
