@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-import meshfit
 from meshfit.checkpoint import restore, save
 from meshfit.checkpoint.state import random_states
+from meshfit.data import memory
 from meshfit.data.draw import Draw
 from meshfit.drive import begin, everywhere
 from meshfit.errors import MeshfitError
@@ -200,7 +200,7 @@ def digest(run: Run) -> str:
 
 def ran(plan: str, model: Any, **how: Any) -> dict[str, Any]:
     """The first rank's word; the digests of all."""
-    job = job_of(plan, model, data=meshfit.data.memory(words()).map(noisy))
+    job = job_of(plan, model, data=memory(words()).map(noisy))
     results = everywhere(job.settled(), partial(segment, **how))
     return {**results[0], "digest": [each["digest"] for each in results]}
 
