@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -51,7 +52,8 @@ def start_script(folder: Path, text: str, *, begin: str = "warm()") -> subproces
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)}
     command = [sys.executable, folder / "train.py"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=folder)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where tests run behind a shell, it is ignored
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=folder, preexec_fn=heard)
 
 
 # Talking

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 MOST_DEGREES = 64
 MOST_NAMES = 6
-MOST_REASONS = 5
+MOST_REASONS = 4
 
 
 def as_degrees(sizes: Iterable[int]) -> str:
