@@ -5,7 +5,6 @@ parameter belongs to the trunk, which all ranks run, or to branches: what else u
 that holds it.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from meshfit.anatomy.trace import Event, Trace
 from meshfit.errors import PlanError
 from meshfit.layout.branches.flow import ALL, Flow, Phase
 from meshfit.layout.branches.groups import LINK, Groups, candidates, even
+from meshfit.layout.stages.cut import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +137,6 @@ def _parameters(event: Event) -> tuple[str, ...]:
 
 def _buffers(event: Event) -> tuple[str, ...]:
     return event.buffers
-
-
-def counted(events: Iterable[Event]) -> list[tuple[str, int]]:
-    """What each event is, and how many like it came before."""
-    seen: Counter[str] = Counter()
-    found = []
-    for event in events:
-        what = f"{event.kind} {event.name} in {event.inside}"
-        found.append((what, seen[what]))
-        seen[what] += 1
-    return found
 
 
 def owners_like(dealt: Dealt, flow: Flow) -> list[int]:

@@ -6,7 +6,6 @@ the gradients of inputs and parameters, buffers. In double precision, where a di
 single if its kernels refuse that, as grouped products do.
 """
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -69,34 +68,17 @@ def _check_parts(
     copies, meeting = [sharing(whole) for _ in range(ways)], Meeting(ways)
     for rank, each in enumerate(copies):
         spread(each, mixture, Travel(OverThreads(Threads(meeting, rank)), 0, mixture.count))
-    parts = _together(meeting, lambda rank: _run(copies[rank], given, dtype, rows, spans[rank]), ways)
+    try:
+        parts = meeting.run(lambda rank: _run(copies[rank], given, dtype, rows, spans[rank]))
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(_said(error)) from error
     _compare(want, parts, {cut.name: cut.ranges for cut in mixture.cuts}, partial(_near, tolerance=tolerance))
 
 
 def _rows(given: Given) -> int:
     return next((len(t) for t in tree_flatten(given)[0] if isinstance(t, Tensor) and t.dim()), 0)
-
-
-def _together(meeting: Meeting, work: Callable[[int], Result], ways: int) -> list[Result]:
-    results: list[Any] = [None] * ways
-    errors: list[BaseException] = []
-
-    def one(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(ways)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    told = sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
-    if told:
-        raise told[0] if isinstance(told[0], Refused) else Refused(_said(told[0])) from told[0]
-    return results
 
 
 def _said(error: BaseException) -> str:

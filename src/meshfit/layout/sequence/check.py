@@ -4,7 +4,6 @@ In double precision, where a difference is no rounding, or in single if a kernel
 and the sum over the ranks of every gradient.
 """
 
-import threading
 from typing import Any
 
 import torch
@@ -52,29 +51,15 @@ def _gradients(model: nn.Module, step: Step, batch: Any, ranks: int) -> Made:
 
 def _parts(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> list[Made]:
     meeting = Meeting(plan.ways)
-    made: list[Any] = [None] * plan.ways
     copies = [sharing(model) for _ in range(plan.ways)]
     for rank, each in enumerate(copies):
         begin(each, plan.beginnings, Threads(meeting, rank))
 
-    def work(rank: int) -> None:
-        try:
-            made[rank] = _gradients(copies[rank], step, batch, plan.ways)
-        except BaseException as error:
-            made[rank] = error
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(plan.ways)]
-    with guarded():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    raised = [one for one in made if isinstance(one, BaseException)]
-    raised.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
-    if raised:
-        raise Differs(f"{type(raised[0]).__name__}: {raised[0]}") from raised[0]
-    return made
+    try:
+        with guarded():
+            return meeting.run(lambda rank: _gradients(copies[rank], step, batch, plan.ways))
+    except Exception as error:
+        raise Differs(f"{type(error).__name__}: {error}") from error
 
 
 def _compare(want: Made, parts: list[Made], tolerance: float) -> None:

@@ -10,7 +10,6 @@ must be drawn from their common stream, on what is shared out from each rank's o
 """
 
 import copy
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,8 +90,6 @@ def check(whole: Reference, regions: Sequence[Region], ways: int) -> tuple[tuple
     collectives of one call.
     """
     meeting = Meeting(ways)
-    results: list[Result | None] = [None] * ways
-    errors: list[BaseException | None] = [None] * ways
     copies, streams = [], []
     for rank in range(ways):
         group, module = Threads(meeting, rank), sharing(whole.module)
@@ -105,7 +102,7 @@ def check(whole: Reference, regions: Sequence[Region], ways: int) -> tuple[tuple
         copies.append(module)
         streams.append((group, stream))
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> Result:
         group, stream = streams[rank]
 
         def met(x: Tensor | None) -> None:
@@ -118,25 +115,15 @@ def check(whole: Reference, regions: Sequence[Region], ways: int) -> tuple[tuple
             if alike == stream.inside:
                 raise Refused("drops out what all ranks hold alike and what is shared out in one go")
 
-        try:
-            results[rank] = _run(copies[rank], whole.call, whole.dtype, met)
-        except BaseException as error:
-            errors[rank] = error
-            meeting.barrier.abort()
+        return _run(copies[rank], whole.call, whole.dtype, met)
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(ways)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    raised = sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, threading.BrokenBarrierError))
-    if raised:
-        if isinstance(raised[0], Refused):
-            raise raised[0]
-        if not isinstance(raised[0], Exception):
-            raise raised[0]
-        raise Refused(f"{type(raised[0]).__name__}: {first_line(raised[0])}") from raised[0]
-    partial = _compared(whole, regions, [result for result in results if result is not None])
+    try:
+        results = meeting.run(work)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"{type(error).__name__}: {first_line(error)}") from error
+    partial = _compared(whole, regions, results)
     return partial, tuple(streams[0][0].log)
 
 

@@ -12,7 +12,7 @@ one process. Backward on the CPU runs in the thread that asked for it, so both d
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from meshfit.events import current
 from meshfit.layout.mesh import groups
 from meshfit.layout.split.region import Traffic
 from meshfit.torch_compat import in_backward, reduce_scatter_single
+
+R = TypeVar("R")
 
 
 class Group(Protocol):
@@ -102,6 +104,27 @@ class Meeting:
     def __init__(self, size: int):
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
         self.slots: list[Any] = [None] * size
+
+    def run(self, work: Callable[[int], R]) -> list[R]:
+        """``work(rank)`` of all ranks at once. Raises what stopped the first, not that others missed it."""
+        made: list[Any] = [None] * len(self.slots)
+        raised: list[BaseException] = []
+
+        def one(rank: int) -> None:
+            try:
+                made[rank] = work(rank)
+            except BaseException as error:
+                raised.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(len(made))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if raised:
+            raise min(raised, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        return made
 
 
 class Threads(Group):

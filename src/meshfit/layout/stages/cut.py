@@ -56,12 +56,13 @@ def split_of(trace: Trace, found: Stages, *, branches: bool) -> Split:
         idle = [name for name in trace.buffers if name not in used] if branches or stage == 0 else []
         again = (name for i in found.recomputed[stage] for name in trace.events[i].buffers)
         buffers.append(tuple(dict.fromkeys((*own, *again, *idle))))
-    names = _counted(trace.events)
+    names = counted(trace.events)
     landmarks = tuple(tuple(names[cut.after + 1 : cut.after + 1 + LANDMARKS]) for cut in found.cuts)
     return Split(parameters=tuple(parameters), buffers=tuple(buffers), landmarks=landmarks)
 
 
-def _counted(events: Iterable[Event]) -> list[tuple[str, int]]:
+def counted(events: Iterable[Event]) -> list[tuple[str, int]]:
+    """What each event is, and how many like it came before."""
     seen: Counter[str] = Counter()
     found = []
     for event in events:
@@ -122,7 +123,7 @@ def _reach(trace: Trace, parameters: Sequence[str], buffers: Sequence[str]) -> l
 
 
 def _wanted(split: Split, trace: Trace) -> list[int]:
-    where = {name: index for index, name in enumerate(_counted(trace.events))}
+    where = {name: index for index, name in enumerate(counted(trace.events))}
     found, least = [], 0
     for marks in split.landmarks:
         at = next((where[mark] - i for i, mark in enumerate(marks) if mark in where), least + 1)
