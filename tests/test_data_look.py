@@ -1,6 +1,7 @@
 """``meshfit data URL``: what is there, and how fast it is read."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -70,6 +71,17 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "x.what")
     with pytest.raises(DataError, match="nothing that is known"):
         app(["data", str(tmp_path / "x.what")], standalone_mode=False)
+    (tmp_path / "x.txt").write_text("words " * 100)
+    with pytest.raises(DataError, match="--length 1024"):
+        app(["data", str(tmp_path / "x.txt")], standalone_mode=False)
     np.save(tmp_path / "x.npy", np.arange(10.0))
     with pytest.raises(DataError, match="no images to write"):
         app(["data", str(tmp_path / "x.npy"), "--images", str(tmp_path / "x.png")], standalone_mode=False)
+
+
+def test_an_image_that_nobody_can_read_is_not_a_bad_one(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    for on_bad in ("stop", "skip"):
+        with pytest.raises(DataError, match="needs PIL") as raised:
+            meshfit.data.folder(images).on_bad(on_bad).fetch(np.arange(2))
+        assert not isinstance(raised.value, meshfit.data.BadSample)

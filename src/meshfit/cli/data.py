@@ -24,8 +24,8 @@ def data(
     columns: Annotated[str | None, typer.Option(help='Columns of a table: "image,label".')] = None,
     query: Annotated[str | None, typer.Option(help='Of a database: "select id, x, y from t".')] = None,
     key: Annotated[str | None, typer.Option(help="Of a database: the column that names a row.")] = None,
-    length: Annotated[int | None, typer.Option(help="Of tokens and text: how many are a sample.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples that are read at a time.")] = 256,
+    length: Annotated[int | None, typer.Option(help="Of tokens and text: how many are a sample.", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="Samples that are read at a time.", min=1)] = 256,
     images: Annotated[Path | None, typer.Option(help="Write a few images to this PNG.")] = None,
     json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
@@ -34,6 +34,8 @@ def data(
     options = {name: value for name, value in options.items() if value is not None}
     if columns:
         options["columns"] = tuple(columns.split(","))
+    if length is None and url.endswith((".txt", ".bin", ".tokens")):
+        raise DataError(f"{url} holds tokens, with no word of how many are a sample", "--length 1024, say")
     source = open_url(url, **options)
     found = look(source, batch=batch)
     if images is not None:

@@ -12,6 +12,7 @@ from meshfit.data import tree
 from meshfit.data.bad import BadSample
 from meshfit.data.clock import stage
 from meshfit.data.extra import needed
+from meshfit.errors import DataError
 
 STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -39,6 +40,8 @@ def _all(files: Sequence[Any], name_of: Callable[[int], str], channels: int) -> 
     for i, data in enumerate(files):
         try:
             image = _decoded(data, channels)
+        except DataError:  # nothing is wrong with the image: there is nobody to read it
+            raise
         except Exception as error:
             raise BadSample(f"{name_of(i)} is no image that can be read", f"{type(error).__name__}: {error}") from error
         if out is None and not ragged:
