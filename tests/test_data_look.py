@@ -55,7 +55,7 @@ def test_names_the_slowest_stage() -> None:
 
     found = look(source.map(slow), batch=16, seconds=0.1)
     assert found.slowest == "transform"
-    assert found.stages["transform"] > 0.9
+    assert found.stages["transform"] > 0.7
     assert found.speeds[0].samples < 16 / 0.02
     assert [column.values for column in found.columns] == ["0 to 63, mean 31.5", "0 to 63, 64 of them seen"]
 
