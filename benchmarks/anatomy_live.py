@@ -158,7 +158,7 @@ class Llama(nn.Module):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        self.model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, attn_implementation="sdpa"))
+        self.model = LlamaForCausalLM(LlamaConfig(**{**sizes, "use_cache": False, "attn_implementation": "sdpa"}))
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.model(input_ids=ids).logits

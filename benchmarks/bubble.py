@@ -105,7 +105,7 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
     assert group is not None
     exchange = Across(
         AllReduce(staged.part.parameters(), None, CPU),
-        Spread(tied=staged.tied, pipeline=group),
+        Spread(tied=staged.tied, line=group),
         staged.part,
         CPU,
         copies=1,

@@ -32,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshfit.checkpoint import Saver, restore
@@ -110,9 +111,10 @@ class Sharded:
     def __init__(self, parameters: float, folder: Path):
         self.folder, self.saved = folder, 0
         self.model = stack(parameters)
-        for layer in self.model:
-            fully_shard(layer)
-        fully_shard(self.model)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # also where there is a GPU
+        for layer in self.model.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.model(torch.randn(2, WIDTH)).square().mean().backward()
         self.optimizer.step()

@@ -107,7 +107,8 @@ def main() -> None:
         images = torch.randint(0, 256, (2000 if args.tiny else 50_000, 3, 32, 32), dtype=torch.uint8)
         labels = torch.randint(0, 10, (len(images),))
 
-    model = resnet18(8 if args.tiny else 64).to(device).to(memory_format=torch.channels_last)
+    model = resnet18(8 if args.tiny else 64).to(device)
+    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=device.type == "cuda")
 
     def step(x: Tensor, y: Tensor) -> None:

@@ -5,6 +5,7 @@ import meshfit
 result = meshfit.fit(model, (x, y), loss=F.cross_entropy, optimizer=torch.optim.AdamW, epochs=5, plan="data=4")
 """
 
+from meshfit import data
 from meshfit.errors import CheckpointError, DataError, JobError, MeshfitError, NonFiniteError, PlanError, RankError
 from meshfit.evaluate import evaluate, predict
 from meshfit.fit import fit, steps
@@ -29,6 +30,7 @@ __all__ = [
     "Result",
     "Step",
     "Verdict",
+    "data",
     "evaluate",
     "fit",
     "predict",
