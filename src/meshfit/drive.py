@@ -129,7 +129,7 @@ class Here(Training):
         self.world = world or World(0, 1, job.devices.device(0))
         if self.world.size > 1:
             connect(self.world)
-        elif self.world.device.type == "cpu":
+        else:
             heap.keep()
         self.writes &= self.world.rank == 0
         found = [_folder_of(job) if self.writes else None]

@@ -5,6 +5,7 @@ the same bytes under every plan and after every resume.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -30,10 +31,22 @@ class Key:
 
     @property
     def number(self) -> np.uint64:
-        parts = np.array([self.seed % 2**64, self.epoch, self.place], _u64)
-        with np.errstate(over="ignore"):
-            hashed = mix(parts, _u64(0xA0761D6478BD642F))
-            return mix(hashed[:1] + hashed[1:2] * _u64(3) + hashed[2:] * _u64(7), _u64(0xE7037ED1A0B428DB))[0]
+        return _number(self)
+
+
+@lru_cache(maxsize=256)  # small arrays take NumPy as long as a batch of them
+def _number(key: Key) -> np.uint64:
+    parts = np.array([key.seed % 2**64, key.epoch, key.place], _u64)
+    with np.errstate(over="ignore"):
+        hashed = mix(parts, _u64(0xA0761D6478BD642F))
+        return mix(hashed[:1] + hashed[1:2] * _u64(3) + hashed[2:] * _u64(7), _u64(0xE7037ED1A0B428DB))[0]
+
+
+@lru_cache(maxsize=256)
+def _columns(number: int, call: int, count: int) -> NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        hashed = mix(np.arange(count, dtype=_u64), _u64(number) + _u64(call) * _u64(0x9E3779B97F4A7C15))
+        return hashed[None] * _u64(0x8EBC6AF09C88C6E3)
 
 
 class Draw:
@@ -41,9 +54,8 @@ class Draw:
 
     def __init__(self, ids: NDArray[np.int64], key: Key):
         self.ids, self.key, self._calls = ids, key, 0
-        with np.errstate(over="ignore"):
-            self._number = key.number
-            self._rows = mix(ids.astype(_u64), self._number)[:, None]
+        self._number = key.number
+        self._rows = mix(ids.astype(_u64), self._number)[:, None]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -51,9 +63,7 @@ class Draw:
     def bits(self, count: int = 1) -> NDArray[np.uint64]:
         """(samples, count) 64-bit integers."""
         self._calls += 1
-        with np.errstate(over="ignore"):
-            column = mix(np.arange(count, dtype=_u64), self._number + _u64(self._calls) * _u64(0x9E3779B97F4A7C15))
-            return mix(self._rows + column[None] * _u64(0x8EBC6AF09C88C6E3), _u64(0x589965CC75374CC3))
+        return mix(self._rows + _columns(int(self._number), self._calls, count), _u64(0x589965CC75374CC3))
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """(samples, *shape) float32 in [low, high)."""

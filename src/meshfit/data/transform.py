@@ -10,6 +10,7 @@ position only), and draws other numbers for every sample. Images of different si
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -163,14 +164,19 @@ def _windows(image: Tensor, top: Tensor, left: Tensor, height: int, width: int) 
     n, channels, high, wide = image.shape
     if image.is_cpu:  # each row of a window is one copy, from wherever it begins
         image = image.contiguous()
-        starts = torch.arange(n * channels).view(n, channels, 1) * high + top.view(-1, 1, 1) + torch.arange(height)
-        starts = starts * wide + left.view(-1, 1, 1)
+        starts = _corners(n, channels, high, wide, height) + (top * wide + left).view(-1, 1, 1)
         everywhere = image.as_strided((max(image.numel() - width + 1, 0), width), (1, 1))
         return everywhere.index_select(0, starts.view(-1)).view(n, channels, height, width)
     rows = top.to(image.device)[:, None] + torch.arange(height, device=image.device)
     cols = left.to(image.device)[:, None] + torch.arange(width, device=image.device)
     index = (rows[:, :, None] * wide + cols[:, None, :]).view(n, 1, -1).expand(n, channels, -1)
     return image.flatten(2).gather(2, index).view(n, channels, height, width)
+
+
+@lru_cache(maxsize=8)
+def _corners(n: int, channels: int, high: int, wide: int, height: int) -> Tensor:
+    """Where the rows of the windows at the top left begin."""
+    return (torch.arange(n * channels).view(n, channels, 1) * high + torch.arange(height)) * wide
 
 
 def flip(p: float = 0.5, *, on: On = None) -> Transform:
@@ -184,17 +190,9 @@ def flip(p: float = 0.5, *, on: On = None) -> Transform:
         if not len(at):
             return image
         which[at] = torch.arange(len(image), len(image) + len(at))
-        return torch.cat((image, _mirrored(image.index_select(0, at)))).index_select(0, which)  # index_copy is slow
+        return torch.cat((image, image.index_select(0, at).flip(3))).index_select(0, which)  # index_copy is slow
 
     return Transform("flip", apply, on)
-
-
-def _mirrored(image: Tensor) -> Tensor:
-    """``image.flip(3)``; of bytes, eight at a time."""
-    if image.dtype != torch.uint8 or image.shape[3] % 8:
-        return image.flip(3)
-    words = image.contiguous().numpy().view(np.uint64)
-    return torch.from_numpy(words[..., ::-1].byteswap().view(np.uint8))
 
 
 def resize(size: int | tuple[int, int], *, on: On = None) -> Transform:

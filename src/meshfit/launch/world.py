@@ -44,10 +44,10 @@ def connect(world: World, *, folder: str | None = None, timeout: float = 600.0) 
     environment, unless the group exists already. A collective that waits longer than ``timeout`` seconds
     is an error.
     """
+    heap.keep()
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     else:
-        heap.keep()
         here = world.size if folder else int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         torch.set_num_threads(max(1, cores() // here))
     if world.size == 1 or dist.is_initialized():
