@@ -10,7 +10,8 @@ with 0 and 2 workers.
                                                                   Hugging Face's datasets, where installed
     augment   crop (padding 4), flip, normalise to float32        against torchvision v2, sample by sample, and against
                                                                   a DataLoader that is given the same functions
-    jpeg      decoded from JPEG                                   against PIL
+    jpeg      decoded from JPEG                                   against PIL, in a DataLoader and, where installed, in
+                                                                  webdataset, grain and streaming
     tokens    rows of 1024 of 100 M uint16 tokens, batches of 32  against slices of a memory map
 """
 
@@ -31,7 +32,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import meshfit
+from benchmarks.loading_peers import peers
 from meshfit.data.draw import Draw, Key
 from meshfit.data.loader import Loader
 from meshfit.data.transform import CIFAR10, crop, flip, normalise
@@ -251,6 +255,8 @@ def main() -> None:
             cases = {"meshfit": ours(jpeg, 0), "meshfit, 2 threads": ours(jpeg, 2)}
             for workers in (0, 2):
                 cases[f"DataLoader {workers} workers, PIL"] = loaded(Plain(held, numpy_labels, from_pil), workers)
+            vision()  # which streaming imports
+            cases |= peers(held, numpy_labels, from_pil, BATCH, Path(folder))
             compare("JPEG decoding", cases, args)
         if "tokens" in args.only:
             words = np.random.default_rng(0).integers(0, 50_000, 100_000_000, dtype=np.uint16)
