@@ -12,6 +12,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from torch.utils.data import DataLoader, Dataset
 import meshfit
 from meshfit.data.draw import Draw, Key
 from meshfit.data.loader import Loader
+from meshfit.data.reading import Readers
 from meshfit.data.transform import CIFAR10, crop, flip, normalise
+from meshfit.launch import heap
 
 
 class Block(nn.Module):
@@ -94,8 +97,13 @@ def main() -> None:
     asked.add_argument("--tiny", action="store_true")
     asked.add_argument("--steps", type=int, default=150)
     asked.add_argument("--batch", type=int, default=512)
+    asked.add_argument(
+        "--readers", default="auto", help='who reads for meshfit, each in turn: "auto; 2 threads; processes"'
+    )
+    asked.add_argument("--mine", action="store_true", help="meshfit alone")
     args = asked.parse_args()
     warnings.filterwarnings("ignore")
+    heap.keep()  # as in fit
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     if args.tiny:
         args.steps, args.batch = 5, 32
@@ -135,8 +143,10 @@ def main() -> None:
         wait()
         return (time.perf_counter() - start) / args.steps
 
-    def ours(transforms: Any) -> Iterator[Any]:
-        loader = Loader(source=transforms, batch_size=args.batch, rank=0, ranks=1, device=device)
+    def ours(transforms: Any, asked: str) -> Iterator[Any]:
+        who = Readers.of(None if asked == "auto" else asked)
+        how: dict[str, Any] = {"workers": who.workers, "kind": who.kind}
+        loader = Loader(source=transforms, batch_size=args.batch, rank=0, ranks=1, device=device, **how)
         print(f"  {loader.reading}")
         whole = lambda epoch: (b.microbatches[0].content for b in loader.epoch(epoch) if b.size == args.batch)
         return endless(whole)
@@ -160,16 +170,24 @@ def main() -> None:
     fixed = torch.randn(args.batch, 3, 32, 32, device=device), torch.randint(0, 10, (args.batch,), device=device)
     alone = min(timed(endless(lambda epoch: [fixed])) for _ in range(2))
     print(f"a step of {args.batch} images, its batch on the device: {alone * 1e3:.2f} ms, {args.batch / alone:,.0f} /s")
+    paths = {
+        "meshfit": memory.map(crop(32, padding=4), flip()).on_device(normalise(*CIFAR10)),
+        "meshfit, all on the device": memory.on_device(crop(32, padding=4), flip(), normalise(*CIFAR10)),
+        "meshfit, all on the host": memory.map(crop(32, padding=4), flip(), normalise(*CIFAR10)),
+    }
+    readers = [word.strip() for word in args.readers.split(";")]
     cases = {
-        "meshfit": lambda: ours(memory.map(crop(32, padding=4), flip()).on_device(normalise(*CIFAR10))),
-        "meshfit, all on the device": lambda: ours(memory.on_device(crop(32, padding=4), flip(), normalise(*CIFAR10))),
-        "meshfit, all on the host": lambda: ours(memory.map(crop(32, padding=4), flip(), normalise(*CIFAR10))),
+        (name if len(readers) == 1 else f"{name}, {word}"): partial(ours, path, word)
+        for name, path in paths.items()
+        for word in readers
+    }
+    theirs = {
         "DataLoader, 4 workers, sample by sample": lambda: others(Samples(images, labels), 4, False),
         "DataLoader, 16 workers, sample by sample": lambda: others(Samples(images, labels), 16, False),
         "DataLoader, 4 workers, vectorised": lambda: others(Whole(images, labels), 4, True),
         "DataLoader, 16 workers, vectorised": lambda: others(Whole(images, labels), 16, True),
     }
-    for name, make in cases.items():
+    for name, make in (cases if args.mine else cases | theirs).items():
         took = timed(make())
         print(f"{name:42s} {took * 1e3:8.2f} ms   waits {max(0.0, 1 - alone / took):6.1%}", flush=True)
 
