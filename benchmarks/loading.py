@@ -116,9 +116,9 @@ def loaded(data: Dataset, workers: int, *, batched: bool = False) -> Callable[[i
     return lambda epoch: iter(made)
 
 
-def ours(source: Any, workers: int | None = None, batch: int = BATCH) -> Callable[[int], Iterator[Any]]:
+def ours(source: Any, workers: int | None = None, batch: int = BATCH, **how: Any) -> Callable[[int], Iterator[Any]]:
     device = torch.device("cpu")
-    made = Loader(source=source, batch_size=batch, rank=0, ranks=1, device=device, workers=workers)
+    made = Loader(source=source, batch_size=batch, rank=0, ranks=1, device=device, workers=workers, **how)
     return lambda epoch: made.epoch(epoch)
 
 
@@ -240,6 +240,7 @@ def main() -> None:
             cases = {
                 "meshfit": ours(source, 0),
                 "meshfit, 2 threads": ours(source, 2),
+                "meshfit, 2 processes": ours(source, 2, kind="processes"),
                 "meshfit, 2 threads, normalise on device": ours(memory.map(*VECTORISED[:2]), 2),
             }
             for workers in (0, 2):

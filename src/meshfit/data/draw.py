@@ -54,8 +54,7 @@ class Draw:
 
     def __init__(self, ids: NDArray[np.int64], key: Key):
         self.ids, self.key, self._calls = ids, key, 0
-        self._number = key.number
-        self._rows = mix(ids.astype(_u64), self._number)[:, None]
+        self._rows: NDArray[np.uint64] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -63,7 +62,10 @@ class Draw:
     def bits(self, count: int = 1) -> NDArray[np.uint64]:
         """(samples, count) 64-bit integers."""
         self._calls += 1
-        return mix(self._rows + _columns(int(self._number), self._calls, count), _u64(0x589965CC75374CC3))
+        number = self.key.number
+        if self._rows is None:
+            self._rows = mix(self.ids.astype(_u64), number)[:, None]
+        return mix(self._rows + _columns(int(number), self._calls, count), _u64(0x589965CC75374CC3))
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         """(samples, *shape) float32 in [low, high)."""

@@ -159,11 +159,13 @@ def _out(leaf: Any, memory: mmap.mmap, start: int, own: Callable[[torch.Tensor],
 
 def work(fds: list[int], slot_bytes: int) -> None:
     """What a worker does, until whoever started it goes."""
+    from meshfit.launch import heap
     from meshfit.launch.arena import decode
 
     link = Connection(fds[0])
     memory = mmap.mmap(fds[1], 0)
     torch.set_num_threads(1)
+    heap.keep()
     source: Source | Exception
     try:
         source = decode(link.recv_bytes(), fds[2] if len(fds) > 2 else None)

@@ -80,16 +80,20 @@ def _one_size(leaf: Any, what: str) -> Tensor:
 
 def normalise(mean: Any = IMAGENET[0], std: Any = IMAGENET[1], *, on: On = None) -> Transform:
     """float32 of mean 0 and deviation 1: uint8 is divided by 255 first. ``mean`` and ``std`` are per channel."""
-    mean, std = torch.as_tensor(mean, dtype=torch.float32).view(-1), torch.as_tensor(std, dtype=torch.float32).view(-1)
+    both = tuple(tuple(torch.as_tensor(v, dtype=torch.float32).view(-1).tolist()) for v in (mean, std))
 
     def apply(leaf: Any, draw: Draw) -> Tensor:
         image = _one_size(leaf, "normalise")
-        unit = 255.0 if image.dtype == torch.uint8 else 1.0
-        shift = (mean * unit).to(image.device).view(-1, 1, 1)
-        scale = (1 / (std * unit)).to(image.device).view(-1, 1, 1)
+        shift, scale = _terms(both, 255.0 if image.dtype == torch.uint8 else 1.0, image.device)
         return image.to(torch.float32, copy=True).sub_(shift).mul_(scale)
 
     return Transform("normalise", apply, on)
+
+
+@lru_cache(maxsize=16)
+def _terms(both: tuple[tuple[float, ...], ...], unit: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(values).view(-1, 1, 1) * unit for values in both)
+    return mean.to(device), (1 / std).to(device)
 
 
 def unit(*, on: On = None) -> Transform:
