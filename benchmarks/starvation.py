@@ -128,6 +128,7 @@ def main() -> None:
 
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
+        model.compile()  # else the host is what the device waits for, data or not
 
     def wait() -> None:
         if device.type == "cuda":
