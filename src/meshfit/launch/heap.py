@@ -3,7 +3,8 @@
 A training step frees what it allocated, and the next one takes the same again. glibc hands large blocks back to
 the kernel in between, and each step faults its pages in anew: about 1,000 faults a step of a small convolutional
 network, which took 7.7 to 8.5 ms with them and 5.0 to 5.2 ms without (glibc told by its environment). Batches
-for a GPU are made in such memory too: crop, flip and normalise of 256 small images took 2.2 ms with the faults, 1.2 without.
+for a GPU are made in such memory too: crop, flip and normalise of 256 small images took 2.2 ms with the faults and 1.2
+without.
 """
 
 import ctypes
