@@ -187,16 +187,18 @@ class Gathered(Sharded):
         self.put(torch.load(self.folder / "whole.pt", weights_only=True, mmap=True))
 
 
-def work(job: Job, world: World, *, folder: Path, parameters: float, times: int) -> dict[str, Any]:
+TOOLS = {"meshfit": None, "torch.save": Gathered, "DCP": DCP, "DCP async": DCPAsync}
+
+
+def work(job: Job, world: World, *, folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     """Each in turn, again and again: what else the machine does meets all of them."""
     tools: dict[str, Any] = {
-        "meshfit": Meshfit(job, world, folder / "meshfit"),
-        "torch.save": Gathered(parameters, folder / "whole"),
-        "DCP": DCP(parameters, folder / "dcp"),
-        "DCP async": DCPAsync(parameters, folder / "async"),
+        name: Meshfit(job, world, folder / name) if kind is None else kind(asked.parameters, folder / name)
+        for name, kind in TOOLS.items()
+        if name in asked.tools.split(",")
     }
     seen: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in tools}
-    for _ in range(times + 1):
+    for _ in range(asked.times + 1):
         for name, tool in tools.items():
             for act in ("save", "load"):
                 if act == "load":
@@ -223,6 +225,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=os.environ.get("TMPDIR")))
@@ -239,7 +242,7 @@ def main() -> None:
         }
     ).training()
     try:
-        every = everywhere(job.settled(), partial(work, folder=folder, parameters=asked.parameters, times=asked.times))
+        every = everywhere(job.settled(), partial(work, folder=folder, asked=asked))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{asked.parameters:.0e} parameters and AdamW's state over {asked.ranks} ranks; median of {asked.times}")
