@@ -226,7 +226,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
     how: dict[str, Any] = {
         "size": plan.devices,
         "devices": job.devices,
-        "spare": served.spare(work.job) if serves else (),
+        "spare": served.spare(work.job) if serves and plan.crew == 1 else (),
     }
     with ExitStack() as stack:
         try:
@@ -299,7 +299,7 @@ class Work:
                 channel.send(Outcome(weights=weights, notes=run.notes, seconds=0.0, phases=[]))
             if run.mesh.world is not None:
                 dist.barrier()  # no rank raises before the caller has it
-            elif not run.tells:
+            if not run.raises:
                 return None
             raise
         feed.flush()
@@ -308,7 +308,7 @@ class Work:
         weights = run.placed.tensors(keep=run.tells)
         run.exchange.remove()
         run.events.close()  # the model goes with this process: nothing else need be put back
-        return replace(outcome, weights=weights) if run.tells or run.mesh.world is None else None
+        return replace(outcome, weights=weights) if run.tells or run.mesh.rank == 0 else None
 
 
 class Feed:

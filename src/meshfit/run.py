@@ -111,6 +111,11 @@ class Run:
         """Among all ranks of the training."""
         return self.world.rank
 
+    @property
+    def copies(self) -> int:
+        """Of the model, in the world of this run."""
+        return self.plan.data
+
     def _mesh(self) -> Mesh:
         return Mesh.of(self.plan, self.world.rank, self.world.size)
 
@@ -154,7 +159,7 @@ class Run:
             partial=placed.partial,
             alike={} if placed.branched is None else placed.branched.alike,
         )
-        copies, tellers = self.plan.data * self.plan.context, self.plan.tensor * self.plan.branch
+        copies, tellers = self.copies * self.plan.context, self.plan.tensor * self.plan.branch
         return Across(inner, spread, self.model, device, copies=copies, tellers=tellers)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
@@ -238,6 +243,11 @@ class Run:
     def tells(self) -> bool:
         """Whether what it comes to is this rank's to tell."""
         return self.world.rank == 0
+
+    @property
+    def raises(self) -> bool:
+        """Whether this rank tells of a loss that is not finite, where others met it too."""
+        return True
 
     @property
     def saves(self) -> bool:

@@ -36,7 +36,7 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
         return
     if not run.saves:
         assert folder is not None
-        alone = Asked(folder, Ranks(), first=False)
+        alone = Asked(folder, Ranks(run.world.rank, run.world.size), first=False)
         yield lambda: alone.now(run.step)
         return
     assert folder is not None
