@@ -226,7 +226,8 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
     how: dict[str, Any] = {
         "size": plan.devices,
         "devices": job.devices,
-        "spare": served.spare(work.job) if serves and plan.crew == 1 else (),
+        "spare": [w * plan.crew + i for w in served.spare(work.job) for i in range(plan.crew)] if serves else (),
+        "crew": plan.crew,
     }
     with ExitStack() as stack:
         try:

@@ -196,7 +196,9 @@ class _Capture:
             if run.step == 0:
                 run.captured["first_buffers"] = buffers(run.placed.tensors())
                 made = {name: {"": p.grad * correction} for name, p in named.items() if p.grad is not None}
-                if isinstance(run, ServedRun) and run.peers is not None:  # each worker has its own; the servers sum them
+                if (
+                    isinstance(run, ServedRun) and run.peers is not None
+                ):  # each worker has its own; the servers sum them
                     for each in made.values():
                         dist.all_reduce(each[""], group=run.peers)
                 run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}

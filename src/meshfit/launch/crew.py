@@ -39,7 +39,10 @@ def settle(plan: Plan, world: World) -> tuple[World, Group, Group]:
     if plan.in_step and plan.shares > plan.data:
         axes = [axis for axis in DEGREES if axis != "data"]
         places = list(product(*(range(getattr(plan, axis)) for axis in axes)))
-        same = [tuple(at for axis, at in zip(axes, place, strict=True) if axis not in ("shard", "expert")) for place in places]
+        same = [
+            tuple(at for axis, at in zip(axes, place, strict=True) if axis not in ("shard", "expert"))
+            for place in places
+        ]
         batch = line(lambda rank: same[rank % size])
     become_world(line(lambda rank: rank // size), peers, *([batch] if batch not in (None, peers) else []))
     return own, peers, batch

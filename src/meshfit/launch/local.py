@@ -52,16 +52,20 @@ class Ranks:
         folder: str = "",
         joined: bool = True,
         spare: Collection[int] = (),
+        crew: int = 1,
     ):
         """``timeout``: seconds after which a collective that waits for another rank is an error. ``role``: what they
         are called; ``folder``: where they meet, if not in one of their own; ``joined``: in one process group.
-        ``spare``: those whose death leaves the others at work, as long as there is one."""
+        ``spare``: those whose death leaves the others at work, as long as there is one; ``crew``: so many at a time
+        are of no use without each other, and end together."""
         self.size = size
         self.beside: Servers | None = None
         """Looked after while messages are waited for."""
         self.lost: dict[int, str] = {}
         """Of those to spare: how they died."""
-        self._role, self._meet, self._joined, self._spare = role, folder, joined, spare
+        self._role, self._meet, self._joined, self._spare, self._crew = role, folder, joined, spare, crew
+        self._ending: dict[int, int] = {}
+        """Of those to spare: whose death ends them."""
         self._work, self._devices, self._timeout = work, devices, timeout
         self._returned: dict[int, Any] = {}
         self._exited: dict[int, int] = {}
@@ -113,6 +117,8 @@ class Ranks:
                 for message in self._heard(rank):
                     if not isinstance(message, Raised):
                         yield rank, message
+                    elif rank in self._ending:
+                        continue  # it has lost a mate
                     elif not message.peer_gone:
                         yield from self._last_words()
                         self._fail(rank, message)
@@ -120,10 +126,24 @@ class Ranks:
                         suspect, until = (rank, message), time.monotonic() + SECOND_THOUGHT
             for rank in dead - self._returned.keys():  # now that all has been heard that it said
                 headline, fact = _death(f"{self._role} {rank}", code := self._exited[rank])
-                if rank not in self._spare or code >= 0 or len(self.lost) + 1 == self.size:
+                mates = self._mates(rank)
+                if rank in self._ending:
+                    headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
+                elif rank not in self._spare or code >= 0 or len(self.lost.keys() | mates) == self.size:
                     raise Died(headline, fact)
                 self.lost[rank] = headline
                 self._open.discard(rank)
+                if suspect is not None and suspect[0] in mates:
+                    suspect = None
+                if waiting := mates - self._exited.keys() - self._returned.keys() - self._ending.keys():
+                    self._ending |= dict.fromkeys(waiting, rank)
+                    with suppress(ConnectionError):
+                        self._run.send(("kill", sorted(waiting)))
+
+    def _mates(self, rank: int) -> set[int]:
+        """Those that end together with it, itself too."""
+        first = rank // self._crew * self._crew
+        return set(range(first, first + self._crew))
 
     @property
     def _dead(self) -> set[int]:

@@ -196,6 +196,11 @@ class Template:
         if word == "end":
             run.signal(signal.SIGCONT, signal.SIGTERM)
             run.kill_at = time.monotonic() + GRACE
+        elif word[0] == "kill":
+            for pid, rank in run.ranks.items():
+                if rank in word[1]:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(pid, signal.SIGKILL)
         elif word == "stacks":
             for pid, rank in run.ranks.items():
                 os.write(run.stderr, f"\nrank {rank}:\n".encode())
