@@ -145,7 +145,6 @@ class ServedRun(Run):
             self._stand_in = stand_in(self.model) if self.world.rank == 0 else None
 
     def _make_update(self, scale: LossScale | None) -> Served:  # type: ignore[override]
-        plan = self.plan
         self._loaders: dict[tuple[int, int], Loader] = {}
         self._advanced = 0
         self.worker = self._reach(self.model, self.world.device) if self.world.size == 1 else self._crew()

@@ -14,8 +14,9 @@ ranks together, so all know the same batch, the same weights, and whether it is 
 import copy
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.anatomy.trace import Trace
 from meshfit.checkpoint.box import Box, volume
 from meshfit.checkpoint.pieces import Lie, Piece, lie
 from meshfit.cost import Cost
@@ -36,6 +38,7 @@ from meshfit.exchange.serving.snapshot import newest
 from meshfit.exchange.serving.worker import Again, Worker
 from meshfit.exchange.update import Updated
 from meshfit.layout.place import Placed
+from meshfit.plan import Plan
 
 FACTS = 9  # whether it is to be done again; then what ``Crew._mirror`` reads
 HEARD = 4  # loss, count, stop, norm; then a slot a worker for broken losses
@@ -181,7 +184,7 @@ class Crew:
         self._check(first, ups)
 
         def parts(
-            some: list[tuple[str, Tensor, Lie]], up: dict[str, Tensor], down: dict[str, Tensor]
+            some: Sequence[tuple[str, Tensor, Lie]], up: dict[str, Tensor], down: dict[str, Tensor]
         ) -> Iterator[Part]:
             for name, tensor, lies in some:
                 for piece in lies.pieces:
@@ -292,9 +295,9 @@ class Crew:
 
     def cost(self) -> Cost:
         """Of a step, beside what ``inner`` costs."""
-        up = sum(part.nbytes for part in (*self.parts, *self.statistics) if part.sends)
-        down = sum(part.nbytes for part in (*self.parts, *self.statistics))
-        return Cost(calls={"push": 1, "pull": 1}, moved={"push": up, "pull": down})
+        parts, kept = (*self.parts, *self.statistics), sum(sum(size) for size in self.whole.sizes)
+        up, down = sum(part.nbytes for part in parts if part.sends), sum(part.nbytes for part in parts)
+        return _cost(up, down, kept, names=len(self.whole.names), workers=self.workers, ranks=self.size)
 
     # A step, as the loop sees it
 
@@ -396,6 +399,28 @@ class Crew:
             return []
 
         self._facts(stop)
+
+
+def cost(plan: Plan, payload: Payload, held: Trace, earlier: Collection[str]) -> Cost:
+    """Of a step, on a rank that holds ``held`` of a model that travels as ``payload``, and sends what no rank has
+    that holds ``earlier``."""
+    tensors = {name: p.bytes for name, p in held.parameters.items() if p.trained}
+    kept = [*payload.running]
+    tensors |= {
+        name: prod(b.shape) * getattr(torch, b.dtype).itemsize for name, b in held.buffers.items() if name in kept
+    }
+    up, down = sum(size for name, size in tensors.items() if name not in earlier), sum(tensors.values())
+    memory = sum((*payload.up, *payload.down))
+    return _cost(up, down, memory, names=len(payload.parameters), workers=plan.data, ranks=plan.crew)
+
+
+def _cost(up: int, down: int, memory: int, *, names: int, workers: int, ranks: int) -> Cost:
+    said = 2 * 8 * (FACTS + HEARD + workers)
+    return Cost(
+        host={"payload": memory // ranks},
+        calls={"push": 1, "pull": 1, "all_reduce": 1, "broadcast": 2},
+        moved={"push": up, "pull": down, "all_reduce": 8 * (names + 1), "broadcast": said},
+    )
 
 
 def mine(placed: Placed, tensor: Tensor, whole: Tensor) -> Tensor:
