@@ -21,7 +21,7 @@ from meshfit.step import Step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up under the name benchmarks.zoo
 
-from benchmarks import parity
+from benchmarks import parity, traffic
 
 X = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()
@@ -191,6 +191,16 @@ def test_alone_every_gradient_is_the_step_of_one_device() -> None:
     assert_same(spread, alone)
 
 
+def with_batchnorm() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def test_apart_batchnorm_is_over_what_a_worker_has() -> None:
+    alone, spread = (fit(plan, model=with_batchnorm) for plan in ("data=1", "server=1 shard=2 staleness=2"))
+    assert_same(spread, alone)
+
+
 @pytest.mark.parametrize("plan", ["server=2 data=2 tensor=2 staleness=2", "server=1 data=2 shard=2 staleness=inf"])
 def test_apart_a_crew_is_one_worker(plan: str) -> None:
     result = fit(plan, steps=None, epochs=2, data=(X[:48], Y[:48]), valid=(X, Y))
@@ -206,6 +216,12 @@ def test_compressed_gradients_train_nearly_alike() -> None:
     alone, spread = fit("data=1", steps=30), fit("server=2 data=2 tensor=2 compress=int8", steps=30)
     assert losses(spread) == pytest.approx(losses(alone), rel=0.05)
     assert losses(spread) != losses(fit("server=2 data=2 tensor=2", steps=30))
+
+
+@pytest.mark.parametrize("plan", ["server=1 data=2 tensor=2", "server=2 data=2 shard=2 staleness=2"])
+def test_what_is_moved_is_what_was_foretold(plan: str) -> None:
+    found = traffic.trained(traffic.Way(plan, "", lambda p, a, n: 0.0), width=16)
+    assert found["moved"] == found["cost"] > 0
 
 
 # Checkpoints
@@ -227,6 +243,18 @@ def test_resumes_under_another_plan(first: str, then: str, tmp_path: Path) -> No
     assert losses(resumed) == pytest.approx(losses(alone)[7:], rel=1e-5)
     assert resumed.history[-1].samples == alone.history[-1].samples
     assert_same(resumed, alone)
+
+
+def test_ends_saved_when_asked(tmp_path: Path) -> None:
+    def ask(step: Step) -> None:
+        if step.step == 5:
+            (tmp_path / "run" / "stop").touch()
+
+    how = {"out": tmp_path / "run", "checkpoint": 100, "loss": slowly, "steps": 1000}
+    ended = fit("server=1 data=2 tensor=2", **how, callbacks=ask)
+    assert 5 <= len(ended.history) < 1000
+    resumed = fit("data=1", **(how | {"steps": len(ended.history) + 2}), resume=True)
+    assert [step.step for step in resumed.history] == [len(ended.history) + 1, len(ended.history) + 2]
 
 
 # Kill and go on

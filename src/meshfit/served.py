@@ -37,7 +37,7 @@ from meshfit.exchange.serving.snapshot import common
 from meshfit.exchange.serving.worker import Served, Worker
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
-from meshfit.launch.crew import settle
+from meshfit.launch.crew import own_world
 from meshfit.launch.world import World
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.mesh import Mesh
@@ -103,7 +103,7 @@ class ServedRun(Run):
     def __init__(self, job: Job, world: World, secret: bytes, *, folder: Path | None = None):
         self.id, self._number = world.rank // _plan(job).crew, world.rank
         self.meeting, self.secret = world.folder, secret
-        own, self.peers, self._sharers = settle(_plan(job), world)
+        own, self.peers, self._sharers = own_world(_plan(job), world, timeout=_patience(job) + 60.0)
         """``peers``: the ranks in this one's place in all workers."""
         super().__init__(job, own, folder=folder)
         self.step, self.samples = self.worker.version, int(self.worker.seen)

@@ -5,7 +5,9 @@ batch, and where gradients are compared; all else in a rank is as if its crew we
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import product
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,9 +18,10 @@ from meshfit.torch_compat import become_world
 Group = dist.ProcessGroup | None
 
 
-def settle(plan: Plan, world: World) -> tuple[World, Group, Group]:
-    """The world of this rank's worker; the ranks in its place in all workers, and those with which it shares a batch
-    where that reaches beyond its own. All ranks call it together, once."""
+def own_world(plan: Plan, world: World, *, timeout: float) -> tuple[World, Group, Group]:
+    """The world of this rank's worker, which may wait for others ``timeout`` seconds; the ranks in its place in all
+    workers, and those with which it shares a batch where that reaches beyond its own. All ranks call it together, once.
+    """
     size = plan.crew
     own = World(world.rank % size, size, world.device, world.folder)
     if plan.data == 1 or not dist.is_initialized():
@@ -26,12 +29,12 @@ def settle(plan: Plan, world: World) -> tuple[World, Group, Group]:
     if size == 1:
         return own, dist.group.WORLD, dist.group.WORLD if plan.joins_batchnorms else None
 
-    def line(key: Callable[[int], object]) -> dist.ProcessGroup:
+    def line(key: Callable[[int], object], **how: Any) -> dist.ProcessGroup:
         """Ranks with the same key; all ranks make all such groups."""
         lines: dict[object, list[int]] = {}
         for rank in range(world.size):
             lines.setdefault(key(rank), []).append(rank)
-        made = {each: dist.new_group(ranks) for each, ranks in lines.items()}
+        made = {each: dist.new_group(ranks, **how) for each, ranks in lines.items()}
         return made[key(world.rank)]  # type: ignore[return-value]
 
     peers = line(lambda rank: rank % size)
@@ -44,5 +47,6 @@ def settle(plan: Plan, world: World) -> tuple[World, Group, Group]:
             for place in places
         ]
         batch = line(lambda rank: same[rank % size])
-    become_world(line(lambda rank: rank // size), peers, *([batch] if batch not in (None, peers) else []))
+    crew = line(lambda rank: rank // size, timeout=timedelta(seconds=timeout))
+    become_world(crew, peers, *([batch] if batch not in (None, peers) else []))
     return own, peers, batch
