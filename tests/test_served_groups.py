@@ -245,6 +245,19 @@ def test_resumes_under_another_plan(first: str, then: str, tmp_path: Path) -> No
     assert_same(resumed, alone)
 
 
+@pytest.mark.parametrize(("plan", "ranks"), [("server=1 data=2 tensor=2", 4), ("server=1 data=2", 2)])
+def test_workers_that_resume_draw_random_numbers_of_their_own(plan: str, ranks: int, tmp_path: Path) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        (tmp_path / str(os.getpid())).write_text(str(torch.initial_seed()))
+        return F.cross_entropy(outputs, targets)
+
+    fit(plan, steps=4, out=tmp_path / "run", checkpoint=2)
+    fit(plan, steps=6, out=tmp_path / "run", checkpoint=2, resume=True, loss=loss)
+    told = [path.read_text() for path in tmp_path.iterdir() if path.name != "run" and path.name != str(os.getpid())]
+    assert len(told) == ranks
+    assert len(set(told)) == 2  # ranks of one worker here work on the same samples
+
+
 def test_ends_saved_when_asked(tmp_path: Path) -> None:
     def ask(step: Step) -> None:
         if step.step == 5:
@@ -289,6 +302,17 @@ def test_a_worker_of_which_a_rank_is_killed_is_not_missed(plan: str, which: int,
 def test_a_rank_of_the_only_worker_killed_is_an_error() -> None:
     with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
         fit("server=1 tensor=2", steps=400, loss=slowly, callbacks=killing(1, 5))
+
+
+def refuses(outputs: Tensor, targets: Tensor) -> Tensor:
+    if len(targets) == 2:
+        raise ValueError("two are too few")
+    return F.cross_entropy(outputs, targets)
+
+
+def test_what_a_rank_of_a_crew_raises_ends_the_run() -> None:
+    with pytest.raises(RankError, match="rank 0 raised ValueError: two are too few"):
+        fit("server=1 data=2 shard=2", data=(X[:11], Y[:11]), loss=refuses, shuffle=False)
 
 
 def test_a_server_killed_goes_on_from_its_snapshot() -> None:

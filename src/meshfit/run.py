@@ -342,7 +342,12 @@ class Run:
     @property
     def _stream(self) -> int:
         """The seed of the random numbers (dropout) of one share of the batch: another for each, the same each time."""
-        return self._seed_of(self.mesh.share)
+        return self._seed_of(self.share)
+
+    @property
+    def share(self) -> int:
+        """Which part of a batch this rank takes, among all that are at work."""
+        return self.mesh.share
 
     def _seed_of(self, share: int) -> int:
         mixed = mix(np.array([share], np.uint64), np.uint64(self.job.seed % 2**64))

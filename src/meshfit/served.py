@@ -135,8 +135,8 @@ class ServedRun(Run):
         return replace(loader, rank=self.mesh.share, ranks=self.shares, _kept={})
 
     @property
-    def _stream(self) -> int:
-        return self._seed_of(self.id * self.shares + self.mesh.share)
+    def share(self) -> int:
+        return self.id * self.shares + self.mesh.share
 
     def _before_cut(self) -> None:
         super()._before_cut()
