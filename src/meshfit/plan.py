@@ -16,6 +16,7 @@ the checkpoint and in the report:
     data=2 branch=2                 two copies, each with its towers, heads or arms over two devices
     pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
     server=1 data=3                 three workers; a process on the host owns weights and optimizer, and steps for all
+    server=1 data=2 tensor=2        ... workers of two devices each
     server=1 data=3 staleness=4     ... for each as it comes; no worker is more than 4 of its steps ahead
     data=4 exchange=local every=8   each device steps by itself; every 8 steps weights are averaged
 """

@@ -30,10 +30,11 @@ from meshfit.errors import DataError, PlanError
 from meshfit.events import Events
 from meshfit.exchange.nature import state_bytes
 from meshfit.exchange.serving.build import keep
-from meshfit.exchange.serving.crew import Crew, Whole, mine, stand_in
+from meshfit.exchange.serving.crew import Crew
 from meshfit.exchange.serving.keeper import Keeper
 from meshfit.exchange.serving.server import Server, Terms
 from meshfit.exchange.serving.snapshot import common
+from meshfit.exchange.serving.whole import Whole, mine, stand_in
 from meshfit.exchange.serving.worker import Served, Worker
 from meshfit.job import Job
 from meshfit.launch.channel import Channel

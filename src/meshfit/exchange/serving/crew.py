@@ -11,11 +11,7 @@ ranks together, so all know the same batch, the same weights, and whether it is 
     traffic   of a rank its part of the gradients up, of the weights down; one small all_reduce and two broadcasts
 """
 
-import copy
-import os
-import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,15 +22,16 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.trace import Trace
 from meshfit.checkpoint.box import Box, volume
-from meshfit.checkpoint.pieces import Lie, Piece, lie
+from meshfit.checkpoint.pieces import Lie, lie
 from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.events import current
 from meshfit.exchange.allreduce import Riders
 from meshfit.exchange.serving.cost import Payload
-from meshfit.exchange.serving.parcel import Parcel, statistics
+from meshfit.exchange.serving.parcel import statistics
 from meshfit.exchange.serving.region import Region
 from meshfit.exchange.serving.snapshot import newest
+from meshfit.exchange.serving.whole import Part, Whole, hand_out, receive
 from meshfit.exchange.serving.worker import Again, Worker
 from meshfit.exchange.update import Updated
 from meshfit.layout.place import Placed
@@ -44,70 +41,11 @@ FACTS = 9  # whether it is to be done again; then what ``Crew._mirror`` reads
 HEARD = 4  # loss, count, stop, norm; then a slot a worker for broken losses
 
 
-@dataclass(frozen=True)
-class Whole:
-    """The model as the servers know it: where each of its tensors lies in a worker's memory. Made before it is cut."""
-
-    parcels: tuple[Parcel, ...]
-    """Of the trained parameters, by server."""
-    running: Parcel
-    """Of BatchNorm's statistics."""
-    sizes: tuple[tuple[int, int], ...]
-    """Bytes up and down, by server."""
-    compressed: bool
-
-    @classmethod
-    def of(cls, model: nn.Module, *, servers: int, compress: str) -> "Whole":
-        payload = Payload.of(model, servers=servers, compress=compress)
-        sizes = tuple(zip(payload.up, payload.down, strict=True))
-        return cls(tuple(payload.parcels), Parcel.of(payload.running), sizes, compress != "none")
-
-    @property
-    def names(self) -> list[str]:
-        return [name for parcel in self.parcels for name in parcel.names]
-
-    def regions(self) -> list[tuple[int, int]]:
-        """What memory a crew shares beside that of its lines: for statistics, and for gradients before they are
-        compressed."""
-        return [(self.running.bytes, 0), *((parcel.bytes, 0) for parcel in self.parcels if self.compressed)]
-
-
-def stand_in(model: nn.Module) -> nn.Module:
-    """A copy of what is trained of ``model``, and of its statistics; the rest is left without memory."""
-    made = copy.deepcopy(model)
-    kept = {id(buffer) for buffer in statistics(made).values()}
-    for tensor in (*made.parameters(), *made.buffers()):
-        if not tensor.requires_grad and id(tensor) not in kept:
-            tensor.data = torch.empty(0, dtype=tensor.dtype)
-    return made
-
-
-@dataclass(frozen=True)
-class Part:
-    """A box of a whole tensor that this rank holds."""
-
-    name: str
-    tensor: Tensor
-    """Of the rank, a parameter or buffer."""
-    piece: Piece
-    up: Tensor
-    """Where it is put to be sent, in the memory of the crew."""
-    down: Tensor
-    """Where it has come to."""
-    sends: bool
-    """Whether it is this rank's to send."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.down.numel() * self.down.element_size()
-
-
 class Crew:
     """Has the form of ``Worker``. All ranks of the worker's world make it together; ``reach`` makes the worker itself,
     in the first of them, of the ``model`` that stands in for the whole there. They meet at ``address``, a path."""
 
     summed = True
-    parameters: list[nn.Parameter]
 
     def __init__(
         self,
@@ -134,9 +72,7 @@ class Crew:
         """Of the gradients of all workers, as summed, after ``finish``."""
         self.moved = {"push": 0, "pull": 0}
         """Bytes that went up and came down, so far."""
-        self._armed: dict[str, Any] = {}
-        extra = self._share(model, reach, address)
-        self.parts, self.statistics = self._parts(*extra)
+        self.parts, self.statistics = self._parts(*self._share(model, reach, address))
         self._facts(lambda: [])
         self._take()
 
@@ -147,7 +83,7 @@ class Crew:
     ) -> tuple[list[Region], list[Region]]:
         """The memory of the lines, and what there is beside."""
         if model is None:
-            fds = _receive(address, len(self.whole.sizes) + len(self.whole.regions()))
+            fds = receive(address, len(self.whole.sizes) + len(self.whole.regions()))
             sizes = [*self.whole.sizes, *self.whole.regions()]
             made = [Region.map(fd, *size) for fd, size in zip(fds, sizes, strict=True)]
             return made[: len(self.whole.sizes)], made[len(self.whole.sizes) :]
@@ -160,7 +96,7 @@ class Crew:
         for line in self.worker.lines:
             line.counted = False
         lines = [line.region for line in self.worker.lines]
-        _hand_out(address, [region.fd for region in (*lines, *beside) if region.fd is not None], self.size - 1)
+        hand_out(address, [region.fd for region in (*lines, *beside) if region.fd is not None], self.size - 1)
         return lines, beside
 
     def _parts(self, lines: list[Region], beside: list[Region]) -> tuple[list[Part], list[Part]]:
@@ -421,39 +357,3 @@ def _cost(up: int, down: int, memory: int, *, names: int, workers: int, ranks: i
         calls={"push": 1, "pull": 1, "all_reduce": 1, "broadcast": 2},
         moved={"push": up, "pull": down, "all_reduce": 8 * (names + 1), "broadcast": said},
     )
-
-
-def mine(placed: Placed, tensor: Tensor, whole: Tensor) -> Tensor:
-    """What a rank that holds ``tensor``, a parameter, holds of ``whole``, which lies alike: a moment, an average."""
-    lies = lie(placed, tensor)
-    if tuple(whole.shape) != lies.shape or lies.shape == tuple(tensor.shape):
-        return whole
-    made = torch.empty_like(tensor, dtype=whole.dtype, device="cpu", requires_grad=False)
-    for piece in lies.pieces:
-        if volume(piece.box):
-            piece.of(made).copy_(whole[tuple(slice(*ends) for ends in piece.box)])
-    return made
-
-
-# Descriptors, from the first rank to the others
-
-
-def _hand_out(address: str, fds: list[int], count: int) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(address)
-        listener.listen(count)
-        dist.barrier()
-        for _ in range(count):
-            with listener.accept()[0] as end:
-                socket.send_fds(end, [b"."], fds)
-    os.unlink(address)
-
-
-def _receive(address: str, count: int) -> list[int]:
-    dist.barrier()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
-        end.connect(address)
-        _, fds, _, _ = socket.recv_fds(end, 1, count)
-    if len(fds) != count:
-        raise RankError(f"{len(fds)} descriptors came of {count}", "the first rank of the worker may have ended")
-    return fds
