@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
-from meshfit.errors import NonFiniteError, RankError
+from meshfit.errors import NonFiniteError, PlanError, RankError
+from meshfit.exchange.serving.whole import stand_in
 from meshfit.plan import Plan
 from meshfit.step import Step
 
@@ -321,6 +322,13 @@ def test_a_server_killed_goes_on_from_its_snapshot() -> None:
     assert "server 1 was killed by signal 9 (SIGKILL), and was started again" in spread.notes
     assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
     assert_same(spread, alone)
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = Net()
+    model.made = model.norm.weight * 2  # type: ignore[assignment]
+    with pytest.raises(PlanError, match="the model cannot be copied"):
+        stand_in(model)
 
 
 def test_plans_of_crews() -> None:
