@@ -228,6 +228,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
         "devices": job.devices,
         "spare": [w * plan.crew + i for w in served.spare(work.job) for i in range(plan.crew)] if serves else (),
         "crew": plan.crew,
+        "log": work.folder if isinstance(work, Work) else None,
     }
     with ExitStack() as stack:
         try:
@@ -241,7 +242,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
             from meshfit.launch.servers import Servers
 
             serve = served.Serve(work.job, work.secret, work.folder)
-            ranks.beside = stack.enter_context(Servers(serve, count=plan.server, folder=ranks.folder))
+            ranks.beside = stack.enter_context(Servers(serve, count=plan.server, folder=ranks.folder, log=work.folder))
         yield ranks
 
 

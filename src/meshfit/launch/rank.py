@@ -5,6 +5,7 @@ sends what the work returned, or how it failed. Then it waits until the caller l
 together, so none sees a connection close while it still works.
 """
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -12,6 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -22,6 +24,9 @@ from meshfit.launch.world import World, connect, disconnect
 
 # How gloo and NCCL say that another rank is gone: rarely the first cause of anything.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited")
+
+LIBC = ctypes.CDLL(None)
+LINE_BUFFERED = 1
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -69,10 +74,15 @@ def main(end: socket.socket, folder: str) -> NoReturn:
     """Be a rank. ``folder`` is where the ranks of this run meet."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    with suppress(Exception):  # so does what C prints
+        LIBC.setvbuf(ctypes.c_void_p.in_dll(LIBC, "stdout"), None, LINE_BUFFERED, 0)
     if random := sys.modules.get("numpy.random"):
         random.seed()  # else every rank forked from one template draws the same
     channel = Channel(end)
     try:
+        for fd, ours in zip(channel.recv_fds(2), (1, 2), strict=True):
+            os.dup2(fd, ours)
+            os.close(fd)
         start: Start = channel.recv()
         os.chdir(start.folder)
         os.environ.clear()
@@ -110,3 +120,4 @@ def _outside(trace: TracebackType | None) -> TracebackType | None:
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    LIBC.fflush(None)

@@ -1,6 +1,8 @@
 """How much arithmetic a training does, counted without computing."""
 
-from contextlib import suppress
+import io
+import warnings
+from contextlib import redirect_stdout, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +26,9 @@ def flops_a_sample(job: "Job", model: torch.nn.Module) -> float | None:
         if isinstance(source, Stream):
             return None
         few = source.few(SAMPLES)
-        trace = traced(model, job.objective, few, device="cpu")
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings():  # what the model says, it has said in training
+            warnings.simplefilter("ignore")
+            trace = traced(model, job.objective, few, device="cpu")
         if isinstance(trace, TraceError):
             return None
         samples = max(len(t) for t in tree.tensors(few) if t.dim())

@@ -3,6 +3,7 @@
 run.json             plan, batch size, seed, versions; at the end: steps, seconds, metrics
 metrics.jsonl        one line a step
 events/rank0.jsonl   spans, samples and facts of every rank (see events.py)
+logs/rank0.log       what every rank printed (see launch/output.py)
 tensorboard/         the same metrics for TensorBoard, where that is installed
 weights.safetensors  the trained weights under their own names, tied ones once
 report.html          one page about the run (see report.py)
