@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 TOGETHER = 0.3  # seconds within which equal lines of several ranks are one
 MOST_HELD = 1000  # lines that wait for others to say the same
@@ -117,41 +117,42 @@ class Log:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = self._cut = 0
+        self._file: BinaryIO | None = None
+        self._size = self._cut = 0
+        self._broken = False
 
     def add(self, data: bytes) -> None:
-        if self._file < 0:
+        if self._broken:
             return
         try:
-            if not self._file:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._open()
-            if os.fstat(self._file).st_size + len(data) > MOST_LOGGED:
-                self._shorten(len(data))
-            os.write(self._file, data)
+            file = self._file or self._open()
+            if self._size + len(data) > MOST_LOGGED:
+                file = self._shorten(file, MOST_LOGGED // 2 - len(data))
+            self._size += file.write(data)
         except OSError as error:
-            self.close()
-            self._file = -1
+            self._broken = True
             print(f"meshfit: {self.path} ends here: {error}", file=sys.stderr)
 
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    def _open(self) -> BinaryIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a+b", buffering=0)
+        self._size = self._file.seek(0, os.SEEK_END)
+        return self._file
 
-    def _shorten(self, more: int) -> None:
-        size = os.fstat(self._file).st_size
-        newest = os.pread(self._file, max(0, MOST_LOGGED // 2 - more), max(0, size - MOST_LOGGED // 2 + more))
+    def _shorten(self, file: BinaryIO, kept: int) -> BinaryIO:
+        file.seek(max(0, self._size - max(0, kept)))
+        newest = file.read()
         newest = newest[newest.find(b"\n") + 1 :]
-        self._cut += size - len(newest)
+        self._cut += self._size - len(newest)
         beside = self.path.with_suffix(".new")
         beside.write_bytes(b"[meshfit: about %d bytes before this are gone]\n" % self._cut + newest)
         beside.replace(self.path)
-        os.close(self._file)
-        self._file = self._open()
+        file.close()
+        return self._open()
 
     def close(self) -> None:
-        if self._file > 0:
-            os.close(self._file)
-        self._file = 0
+        if self._file is not None:
+            self._file.close()
 
 
 @dataclass(slots=True)
