@@ -19,7 +19,7 @@ import meshfit
 from meshfit import events as events_module
 from meshfit.errors import JobError
 from meshfit.events import Events, in_detail
-from meshfit.observe.page_data import tiles
+from meshfit.observe.page_data import page_data, tiles
 from meshfit.observe.rank import tokens_of
 from meshfit.observe.reading import Reader, phase_shares, read
 from meshfit.observe.sampler import Sampler
@@ -266,6 +266,34 @@ def test_the_trace_is_one_perfetto_opens(tmp_path: Path) -> None:
             assert all(b[0] >= a[1] - 1e-3 for a, b in pairwise(mine))
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 0  cpu here", "rank 1  cpu here"]
+
+
+def test_servers_and_traffic_under_way_are_in_trace_and_page(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", [{}, {}], within=[("collective", 0.01, 0.02, {})])
+    (run / "events" / "server0.jsonl").write_text(
+        '{"rank": 0, "time": 1000.0}\n{"span": "sum", "step": 1, "at": 0.5, "for": 0.1}\n'
+    )
+    trace = chrome_trace(read(run))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"].split("  ")[0] for e in trace if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "server 0"}
+    assert [e["pid"] for e in trace if e.get("cat") == "sum"] == [2]
+    shown = page_data(read(run))["timeline"]
+    kinds = [kind["name"] for kind in shown["kinds"]]
+    for lane in shown["lanes"][:2]:
+        assert {kinds[row[0]] for row in lane["beside"]} == {"collective"}
+        assert kinds.index("collective") not in {row[0] for row in lane["spans"]}
+    assert shown["lanes"][2]["label"] == "server 0"
+
+
+def test_waits_within_an_evaluation_are_not_those_of_steps(tmp_path: Path) -> None:
+    events = Events(tmp_path)
+    with events.aside(), events.waiting("meet"):
+        pass
+    assert "meet" not in events.seconds
+    with events.waiting("meet"):
+        pass
+    assert "meet" in events.seconds
+    events.close()
 
 
 def test_a_lane_shows_what_lies_within_a_phase_in_its_place(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ import json
 import threading
 import time
 from collections import defaultdict, deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,6 +64,7 @@ class Events:
         self._last: dict[str, float] = {}
         self._last_traffic: dict[str, list[int]] = {}
         self._marks: _Marks | None = None
+        self._aside = False
         self._file: TextIO | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +134,16 @@ class Events:
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
         """Time a wait for others in the middle of a pass. Not on a GPU: there it is the stream that waits."""
-        return nullcontext() if self._marks is not None else _Span(self, name, {})
+        return nullcontext() if self._marks is not None or self._aside else _Span(self, name, {})
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around passes that are no part of a step: waits within them are not those of steps."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
 
     def arrived(self, began: float) -> None:
         """Traffic that was handed over at ``began``, by ``time.perf_counter()``, is here. Not on a GPU, as above."""

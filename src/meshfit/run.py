@@ -273,7 +273,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on the validation data, the same on every rank; of the averaged weights if there are."""
         assert self.valid is not None
-        with self.events.span("evaluate"), self._averaged():
+        with self.events.span("evaluate"), self.events.aside(), self._averaged():
             measured = measure(
                 self.placed,
                 self.valid,

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
+from meshfit.events import current
 from meshfit.layout.forward import wrap
 from meshfit.torch_compat import all_gather_single
 
@@ -105,7 +106,9 @@ class _GlobalBatchNorm(torch.autograd.Function):
         var, mean = torch.var_mean(full, axes, correction=0)
         mine = torch.cat([mean, var, mean.new_full((1,), full.numel() / channels * _counted)])
         every = mine.new_empty(dist.get_world_size(group), 2 * channels + 1)
-        all_gather_single(every.view(-1), mine, group=group)
+        current().moved("all_gather", every.nbytes)
+        with current().waiting("meet"):
+            all_gather_single(every.view(-1), mine, group=group)
         means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
         total = counts.sum()
         mean = (means * counts).sum(0) / total
@@ -126,7 +129,9 @@ class _GlobalBatchNorm(torch.autograd.Function):
         normal = (x - mean.view(shape)) * inverse.view(shape)
         d_bias, d_weight = dy.sum(ctx.axes), (dy * normal).sum(ctx.axes)
         sums = torch.cat([d_bias, d_weight])
-        dist.all_reduce(sums, group=ctx.group)
+        current().moved("all_reduce", sums.nbytes)
+        with current().waiting("meet"):
+            dist.all_reduce(sums, group=ctx.group)
         mean_dy, mean_dy_normal = (sums / total).view(2, *shape)
         dx = dy - (mean_dy + normal * mean_dy_normal) * ctx.counted
         scale = inverse if weight is None else inverse * weight

@@ -6,17 +6,20 @@ from typing import Any
 from meshfit.data.clock import STAGES
 from meshfit.observe.charts import charts, xy
 from meshfit.observe.figures import amount, arithmetic, number, seconds, size
+from meshfit.observe.ideal import Ideal, beside, ideal
 from meshfit.observe.kinds import KINDS, OTHER, kind_of
-from meshfit.observe.reading import Rank, Recording, phase_shares
-from meshfit.observe.timeline import drawn, windows
+from meshfit.observe.reading import Rank, Recording, Span, phase_shares
+from meshfit.observe.timeline import drawn, lanes, overlapped, windows
 from meshfit.observe.verdict import findings
 
 LANE_SPANS = 4000
+WITHIN = tuple(kind.name for kind in KINDS.values() if kind.phase == "forward_backward" and kind.waits)
+WINDOWS = {"usual": "usual steps", "slowest": "slowest step", "first": "first steps"}
 
 
 def page_data(run: Recording) -> dict[str, Any]:
     """Everything about ``run`` that the page shows; JSON can hold it."""
-    found = findings(run)
+    found, without = findings(run), ideal(run, [step for w in windows(run) for step in range(w.first, w.last + 1)])
     return {
         "mode": "run",
         "name": run.folder.resolve().name,
@@ -29,10 +32,10 @@ def page_data(run: Recording) -> dict[str, Any]:
         "tiles": tiles(run),
         "kinds": {k.name: _kind(k) for k in (*KINDS.values(), OTHER)},
         "bars": [_bar(rank, int(run.words.get("pipeline", 1)) > 1) for rank in run.ranks],
-        "timeline": _timeline(run),
+        "timeline": _timeline(run, without),
         "charts": charts(run),
         "notes": list(run.about.get("notes", [])),
-        "tables": [table for table in _tables(run) if table["rows"]],
+        "tables": [table for table in _tables(run, without) if table["rows"]],
     }
 
 
@@ -109,13 +112,16 @@ def _kind(kind: Any) -> dict[str, Any]:
 
 def _bar(rank: Rank, staged: bool) -> dict[str, Any]:
     shares = phase_shares(rank)
-    inner = {n: rank.steady.get(n, 0.0) for n in ("forward", "backward", "weight", "receive")}
-    if sum(inner.values()) and shares.get("forward_backward"):  # shown by its parts where they are known
-        whole, wall = shares.pop("forward_backward"), max(rank.wall, 1e-9)
-        parts = {n: took / wall for n, took in inner.items() if took}
-        rest = max(0.0, whole - sum(parts.values()))
+    share = {name: took / max(rank.wall, 1e-9) for name, took in rank.steady.items()}
+    acts = {name: share[name] for name in ("forward", "backward", "weight") if share.get(name)}
+    waits = {name: share[name] for name in WITHIN if share.get(name, 0.0) > 0.005}
+    if shares.get("forward_backward") and (acts or waits):  # shown by its parts where they are known
+        whole = shares.pop("forward_backward")
+        done = sum(acts.values()) if staged else whole
+        work = {"forward_backward": max(0.0, done - sum(waits.values()))} if waits else acts
+        rest = max(0.0, whole - sum(work.values()) - sum(waits.values()))
         left = "receive" if staged else "forward_backward"  # a rank of a pipeline waits when it does neither
-        shares = {**parts, **({left: parts.get(left, 0.0) + rest} if rest > 0.002 else {}), **shares}
+        shares = {**work, **waits, **({left: work.get(left, 0.0) + rest} if rest > 0.002 else {}), **shares}
     use = rank.mean("gpu_use") if rank.mean("gpu_use") is not None else rank.mean("cpu")
     device = str(rank.facts.get("device", ""))
     return {
@@ -125,34 +131,44 @@ def _bar(rank: Rank, staged: bool) -> dict[str, Any]:
     }
 
 
-def _timeline(run: Recording) -> dict[str, Any]:
+def _timeline(run: Recording, found: Ideal | None) -> dict[str, Any]:
     names: list[str] = []
     shown = windows(run)
-    lanes = []
-    for i, rank in enumerate([*run.ranks, *run.servers]):
-        spans = drawn(rank)
+
+    def row(span: Span) -> list[Any]:
+        if span.name not in names:
+            names.append(span.name)
+        values = [names.index(span.name), round(span.at, 6), round(span.seconds, 6), span.step]
+        return [*values, span.about["microbatch"]] if "microbatch" in span.about else values
+
+    def some(spans: list[Span]) -> list[list[Any]]:
         if len(spans) > LANE_SPANS:
             near = [(w.first - 8, w.last + 8) for w in shown]
             spans = [s for s in spans if s.seconds > 0.2 or any(a <= s.step <= b for a, b in near)][:LANE_SPANS]
-        rows = []
-        for span in spans:
-            if span.name not in names:
-                names.append(span.name)
-            row = [names.index(span.name), round(span.at, 6), round(span.seconds, 6), span.step]
-            rows.append([*row, span.about["microbatch"]] if "microbatch" in span.about else row)
-        label = f"rank {rank.rank}" if i < len(run.ranks) else f"server {rank.rank}"
-        lanes.append({"label": label, "note": str(rank.facts.get("device", "")), "spans": rows})
-    labels = {"usual": "usual steps", "slowest": "slowest step", "first": "first steps"}
+        return [row(span) for span in spans]
+
+    measured = [
+        {
+            "label": label,
+            "note": str(rank.facts.get("device", "")),
+            "spans": some(drawn(rank)),
+            "beside": some(overlapped(rank)),
+        }
+        for label, rank in lanes(run)
+    ]
+    without = {} if found is None else found.lanes
     return {
+        "lanes": measured,
+        "ideal": [{"label": f"rank {rank}", "spans": some(spans)} for rank, spans in sorted(without.items())],
+        "idle": None if found is None else [round(found.bubble, 4), round(found.measured, 4)],
         "kinds": [{"name": name, **_kind(kind_of(name))} for name in names],
-        "lanes": lanes,
         "windows": [
-            {"label": labels[w.name], "start": w.start, "end": w.end, "steps": [w.first, w.last]} for w in shown
+            {"label": WINDOWS[w.name], "start": w.start, "end": w.end, "steps": [w.first, w.last]} for w in shown
         ],
     }
 
 
-def _tables(run: Recording) -> list[dict[str, Any]]:
+def _tables(run: Recording, without: Ideal | None) -> list[dict[str, Any]]:
     about = run.about
     plan = [
         ["plan", run.plan],
@@ -179,6 +195,7 @@ def _tables(run: Recording) -> list[dict[str, Any]]:
     if len(run.ranks) > 1:
         moved.append(["waited for it", f"{run.share('exchange'):.1%} of the time"])
     return [
+        *filter(None, (beside(run, without),)),
         {"title": "Plan", "rows": plan},
         {"title": "Data path", "rows": path},
         {"title": "Traffic", "rows": moved},
