@@ -27,6 +27,8 @@ from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
 from meshfit.layout.replicate import tensors_of
+from meshfit.layout.split.region import TensorPlan
+from meshfit.layout.tensor import Parts
 from meshfit.local import LocalRun
 from meshfit.observe.folder import new_folder
 from meshfit.observe.rank import observed
@@ -50,6 +52,8 @@ class Outcome:
     """Where they are not in the caller's model already."""
     captured: dict[str, Any] = field(default_factory=dict)
     """What a tap put aside in the first rank."""
+    split: TensorPlan | None = None
+    """What the tensor axis was found to split."""
 
 
 Tap = Callable[[Run], None]
@@ -389,6 +393,7 @@ def outcome_of(run: Run) -> Outcome:
         seconds=time.perf_counter() - run.started,
         phases=phases,
         captured=run.captured,
+        split=run.placed.parts.plan if isinstance(run.placed.parts, Parts) else None,
     )
 
 

@@ -4,9 +4,10 @@ import time
 from typing import Any
 
 from meshfit.data.clock import STAGES
+from meshfit.observe import foretold, ideal
 from meshfit.observe.charts import charts, xy
 from meshfit.observe.figures import amount, arithmetic, number, seconds, size
-from meshfit.observe.ideal import Ideal, beside, ideal
+from meshfit.observe.ideal import Ideal
 from meshfit.observe.kinds import KINDS, OTHER, kind_of
 from meshfit.observe.reading import Rank, Recording, Span, phase_shares
 from meshfit.observe.timeline import drawn, lanes, overlapped, windows
@@ -19,7 +20,10 @@ WINDOWS = {"usual": "usual steps", "slowest": "slowest step", "first": "first st
 
 def page_data(run: Recording) -> dict[str, Any]:
     """Everything about ``run`` that the page shows; JSON can hold it."""
-    found, without = findings(run), ideal(run, [step for w in windows(run) for step in range(w.first, w.last + 1)])
+    found, without = (
+        findings(run),
+        ideal.ideal(run, [step for w in windows(run) for step in range(w.first, w.last + 1)]),
+    )
     return {
         "mode": "run",
         "name": run.folder.resolve().name,
@@ -195,7 +199,7 @@ def _tables(run: Recording, without: Ideal | None) -> list[dict[str, Any]]:
     if len(run.ranks) > 1:
         moved.append(["waited for it", f"{run.share('exchange'):.1%} of the time"])
     return [
-        *filter(None, (beside(run, without),)),
+        *filter(None, (ideal.beside(run, without), foretold.beside(run))),
         {"title": "Plan", "rows": plan},
         {"title": "Data path", "rows": path},
         {"title": "Traffic", "rows": moved},
