@@ -18,7 +18,7 @@ from torch import nn
 import meshfit
 from meshfit import events as events_module
 from meshfit.errors import JobError
-from meshfit.events import Events, in_detail
+from meshfit.events import Events, _stands_for, in_depth, in_detail
 from meshfit.observe.page_data import page_data, tiles
 from meshfit.observe.rank import tokens_of
 from meshfit.observe.reading import Reader, phase_shares, read
@@ -100,6 +100,32 @@ def test_a_long_run_writes_windows_of_steps_and_exact_totals(tmp_path: Path) -> 
     assert total == pytest.approx(0.001 * steps, rel=1e-3)
     assert [line["span"] for line in written if line.get("span") == "evaluate"] == ["evaluate"]
     assert in_detail(10**9) == in_detail(10**9)  # of the step alone: all ranks choose alike
+
+
+def test_steps_marked_in_depth_stand_for_all() -> None:
+    for first, last in ((1, 256), (256, 511), (1024, 2047), (65536, 131071)):
+        deep = [step for step in range(first, last + 1) if in_depth(step)]
+        assert sum(map(_stands_for, deep)) == pytest.approx(last - first + 1, rel=0.02)
+        assert all(map(in_detail, deep))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_marks_phases_in_every_step_and_the_rest_in_some(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    events, work = Events(tmp_path), torch.randn(1024, 1024, device=device)
+    events.on(device)
+    for step in range(1, 257):
+        events.step = step
+        with events.span("forward_backward"), events.span("forward", microbatch=0):
+            for _ in range(8):
+                work @ work
+    took = events.phases()
+    events.close()
+    spans = [line for line in lines(tmp_path / "rank0.jsonl") if "span" in line]
+    marked = {name: {s["step"] for s in spans if s["span"] == name and "gpu_for" in s} for name in took}
+    assert marked["forward_backward"] == set(range(1, 257))
+    assert marked["forward"] == {step for step in range(1, 257) if in_depth(step)}
+    assert took["forward"] == pytest.approx(took["forward_backward"], rel=0.3)
 
 
 def test_many_threads_add_while_one_writes(tmp_path: Path) -> None:

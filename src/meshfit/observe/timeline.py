@@ -147,7 +147,9 @@ def windows(run: Recording, usual_steps: int = 4) -> list[Window]:
 
     found = []
     took = {step: bounds[step][1] - bounds[step][0] for step in steps}
+    inside = {s.step for rank in run.ranks for s in rank.spans if kind_of(s.name).phase == "forward_backward"}
     later = [step for step in steps if step > 3] or steps
+    later = [step for step in later if step in inside] or later  # on a GPU not all are marked in depth
     usual = statistics.median(took[step] for step in later)
     count = min(usual_steps, len(later))
     runs = [later[i : i + count] for i in range(len(later) - count + 1)]
