@@ -207,6 +207,26 @@ def test_a_caller_whose_output_nobody_reads_goes_on(monkeypatch):
         assert ranks.results == [1, 1]
 
 
+def test_a_child_of_the_caller_that_ends_takes_nothing_along(capsys):
+    def work(world, channel):
+        channel.recv()
+        print("still heard")
+
+    with Ranks(work, size=1, devices=CPU) as ranks:
+        child = os.fork()
+        if not child:
+            ranks._output.close()  # as Python does when it ends
+            os._exit(0)
+        os.waitpid(child, 0)
+        ranks.send(0, "go on")
+        deadline, seen = time.monotonic() + 10, ""
+        while not seen and time.monotonic() < deadline:  # by the thread, before anything is closed
+            time.sleep(0.05)
+            seen += capsys.readouterr().out
+        assert ranks.results == [None]
+    assert seen == "still heard\n"
+
+
 # In a training
 
 

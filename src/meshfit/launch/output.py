@@ -180,7 +180,7 @@ class Output:
         self._middle: Pipe | None = None  # whose line is the last one shown, and has not ended
         self._lock = threading.Lock()
         self._woken, self._wake = os.pipe()
-        self._closed = False
+        self._closed, self._owner = False, os.getpid()
         self._thread = threading.Thread(target=self._read, name="meshfit output", daemon=True)
 
     @contextmanager
@@ -215,6 +215,8 @@ class Output:
 
     def close(self) -> None:
         """Hand on what is left, and end."""
+        if os.getpid() != self._owner:  # a child of the caller's, which has no such thread, and shares the pipes
+            return
         with self._lock:
             if self._closed:
                 return
