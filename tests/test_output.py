@@ -1,6 +1,7 @@
 """What ranks print comes to the caller and to the run's folder, all of it, and is not in the way."""
 
 import ctypes
+import logging
 import os
 import pty
 import re
@@ -225,6 +226,30 @@ def test_a_child_of_the_caller_that_ends_takes_nothing_along(capsys):
             seen += capsys.readouterr().out
         assert ranks.results == [None]
     assert seen == "still heard\n"
+
+
+def test_ranks_log_and_warn_as_the_caller_does(capsys, monkeypatch):
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+    monkeypatch.setattr(logging.getLogger("quiet"), "level", logging.ERROR)
+
+    def work(world, _):
+        logging.getLogger("parts").info("reading")
+        logging.getLogger("quiet").info("not this")
+        warnings.warn("not this either", UserWarning, stacklevel=1)
+        warnings.warn("but this", FutureWarning, stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=UserWarning)
+        with Ranks(work, size=1, devices=CPU) as ranks:
+            assert ranks.results == [None]
+    err = capsys.readouterr().err
+    assert err.startswith("INFO parts: reading\n")
+    assert "not this" not in err
+    assert "FutureWarning: but this" in err
 
 
 # In a training

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Self
 
 from meshfit.errors import MeshfitError
 from meshfit.launch.channel import Channel, encode
+from meshfit.launch.speech import Speech
 from meshfit.launch.world import World, connect, disconnect
 
 # How gloo and NCCL say that another rank is gone: rarely the first cause of anything.
@@ -45,6 +46,7 @@ class Start:
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    speech: Speech = field(default_factory=Speech)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         os.environ.clear()
         os.environ.update(start.environ)
         sys.path[:], sys.argv[:] = start.path, start.argv
+        start.speech.adopt()
         work: Work = channel.recv()
         world = replace(start.world, folder=start.world.folder or folder)
         connect(world if start.joined else replace(world, size=1), folder=folder, timeout=start.timeout)
