@@ -3,12 +3,13 @@
     python benchmarks/starvation.py                       # images at random; --data FOLDER takes cifar10-train.parquet
     python benchmarks/starvation.py --tiny --device cpu   # in small, to check the script
 
-A step is timed with its batch on the device already; then with batches from meshfit's loader, and from a DataLoader of
-4 and 16 workers that transforms sample by sample, and one whose ``__getitems__`` runs the same vectorised transforms.
-The share of the step that each adds is the device's wait for data.
+Steps are timed in turns: with their batch on the device already; with batches from meshfit's loader, or from a
+DataLoader of 4 and 16 workers that transforms sample by sample, or whose ``__getitems__`` runs the same vectorised
+transforms. The share of the step that each adds is the device's wait for data.
 """
 
 import argparse
+import statistics
 import time
 import warnings
 from collections.abc import Iterator
@@ -95,7 +96,8 @@ def main() -> None:
     asked.add_argument("--data", type=Path)
     asked.add_argument("--device", default="cuda")
     asked.add_argument("--tiny", action="store_true")
-    asked.add_argument("--steps", type=int, default=150)
+    asked.add_argument("--steps", type=int, default=40, help="in a turn")
+    asked.add_argument("--turns", type=int, default=5)
     asked.add_argument("--batch", type=int, default=512)
     asked.add_argument(
         "--readers", default="auto", help='who reads for meshfit, each in turn: "auto; 2 threads; processes"'
@@ -106,7 +108,7 @@ def main() -> None:
     heap.keep()  # as in fit
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     if args.tiny:
-        args.steps, args.batch = 5, 32
+        args.steps, args.batch, args.turns = 3, 32, 2
     if args.data is not None:
         held = meshfit.data.parquet(args.data / "cifar10-train.parquet", columns=("image", "label"))
         parts = [held.fetch(ids) for ids in np.array_split(np.arange(len(held)), 20)]
@@ -128,21 +130,20 @@ def main() -> None:
 
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
-        model.compile()  # else the host is what the device waits for, data or not
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    def timed(batches: Iterator[Any]) -> float:
-        for _ in range(12):
+    def timed(batches: Iterator[Any], steps: int) -> float:
+        for _ in range(4):
             step(*next(batches))
         wait()
         start = time.perf_counter()
-        for _ in range(args.steps):
+        for _ in range(steps):
             step(*next(batches))
         wait()
-        return (time.perf_counter() - start) / args.steps
+        return (time.perf_counter() - start) / steps
 
     def ours(transforms: Any, asked: str) -> Iterator[Any]:
         who = Readers.of(None if asked == "auto" else asked)
@@ -169,8 +170,6 @@ def main() -> None:
 
     memory = meshfit.data.memory((images, labels))
     fixed = torch.randn(args.batch, 3, 32, 32, device=device), torch.randint(0, 10, (args.batch,), device=device)
-    alone = min(timed(endless(lambda epoch: [fixed])) for _ in range(2))
-    print(f"a step of {args.batch} images, its batch on the device: {alone * 1e3:.2f} ms, {args.batch / alone:,.0f} /s")
     paths = {
         "meshfit": memory.map(crop(32, padding=4), flip()).on_device(normalise(*CIFAR10)),
         "meshfit, all on the device": memory.on_device(crop(32, padding=4), flip(), normalise(*CIFAR10)),
@@ -188,9 +187,20 @@ def main() -> None:
         "DataLoader, 4 workers, vectorised": lambda: others(Whole(images, labels), 4, True),
         "DataLoader, 16 workers, vectorised": lambda: others(Whole(images, labels), 16, True),
     }
+    still = endless(lambda epoch: [fixed])
+    timed(still, 10)
+    print(f"steps of {args.batch} images, {args.turns} turns of {args.steps}; the wait is over its own turns' steps")
+    print(f"{'':42s}   with its data   batch on the device   wait, and in each turn")
     for name, make in (cases if args.mine else cases | theirs).items():
-        took = timed(make())
-        print(f"{name:42s} {took * 1e3:8.2f} ms   waits {max(0.0, 1 - alone / took):6.1%}", flush=True)
+        batches = make()
+        timed(batches, 8)
+        turns = [(timed(still, args.steps), timed(batches, args.steps)) for _ in range(args.turns)]
+        shares = [1 - alone / took for alone, took in turns]
+        alone, took = (statistics.median(side) * 1e3 for side in zip(*turns, strict=True))
+        each = " ".join(f"{share:.1%}" for share in shares)
+        wait_share = statistics.median(shares)
+        print(f"{name:42s} {took:13.2f} ms {alone:18.2f} ms   {wait_share:6.1%}   {each}", flush=True)
+        del batches
 
 
 if __name__ == "__main__":
