@@ -113,6 +113,7 @@ def test_steps_marked_in_depth_stand_for_all() -> None:
 def test_a_gpu_marks_phases_in_every_step_and_the_rest_in_some(tmp_path: Path) -> None:
     device = torch.device("cuda")
     events, work = Events(tmp_path), torch.randn(1024, 1024, device=device)
+    torch.linalg.vector_norm(work @ work).item()  # the first product takes long, and would stand for several steps
     events.on(device)
     for step in range(1, 257):
         events.step = step
