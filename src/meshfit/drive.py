@@ -7,6 +7,7 @@ both end with exactly the weights of that step: ranks may already be at the next
 import secrets
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from meshfit.run import Run
 from meshfit.step import Step
 
 RANK_MODULES = ("torch._dynamo", "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
+LATE_STEPS = 200  # that may go untold when the rank that tells of them is killed
 FEED_SECONDS = 0.1  # how often ranks tell of their steps when nobody waits for each
 
 
@@ -198,6 +200,7 @@ class Ranked(Training):
 
     def _heard(self) -> Generator[Step, None, None]:
         work = Work(replace(self.job, model=self.model), self._lockstep, self.folder, self._tap)
+        seen: set[int] = set()
         with started(self.job, work) as ranks:
             for rank, message in ranks.messages():
                 if isinstance(message, Begun):
@@ -205,8 +208,9 @@ class Ranked(Training):
                 elif isinstance(message, Outcome):  # the last words of ranks that will raise
                     load(self.model, message.weights)
                 else:
-                    for step in message:
-                        if not self._stop:
+                    for step in message.steps if isinstance(message, Late) else message:
+                        if not self._stop and not (isinstance(message, Late) and step.step in seen):
+                            seen.add(step.step)
                             yield step
                         if self._lockstep:
                             ranks.send(rank, "stop" if self._stop else "go")
@@ -226,7 +230,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
     how: dict[str, Any] = {
         "size": plan.devices,
         "devices": job.devices,
-        "spare": served.spare(work.job) if serves else (),
+        "spare": range(plan.devices) if serves else (),
     }
     with ExitStack() as stack:
         try:
@@ -260,6 +264,13 @@ class Begun:
 
 
 @dataclass(frozen=True)
+class Late:
+    """The last steps, as the next in line knows them, of a rank that is gone; most have been told."""
+
+    steps: list[Step]
+
+
+@dataclass(frozen=True)
 class Work:
     """What each rank does: the loop, with its steps fed to the caller by the first rank."""
 
@@ -288,8 +299,7 @@ class Work:
                     channel.send(Begun(run.notes, run.last_step))
                 for step in train(run, stop=feed.stopped):
                     asked = save()
-                    if run.tells:
-                        feed.add(step)
+                    feed.add(step, run)
                     if asked:
                         break
         except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
@@ -302,6 +312,7 @@ class Work:
             elif not run.tells:
                 return None
             raise
+        feed.late(run)
         feed.flush()
         outcome = outcome_of(run)
         run.settle()
@@ -317,13 +328,29 @@ class Feed:
     def __init__(self, channel: Channel, lockstep: bool):
         self.channel, self.lockstep = channel, lockstep
         self.held: list[Step] = []
+        self.aside: deque[Step] = deque(maxlen=LATE_STEPS)
+        """Steps that another rank is to tell of, and may not have come to."""
         self.sent = time.perf_counter()
         self._unanswered = 0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step, run: Run) -> None:
+        self.late(run)
+        if not run.tells:
+            if isinstance(run, served.ServedRun):
+                self.aside.append(step)
+            return
         self.held.append(step)
         if self.lockstep or step.valid or time.perf_counter() - self.sent > FEED_SECONDS:
             self.flush()
+
+    def late(self, run: Run) -> None:
+        """Tell of what the rank before this one may have left untold."""
+        if run.tells and self.aside:
+            self.flush()
+            steps = [replace(step, valid=run.missed.get(step.step, step.valid)) for step in self.aside]
+            self.channel.send(Late(steps))
+            self._unanswered += len(steps)
+            self.aside.clear()
 
     def flush(self) -> None:
         if self.held:

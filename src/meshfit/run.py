@@ -240,6 +240,11 @@ class Run:
         return self.world.rank == 0
 
     @property
+    def missed(self) -> dict[int, dict[str, float]]:
+        """By step: evaluations made in place of a rank that is gone."""
+        return {}
+
+    @property
     def saves(self) -> bool:
         """Whether this rank takes part in saving."""
         return True

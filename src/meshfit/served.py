@@ -1,8 +1,8 @@
 """A training by model servers: the run of a worker, and what a server process does.
 
 A worker is a world of one: it has the model whole, and batches that its servers give it. So nothing in it waits for
-another worker but through them, and one that is killed is missed by nobody; only BatchNorm over the whole batch makes
-workers talk to each other.
+another worker but through them, BatchNorm over the whole batch included (exchange/serving/meeting.py), and one that is
+killed is missed by nobody. What one of them does for all is passed on: see duty.py.
 
     server=s data=w               a step is a batch; the workers at work share it. The step of one device
     server=s data=w staleness=k   a step is one worker's gradient over batch_size/w samples, taken as it comes.
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -26,25 +25,26 @@ from meshfit.checkpoint.going_on import saved
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.position import Position
 from meshfit.data.source import Stream
+from meshfit.duty import Duty
 from meshfit.errors import DataError, PlanError
 from meshfit.events import Events
 from meshfit.exchange.nature import state_bytes
 from meshfit.exchange.serving.build import keep
 from meshfit.exchange.serving.keeper import Keeper
+from meshfit.exchange.serving.meeting import Workers
 from meshfit.exchange.serving.server import Server, Terms
 from meshfit.exchange.serving.snapshot import common
-from meshfit.exchange.serving.worker import Served, Worker
+from meshfit.exchange.serving.worker import Again, Served, Worker
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
 from meshfit.launch.world import World
-from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.precision import LossScale
 from meshfit.plan import Plan
 from meshfit.run import Run
 
 PATIENCE = 600.0  # seconds for which a worker or server may be silent
-EVALUATING = 24 * 3600.0  # ... where one worker may evaluate while the others wait for it
+EVALUATING = 24 * 3600.0  # ... where one worker may evaluate, or save, while the others wait for it
 SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or, of much, one step for every 4 MiB
 
 
@@ -83,16 +83,8 @@ def refuse_torchrun(job: Job) -> None:
     if "server=" in str(job.plan):
         raise PlanError(
             f"{job.plan}: servers are processes beside the ranks, and torchrun starts ranks alone",
-            "python train.py starts both, on one machine",
+            "python train.py starts both, on one machine; from others, meshfit join adds workers",
         )
-
-
-def spare(job: Job) -> range:
-    """Workers whose death leaves the others at work. The first keeps the best weights, and writes checkpoints."""
-    plan = _plan(job)
-    if plan.joins_batchnorms and batch_norms(job.build()):
-        return range(0)
-    return range(0 if job.best is None and job.checkpoint is None else 1, plan.data)
 
 
 class ServedRun(Run):
@@ -100,6 +92,9 @@ class ServedRun(Run):
 
     def __init__(self, job: Job, world: World, secret: bytes, *, folder: Path | None = None):
         self.id, self.meeting, self.secret = world.rank, world.folder, secret
+        self.workers = Workers()
+        self.duty = Duty(self, Path(self.meeting) / "duty")
+        self._last: Batch | None = None
         super().__init__(job, replace(world, rank=0, size=1), folder=folder)
         self.step, self.samples = self.worker.version, int(self.worker.seen)
         if self.plan.staleness:
@@ -109,8 +104,7 @@ class ServedRun(Run):
             )
 
     def _mesh(self) -> Mesh:
-        together = self.plan.joins_batchnorms and dist.is_initialized()
-        return Mesh(batch=dist.group.WORLD if together else None)
+        return Mesh(batch=self.workers if self.plan.in_step else None)
 
     @property
     def number(self) -> int:
@@ -137,6 +131,7 @@ class ServedRun(Run):
             compress=plan.compress,
             timeout=_patience(self.job),
         )
+        self.workers.worker = self.worker
         self.served = Served(self.worker, ema=self.job.ema is not None)
         self.served.scheduler = self.job.make_scheduler(self.optimizer, self.last_step)
         return self.served
@@ -157,7 +152,7 @@ class ServedRun(Run):
         """Those of the worker's tickets, read ahead as long as one follows the other."""
         coming: Iterator[Batch] = iter(())
         due: tuple[Any, ...] = ()
-        while (ticket := self.worker.ticket) is not None:
+        while (ticket := self._ticket()) is not None:
             loader = self._loader(self.worker.share)
             epoch, index = divmod(ticket, loader.batches_per_epoch or 1)
             if due != (self.worker.share, epoch, index):
@@ -166,9 +161,32 @@ class ServedRun(Run):
             due = (self.worker.share, epoch, index + 1)
             self.worker.samples = sum(part.samples for part in batch.microbatches)
             self.position.hand_out(batch, self.step)
+            self.worker.at_work = True
             yield batch
 
+    def _ticket(self) -> int | None:
+        """The batch that is next. Before that, what the first worker does for all, if that is this one by now."""
+        while True:
+            if self.leads and not self.duty.taken:
+                self.duty.take()
+                if not self.plan.staleness and self._last is not None and self._due(self._last):
+                    self.duty.missed[self.step] = self.evaluate()
+            if self.worker.ticket is not None or self.leads:
+                return self.worker.ticket
+            try:
+                if self.worker.after_others():
+                    return None
+                self.worker.first = self.id
+            except Again:  # a server was started again, and is not at the end
+                continue
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of those at work."""
+        return self.worker.first == self.id
+
     def count(self, batch: Batch) -> None:
+        self._last = batch
         self.step, self.samples = self.worker.taken, int(self.worker.seen)
         if self.plan.staleness:
             self.staleness = self.worker.staleness
@@ -177,14 +195,24 @@ class ServedRun(Run):
     @property
     def tells(self) -> bool:
         """In step the first of those at work tells of what is the same for all; apart each tells of its own steps."""
-        return bool(self.plan.staleness) or self.worker.rank == 0
+        return bool(self.plan.staleness) or self.leads
+
+    @property
+    def missed(self) -> dict[int, dict[str, float]]:
+        return self.duty.missed
 
     @property
     def saves(self) -> bool:
-        return self.id == 0
+        return self.leads
 
     def evaluation_is_due(self, batch: Batch) -> bool:
-        return self.tells and super().evaluation_is_due(batch)
+        return self.tells and self._due(batch)
+
+    def _due(self, batch: Batch) -> bool:
+        return super().evaluation_is_due(batch)
+
+    def evaluate(self) -> dict[str, float]:
+        return super().evaluate() if self.plan.staleness else self.duty.evaluate(super().evaluate)
 
     def _last_step(self) -> int | None:
         if not self.plan.staleness:
@@ -306,7 +334,7 @@ class Serve:
             workers=plan.data,
             index=world.rank,
             staleness=plan.staleness,
-            lost="redo",
+            lost=plan.lost,
             compress=plan.compress,
             patience=_patience(job),
             folder=folders[world.rank],
@@ -366,7 +394,7 @@ def _snapshot_steps(run: Run) -> int:
 
 
 def _patience(job: Job) -> float:
-    return PATIENCE if job.valid is None else EVALUATING
+    return PATIENCE if job.valid is None and job.checkpoint is None else EVALUATING
 
 
 def _plan(job: Job) -> Plan:

@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
+from meshfit.layout import meeting
 from meshfit.layout.forward import wrap
-from meshfit.torch_compat import all_gather_single
 
 _counted = True  # whether the samples in flight count; False while a rank runs a stand-in
 
@@ -56,7 +55,7 @@ class Statistics:
             torch._foreach_copy_(same, kept)
 
 
-def apply(model: nn.Module, group: dist.ProcessGroup) -> None:
+def apply(model: nn.Module, group: meeting.Group) -> None:
     """Make every BatchNorm of ``model`` global over ``group``, in place.
 
     A module's own forward still runs (momentum, tracking, subclasses with an activation inside); only the
@@ -78,7 +77,7 @@ def cost(trace: Trace, ranks: int, microbatches: int) -> Cost:
     return Cost(calls={"all_gather": times, "all_reduce": times}, moved={"all_gather": gathered, "all_reduce": summed})
 
 
-def _globally(forward: Any, group: dist.ProcessGroup) -> Any:
+def _globally(forward: Any, group: meeting.Group) -> Any:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         local = F.batch_norm
 
@@ -104,8 +103,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mean = torch.var_mean(full, axes, correction=0)
         mine = torch.cat([mean, var, mean.new_full((1,), full.numel() / channels * _counted)])
-        every = mine.new_empty(dist.get_world_size(group), 2 * channels + 1)
-        all_gather_single(every.view(-1), mine, group=group)
+        every = meeting.gather(mine, group)
         means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
         total = counts.sum()
         mean = (means * counts).sum(0) / total
@@ -125,8 +123,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         dy = dy.float() if dy.dtype in (torch.float16, torch.bfloat16) else dy
         normal = (x - mean.view(shape)) * inverse.view(shape)
         d_bias, d_weight = dy.sum(ctx.axes), (dy * normal).sum(ctx.axes)
-        sums = torch.cat([d_bias, d_weight])
-        dist.all_reduce(sums, group=ctx.group)
+        sums = meeting.add(torch.cat([d_bias, d_weight]), ctx.group)
         mean_dy, mean_dy_normal = (sums / total).view(2, *shape)
         dx = dy - (mean_dy + normal * mean_dy_normal) * ctx.counted
         scale = inverse if weight is None else inverse * weight

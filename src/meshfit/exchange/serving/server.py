@@ -5,11 +5,13 @@ by its own thread alone. What a worker asks for:
 
     hello     who it is, how its payload is laid out, its shared memory        welcome
     where     which batch is next, and who shares it                           place
+    meet      what it says to the others in the middle of a batch              heard, or again
     push      its gradient, and what rides along                               heard, or again
     step      take the step; the factor and the norm, now that all is known    weights
     drop      do not
     pull      the weights, or the averaged ones                                weights
     state     all that it keeps, as a snapshot in its folder                   state
+    after     at the end: wait until those before it are gone                  heard
     leave
 
 Between ``push`` and ``step`` workers learn the sums of all: the count that the mean is over, and the norm of the
@@ -261,6 +263,15 @@ class Server:
                     done = sequence <= peer.record.applied
                     heard = peer.record.heard if done else self.conduct.push(peer, message)
                 self._say(peer, "again" if heard is None else "heard", sequence, heard)
+            case "meet":
+                with self.lock:
+                    heard = self.conduct.meet(peer, words)
+                self._say(peer, "again" if heard is None else "heard", sequence, heard)
+            case "after":
+                with self.lock:
+                    self.wait(peer, lambda: peer.id == min(self.peers))
+                    done = any(worker < peer.id for worker in self.left)
+                self._say(peer, "heard", sequence, {"done": done})
             case "agree":
                 with self.lock:
                     heard = self.conduct.agree(peer, words["summed"])
@@ -339,6 +350,11 @@ class Server:
         if self.terms.every and self.version % self.terms.every == 0:
             self._snapshot()
 
+    @property
+    def first(self) -> int:
+        """Of the workers: it does what one does for all, or has done it and left."""
+        return min(self.peers.keys() | self.left, default=0)
+
     def say(self, what: str) -> None:
         self.said.append(what)
         self._tell(what)
@@ -355,7 +371,7 @@ class Server:
                 self.say(f"worker {worker} was lost at step {self.version}: {why}")
             else:
                 self.left.add(worker)
-            self.conduct.lost(worker)
+            self.conduct.lost(worker, left=not why)
             self.lock.notify_all()
 
     def _forget(self, peer: Peer) -> None:

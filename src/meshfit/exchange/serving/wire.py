@@ -45,6 +45,9 @@ KINDS = (
     "leave",
     "error",
     "state",
+    "meet",
+    "after",
+    "join",
 )
 WORDS_LIMIT = 1 << 20  # bytes
 NONCE, MAC = 32, 32
