@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,7 @@ from meshfit.checkpoint.gently import ends_gently
 from meshfit.checkpoint.going_on import folder_to_resume, saved
 from meshfit.errors import JobError, NonFiniteError
 from meshfit.job import Job
-from meshfit.launch import heap
+from meshfit.launch import heap, listen
 from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
@@ -36,6 +36,7 @@ from meshfit.run import Run
 from meshfit.step import Step
 
 RANK_MODULES = ("torch._dynamo", "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
+LEAVE_SECONDS = 10.0  # in which workers that joined may leave, at the end
 LATE_STEPS = 200  # that may go untold when the rank that tells of them is killed
 FEED_SECONDS = 0.1  # how often ranks tell of their steps when nobody waits for each
 
@@ -61,10 +62,15 @@ Tap = Callable[[Run], None]
 def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
     given = from_environment()
+    if job.join is not None:
+        from meshfit.joined import Joined
+
+        return Joined(job, lockstep, tap)
     if given is not None:
         served.refuse_torchrun(job)
         return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
     settled = job.settled()
+    listen.check(settled.listen, _plan(settled))
     alone = _plan(settled).devices == 1 and not _plan(settled).server
     training = (Here if alone else Ranked)(settled, lockstep, tap)
     if isinstance(job.batch_size, str):
@@ -187,7 +193,7 @@ class Ranked(Training):
 
         warm(*RANK_MODULES)  # the template loads torch while the model is built
         super().__init__(job, lockstep, tap)
-        if _plan(job).server:
+        if _plan(job).server and job.join is None:
             served.check(job)
         self.folder = _folder_of(job)
 
@@ -199,9 +205,8 @@ class Ranked(Training):
             raise KeyboardInterrupt from None
 
     def _heard(self) -> Generator[Step, None, None]:
-        work = Work(replace(self.job, model=self.model), self._lockstep, self.folder, self._tap)
         seen: set[int] = set()
-        with started(self.job, work) as ranks:
+        with self._ranks() as ranks:
             for rank, message in ranks.messages():
                 if isinstance(message, Begun):
                     self.notes, self.last_step = [*self.said, *message.notes], message.last_step
@@ -214,9 +219,17 @@ class Ranked(Training):
                             yield step
                         if self._lockstep:
                             ranks.send(rank, "stop" if self._stop else "go")
+            if self.job.listen is not None:
+                ranks.beside.finish(within=LEAVE_SECONDS)
             outcome = _joined([found for found in ranks.results if found is not None], ranks.told)
         load(self.model, outcome.weights)
         self.outcome = outcome
+
+    def _ranks(self) -> AbstractContextManager[Any]:
+        work = Work(replace(self.job, model=self.model), self._lockstep, self.folder, self._tap)
+        if self.job.listen is not None:
+            work = replace(work, key=listen.announced(self.job.listen))
+        return started(self.job, work)
 
 
 @contextmanager
@@ -243,7 +256,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
         if serves and isinstance(work, Work):
             from meshfit.launch.servers import Servers
 
-            serve = served.Serve(work.job, work.secret, work.folder)
+            serve = served.Serve(work.job, work.secret, work.folder, work.key)
             ranks.beside = stack.enter_context(Servers(serve, count=plan.server, folder=ranks.folder))
         yield ranks
 
@@ -280,6 +293,8 @@ class Work:
     tap: Tap | None
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     """By which the processes of this run know each other."""
+    key: bytes | None = field(default=None, repr=False)
+    """By which it knows workers that join it."""
 
     def __call__(self, world: World, channel: Channel) -> Outcome | None:
         from meshfit.loop import train

@@ -346,6 +346,7 @@ class Run:
     def _find_over(self) -> Over:
         """What the loss is a mean over; not asked where the whole batch always goes through at once."""
         split = self.plan.shares > 1 or self.plan.microbatches > 1 or self.valid is not None
+        split |= self.job.listen is not None or self.job.join is not None
         source = self.loader.source
         if not split:
             return Over(kind="samples")

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from meshfit.alike import differences, facts_of
 from meshfit.checkpoint.going_on import saved
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.position import Position
@@ -32,11 +33,13 @@ from meshfit.exchange.nature import state_bytes
 from meshfit.exchange.serving.build import keep
 from meshfit.exchange.serving.keeper import Keeper
 from meshfit.exchange.serving.meeting import Workers
+from meshfit.exchange.serving.offer import Offer
 from meshfit.exchange.serving.server import Server, Terms
 from meshfit.exchange.serving.snapshot import common
 from meshfit.exchange.serving.worker import Again, Served, Worker
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
+from meshfit.launch.listen import addresses
 from meshfit.launch.world import World
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.precision import LossScale
@@ -123,7 +126,7 @@ class ServedRun(Run):
         self._advanced = 0
         self.worker = Worker(
             self.model,
-            [f"unix:{self.meeting}/server{i}" for i in range(plan.server)],
+            self._addresses(),
             self.secret,
             id=self.id,
             device=self.world.device,
@@ -135,6 +138,10 @@ class ServedRun(Run):
         self.served = Served(self.worker, ema=self.job.ema is not None)
         self.served.scheduler = self.job.make_scheduler(self.optimizer, self.last_step)
         return self.served
+
+    def _addresses(self) -> list[str]:
+        """Of the servers."""
+        return [f"unix:{self.meeting}/server{i}" for i in range(self.plan.server)]
 
     def _make_exchange(self) -> Worker:  # type: ignore[override]
         return self.worker
@@ -318,6 +325,8 @@ class Serve:
     secret: bytes
     folder: Path | None
     """Of the run: what it is to go on from may be there."""
+    key: bytes | None = field(default=None, repr=False)
+    """Of workers that join, where ``job.listen`` lets them."""
 
     def __call__(self, world: World, channel: Channel) -> None:
         job, plan = self.job, _plan(self.job)
@@ -329,6 +338,7 @@ class Serve:
         with saved(run, self.folder):
             pass  # it is restored, if it is to be
         every = _snapshot_steps(run)
+        alike = facts_of(job, run.model, run.loader.source)  # of the whole model
         keeper = _keeper(run, job, world.rank)
         terms = Terms(
             workers=plan.data,
@@ -346,6 +356,14 @@ class Serve:
         events = Events(None if self.folder is None else self.folder / "events", world.rank, of="server")
         server = Server(keeper, terms, address=address, secret=self.secret, tell=channel.send)
         try:
+            if job.listen is not None and self.key is not None:
+                offer = Offer(
+                    terms={"plan": str(plan), "steps": terms.total, "version": alike["version"]},
+                    differences=lambda theirs: differences(alike, theirs),
+                    first=plan.data,
+                    folder=Path(world.folder),
+                )
+                server.open(addresses(job.listen, plan.server)[world.rank], self.key, None if world.rank else offer)
             server.join()
         finally:
             server.close()

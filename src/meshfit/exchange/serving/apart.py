@@ -36,7 +36,7 @@ class Apart:
 
     def join(self, peer: Peer) -> None:
         self.clocks.join(peer.id)
-        if len(self.server.peers) >= self.expected:
+        if self.server.own >= self.expected:
             self.expected = 0
 
     def lost(self, worker: int, *, left: bool) -> None:

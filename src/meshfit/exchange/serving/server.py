@@ -14,6 +14,9 @@ by its own thread alone. What a worker asks for:
     after     at the end: wait until those before it are gone                  heard
     leave
 
+Before that, over an address that was opened to other hosts, one that is no worker yet may ask to ``join``: it is told
+who it is to be, or why not.
+
 Between ``push`` and ``step`` workers learn the sums of all: the count that the mean is over, and the norm of the
 gradients of all servers. So servers need not talk to each other. How gradients of several workers become a step is in
 together.py and apart.py.
@@ -38,6 +41,7 @@ from meshfit.errors import PlanError, did_you_mean
 from meshfit.exchange.serving.apart import Apart
 from meshfit.exchange.serving.compress import Codec
 from meshfit.exchange.serving.keeper import Keeper
+from meshfit.exchange.serving.offer import Offer
 from meshfit.exchange.serving.parcel import behind
 from meshfit.exchange.serving.peer import Peer, Record, Turns
 from meshfit.exchange.serving.region import Region, view
@@ -128,11 +132,18 @@ class Server:
         self._closed = False
         self.conduct = Together(self) if terms.staleness == 0 else Apart(self)
         self._resume()
-        self._listener = Listener(address, secret, self._serve)
+        self.offer: Offer | None = None
+        """To workers that come later, from elsewhere."""
+        self._listeners = [Listener(address, secret, self._serve)]
+
+    def open(self, address: str, key: bytes, offer: Offer | None) -> None:
+        """Listen to other hosts too."""
+        self.offer = offer
+        self._listeners.append(Listener(address, key, self._serve))
 
     @property
     def address(self) -> str:
-        return self._listener.address
+        return self._listeners[0].address
 
     @property
     def usual_staleness(self) -> float:
@@ -160,7 +171,8 @@ class Server:
             raise self.failed
 
     def close(self) -> None:
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         with self.lock:
             self._closed = True
             for peer in self.peers.values():
@@ -175,6 +187,8 @@ class Server:
         peer = None
         try:
             peer = self._meet(wire)
+            if peer is None:
+                return
             while self._answer(peer, peer.wire.recv(self._into(peer), check=lambda m: self._check(peer, m))):
                 pass
             self.drop(peer.id, "", peer)
@@ -213,9 +227,12 @@ class Server:
         with suppress(Gone):
             wire.send("error", words={"headline": error.headline, "facts": list(error.facts)})
 
-    def _meet(self, wire: Wire) -> Peer:
+    def _meet(self, wire: Wire) -> Peer | None:
         hello = wire.recv(timeout=GREETING_SECONDS)
         words = hello.words
+        if hello.kind == "join" and self.offer is not None:
+            self._invite(wire, words, self.offer)
+            return None
         mine = [self.keeper.parcel.digest, self.keeper.statistics.parcel.digest, self.codec.word]
         if hello.kind != "hello" or words.get("layout") != mine:
             for fd in hello.fds:
@@ -242,6 +259,8 @@ class Server:
             returns = words["incarnation"] == self.incarnation  # and has the weights that it was given
             if not returns:
                 self._fill(peer)
+            if worker >= self.terms.workers and self.leads:
+                self.say(f"worker {worker} joined after step {self.version}, from {wire.host}")
             self.peers[worker] = peer
             self.left.discard(worker)
             self.conduct.join(peer)
@@ -253,6 +272,19 @@ class Server:
             payload=() if hello.fds or returns else [view(region.down)],
         )
         return peer
+
+    def _invite(self, wire: Wire, words: dict[str, Any], offer: Offer) -> None:
+        """Say what this run is; to one that says what it has, also who it is to be."""
+        with self.lock:
+            if self.conduct.finished:
+                raise WireError("the run is over", f"step {self.version} was its last")
+            number = offer.number(words["job"]) if "job" in words else None
+        wire.send("welcome", version=self.version, words=offer.terms | {"worker": number})
+
+    @property
+    def own(self) -> int:
+        """Workers that are here, without those that have joined."""
+        return sum(worker < self.terms.workers for worker in self.peers)
 
     def _answer(self, peer: Peer, message: Message) -> bool:
         """Do what a worker asks, and say so. False: it has left."""
@@ -371,6 +403,8 @@ class Server:
                 self.say(f"worker {worker} was lost at step {self.version}: {why}")
             else:
                 self.left.add(worker)
+                if worker >= self.terms.workers and self.leads and not self.conduct.finished:
+                    self.say(f"worker {worker} left after step {self.version}")
             self.conduct.lost(worker, left=not why)
             self.lock.notify_all()
 

@@ -85,7 +85,7 @@ class Together:
 
     def _begin(self) -> None:
         here = tuple(sorted(self.server.peers))
-        if self.server.leads and len(here) >= self.expected and self.ticket is not None:
+        if self.server.leads and self.server.own >= self.expected and self.ticket is not None:
             self._rounds += 1
             self.round = Round(f"{self.server.incarnation}/{self._rounds}", self.ticket, here)
             self.expected = 1
@@ -233,7 +233,7 @@ class Together:
         self.server.lock.notify_all()
 
     def facts(self) -> dict[str, Any]:
-        return {"workers": len(self.server.peers)}
+        return {"workers": self.server.own}
 
     def restore(self, facts: dict[str, Any]) -> None:
         self.expected = max(1, facts["workers"])

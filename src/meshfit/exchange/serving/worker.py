@@ -12,6 +12,7 @@ still worked on once.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,9 @@ from meshfit.exchange.serving.parcel import shares, statistics
 from meshfit.exchange.serving.snapshot import newest
 from meshfit.exchange.serving.wire import Gone, Message
 from meshfit.exchange.update import Updated
+
+
+BETWEEN_SECONDS = 0.002  # two looks at servers that are about to step
 
 
 class Again(Exception):
@@ -332,6 +336,13 @@ class Worker:
         (answer,) = self._ask("where", [{}], lines=self.lines[:1])
         self._take_place(answer.words)
         if answer.version != self.version:  # others have stepped while this worker waited for its place
+            self.pull()
+        until = time.monotonic() + self.timeout
+        while not self.asynchronous and len({line.version for line in self.lines}) > 1:
+            if time.monotonic() > until:
+                versions = ", ".join(str(line.version) for line in self.lines)
+                raise RankError(f"the servers have not come to one step for {self.timeout:g} s", f"steps {versions}")
+            time.sleep(BETWEEN_SECONDS)  # the first has stepped; the word to do so is on its way to the others
             self.pull()
 
     def _take_place(self, words: dict[str, Any]) -> None:

@@ -1,0 +1,310 @@
+"""Workers that join a run of another host: real processes over TCP, one that is let in and others that are not."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from servers import free_port, wait_for
+from torch import Tensor, nn
+
+import meshfit
+from meshfit import joined
+from meshfit.errors import JobError, MeshfitError, PlanError
+from meshfit.exchange.serving.wire import connect
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+from torch import nn
+import meshfit
+
+torch.manual_seed(0)
+x = torch.randn(50, 8)
+y = (x[:, 0] > 0).long()
+joins = "COMING" in os.environ
+
+
+def loss(outputs, targets):
+    time.sleep(0.01)
+    Path(os.environ["COMING"]).touch() if joins else None
+    return F.cross_entropy(outputs, targets)
+
+
+taken = []
+
+
+def watch(step):
+    taken.append(step.step)
+    while step.step in (10, 60) and not joins and not Path(f"go{step.step}").exists():
+        time.sleep(0.01)
+    return "stop" if joins and len(taken) == 5 else None
+
+
+def build():
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.0), nn.Linear(16, 2))
+
+
+result = meshfit.fit(build, (x, y), loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), batch_size=10,
+                     steps=120, seed=3, plan=sys.argv[1], devices="cpu", callbacks=watch, progress=False)
+print(*result.notes, sep="\\n")
+print("steps", taken[0], taken[-1])
+"""
+
+torch.manual_seed(0)
+X = torch.randn(50, 8)
+Y = (X[:, 0] > 0).long()
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.0), nn.Linear(16, 2))
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Slow; tells that a worker which is about to join has tried its loss."""
+    time.sleep(0.01)
+    if path := os.environ.get("COMING"):
+        Path(path).touch()
+    return F.cross_entropy(outputs, targets)
+
+
+def fit(**how: Any) -> meshfit.Result:
+    defaults = {"model": build, "data": (X, Y), "loss": loss, "batch_size": 10, "steps": 120, "seed": 3}
+    defaults |= {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2), "devices": "cpu", "progress": False}
+    return meshfit.fit(**(defaults | how))
+
+
+class Host:
+    """A run of ``plan`` that listens, and waits for a file after its 10th step, and again after its 60th."""
+
+    def __init__(self, folder: Path, plan: str):
+        folder.mkdir(exist_ok=True)
+        (folder / "train.py").write_text(SCRIPT)
+        self.folder, self.plan = folder, plan
+        while True:
+            port = free_port()
+            with contextlib.suppress(OSError), socket.socket() as next_one:
+                next_one.bind(("127.0.0.1", port + 1))
+                break
+        self.at = f"127.0.0.1:{port}"
+        self.process = self.start("train", "train.py", "--listen", self.at, "--out", "run", "--", plan)
+        assert self.process.stderr is not None
+        lines = [self.process.stderr.readline() for _ in range(3)]
+        assert lines[0].startswith("meshfit: workers may join"), lines
+        self.command = lines[1].split()
+        self.key = lines[2].split()[-1]
+        wait_for(int(self.at.rpartition(":")[2]), process=self.process)
+
+    def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environ}
+        command = [sys.executable, "-c", "from meshfit.cli import main; main()", *arguments]
+        how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=self.folder, env=environ, **how)
+
+    def join(self) -> subprocess.Popen[str]:
+        """By the very command that was printed."""
+        return self.start(*self.command[1:], MESHFIT_KEY=self.key, COMING="coming10")
+
+    def go(self, step: int) -> None:
+        """On from ``step``, when one is about to join."""
+        coming, end = self.folder / f"coming{step}", time.monotonic() + 60
+        while not coming.exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        (self.folder / f"go{step}").touch()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return load_file(self.folder / "run" / "weights.safetensors")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    found = Host(tmp_path_factory.mktemp("host"), "server=2 data=2")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def key(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHFIT_KEY", host.key)
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "PATIENCE", 0.2)
+
+
+def refusal(**how: Any) -> str:
+    with pytest.raises(JobError) as error:
+        fit(**how)
+    return str(error.value)
+
+
+# What is turned away while the run goes on
+
+
+def test_who_has_another_key_is_turned_away(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHFIT_KEY", "not-the-key-of-this-run")
+    assert refusal(join=host.at).startswith(f"the run at {host.at} has another key")
+    monkeypatch.setenv("MESHFIT_KEY", "short")
+    assert "16 at least" in refusal(join=host.at)
+    monkeypatch.delenv("MESHFIT_KEY")
+    assert "none was given" in refusal(join=host.at)
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text("x" * 32)
+    (tmp_path / "key").chmod(0o644)
+    monkeypatch.setenv("MESHFIT_KEY_FILE", str(tmp_path / "key"))
+    assert "chmod 600" in refusal(join="127.0.0.1:7000")
+
+
+def test_where_nobody_listens(key: None) -> None:
+    assert refusal(join=f"127.0.0.1:{free_port()}").startswith("no run listens at 127.0.0.1:")
+    assert refusal(join="somewhere").startswith("'somewhere' is no place")
+
+
+DIFFERENT = {
+    "batch_size: 10 there, 20 here": {"batch_size": 20},
+    "seed: 3 there, 4 here": {"seed": 4},
+    "samples in data=: 50 there, 40 here": {"data": (X[:40], Y[:40])},
+    "data=: other samples of the same shape": {"data": (X + 1, Y)},
+    "model: 0.weight float32 16x8 there, 0.weight float32 32x8 here": {"model": lambda: nn.Linear(8, 2)},
+    "loss=: loss there, cross_entropy here": {"loss": F.cross_entropy},
+}
+
+
+@pytest.mark.parametrize("said", DIFFERENT)
+def test_another_job_is_told_what_differs(said: str, host: Host, key: None) -> None:
+    how = DIFFERENT[said]
+    if "model" in how:
+        wide = lambda: nn.Sequential(nn.Linear(8, 32, bias=False), nn.BatchNorm1d(32), nn.Linear(32, 2))
+        how = {"model": lambda: nn.Sequential(*wide())}
+    found = refusal(join=host.at, **how)
+    assert found.startswith(f"this job is not that of the run at {host.at}")
+    assert said in found
+
+
+def test_another_version_is_told_so(host: Host, key: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meshfit, "__version__", "9.9")
+    assert "here" in (found := refusal(join=host.at))
+    assert found.startswith(f"the run at {host.at} is of another version")
+    wire = connect(f"tcp:{host.at}", host.key.encode())
+    monkeypatch.setattr("meshfit.exchange.serving.wire.PROTOCOL", 9)
+    wire.send("join")
+    with pytest.raises(MeshfitError, match="speaks protocol 1, this one 9"):
+        wire.recv(timeout=5)
+    wire.close()
+
+
+def test_frozen_weights_of_its_own_are_refused() -> None:
+    def frozen(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = build()
+        model[0].requires_grad_(False)
+        return model
+
+    facts = [
+        joined.facts_of(job, model, source)
+        for model in (frozen(0), frozen(0), frozen(1))
+        for job in [joined.Job(model=model, data=(X, Y), loss=loss, batch_size=10)]
+        for source in [meshfit.data.source.open_source((X, Y))]
+    ]
+    from meshfit.alike import differences
+
+    assert differences(facts[0], facts[1]) == []
+    (told,) = differences(facts[0], facts[2])
+    assert told.startswith("model: 0.weight is not trained, and holds other values")
+
+
+def test_a_key_is_nowhere_to_be_seen(host: Host) -> None:
+    processes = [psutil.Process(host.process.pid), *psutil.Process(host.process.pid).children(recursive=True)]
+    assert len(processes) >= 6  # the caller, its template, two workers, two servers
+    assert not any(host.key in " ".join(process.cmdline()) for process in processes)
+    files = [path for path in (host.folder / "run").rglob("*") if path.is_file()]
+    assert files
+    assert not any(host.key.encode() in path.read_bytes() for path in files)
+
+
+# Who is let in
+
+
+def test_joins_in_the_middle_and_leaves(host: Host, key: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is there for five steps, by the command line; another comes and stays; the weights are those of one device.
+    BatchNorm is over the samples of all of them."""
+    leaves = host.join()
+    host.go(10)
+    their, error = leaves.communicate(timeout=60)
+    assert leaves.returncode == 0, error
+    monkeypatch.setenv("COMING", str(host.folder / "coming60"))
+    going = threading.Thread(target=host.go, args=[60])
+    going.start()
+    stays = fit(join=host.at)
+    going.join()
+    said, error = host.process.communicate(timeout=60)
+    assert host.process.returncode == 0, error
+    first, last = map(int, their.split("steps ")[1].split())
+    assert 10 < first < last < 120
+    assert re.search(r"worker 2 joined after step \d+, from 127.0.0.1", said)
+    assert re.search(rf"worker 2 left after step {last}\b|worker 2 left after step {last + 1}\b", said)
+    assert "worker 3 joined after step" in said
+    assert "lost" not in said
+    assert stays.history[-1].step == 120
+    assert str(stays.plan) == "server=2 data=2"
+    alone = fit(plan="data=1", loss=F.cross_entropy)
+    for name, tensor in alone.model.state_dict().items():
+        torch.testing.assert_close(host.weights[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(stays.model.state_dict()[name], host.weights[name], msg=name)
+
+
+def test_a_run_that_is_over_cannot_be_joined(host: Host, key: None) -> None:
+    host.process.wait(60)
+    assert refusal(join=host.at).startswith(f"no run listens at {host.at}")
+
+
+def test_a_joined_worker_may_be_killed_and_apart_too(tmp_path: Path) -> None:
+    host = Host(tmp_path, "server=1 data=1 staleness=4")
+    try:
+        joiner = host.join()
+        host.go(10)
+        time.sleep(0.3)
+        (host.folder / "coming60").touch()
+        host.go(60)
+        for process in psutil.Process(joiner.pid).children(recursive=True):
+            process.kill()
+        joiner.communicate(timeout=60)
+        said, error = host.process.communicate(timeout=60)
+        assert host.process.returncode == 0, error
+        assert "worker 1 joined after step" in said
+        assert said.rstrip().endswith("120")
+    finally:
+        host.close()
+
+
+# What cannot be
+
+
+def test_refuses_to_listen() -> None:
+    with pytest.raises(PlanError, match="workers join model servers, and data=2 has none"):
+        fit(plan="data=2", listen="127.0.0.1:7000")
+    assert refusal(plan="server=1 data=2", listen="7000").startswith("'7000' is no place to listen")
+    assert "cannot be had" in refusal(plan="server=1 data=2", listen="203.0.113.1:7000")
