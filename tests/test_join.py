@@ -3,12 +3,14 @@
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from torch import Tensor, nn
 
 import meshfit
 from meshfit import joined
-from meshfit.errors import JobError, MeshfitError, PlanError
+from meshfit.errors import JobError, MeshfitError, PlanError, RankError
 from meshfit.exchange.serving.wire import connect
+from meshfit.step import Step
 
 SCRIPT = """
 import os, sys, time
@@ -88,6 +91,15 @@ def fit(**how: Any) -> meshfit.Result:
     return meshfit.fit(**(defaults | how))
 
 
+def free_ports() -> int:
+    """The first of two."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), socket.socket() as other:
+            other.bind(("127.0.0.1", port + 1))
+            return port
+
+
 class Host:
     """A run of ``plan`` that listens, and waits for a file after its 10th step, and again after its 60th."""
 
@@ -95,12 +107,7 @@ class Host:
         folder.mkdir(exist_ok=True)
         (folder / "train.py").write_text(SCRIPT)
         self.folder, self.plan = folder, plan
-        while True:
-            port = free_port()
-            with contextlib.suppress(OSError), socket.socket() as next_one:
-                next_one.bind(("127.0.0.1", port + 1))
-                break
-        self.at = f"127.0.0.1:{port}"
+        self.at = f"127.0.0.1:{free_ports()}"
         self.process = self.start("train", "train.py", "--listen", self.at, "--out", "run", "--", plan)
         assert self.process.stderr is not None
         lines = [self.process.stderr.readline() for _ in range(3)]
@@ -281,23 +288,51 @@ def test_a_run_that_is_over_cannot_be_joined(host: Host, key: None) -> None:
     assert refusal(join=host.at).startswith(f"no run listens at {host.at}")
 
 
-def test_a_joined_worker_may_be_killed_and_apart_too(tmp_path: Path) -> None:
-    host = Host(tmp_path, "server=1 data=1 staleness=4")
-    try:
-        joiner = host.join()
-        host.go(10)
-        time.sleep(0.3)
-        (host.folder / "coming60").touch()
-        host.go(60)
-        for process in psutil.Process(joiner.pid).children(recursive=True):
-            process.kill()
-        joiner.communicate(timeout=60)
-        said, error = host.process.communicate(timeout=60)
-        assert host.process.returncode == 0, error
-        assert "worker 1 joined after step" in said
-        assert said.rstrip().endswith("120")
-    finally:
-        host.close()
+def slow(coming: Path | None = None, dies: int = 0) -> Any:
+    """A loss, which tells that it was tried; the worker whose ``dies``-th forward it is kills itself."""
+    calls: list[None] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        time.sleep(0.01)
+        if coming is not None:
+            coming.touch()
+        calls.extend([None] * outputs.requires_grad)
+        if dies and len(calls) == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return F.cross_entropy(outputs, targets)
+
+    return loss
+
+
+@pytest.mark.parametrize("plan", ["server=2 data=1", "server=1 data=1 staleness=4"])
+def test_one_that_joined_is_killed(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that join, of which one dies in the middle of a step; the other leaves, and the run is the host's alone."""
+    at, marks = f"127.0.0.1:{free_ports()}", [tmp_path / "one", tmp_path / "other"]
+    monkeypatch.setenv("MESHFIT_KEY", "x" * 32)
+    monkeypatch.setattr(joined, "PATIENCE", 20.0)
+
+    def wait(step: Step) -> None:
+        while step.step == 10 and not all(mark.exists() for mark in marks):
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(fit, plan=plan, listen=at, loss=slow(), callbacks=wait)
+        stop = lambda step: "stop" if step.step > 60 else None
+        leaving = pool.submit(fit, join=at, loss=slow(marks[0]), callbacks=stop)
+        dying = pool.submit(fit, join=at, loss=slow(marks[1], dies=4))
+        with pytest.raises(RankError, match="rank 0 was killed by signal 9"):
+            dying.result(60)
+        left, result = leaving.result(60), running.result(60)
+    said = "\n".join(result.notes)
+    assert len(re.findall(r"worker [12] joined after step", said)) == 2, said
+    assert len(re.findall(r"worker [12] was lost at step", said)) == plan.count("server=1") + 2 * plan.count("server=2")
+    assert len(re.findall(r"worker [12] left after step", said)) == 1, said
+    assert result.history[-1].step == 120
+    assert left.history[-1].step < 120
+    if "staleness" not in plan:
+        alone = fit(plan="data=1", loss=F.cross_entropy)
+        for name, tensor in alone.model.state_dict().items():
+            torch.testing.assert_close(result.model.state_dict()[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
 
 
 # What cannot be
