@@ -248,6 +248,12 @@ def test_a_worker_killed_in_step_is_not_missed(plan: str, which: int) -> None:
     assert_same(spread, alone)
 
 
+def test_every_step_is_told_once_whoever_dies() -> None:
+    kill, seen = killing(0, 5), []
+    fit("server=1 data=2", steps=20, callbacks=[lambda step: seen.append(step.step), kill])  # waited for at each step
+    assert seen == list(range(1, 21))
+
+
 def test_a_worker_killed_apart_is_not_missed() -> None:
     spread = fit("server=1 data=3 staleness=4", steps=60, loss=slowly, callbacks=killing(0, 10))
     assert "rank 0 was killed by signal 9 (SIGKILL)" in spread.notes
@@ -331,11 +337,11 @@ class Fatal:
         return (outputs.argmax(1) == targets).float()
 
 
-@pytest.mark.parametrize("evaluation", [1, 3, 6])
+@pytest.mark.parametrize("evaluation", [1, 5, 6])
 def test_the_first_worker_passes_its_duties_on(evaluation: int, tmp_path: Path) -> None:
     """Killed in the middle of an evaluation, the last one too: the next makes it, and knows the best so far."""
-    how = SCHEDULED | {"valid_every": 2, "best": "-loss", "checkpoint": 5}
-    how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=8.0)  # goes astray: the best is not the last
+    how: dict[str, Any] = {"valid": (X, Y), "valid_every": 2, "best": "-loss", "checkpoint": 5, "ema": 0.5}
+    how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=3.0)  # goes astray: the fourth is best
     alone = fit("data=1", **how, metrics={"right": Fatal(0, tmp_path)}, out=tmp_path / "alone")
     fatal = Fatal(5 * (evaluation - 1) + 2, tmp_path / "died")  # an evaluation is of five batches
     spread = fit("server=1 data=2", **how, metrics={"right": fatal}, out=tmp_path / "spread")
@@ -343,6 +349,7 @@ def test_the_first_worker_passes_its_duties_on(evaluation: int, tmp_path: Path) 
     assert [s.step for s in spread.history] == list(range(1, 13))
     assert [s.valid and pytest.approx(s.valid, rel=1e-3) for s in spread.history] == [s.valid for s in alone.history]
     assert spread.best == pytest.approx(alone.best, rel=1e-3)
+    assert alone.best == alone.history[7].valid
     assert_same(spread, alone, 1e-3)
     again = fit("data=1", **how, metrics={"right": Fatal(0, tmp_path)}, out=tmp_path / "spread", resume=True, steps=14)
     assert again.history[0].step == 13
