@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -44,7 +45,7 @@ def pauses(plan: str, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as out:
         how |= {"batch_size": 96, "steps": STEPS, "devices": "cpu", "progress": False, "callbacks": watch}
         meshfit.fit(build, (x, y), plan=plan, out=out, checkpoint="10 seconds", **how)
-    gaps = [(later - earlier, later > killed[0]) for earlier, later in zip(heard, heard[1:], strict=False)]
+    gaps = [(later - earlier, later > killed[0]) for earlier, later in pairwise(heard)]
     return max(gap for gap, after in gaps if not after), max(gap for gap, after in gaps if after)
 
 

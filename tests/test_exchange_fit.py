@@ -366,7 +366,7 @@ def test_a_save_that_dies_is_not_claimed(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        Part.write = writing  # in the workers
+        Part.write = writing  # type: ignore[method-assign]  # in the workers
         return slowly(outputs, targets)
 
     spread = fit("server=1 data=2", loss=loss, steps=20, checkpoint=4, out=tmp_path / "run")

@@ -7,7 +7,6 @@ both end with exactly the weights of that step: ranks may already be at the next
 import secrets
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from meshfit import layout, served
 from meshfit.checkpoint.gently import ends_gently
 from meshfit.checkpoint.going_on import folder_to_resume, saved
 from meshfit.errors import JobError, NonFiniteError
+from meshfit.feed import Begun, Feed, Late
 from meshfit.job import Job
 from meshfit.launch import heap, listen
 from meshfit.launch.channel import Channel
@@ -37,8 +37,6 @@ from meshfit.step import Step
 
 RANK_MODULES = ("torch._dynamo", "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
 LEAVE_SECONDS = 10.0  # in which workers that joined may leave, at the end
-LATE_STEPS = 200  # that may go untold when the rank that tells of them is killed
-FEED_SECONDS = 0.1  # how often ranks tell of their steps when nobody waits for each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,21 +267,6 @@ def _joined(outcomes: list[Outcome], notes: list[str]) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What a rank says before its first step."""
-
-    notes: list[str]
-    last_step: int | None
-
-
-@dataclass(frozen=True)
-class Late:
-    """The last steps, as the next in line knows them, of a rank that is gone; most have been told."""
-
-    steps: list[Step]
-
-
-@dataclass(frozen=True)
 class Work:
     """What each rank does: the loop, with its steps fed to the caller by the first rank."""
 
@@ -335,51 +318,6 @@ class Work:
         run.exchange.remove()
         run.events.close()  # the model goes with this process: nothing else need be put back
         return replace(outcome, weights=weights) if run.tells or run.mesh.world is None else None
-
-
-class Feed:
-    """Tells the caller of steps: each at once in lockstep, else a few at a time."""
-
-    def __init__(self, channel: Channel, lockstep: bool):
-        self.channel, self.lockstep = channel, lockstep
-        self.held: list[Step] = []
-        self.aside: deque[Step] = deque(maxlen=LATE_STEPS)
-        """Steps that another rank is to tell of, and may not have come to."""
-        self.sent = time.perf_counter()
-        self._unanswered = 0
-
-    def add(self, step: Step, run: Run) -> None:
-        self.late(run)
-        if not run.tells:
-            if isinstance(run, served.ServedRun):
-                self.aside.append(step)
-            return
-        self.held.append(step)
-        if self.lockstep or step.valid or time.perf_counter() - self.sent > FEED_SECONDS:
-            self.flush()
-
-    def late(self, run: Run) -> None:
-        """Tell of what the rank before this one may have left untold."""
-        if run.tells and self.aside:
-            self.flush()
-            steps = [replace(step, valid=run.missed.get(step.step, step.valid)) for step in self.aside]
-            self.channel.send(Late(steps))
-            self._unanswered += len(steps)
-            self.aside.clear()
-
-    def flush(self) -> None:
-        if self.held:
-            self.channel.send(self.held)
-            self._unanswered += len(self.held)
-            self.held, self.sent = [], time.perf_counter()
-
-    def stopped(self) -> bool:
-        """What the caller said to the steps it was told of; waits for its answer."""
-        asked = False
-        while self.lockstep and self._unanswered:
-            asked = self.channel.recv() == "stop"
-            self._unanswered -= 1
-        return asked
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ import torch
 
 import meshfit
 from meshfit.alike import facts_of
-from meshfit.drive import Begun, Feed, Outcome, Ranked, Tap, outcome_of
+from meshfit.drive import Outcome, Ranked, Tap, outcome_of
 from meshfit.errors import JobError
 from meshfit.exchange.serving.wire import Gone, TurnedAway, Wire, WireError, connect
 from meshfit.exchange.serving.worker import Served
+from meshfit.feed import Begun, Feed
 from meshfit.job import Job
 from meshfit.launch import key as keys
 from meshfit.launch.channel import Channel

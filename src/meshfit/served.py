@@ -34,8 +34,9 @@ from meshfit.exchange.serving.build import keep
 from meshfit.exchange.serving.keeper import Keeper
 from meshfit.exchange.serving.meeting import Workers
 from meshfit.exchange.serving.offer import Offer
-from meshfit.exchange.serving.server import Server, Terms
+from meshfit.exchange.serving.server import Server
 from meshfit.exchange.serving.snapshot import common
+from meshfit.exchange.serving.terms import Terms
 from meshfit.exchange.serving.worker import Again, Served, Worker
 from meshfit.job import Job
 from meshfit.launch.channel import Channel

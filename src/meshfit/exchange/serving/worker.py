@@ -32,7 +32,6 @@ from meshfit.exchange.serving.snapshot import newest
 from meshfit.exchange.serving.wire import Gone, Message
 from meshfit.exchange.update import Updated
 
-
 BETWEEN_SECONDS = 0.002  # two looks at servers that are about to step
 
 
