@@ -339,7 +339,7 @@ class Serve:
         with saved(run, self.folder):
             pass  # it is restored, if it is to be
         every = _snapshot_steps(run)
-        alike = facts_of(job, run.model, run.loader.source)  # of the whole model
+        alike = {} if job.listen is None else facts_of(job, run.model, run.loader.source)  # of the whole model
         keeper = _keeper(run, job, world.rank)
         terms = Terms(
             workers=plan.data,
