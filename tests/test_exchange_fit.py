@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from meshfit.checkpoint.manifest import folders
 from meshfit.checkpoint.write import Part
 from meshfit.data.order import Ids, share
 from meshfit.errors import DataError, NonFiniteError, PlanError, RankError
+from meshfit.layout import batchnorm
 from meshfit.plan import Plan
 from meshfit.step import Step
 from meshfit.verify import Verdict
@@ -95,6 +97,16 @@ def test_batchnorm_is_over_all_workers_in_step() -> None:
     alone, spread = (fit(plan, model=with_batchnorm, data=data) for plan in ("data=1", "server=1 data=3"))
     assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
     assert_same(spread, alone)
+
+
+def test_meetings_cost_what_they_are_said_to(tmp_path: Path) -> None:
+    fit("server=1 data=2", model=with_batchnorm, data=(X[:48], Y[:48]), out=tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events" / "rank1.jsonl").read_text().splitlines()]
+    told = [line["moved"]["meet"] for line in lines if "meet" in line.get("moved", {})]
+    model = with_batchnorm()
+    trace = SimpleNamespace(buffers=dict(model.named_buffers()), parameters={"": SimpleNamespace(dtype="float32")})
+    cost = batchnorm.cost(trace, 2, 1, served=True)  # type: ignore[arg-type]
+    assert [sum(each) for each in zip(*told, strict=True)] == [12 * cost.calls["meet"], 12 * cost.moved["meet"]]
 
 
 def test_best_weights_and_patience() -> None:

@@ -65,8 +65,8 @@ def apply(model: nn.Module, group: meeting.Group) -> None:
         wrap(module, lambda forward: _globally(forward, group))
 
 
-def cost(trace: Trace, ranks: int, microbatches: int) -> Cost:
-    """Of a step, on one of ``ranks``."""
+def cost(trace: Trace, ranks: int, microbatches: int, *, served: bool = False) -> Cost:
+    """Of a step, on one of ``ranks``; ``served``: they meet through a model server."""
     widths = [b.shape[0] for name, b in trace.buffers.items() if name.endswith("running_mean")]
     wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
     times = len(widths) * microbatches
@@ -74,6 +74,9 @@ def cost(trace: Trace, ranks: int, microbatches: int) -> Cost:
     summed = sum(2 * width * wide for width in widths) * microbatches
     if not times:
         return Cost()
+    if served:  # what is said goes up, what all have said comes down
+        said = sum((4 * width + 1) * wide for width in widths) * microbatches
+        return Cost(calls={"meet": 2 * times}, moved={"meet": (1 + ranks) * said})
     return Cost(calls={"all_gather": times, "all_reduce": times}, moved={"all_gather": gathered, "all_reduce": summed})
 
 

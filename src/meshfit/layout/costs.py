@@ -108,7 +108,7 @@ def cost(
     if plan.pipeline > 1:
         total += pipe.tied_cost(whole, trace)
     if plan.joins_batchnorms:
-        total += batchnorm.cost(before, plan.shares, plan.microbatches)
+        total += batchnorm.cost(before, plan.shares, plan.microbatches, served=plan.server > 0)
     if plan.recompute != "none":
         trace, added = Recompute(word=plan.recompute, blocks=recomputed_blocks(before)).cost(trace)
         total += added

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from meshfit.events import current
+
 if TYPE_CHECKING:
     from meshfit.exchange.serving.worker import Worker
 
@@ -40,6 +42,7 @@ class Workers:
         """What each worker gives, of one shape, in their order: [workers, ...]."""
         if self.worker is None or self.size == 1:
             return mine.unsqueeze(0)
+        current().moved("meet", mine.nbytes * (1 + self.size))
         body = mine.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         most = max(8, MOST // self.size)
         heard = [bytearray() for _ in range(self.size)]
