@@ -125,6 +125,12 @@ TRIALS = (
     Trial(axis="exchange", plan="server=1 data=3", samples=18),  # batches of 8, 8 and 2
     Trial(axis="exchange", plan="server=2 data=2", samples=32),
     Trial(axis="exchange", plan="server=1 data=2", batch_size=7),  # batches of 7 and at last 2: uneven shares
+    Trial(axis="exchange", plan="server=1 data=2 tensor=2"),
+    Trial(axis="exchange", plan="server=1 data=2 pipeline=2 microbatches=2"),
+    Trial(axis="exchange", plan="server=2 data=2 shard=2"),
+    Trial(axis="exchange", plan="server=1 data=2 context=2", models=WITH_SEQUENCES),
+    Trial(axis="exchange", plan="server=1 data=2 expert=2", samples=17, models=MIXTURES),
+    Trial(axis="exchange", plan="server=1 data=2 branch=2", models=tuple(BRANCHES)),
     Trial(axis="exchange", plan="data=2 exchange=local", samples=32),  # by SGD, and beside all-reduce: see ``averaged``
     Trial(axis="more", plan="data=2", samples=18, models=("mixtral-balanced",)),
     Trial(axis="more", plan="expert=2", samples=32, models=MIXTURES),

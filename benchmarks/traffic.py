@@ -56,6 +56,9 @@ WAYS = (
     Way("server=1 data=3 compress=bf16", "P/2 up + P down", lambda p, a, n: 1.5 * p),
     Way("server=1 data=3 compress=int8", "P/4 up + P down", lambda p, a, n: 1.25 * p),
     Way("server=1 data=3 staleness=2", "P up + P down", lambda p, a, n: 2 * p),
+    Way("server=1 data=2 tensor=2", "P/2 up, P/2 down, A a pair", lambda p, a, n: p + 2 * 2 * a / 2),
+    Way("server=1 data=2 shard=2", "P/2 up, P/2 down, 3P/2", lambda p, a, n: 2.5 * p),
+    Way("server=1 data=2 pipeline=2 microbatches=2", "P/2 up, P/2 down, A/2", lambda p, a, n: p + a / 2),
     Way(f"data=3 exchange=local every={EVERY}", "2P(n-1)/n / h", lambda p, a, n: 2 * p * (n - 1) / n / EVERY),
     Way(f"data=3 exchange=diloco every={EVERY}", "2P(n-1)/n / h", lambda p, a, n: 2 * p * (n - 1) / n / EVERY),
     Way("shard=3", "3P(n-1)/n", lambda p, a, n: 3 * p * (n - 1) / n),
@@ -99,10 +102,7 @@ class Count:
         seen.__enter__()
 
         def moved() -> Counter[str]:
-            lines = run.worker.lines if isinstance(run, ServedRun) else []
-            return seen.moved + Counter(
-                push=sum(line.moved_up for line in lines), pull=sum(line.moved_down for line in lines)
-            )
+            return seen.moved + Counter(run.worker.moved if isinstance(run, ServedRun) else {})
 
         def stepped(correction: Any) -> None:
             if not at:
@@ -127,7 +127,8 @@ class Count:
 
 def foretold(run: Run, model: nn.Module) -> int:
     job, plan = run.job, run.plan
-    content = next(iter(run.loader.epoch(0))).microbatches[0].content
+    loader = run._loader(run.worker.share) if isinstance(run, ServedRun) else run.loader
+    content = next(iter(loader.epoch(0))).microbatches[0].content
     if plan.pipeline > 1:
         trace = pipeline_of(plan).find(model, job.objective, content, device="cpu").trace
     else:

@@ -1,9 +1,18 @@
 """Every private piece of torch that meshfit leans on is there and does what is expected of it."""
 
+import sys
+
+import cloudpickle
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshfit import torch_compat
+from meshfit.launch.devices import Devices
+from meshfit.launch.local import Ranks
+from meshfit.launch.world import World
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def test_fused_optimizers_take_what_they_are_told_on_the_device() -> None:
@@ -30,3 +39,25 @@ def test_gather_is_there() -> None:
 
 def test_loss_scale_kernel_is_there() -> None:
     assert callable(torch._amp_update_scale_)
+
+
+def _in_a_world_of_two(world: World, _: object) -> list[object]:
+    """Four ranks, two by two: what they sum within their own two, within a group made there, and with the others."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    own, other = pairs[world.rank // 2], across[world.rank % 2]
+    torch_compat.become_world(own, other)  # type: ignore[arg-type]
+    within, both = dist.new_group([1, 0]), dist.get_process_group_ranks(dist.group.WORLD)  # type: ignore[arg-type]
+    sums = [torch.tensor(10.0**world.rank) for _ in range(3)]
+    for each, group in zip(sums, (None, within, other), strict=True):
+        dist.all_reduce(each, group=group)
+    said = [None, None]
+    dist.all_gather_object(said, world.rank)
+    return [dist.get_rank(), dist.get_world_size(), both, [float(each) for each in sums], said, dist.get_rank(other)]
+
+
+def test_a_group_can_be_the_world() -> None:
+    with Ranks(_in_a_world_of_two, size=4, devices=Devices("cpu", None)) as ranks:
+        found = ranks.results
+    assert found[0] == [0, 2, [0, 1], [11.0, 11.0, 101.0], [0, 1], 0]
+    assert found[3] == [1, 2, [0, 1], [1100.0, 1100.0, 1010.0], [2, 3], 1]

@@ -92,12 +92,6 @@ def test_a_world_of_one_has_no_process_group():
         assert ranks.results == [(1, False)]
 
 
-def test_what_ranks_print_goes_where_the_caller_prints(capfd):
-    with Ranks(lambda world, _: print(f"rank {world.rank} was here"), size=2, devices=CPU) as ranks:
-        assert ranks.results == [None, None]
-    assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0 was here", "rank 1 was here"]
-
-
 def test_ranks_see_the_surroundings_of_now(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLOUR", "green")

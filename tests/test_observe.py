@@ -18,8 +18,8 @@ from torch import nn
 import meshfit
 from meshfit import events as events_module
 from meshfit.errors import JobError
-from meshfit.events import Events, in_detail
-from meshfit.observe.page_data import tiles
+from meshfit.events import Events, _stands_for, in_depth, in_detail
+from meshfit.observe.page_data import page_data, tiles
 from meshfit.observe.rank import tokens_of
 from meshfit.observe.reading import Reader, phase_shares, read
 from meshfit.observe.sampler import Sampler
@@ -100,6 +100,32 @@ def test_a_long_run_writes_windows_of_steps_and_exact_totals(tmp_path: Path) -> 
     assert total == pytest.approx(0.001 * steps, rel=1e-3)
     assert [line["span"] for line in written if line.get("span") == "evaluate"] == ["evaluate"]
     assert in_detail(10**9) == in_detail(10**9)  # of the step alone: all ranks choose alike
+
+
+def test_steps_marked_in_depth_stand_for_all() -> None:
+    for first, last in ((1, 256), (256, 511), (1024, 2047), (65536, 131071)):
+        deep = [step for step in range(first, last + 1) if in_depth(step)]
+        assert sum(map(_stands_for, deep)) == pytest.approx(last - first + 1, rel=0.02)
+        assert all(map(in_detail, deep))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_marks_phases_in_every_step_and_the_rest_in_some(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    events, work = Events(tmp_path), torch.randn(1024, 1024, device=device)
+    events.on(device)
+    for step in range(1, 257):
+        events.step = step
+        with events.span("forward_backward"), events.span("forward", microbatch=0):
+            for _ in range(8):
+                work @ work
+    took = events.phases()
+    events.close()
+    spans = [line for line in lines(tmp_path / "rank0.jsonl") if "span" in line]
+    marked = {name: {s["step"] for s in spans if s["span"] == name and "gpu_for" in s} for name in took}
+    assert marked["forward_backward"] == set(range(1, 257))
+    assert marked["forward"] == {step for step in range(1, 257) if in_depth(step)}
+    assert took["forward"] == pytest.approx(took["forward_backward"], rel=0.3)
 
 
 def test_many_threads_add_while_one_writes(tmp_path: Path) -> None:
@@ -266,6 +292,34 @@ def test_the_trace_is_one_perfetto_opens(tmp_path: Path) -> None:
             assert all(b[0] >= a[1] - 1e-3 for a, b in pairwise(mine))
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 0  cpu here", "rank 1  cpu here"]
+
+
+def test_servers_and_traffic_under_way_are_in_trace_and_page(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", [{}, {}], within=[("collective", 0.01, 0.02, {})])
+    (run / "events" / "server0.jsonl").write_text(
+        '{"rank": 0, "time": 1000.0}\n{"span": "sum", "step": 1, "at": 0.5, "for": 0.1}\n'
+    )
+    trace = chrome_trace(read(run))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"].split("  ")[0] for e in trace if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "server 0"}
+    assert [e["pid"] for e in trace if e.get("cat") == "sum"] == [2]
+    shown = page_data(read(run))["timeline"]
+    kinds = [kind["name"] for kind in shown["kinds"]]
+    for lane in shown["lanes"][:2]:
+        assert {kinds[row[0]] for row in lane["beside"]} == {"collective"}
+        assert kinds.index("collective") not in {row[0] for row in lane["spans"]}
+    assert shown["lanes"][2]["label"] == "server 0"
+
+
+def test_waits_within_an_evaluation_are_not_those_of_steps(tmp_path: Path) -> None:
+    events = Events(tmp_path)
+    with events.aside(), events.waiting("meet"):
+        pass
+    assert "meet" not in events.seconds
+    with events.waiting("meet"):
+        pass
+    assert "meet" in events.seconds
+    events.close()
 
 
 def test_a_lane_shows_what_lies_within_a_phase_in_its_place(tmp_path: Path) -> None:

@@ -177,3 +177,12 @@ def test_a_run_without_steps_is_too_short_to_tell(tmp_path: Path) -> None:
 
 def test_there_are_enough_rules() -> None:
     assert len(RULES) + 1 >= 12
+
+
+def test_batchnorms_that_meet_in_every_layer_are_told_from_the_exchange(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", [{"forward_backward": 0.08}] * 2, within=[("meet", 0.01, 0.03, {})])
+    assert "batchnorm=local" in found(run)["exchange-exposed"].change
+    run = folder(
+        tmp_path / "other", [{"forward_backward": 0.08}] * 2, within=[("meet", 0.01, 0.03, {})], plan="tensor=2"
+    )
+    assert found(run)["exchange-exposed"].change == "a smaller tensor= waits for fewer"

@@ -18,7 +18,9 @@ from rich.console import Console
 from torch import nn
 
 import meshfit
-from meshfit.observe.page_data import _xy, page_data, seconds, size, smoothed
+from meshfit.observe.charts import smoothed, xy
+from meshfit.observe.figures import seconds, size
+from meshfit.observe.page_data import page_data
 from meshfit.observe.reading import read
 from meshfit.observe.report import page, write
 from meshfit.observe.summary import summary
@@ -75,7 +77,7 @@ def test_the_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", [{"exchange": 0.005}] * 4, steps=4000, within=MICRO, step=0.1)
     assert len(page(read(run))) < 3_000_000
     points = [(float(i), float((i * 7919) % 100)) for i in range(100_000)]
-    thin = _xy(points, 500)
+    thin = xy(points, 500)
     assert len(thin["x"]) <= 502
     assert thin["x"] == sorted(thin["x"])
     assert (min(thin["y"]), max(thin["y"])) == (0.0, 99.0)  # peaks survive

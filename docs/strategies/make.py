@@ -20,8 +20,8 @@ from models import Shown
 
 import meshfit
 from meshfit.observe.compare import EQUAL, Row, rows
+from meshfit.observe.figures import size
 from meshfit.observe.kinds import kind_of
-from meshfit.observe.page_data import size
 from meshfit.observe.reading import Rank, Recording, read
 from meshfit.observe.timeline import drawn, picture, quickest
 

@@ -28,6 +28,8 @@ from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
 from meshfit.layout.replicate import tensors_of
+from meshfit.layout.split.region import TensorPlan
+from meshfit.layout.tensor import Parts
 from meshfit.local import LocalRun
 from meshfit.observe.folder import new_folder
 from meshfit.observe.rank import observed
@@ -51,6 +53,8 @@ class Outcome:
     """Where they are not in the caller's model already."""
     captured: dict[str, Any] = field(default_factory=dict)
     """What a tap put aside in the first rank."""
+    split: TensorPlan | None = None
+    """What the tensor axis was found to split."""
 
 
 Tap = Callable[[Run], None]
@@ -241,7 +245,9 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
     how: dict[str, Any] = {
         "size": plan.devices,
         "devices": job.devices,
-        "spare": range(plan.devices) if serves else (),
+        "spare": [w * plan.crew + i for w in served.spare(work.job) for i in range(plan.crew)] if serves else (),
+        "crew": plan.crew,
+        "log": work.folder if isinstance(work, Work) else None,
     }
     with ExitStack() as stack:
         try:
@@ -255,7 +261,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
             from meshfit.launch.servers import Servers
 
             serve = served.Serve(work.job, work.secret, work.folder, work.key)
-            ranks.beside = stack.enter_context(Servers(serve, count=plan.server, folder=ranks.folder))
+            ranks.beside = stack.enter_context(Servers(serve, count=plan.server, folder=ranks.folder, log=work.folder))
         yield ranks
 
 
@@ -307,7 +313,7 @@ class Work:
                 channel.send(Outcome(weights=weights, notes=run.notes, seconds=0.0, phases=[]))
             if run.mesh.world is not None:
                 dist.barrier()  # no rank raises before the caller has it
-            elif not run.tells:
+            if not run.raises:
                 return None
             raise
         feed.late(run)
@@ -317,7 +323,7 @@ class Work:
         weights = run.placed.tensors(keep=run.tells)
         run.exchange.remove()
         run.events.close()  # the model goes with this process: nothing else need be put back
-        return replace(outcome, weights=weights) if run.tells or run.mesh.world is None else None
+        return replace(outcome, weights=weights) if run.tells or run.mesh.rank == 0 else None
 
 
 @dataclass(frozen=True)
@@ -367,6 +373,7 @@ def outcome_of(run: Run) -> Outcome:
         seconds=time.perf_counter() - run.started,
         phases=phases,
         captured=run.captured,
+        split=run.placed.parts.plan if isinstance(run.placed.parts, Parts) else None,
     )
 
 

@@ -18,14 +18,16 @@ time in which the device had nothing to do.
 
 Totals are exact for every step. Single spans are written for the first 256 steps, then for 256 steps in each doubling
 of their number, in windows of 8, the same on all ranks; and whenever one took long. So a file grows by kilobytes a
-minute however long the run.
+minute however long the run. A mark on a GPU costs some microseconds: there, what lies within phases is marked and
+written in a quarter of the first 256 steps, and totals of it are estimated from those.
 """
 
 import json
 import threading
 import time
 from collections import defaultdict, deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,7 +39,9 @@ LONG_SECONDS = 0.25
 ANCHOR_SECONDS = 10.0  # CUDA tells elapsed milliseconds in 32 bits: beyond some seconds they are coarse
 SAME_SECONDS = 25e-6  # marks nearer to each other than this are one: a mark costs some of it
 PHASES = frozenset({"data", "forward_backward", "exchange", "update", "evaluate", "checkpoint"})
-"""Marked on a GPU in every step; other spans in those that are written one by one, and their totals are estimated."""
+"""Marked on a GPU in every step; other spans in those of ``in_depth``, and their totals are estimated."""
+MARKED = 4  # of so many windows of the first steps, one is marked in depth
+POOL = 64
 
 About = dict[str, Any]
 
@@ -57,12 +61,13 @@ class Events:
         """Calls and bytes, by collective."""
         self.own_flushes = True
         """Whether a flush is this object's business; a thread that does it instead says False."""
-        self._step, self._detailed, self._told = 0, True, 0
+        self._step, self._detailed, self._deep, self._told = 0, True, True, 0
         self._held: deque[Any] = deque()
         self._reading = threading.Lock()  # many may add, one at a time takes away
         self._last: dict[str, float] = {}
         self._last_traffic: dict[str, list[int]] = {}
         self._marks: _Marks | None = None
+        self._aside = False
         self._file: TextIO | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +81,7 @@ class Events:
 
     @step.setter
     def step(self, step: int) -> None:
-        self._step, self._detailed = step, in_detail(step)
+        self._step, self._detailed, self._deep = step, in_detail(step), in_depth(step)
 
     @property
     def kept(self) -> bool:
@@ -97,7 +102,7 @@ class Events:
         return time.perf_counter(), self._mark("")
 
     def _mark(self, name: str) -> "_Mark | None":
-        if self._marks is None or not (name in PHASES or (self._detailed and self._file is not None)):
+        if self._marks is None or not (name in PHASES or (self._deep and self._file is not None)):
             return None
         return self._marks.now()
 
@@ -115,8 +120,9 @@ class Events:
         self.seconds[name] += took
         if self._file is None and marks is None:
             return
-        if marks is not None or self._detailed or took > LONG_SECONDS:
-            written = self._file is not None and (self._detailed or took > LONG_SECONDS)
+        detailed = self._detailed if self._marks is None or name in PHASES else self._deep
+        if marks is not None or detailed or took > LONG_SECONDS:
+            written = self._file is not None and (detailed or took > LONG_SECONDS)
             self._held.append((name, self._step, began - self.start, took, about, marks, written))
         if self.own_flushes and ended - self._flushed > FLUSH_SECONDS:
             self.flush()
@@ -132,7 +138,16 @@ class Events:
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
         """Time a wait for others in the middle of a pass. Not on a GPU: there it is the stream that waits."""
-        return nullcontext() if self._marks is not None else _Span(self, name, {})
+        return nullcontext() if self._marks is not None or self._aside else _Span(self, name, {})
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around passes that are no part of a step: waits within them are not those of steps."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
 
     def arrived(self, began: float) -> None:
         """Traffic that was handed over at ``began``, by ``time.perf_counter()``, is here. Not on a GPU, as above."""
@@ -212,20 +227,20 @@ class Events:
         marks = self._marks
         if marks is None:
             return
+        held = [self._held.popleft() for _ in range(len(self._held))]  # others add to it meanwhile, at its end
+        passed = len(held)
+        while not last and passed and not marks.passed(held[passed - 1]):  # what is before one that has passed has, too
+            passed -= 1
         settled = []
-        while self._held:
-            entry = self._held[0]
+        for entry in held[:passed]:
             if not isinstance(entry, dict) and entry[5] is not None:
-                if not (last or entry[5][1].passed()):
-                    break
                 name, step, at, took, about, pair, written = entry
                 gpu_at, gpu_for = marks.read(*pair)
                 self.gpu_seconds[name] += gpu_for * (1.0 if name in PHASES else _stands_for(step))
                 entry = (name, step, at, took, {**about, "gpu_at": gpu_at, "gpu_for": gpu_for}, None, written)
-            self._held.popleft()
             if isinstance(entry, dict) or entry[6]:
                 settled.append(entry)
-        self._held.extendleft(reversed(settled))
+        self._held.extendleft(reversed([*settled, *held[passed:]]))
 
     def close(self) -> None:
         global _current
@@ -248,9 +263,14 @@ def in_detail(step: int) -> bool:
     return (step - octave) % (octave * WINDOW // FULL_STEPS) < WINDOW
 
 
+def in_depth(step: int) -> bool:
+    """Whether a GPU is also asked when it did what lies within the phases of ``step``."""
+    return in_detail(step) and (step > FULL_STEPS or (step - 1) // WINDOW % MARKED == 0)
+
+
 def _stands_for(step: int) -> float:
-    """How many steps one that is in detail stands for."""
-    return max(1.0, (1 << (step.bit_length() - 1)) / FULL_STEPS) if step > FULL_STEPS else 1.0
+    """How many steps one that is in depth stands for."""
+    return max(1.0, (1 << (step.bit_length() - 1)) / FULL_STEPS) if step > FULL_STEPS else float(MARKED)
 
 
 def _text(name: str, step: int, at: float, took: float, about: About) -> str:
@@ -288,9 +308,6 @@ class _Mark:
         self.marks, self.event = marks, event
         self.at: float | None = None
 
-    def passed(self) -> bool:
-        return self.at is not None or self.event.query()
-
     def __del__(self) -> None:
         self.marks.free.append(self.event)
 
@@ -299,8 +316,10 @@ class _Marks:
     """Makes marks, and tells them as seconds on the rank's clock."""
 
     def __init__(self, device: torch.device, start: float):
-        self.device = device
-        self.free: list[torch.cuda.Event] = []
+        self.stream = torch.cuda.current_stream(device)  # asking again each time would cost as much as a mark
+        self.free = [torch.cuda.Event(enable_timing=True) for _ in range(POOL)]
+        for event in self.free:
+            event.record(self.stream)  # an event is made by its first use
         self._last, self._made = None, 0.0
         self._anchor = self.now()
         self._anchor.event.synchronize()
@@ -311,15 +330,24 @@ class _Marks:
         if self._last is not None and made - self._made < SAME_SECONDS:
             return self._last
         mark = _Mark(self, self.free.pop() if self.free else torch.cuda.Event(enable_timing=True))
-        mark.event.record(torch.cuda.current_stream(self.device))
+        mark.event.record(self.stream)
         self._last, self._made = mark, time.perf_counter()
         return mark
 
+    def passed(self, entry: Any) -> bool:
+        """Whether the device has come to the end of a span that is held. Those that it has not marked tell nothing."""
+        if isinstance(entry, dict) or entry[5] is None:
+            return False
+        end: _Mark = entry[5][1]
+        return end.at is not None or end.event.query()
+
     def _at(self, mark: _Mark) -> float:
         if mark.at is None:
-            if not mark.event.query():
+            try:
+                passed = self._anchor.event.elapsed_time(mark.event) / 1e3
+            except RuntimeError:  # not there yet: it looks itself
                 mark.event.synchronize()
-            passed = self._anchor.event.elapsed_time(mark.event) / 1e3
+                passed = self._anchor.event.elapsed_time(mark.event) / 1e3
             mark.at = self._zero + passed
             if passed > ANCHOR_SECONDS:
                 self._anchor, self._zero = mark, mark.at

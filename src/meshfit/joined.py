@@ -161,6 +161,10 @@ class JoinedRun(ServedRun):
         return self.worker.ticket
 
     @property
+    def first(self) -> bool:
+        return False
+
+    @property
     def leads(self) -> bool:
         return False
 

@@ -16,6 +16,7 @@ the checkpoint and in the report:
     data=2 branch=2                 two copies, each with its towers, heads or arms over two devices
     pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
     server=1 data=3                 three workers; a process on the host owns weights and optimizer, and steps for all
+    server=1 data=2 tensor=2        ... workers of two devices each
     server=1 data=3 staleness=4     ... for each as it comes; no worker is more than 4 of its steps ahead
     data=4 exchange=local every=8   each device steps by itself; every 8 steps weights are averaged
 """
@@ -183,6 +184,8 @@ class Plan:
             if getattr(self, key) != type(self).__dataclass_fields__[key].default and not there:
                 said = f"{key}={getattr(self, key)} says how {other}= works, which the plan does not have"
                 raise PlanError(said, f"{examples[other]}, say")
+        if self.lost != "redo" and self.server and self.crew > 1:
+            raise PlanError(f"lost={self.lost} is for workers of one device", "those of several do such a step again")
         if self.lost != "redo" and self.staleness:
             raise PlanError(
                 f"lost={self.lost} is of steps that workers make together",
@@ -195,7 +198,8 @@ class Plan:
             return
         if self.server and self.exchange != "allreduce":
             raise PlanError(f"server={self.server} and exchange={self.exchange}", "who steps? keep one of them")
-        with_it = [f"{axis}={getattr(self, axis)}" for axis in DEGREES if axis != "data" and getattr(self, axis) > 1]
+        inside = [f"{axis}={getattr(self, axis)}" for axis in DEGREES if axis != "data" and getattr(self, axis) > 1]
+        with_it = [] if self.server else inside  # a worker of servers may be several ranks
         with_it += [f"offload={self.offload}"] * (
             self.offload == "parameters" or bool(self.server and self.offload != "none")
         )
@@ -203,8 +207,10 @@ class Plan:
         if with_it:
             raise PlanError(
                 f"{own} does not go with {with_it[0]}",
-                "its workers hold the model whole, and step it in bf16 or fp32",
-                f"server={self.server} data={self.devices} works"
+                "servers keep the optimizer on the host already, and step in bf16 or fp32"
+                if self.server
+                else "its ranks hold the model whole, and step it in bf16 or fp32",
+                f"{replace(self, offload='none', precision='fp32')} works"
                 if self.server
                 else f"data={self.devices} {own} works",
             )
@@ -249,6 +255,16 @@ class Plan:
         return self.data * self.shard * self.expert
 
     @property
+    def worker(self) -> "Plan":
+        """What one worker of servers does by itself."""
+        return replace(self, server=0, data=1, staleness=0, late="none", compress="none", lost="redo")
+
+    @property
+    def crew(self) -> int:
+        """Ranks that are one worker of servers; 1 where there are none."""
+        return self.devices // self.data if self.server else 1
+
+    @property
     def cuts(self) -> bool:
         """Whether parameters live elsewhere than where they are used, and are gathered."""
         return self.shard > 1 or self.offload == "parameters"
@@ -261,7 +277,8 @@ class Plan:
     @property
     def joins_batchnorms(self) -> bool:
         """Whether BatchNorms talk to other ranks in the middle of a forward."""
-        return self.shares > 1 and self.batchnorm == "global" and self.in_step
+        joined = self.shares // self.data if self.staleness else self.shares
+        return joined > 1 and self.batchnorm == "global" and self.exchange == "allreduce"
 
     @property
     def in_step(self) -> bool:

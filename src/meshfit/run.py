@@ -111,6 +111,11 @@ class Run:
         """Among all ranks of the training."""
         return self.world.rank
 
+    @property
+    def copies(self) -> int:
+        """Of the model, in the world of this run."""
+        return self.plan.data
+
     def _mesh(self) -> Mesh:
         return Mesh.of(self.plan, self.world.rank, self.world.size)
 
@@ -154,7 +159,7 @@ class Run:
             partial=placed.partial,
             alike={} if placed.branched is None else placed.branched.alike,
         )
-        copies, tellers = self.plan.data * self.plan.context, self.plan.tensor * self.plan.branch
+        copies, tellers = self.copies * self.plan.context, self.plan.tensor * self.plan.branch
         return Across(inner, spread, self.model, device, copies=copies, tellers=tellers)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
@@ -245,6 +250,11 @@ class Run:
         return {}
 
     @property
+    def raises(self) -> bool:
+        """Whether this rank tells of a loss that is not finite, where others met it too."""
+        return True
+
+    @property
     def saves(self) -> bool:
         """Whether this rank takes part in saving."""
         return True
@@ -268,7 +278,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on the validation data, the same on every rank; of the averaged weights if there are."""
         assert self.valid is not None
-        with self.events.span("evaluate"), self._averaged():
+        with self.events.span("evaluate"), self.events.aside(), self._averaged():
             measured = measure(
                 self.placed,
                 self.valid,
@@ -337,7 +347,12 @@ class Run:
     @property
     def _stream(self) -> int:
         """The seed of the random numbers (dropout) of one share of the batch: another for each, the same each time."""
-        return self._seed_of(self.mesh.share)
+        return self._seed_of(self.share)
+
+    @property
+    def share(self) -> int:
+        """Which part of a batch this rank takes, among all that are at work."""
+        return self.mesh.share
 
     def _seed_of(self, share: int) -> int:
         mixed = mix(np.array([share], np.uint64), np.uint64(self.job.seed % 2**64))

@@ -1,8 +1,9 @@
 """A training by model servers: the run of a worker, and what a server process does.
 
-A worker is a world of one: it has the model whole, and batches that its servers give it. So nothing in it waits for
-another worker but through them, BatchNorm over the whole batch included (exchange/serving/meeting.py), and one that is
-killed is missed by nobody. What one of them does for all is passed on: see duty.py.
+A worker is a world of its own: one rank that has the model whole, or a crew of ranks that hold it by a layout
+(exchange/serving/crew.py); and it has batches that its servers give it. So nothing in it waits for another worker but
+through them, and one that is killed is missed by nobody. BatchNorm over the whole batch goes through them too
+(exchange/serving/meeting.py); only crews talk to each other for it. What one does for all is passed on: duty.py.
 
     server=s data=w               a step is a batch; the workers at work share it. The step of one device
     server=s data=w staleness=k   a step is one worker's gradient over batch_size/w samples, taken as it comes.
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from meshfit.alike import differences, facts_of
@@ -31,17 +32,21 @@ from meshfit.errors import DataError, PlanError
 from meshfit.events import Events
 from meshfit.exchange.nature import state_bytes
 from meshfit.exchange.serving.build import keep
+from meshfit.exchange.serving.crew import Crew
 from meshfit.exchange.serving.keeper import Keeper
 from meshfit.exchange.serving.meeting import Workers
 from meshfit.exchange.serving.offer import Offer
 from meshfit.exchange.serving.server import Server
 from meshfit.exchange.serving.snapshot import common
 from meshfit.exchange.serving.terms import Terms
+from meshfit.exchange.serving.whole import Whole, mine, stand_in
 from meshfit.exchange.serving.worker import Again, Served, Worker
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
+from meshfit.launch.crew import own_world
 from meshfit.launch.listen import addresses
 from meshfit.launch.world import World
+from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.precision import LossScale
 from meshfit.plan import Plan
@@ -91,15 +96,28 @@ def refuse_torchrun(job: Job) -> None:
         )
 
 
+def spare(job: Job) -> range:
+    """Workers whose death leaves the others at work: any; of crews, none that others wait for, or that saves."""
+    plan = _plan(job)
+    if plan.crew == 1:
+        return range(plan.data)
+    if plan.joins_batchnorms and batch_norms(job.build()):
+        return range(0)
+    return range(0 if job.best is None and job.checkpoint is None else 1, plan.data)
+
+
 class ServedRun(Run):
     """A worker's. ``Run`` with servers in place of exchange and update, and batches as they give them out."""
 
     def __init__(self, job: Job, world: World, secret: bytes, *, folder: Path | None = None):
-        self.id, self.meeting, self.secret = world.rank, world.folder, secret
+        self.id, self._number = world.rank // _plan(job).crew, world.rank
+        self.meeting, self.secret = world.folder, secret
         self.workers = Workers()
         self.duty = Duty(self, Path(self.meeting) / "duty")
         self._last: Batch | None = None
-        super().__init__(job, replace(world, rank=0, size=1), folder=folder)
+        own, self.peers, self._sharers = own_world(_plan(job), world, timeout=_patience(job) + 60.0)
+        """``peers``: the ranks in this one's place in all workers."""
+        super().__init__(job, own, folder=folder)
         self.step, self.samples = self.worker.version, int(self.worker.seen)
         if self.plan.staleness:
             self.notes.append(
@@ -108,34 +126,45 @@ class ServedRun(Run):
             )
 
     def _mesh(self) -> Mesh:
-        return Mesh(batch=self.workers if self.plan.in_step else None)
+        mesh = Mesh.of(self.plan.worker, self.world.rank, self.world.size)
+        if self.plan.crew == 1:
+            return replace(mesh, batch=self.workers if self.plan.in_step else None)
+        return mesh if self._sharers is None else replace(mesh, batch=self._sharers)
 
     @property
     def number(self) -> int:
-        return self.id
-
-    def loader_of(self, data: object, *, microbatches: int = 1, shuffle: bool = False) -> Loader:
-        return replace(super().loader_of(data, microbatches=microbatches, shuffle=shuffle), rank=0, ranks=1, _kept={})
+        return self._number
 
     @property
-    def _stream(self) -> int:
-        return self._seed_of(self.id)
+    def copies(self) -> int:
+        return 1
+
+    @property
+    def shares(self) -> int:
+        """Into which a worker cuts what it is given of a batch."""
+        return self.plan.worker.shares
+
+    def loader_of(self, data: object, *, microbatches: int = 1, shuffle: bool = False) -> Loader:
+        loader = super().loader_of(data, microbatches=microbatches, shuffle=shuffle)
+        return replace(loader, rank=self.mesh.share, ranks=self.shares, _kept={})
+
+    @property
+    def share(self) -> int:
+        return self.id * self.shares + self.mesh.share
+
+    def _before_cut(self) -> None:
+        super()._before_cut()
+        if self.world.size > 1:
+            self._whole = Whole.of(self.model, servers=self.plan.server, compress=self.plan.compress)
+            self._stand_in = stand_in(self.model) if self.world.rank == 0 else None
 
     def _make_update(self, scale: LossScale | None) -> Served:  # type: ignore[override]
-        plan = self.plan
         self._loaders: dict[tuple[int, int], Loader] = {}
         self._advanced = 0
-        self.worker = Worker(
-            self.model,
-            self._addresses(),
-            self.secret,
-            id=self.id,
-            device=self.world.device,
-            staleness=plan.staleness,
-            compress=plan.compress,
-            timeout=_patience(self.job),
-        )
-        self.workers.worker = self.worker
+        if self.world.size == 1:
+            self.worker = self.workers.worker = self._reach(self.model, self.world.device)
+        else:
+            self.worker = self._crew()
         self.served = Served(self.worker, ema=self.job.ema is not None)
         self.served.scheduler = self.job.make_scheduler(self.optimizer, self.last_step)
         return self.served
@@ -144,7 +173,32 @@ class ServedRun(Run):
         """Of the servers."""
         return [f"unix:{self.meeting}/server{i}" for i in range(self.plan.server)]
 
-    def _make_exchange(self) -> Worker:  # type: ignore[override]
+    def _reach(self, model: nn.Module, device: torch.device) -> Worker:
+        return Worker(
+            model,
+            self._addresses(),
+            self.secret,
+            id=self.id,
+            device=device,
+            staleness=self.plan.staleness,
+            compress=self.plan.compress,
+            timeout=_patience(self.job),
+        )
+
+    def _crew(self) -> Crew:
+        model, self._stand_in = self._stand_in, None
+        return Crew(
+            super()._make_exchange(),
+            self.placed,
+            self._whole,
+            workers=self.plan.data,
+            shares=self.shares,
+            model=model,
+            reach=lambda model: self._reach(model, torch.device("cpu")),
+            address=f"{self.meeting}/crew{self.id}",
+        )
+
+    def _make_exchange(self) -> Worker | Crew:  # type: ignore[override]
         return self.worker
 
     # What comes next
@@ -153,7 +207,8 @@ class ServedRun(Run):
         """Of the i-th of n workers that share each batch, or of one whose batches are its own."""
         if share not in self._loaders:
             how = {"batch_size": own_batch(self.job), "workers": 0 if self.plan.staleness else self.loader.workers}
-            self._loaders[share] = replace(self.loader, rank=share[0], ranks=share[1], _kept={}, **how)
+            at, of = share[0] * self.shares + self.mesh.share, share[1] * self.shares
+            self._loaders[share] = replace(self.loader, rank=at, ranks=of, _kept={}, **how)
         return self._loaders[share]
 
     def batches(self) -> Iterator[Batch]:
@@ -169,17 +224,20 @@ class ServedRun(Run):
             due = (self.worker.share, epoch, index + 1)
             self.worker.samples = sum(part.samples for part in batch.microbatches)
             self.position.hand_out(batch, self.step)
-            self.worker.at_work = True
+            if isinstance(self.worker, Worker):
+                self.worker.at_work = True
             yield batch
 
     def _ticket(self) -> int | None:
         """The batch that is next. Before that, what the first worker does for all, if that is this one by now."""
+        if isinstance(self.worker, Crew):
+            return self.worker.ticket
         while True:
-            if self.leads and not self.duty.taken:
+            if self.first and not self.duty.taken:
                 self.duty.take()
                 if not self.plan.staleness and self._last is not None and self._due(self._last):
                     self.duty.missed[self.step] = self.evaluate()
-            if self.worker.ticket is not None or self.leads:
+            if self.worker.ticket is not None or self.first:
                 return self.worker.ticket
             try:
                 if self.worker.after_others():
@@ -189,9 +247,9 @@ class ServedRun(Run):
                 continue
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the first of those at work."""
-        return self.worker.first == self.id
+    def first(self) -> bool:
+        """Whether this is the first of those at work; of crews, the first of all."""
+        return self.id == 0 if isinstance(self.worker, Crew) else self.worker.first == self.id
 
     def count(self, batch: Batch) -> None:
         self._last = batch
@@ -201,26 +259,36 @@ class ServedRun(Run):
             self.events.scalar("staleness", self.worker.staleness)
 
     @property
-    def tells(self) -> bool:
+    def leads(self) -> bool:
         """In step the first of those at work tells of what is the same for all; apart each tells of its own steps."""
-        return bool(self.plan.staleness) or self.leads
+        return bool(self.plan.staleness) or (self.worker.rank == 0 if isinstance(self.worker, Crew) else self.first)
 
     @property
     def missed(self) -> dict[int, dict[str, float]]:
         return self.duty.missed
 
     @property
-    def saves(self) -> bool:
+    def raises(self) -> bool:
         return self.leads
 
+    @property
+    def tells(self) -> bool:
+        return self.leads and super().tells
+
+    @property
+    def saves(self) -> bool:
+        return self.first
+
     def evaluation_is_due(self, batch: Batch) -> bool:
-        return self.tells and self._due(batch)
+        return self.leads and self._due(batch)
 
     def _due(self, batch: Batch) -> bool:
         return super().evaluation_is_due(batch)
 
     def evaluate(self) -> dict[str, float]:
-        return super().evaluate() if self.plan.staleness else self.duty.evaluate(super().evaluate)
+        if self.plan.staleness or self.plan.crew > 1:
+            return super().evaluate()
+        return self.duty.evaluate(super().evaluate)
 
     def _last_step(self) -> int | None:
         if not self.plan.staleness:
@@ -236,14 +304,16 @@ class ServedRun(Run):
         named, average = dict(self.model.named_parameters()), self.served.average
         for tensors, facts in every:
             for name, held in facts["keeper"]["state"].items():
-                self.optimizer.state[named[name]] = dict(held)
+                if name in named:
+                    self.optimizer.state[named[name]] = dict(held)
             for key, value in tensors.items():
                 kind, _, rest = key.partition("/")
                 name, _, word = rest.rpartition("/")
-                if kind == "state":
+                if kind == "state" and name in named:
+                    value = value if word == "step" else mine(self.placed, named[name], value)
                     self.optimizer.state[named[name]][word] = value
-                elif kind == "average" and average is not None:
-                    average.held[rest] = value
+                elif kind == "average" and average is not None and rest in named:
+                    average.held[rest] = mine(self.placed, named[rest], value)
         keeper = every[0][1]["keeper"]
         self._advance(keeper)
         for group, kept in zip(self.optimizer.param_groups, keeper["groups"], strict=True):

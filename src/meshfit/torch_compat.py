@@ -14,6 +14,18 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 """``reduce_scatter_tensor`` until torch 2.12."""
 
 
+def become_world(group: dist.ProcessGroup, *outside: dist.ProcessGroup) -> None:
+    """From now on this process's world is ``group``: ranks count within it, and what names no group is of it. Groups
+    that reach out of it, ``outside``, can still be used for collectives; a process knows its own rank there."""
+    from torch.distributed import distributed_c10d as c10d
+
+    own, size = group.rank(), group.size()
+    for other in outside:
+        c10d._world.pg_group_ranks[other] = {own: other.rank()}
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    c10d._update_default_pg(group)
+
+
 def in_backward() -> bool:
     """Whether autograd is running backward in this thread: what it calls is computed again."""
     return torch._C._current_graph_task_id() != -1

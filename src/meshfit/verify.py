@@ -30,6 +30,7 @@ from meshfit.launch.devices import Devices
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
 from meshfit.run import Run
+from meshfit.served import ServedRun
 from meshfit.step import Step
 
 # Largest relative difference that counts as equal, by precision: what rounding in another order comes to.
@@ -195,9 +196,11 @@ class _Capture:
             if run.step == 0:
                 run.captured["first_buffers"] = buffers(run.placed.tensors())
                 made = {name: {"": p.grad * correction} for name, p in named.items() if p.grad is not None}
-                if run.plan.server and dist.is_initialized():  # each worker has its own; the servers sum them
+                if (
+                    isinstance(run, ServedRun) and run.peers is not None
+                ):  # each worker has its own; the servers sum them
                     for each in made.values():
-                        dist.all_reduce(each[""])
+                        dist.all_reduce(each[""], group=run.peers)
                 run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}
 
         def buffers(whole: dict[str, Tensor]) -> dict[str, Tensor]:

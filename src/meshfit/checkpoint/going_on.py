@@ -40,7 +40,7 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
         return
     assert folder is not None
     saver, last = Saver(folder / manifest.INSIDE, every=job.checkpoint), run.step
-    asked = Asked(folder, Ranks(), first=False)
+    asked = Asked(folder, Ranks(run.world.rank, run.world.size), first=False)
     saving = False
 
     def begin(*, first: bool) -> None:

@@ -258,7 +258,7 @@ def _want_random(loading: Loading, found: Manifest) -> None:
     own = f"random/rank{run.world.rank}/"
     kinds = [key.removeprefix(own) for key in found.tensors if key.startswith(own)]
     same = body["plan"] == str(run.plan) and body["world"] == run.world.size and body["seed"] == run.job.seed
-    if same and "torch" in kinds and ("cuda" in kinds) == (run.world.device.type == "cuda"):
+    if same and run.saves and "torch" in kinds and ("cuda" in kinds) == (run.world.device.type == "cuda"):
         states = {
             kind: loading.fresh(own + kind, found.tensors[own + kind], Lie((), ()), None, torch.device("cpu"))
             for kind in kinds
@@ -267,7 +267,7 @@ def _want_random(loading: Loading, found: Manifest) -> None:
         return
 
     def seed() -> None:
-        key = mix(np.array([run.mesh.share, body["step"]], np.uint64), np.uint64(run.job.seed % 2**64))
+        key = mix(np.array([run.share, body["step"]], np.uint64), np.uint64(run.job.seed % 2**64))
         torch.manual_seed(int((key[0] ^ (key[1] << np.uint64(1))) >> np.uint64(1)))
 
     loading.then.append(seed)

@@ -55,6 +55,16 @@ class Channel:
             for fd in fds:
                 os.close(fd)
 
+    def send_fds(self, *fds: int) -> None:
+        """Hand on open files; ``recv_fds`` at the other end gets them."""
+        socket.send_fds(self._end, [b"."], fds)
+
+    def recv_fds(self, count: int) -> list[int]:
+        said, fds, _, _ = socket.recv_fds(self._end, 1, count)
+        if not said:
+            raise EOFError("the other end of the channel is gone")
+        return fds
+
     def poll(self, timeout: float | None = 0) -> bool:
         """Would ``recv`` find something (a message, or the end) within ``timeout`` seconds?"""
         return bool(wait([self._end], timeout))

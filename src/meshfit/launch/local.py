@@ -19,12 +19,14 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from meshfit.errors import RankError
 from meshfit.launch import warm
 from meshfit.launch.channel import encode
 from meshfit.launch.devices import Devices
+from meshfit.launch.output import Output
 from meshfit.launch.rank import Raised, Returned, Start, Work
 from meshfit.launch.world import World
 
@@ -52,17 +54,22 @@ class Ranks:
         folder: str = "",
         joined: bool = True,
         spare: Collection[int] = (),
+        crew: int = 1,
+        log: Path | None = None,
     ):
         """``timeout``: seconds after which a collective that waits for another rank is an error. ``role``: what they
         are called; ``folder``: where they meet, if not in one of their own; ``joined``: in one process group.
-        ``spare``: those whose death leaves the others at work, as long as there is one."""
+        ``spare``: those whose death leaves the others at work, as long as there is one; ``crew``: so many at a time
+        are of no use without each other, and end together. ``log``: a folder for what they print."""
         self.size = size
         self.beside: Servers | None = None
         """Looked after while messages are waited for."""
         self.lost: dict[int, str] = {}
         """Of those to spare: how they died."""
-        self._role, self._meet, self._joined, self._spare = role, folder, joined, spare
-        self._work, self._devices, self._timeout = work, devices, timeout
+        self._role, self._meet, self._joined, self._spare, self._crew = role, folder, joined, spare, crew
+        self._ending: dict[int, int] = {}
+        """Of those to spare: whose death ends them."""
+        self._work, self._devices, self._timeout, self._log = work, devices, timeout, log
         self._returned: dict[int, Any] = {}
         self._exited: dict[int, int] = {}
         self._folder: str | None = None  # where ranks meet; known once they have been forked
@@ -72,12 +79,15 @@ class Ranks:
         with encode(self._work, what="the job", inside="job.") as work:
             self._run, self._channels = warm.fork(self.size, _installed(work.modules))
             self._open = set(range(self.size))
+            self._output = Output(self.size, role=self._role, folder=self._log)
             try:
                 for rank, channel in enumerate(self._channels):
-                    with suppress(ConnectionError):  # messages() tells why
+                    with suppress(ConnectionError), self._output.ends(rank) as ends:  # messages() tells why
+                        channel.send_fds(*ends)
                         world = World(rank, self.size, self._devices.device(rank), self._meet)
                         channel.send(Start(world, self._timeout, self._joined))
                         channel.send_encoded(work)
+                self._output.start()
             except BaseException:
                 self._end()
                 raise
@@ -113,6 +123,8 @@ class Ranks:
                 for message in self._heard(rank):
                     if not isinstance(message, Raised):
                         yield rank, message
+                    elif rank in self._ending:
+                        continue  # it has lost a mate
                     elif not message.peer_gone:
                         yield from self._last_words()
                         self._fail(rank, message)
@@ -120,10 +132,24 @@ class Ranks:
                         suspect, until = (rank, message), time.monotonic() + SECOND_THOUGHT
             for rank in dead - self._returned.keys():  # now that all has been heard that it said
                 headline, fact = _death(f"{self._role} {rank}", code := self._exited[rank])
-                if rank not in self._spare or code >= 0 or len(self.lost) + 1 == self.size:
-                    raise Died(headline, fact)
+                mates = self._mates(rank)
+                if rank in self._ending:
+                    headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
+                elif rank not in self._spare or code >= 0 or len(self.lost.keys() | mates) == self.size:
+                    raise Died(headline, fact, *self._printed(rank))
                 self.lost[rank] = headline
                 self._open.discard(rank)
+                if suspect is not None and suspect[0] in mates:
+                    suspect = None
+                if waiting := mates - self._exited.keys() - self._returned.keys() - self._ending.keys():
+                    self._ending |= dict.fromkeys(waiting, rank)
+                    with suppress(ConnectionError):
+                        self._run.send(("kill", sorted(waiting)))
+
+    def _mates(self, rank: int) -> set[int]:
+        """Those that end together with it, itself too."""
+        first = rank // self._crew * self._crew
+        return set(range(first, first + self._crew))
 
     @property
     def _dead(self) -> set[int]:
@@ -172,9 +198,13 @@ class Ranks:
 
     def stacks(self) -> None:
         """Let every rank print its Python stack on stderr, even one that hangs."""
-        self._run.send("stacks")
-        while self._report() != "stacks":
-            pass
+        for rank in range(self.size):
+            self._output.settle()
+            print(f"\n{self._role} {rank}:", file=sys.stderr)
+            self._run.send(("stack", rank))
+            while self._report() != "stack":
+                pass
+        self._output.settle()
 
     def _heard(self, rank: int) -> Iterator[Any]:
         """The next message of a rank, or all that is left of one that has ended."""
@@ -216,7 +246,13 @@ class Ranks:
     def _fail(self, rank: int, raised: Raised) -> NoReturn:
         if raised.error is not None:
             raise raised.error
-        raise RankError(f"{self._role} {rank} raised {raised.headline}", trace=raised.trace)
+        raise RankError(f"{self._role} {rank} raised {raised.headline}", *self._printed(rank), trace=raised.trace)
+
+    def _printed(self, rank: int) -> list[str]:
+        """The last lines that a rank wrote, for an error about it."""
+        self._output.settle()
+        lines = self._output.last(rank)
+        return ["the last it printed:", *(f"  {line}" for line in lines)] if lines else []
 
     def _end(self) -> None:
         """Let ranks go that have returned; end the others. None is left after it."""
@@ -236,6 +272,7 @@ class Ranks:
         finally:
             for channel in (self._run, *self._channels):  # what is left now, the template kills
                 channel.close()
+            self._output.close()
             if self._folder:  # a template that was killed could not
                 shutil.rmtree(self._folder, ignore_errors=True)
 

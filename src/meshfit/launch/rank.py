@@ -5,6 +5,7 @@ sends what the work returned, or how it failed. Then it waits until the caller l
 together, so none sees a connection close while it still works.
 """
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -12,16 +13,21 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from meshfit.errors import MeshfitError
 from meshfit.launch.channel import Channel, encode
+from meshfit.launch.speech import Speech
 from meshfit.launch.world import World, connect, disconnect
 
 # How gloo and NCCL say that another rank is gone: rarely the first cause of anything.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited")
+
+LIBC = ctypes.CDLL(None)
+LINE_BUFFERED = 1
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -40,6 +46,7 @@ class Start:
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    speech: Speech = field(default_factory=Speech)
 
 
 @dataclass(frozen=True)
@@ -69,15 +76,21 @@ def main(end: socket.socket, folder: str) -> NoReturn:
     """Be a rank. ``folder`` is where the ranks of this run meet."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    with suppress(Exception):  # so does what C prints
+        LIBC.setvbuf(ctypes.c_void_p.in_dll(LIBC, "stdout"), None, LINE_BUFFERED, 0)
     if random := sys.modules.get("numpy.random"):
         random.seed()  # else every rank forked from one template draws the same
     channel = Channel(end)
     try:
+        for fd, ours in zip(channel.recv_fds(2), (1, 2), strict=True):
+            os.dup2(fd, ours)
+            os.close(fd)
         start: Start = channel.recv()
         os.chdir(start.folder)
         os.environ.clear()
         os.environ.update(start.environ)
         sys.path[:], sys.argv[:] = start.path, start.argv
+        start.speech.adopt()
         work: Work = channel.recv()
         world = replace(start.world, folder=start.world.folder or folder)
         connect(world if start.joined else replace(world, size=1), folder=folder, timeout=start.timeout)
@@ -110,3 +123,4 @@ def _outside(trace: TracebackType | None) -> TracebackType | None:
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    LIBC.fflush(None)

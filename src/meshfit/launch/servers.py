@@ -5,7 +5,8 @@ must go on from the same step: each from the newest snapshot that all of them ha
 """
 
 from contextlib import suppress
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Died, Ranks
@@ -17,8 +18,8 @@ MOST_STARTS = 8  # of a run: what dies more often dies of something that another
 class Servers:
     """``count`` processes, each running ``work(world, channel)``, that meet the ranks in ``folder``."""
 
-    def __init__(self, work: Work, *, count: int, folder: str):
-        self._work, self._count, self._folder = work, count, folder
+    def __init__(self, work: Work, *, count: int, folder: str, log: Path | None = None):
+        self._work, self._count, self._folder, self._log = work, count, folder, log
         self._starts = 0
         self.said: list[str] = []
         """What they had to say, and what became of them, in words."""
@@ -32,7 +33,7 @@ class Servers:
 
     def _start(self) -> None:
         self._starts += 1
-        how = {"role": "server", "folder": self._folder, "joined": False}
+        how: dict[str, Any] = {"role": "server", "folder": self._folder, "joined": False, "log": self._log}
         self._ranks = Ranks(self._work, size=self._count, devices=Devices("cpu", None), **how)
         self._ranks.__enter__()
 

@@ -9,10 +9,10 @@ A run is one more socket, which comes with one end of a channel for every rank t
 
     caller -> template    (path, modules)         first: sys.path, and what to import before the ranks are forked
                           "end"                   end the ranks: SIGTERM, a moment later SIGKILL
-                          "stacks"                let each rank print its stack on the run's stderr
+                          ("stack", rank)         let a rank print its stack on its stderr
     template -> caller    ("forked", folder)      the ranks are there, and meet in this folder
                           ("exited", rank, code)  one has ended, with this exit code (-9: by signal 9)
-                          ("stacks",)             all are printed
+                          ("stack",)              it is printed
 
 Nothing is left behind. When the run's socket closes, its ranks are killed. When the caller is gone (the
 kernel's signal, the end of file on the control socket, or another parent: whichever shows first) all
@@ -196,12 +196,16 @@ class Template:
         if word == "end":
             run.signal(signal.SIGCONT, signal.SIGTERM)
             run.kill_at = time.monotonic() + GRACE
-        elif word == "stacks":
+        elif word[0] == "kill":
             for pid, rank in run.ranks.items():
-                os.write(run.stderr, f"\nrank {rank}:\n".encode())
+                if rank in word[1]:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(pid, signal.SIGKILL)
+        elif word[0] == "stack":
+            for pid in [pid for pid, rank in run.ranks.items() if rank == word[1]]:
                 os.kill(pid, signal.SIGUSR1)
-                time.sleep(0.05)  # one after the other, so that each stands under its name
-            run.channel.send(("stacks",))
+                time.sleep(0.05)
+            run.channel.send(("stack",))
 
     def reap(self) -> None:
         """Report the ranks that have ended; forget the runs of which all have."""

@@ -171,7 +171,7 @@ def _check_forward(plan: Plan, model: nn.Module) -> None:
 
 def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot step what the plan leaves it: slices of tensors, some parameters at a time."""
-    cuts = plan.shard > 1 or plan.tensor > 1 or plan.expert > 1
+    cuts = not plan.server and (plan.shard > 1 or plan.tensor > 1 or plan.expert > 1)  # servers step what is whole
     if not cuts and plan.offload != "optimizer" and plan.server < 2:
         return
     kind, found = type(optimizer).__name__, nature(optimizer)

@@ -18,6 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
+from meshfit.events import current
+from meshfit.exchange.serving.meeting import Workers
 from meshfit.layout import meeting
 from meshfit.layout.forward import wrap
 
@@ -106,6 +108,8 @@ class _GlobalBatchNorm(torch.autograd.Function):
         full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mean = torch.var_mean(full, axes, correction=0)
         mine = torch.cat([mean, var, mean.new_full((1,), full.numel() / channels * _counted)])
+        if not isinstance(group, Workers):  # which count for themselves
+            current().moved("all_gather", mine.nbytes * meeting.place(group)[1])
         every = meeting.gather(mine, group)
         means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
         total = counts.sum()
@@ -126,7 +130,10 @@ class _GlobalBatchNorm(torch.autograd.Function):
         dy = dy.float() if dy.dtype in (torch.float16, torch.bfloat16) else dy
         normal = (x - mean.view(shape)) * inverse.view(shape)
         d_bias, d_weight = dy.sum(ctx.axes), (dy * normal).sum(ctx.axes)
-        sums = meeting.add(torch.cat([d_bias, d_weight]), ctx.group)
+        sums = torch.cat([d_bias, d_weight])
+        if not isinstance(ctx.group, Workers):
+            current().moved("all_reduce", sums.nbytes)
+        sums = meeting.add(sums, ctx.group)
         mean_dy, mean_dy_normal = (sums / total).view(2, *shape)
         dx = dy - (mean_dy + normal * mean_dy_normal) * ctx.counted
         scale = inverse if weight is None else inverse * weight

@@ -16,6 +16,7 @@ from meshfit.cost import Cost
 from meshfit.exchange import across, allreduce, local
 from meshfit.exchange.nature import state_bytes
 from meshfit.exchange.serving import cost as serving
+from meshfit.exchange.serving import crew
 from meshfit.exchange.serving.cost import Payload
 from meshfit.layout import batchnorm
 from meshfit.layout.branch import Branch, Found
@@ -57,17 +58,22 @@ def cost(
     """
     if server is not None:
         return serving.server(_payload(plan, trace), state_bytes(optimizer), workers=plan.data, index=server)
+    joined = plan.shares // plan.data if plan.staleness else plan.shares
+    outer, plan = plan, plan.worker if plan.crew > 1 else plan  # what ranks of one worker do among themselves
     total, whole, alive, shared, pipe = Cost(), trace, 1.0, set[str](), pipeline_of(plan)
+    earlier: set[str] = set()  # parameters that ranks before this one hold, too
     if plan.pipeline > 1:
         trace, added, alive = pipe.cost(trace, stage)
         total += added
         shared |= pipe.tied(whole)
+        earlier |= {name for before in range(stage) for name in pipe.cost(whole, before)[0].parameters}
     if plan.branch > 1:
         if branch is None:
             raise ValueError(f"{plan}: its cost depends on who runs what: Branch.find says so")
         trace, added = Branch(degree=plan.branch).cost(branch, rank, microbatches=plan.microbatches)
         total += added
         shared |= {name for name, ranks in branch.dealt.parameters.items() if len(ranks) > 1}
+        earlier |= {name for name, ranks in branch.dealt.parameters.items() if min(ranks) < rank}
     if plan.tensor > 1:
         if split is None:
             raise ValueError(f"{plan}: its cost depends on what is split: plan_tensor says so")
@@ -107,13 +113,15 @@ def cost(
         total += added + _exchange(plan, own)
     if plan.pipeline > 1:
         total += pipe.tied_cost(whole, trace)
-    if plan.joins_batchnorms:
-        total += batchnorm.cost(before, plan.shares, plan.microbatches, served=plan.server > 0)
+    if outer.joins_batchnorms:
+        total += batchnorm.cost(before, joined, plan.microbatches, served=outer.server > 0 and outer.crew == 1)
+    if outer.crew > 1:
+        total += crew.cost(outer, _payload(outer, whole), trace, earlier)
     if plan.recompute != "none":
         trace, added = Recompute(word=plan.recompute, blocks=recomputed_blocks(before)).cost(trace)
         total += added
-    if plan.server:
-        return total + Cost(held={"activations": trace.cost.kept})
+    if outer.server:
+        return total + Cost(held={"activations": round(trace.cost.kept * alive)})
     state = state_bytes(optimizer)
     if plan.offload == "optimizer":
         trace, added = Offload(state=state).cost(trace)

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfit.events import current
 from meshfit.exchange.serving.meeting import Workers
 from meshfit.torch_compat import all_gather_single
 
@@ -22,7 +23,8 @@ def gather(mine: Tensor, group: Group) -> Tensor:
         return group.gather(mine)
     ranks = dist.get_world_size(group)
     every = mine.new_empty(ranks, *mine.shape)
-    all_gather_single(every.view(ranks * len(mine), *mine.shape[1:]), mine, group=group)
+    with current().waiting("meet"):
+        all_gather_single(every.view(ranks * len(mine), *mine.shape[1:]), mine, group=group)
     return every
 
 
@@ -30,5 +32,6 @@ def add(mine: Tensor, group: Group) -> Tensor:
     """The sum over the ranks; ``mine`` may become it."""
     if isinstance(group, Workers):
         return group.sum(mine)
-    dist.all_reduce(mine, group=group)
+    with current().waiting("meet"):
+        dist.all_reduce(mine, group=group)
     return mine

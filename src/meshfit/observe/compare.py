@@ -9,8 +9,8 @@ from textwrap import wrap
 from rich.table import Table
 from rich.text import Text
 
+from meshfit.observe.figures import amount, number, seconds, size
 from meshfit.observe.kinds import kind_of
-from meshfit.observe.page_data import amount, number, seconds, size
 from meshfit.observe.reading import Recording, phase_shares
 from meshfit.observe.timeline import Window, drawn, legend, windows
 from meshfit.observe.verdict import findings

@@ -3,6 +3,7 @@
 run.json             plan, batch size, seed, versions; at the end: steps, seconds, metrics
 metrics.jsonl        one line a step
 events/rank0.jsonl   spans, samples and facts of every rank (see events.py)
+logs/rank0.log       what every rank printed (see launch/output.py)
 tensorboard/         the same metrics for TensorBoard, where that is installed
 weights.safetensors  the trained weights under their own names, tied ones once
 report.html          one page about the run (see report.py)
@@ -22,7 +23,7 @@ from torch import nn
 
 import meshfit
 from meshfit.errors import JobError
-from meshfit.observe.flops import flops_a_sample
+from meshfit.observe.foretold import foretell
 from meshfit.observe.tensorboard import Scalars
 from meshfit.step import Step
 
@@ -66,7 +67,7 @@ class Folder:
         outcome = self._training.outcome
         if outcome is not None:
             self._about |= {"seconds": outcome.seconds, "notes": [*self._training.said, *outcome.notes]}
-            self._about["flops_a_sample"] = flops_a_sample(self._training.job, self._training.model)
+            self._about |= foretell(self._training)
             self._about["metrics"] = {name: _number(value) for name, value in self._metrics.items()}
             self._write()
             _save(self._training.model, self.path / "weights.safetensors")

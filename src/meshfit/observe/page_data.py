@@ -1,25 +1,29 @@
 """What the page shows, as plain values: the page itself only draws. Also what the live page is sent."""
 
-import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshfit.data.clock import STAGES
-from meshfit.observe.kinds import KINDS, OTHER, PHASES, kind_of
-from meshfit.observe.reading import Rank, Recording, Total, phase_shares
-from meshfit.observe.timeline import drawn, windows
+from meshfit.observe import foretold, ideal
+from meshfit.observe.charts import charts, xy
+from meshfit.observe.figures import amount, arithmetic, number, seconds, size
+from meshfit.observe.ideal import Ideal
+from meshfit.observe.kinds import KINDS, OTHER, kind_of
+from meshfit.observe.reading import Rank, Recording, Span, phase_shares
+from meshfit.observe.timeline import drawn, lanes, overlapped, windows
 from meshfit.observe.verdict import findings
 
-POINTS = 500
 LANE_SPANS = 4000
-GIB = 2**30
+WITHIN = tuple(kind.name for kind in KINDS.values() if kind.phase == "forward_backward" and kind.waits)
+WINDOWS = {"usual": "usual steps", "slowest": "slowest step", "first": "first steps"}
 
 
 def page_data(run: Recording) -> dict[str, Any]:
     """Everything about ``run`` that the page shows; JSON can hold it."""
-    found = findings(run)
+    found, without = (
+        findings(run),
+        ideal.ideal(run, [step for w in windows(run) for step in range(w.first, w.last + 1)]),
+    )
     return {
         "mode": "run",
         "name": run.folder.resolve().name,
@@ -32,10 +36,10 @@ def page_data(run: Recording) -> dict[str, Any]:
         "tiles": tiles(run),
         "kinds": {k.name: _kind(k) for k in (*KINDS.values(), OTHER)},
         "bars": [_bar(rank, int(run.words.get("pipeline", 1)) > 1) for rank in run.ranks],
-        "timeline": _timeline(run),
-        "charts": [chart for chart in _charts(run) if chart is not None and any(s["x"] for s in chart["series"])],
+        "timeline": _timeline(run, without),
+        "charts": charts(run),
         "notes": list(run.about.get("notes", [])),
-        "tables": [table for table in _tables(run) if table["rows"]],
+        "tables": [table for table in _tables(run, without) if table["rows"]],
     }
 
 
@@ -49,7 +53,7 @@ def summary_data(run: Recording) -> dict[str, Any]:
         "state": run.state,
         "tiles": tiles(run)[:3],
         "verdict": _finding(found[0]) if found else None,
-        "loss": _xy(loss, 120),
+        "loss": xy(loss, 120),
         "steps": run.steps[-1]["step"] if run.steps else 0,
         "of": run.fact("last_step"),
     }
@@ -112,13 +116,16 @@ def _kind(kind: Any) -> dict[str, Any]:
 
 def _bar(rank: Rank, staged: bool) -> dict[str, Any]:
     shares = phase_shares(rank)
-    inner = {n: rank.steady.get(n, 0.0) for n in ("forward", "backward", "weight", "receive")}
-    if sum(inner.values()) and shares.get("forward_backward"):  # shown by its parts where they are known
-        whole, wall = shares.pop("forward_backward"), max(rank.wall, 1e-9)
-        parts = {n: took / wall for n, took in inner.items() if took}
-        rest = max(0.0, whole - sum(parts.values()))
+    share = {name: took / max(rank.wall, 1e-9) for name, took in rank.steady.items()}
+    acts = {name: share[name] for name in ("forward", "backward", "weight") if share.get(name)}
+    waits = {name: share[name] for name in WITHIN if share.get(name, 0.0) > 0.005}
+    if shares.get("forward_backward") and (acts or waits):  # shown by its parts where they are known
+        whole = shares.pop("forward_backward")
+        done = sum(acts.values()) if staged else whole
+        work = {"forward_backward": max(0.0, done - sum(waits.values()))} if waits else acts
+        rest = max(0.0, whole - sum(work.values()) - sum(waits.values()))
         left = "receive" if staged else "forward_backward"  # a rank of a pipeline waits when it does neither
-        shares = {**parts, **({left: parts.get(left, 0.0) + rest} if rest > 0.002 else {}), **shares}
+        shares = {**work, **waits, **({left: work.get(left, 0.0) + rest} if rest > 0.002 else {}), **shares}
     use = rank.mean("gpu_use") if rank.mean("gpu_use") is not None else rank.mean("cpu")
     device = str(rank.facts.get("device", ""))
     return {
@@ -128,194 +135,44 @@ def _bar(rank: Rank, staged: bool) -> dict[str, Any]:
     }
 
 
-def _timeline(run: Recording) -> dict[str, Any]:
+def _timeline(run: Recording, found: Ideal | None) -> dict[str, Any]:
     names: list[str] = []
     shown = windows(run)
-    lanes = []
-    for i, rank in enumerate([*run.ranks, *run.servers]):
-        spans = drawn(rank)
+
+    def row(span: Span) -> list[Any]:
+        if span.name not in names:
+            names.append(span.name)
+        values = [names.index(span.name), round(span.at, 6), round(span.seconds, 6), span.step]
+        return [*values, span.about["microbatch"]] if "microbatch" in span.about else values
+
+    def some(spans: list[Span]) -> list[list[Any]]:
         if len(spans) > LANE_SPANS:
             near = [(w.first - 8, w.last + 8) for w in shown]
             spans = [s for s in spans if s.seconds > 0.2 or any(a <= s.step <= b for a, b in near)][:LANE_SPANS]
-        rows = []
-        for span in spans:
-            if span.name not in names:
-                names.append(span.name)
-            row = [names.index(span.name), round(span.at, 6), round(span.seconds, 6), span.step]
-            rows.append([*row, span.about["microbatch"]] if "microbatch" in span.about else row)
-        label = f"rank {rank.rank}" if i < len(run.ranks) else f"server {rank.rank}"
-        lanes.append({"label": label, "note": str(rank.facts.get("device", "")), "spans": rows})
-    labels = {"usual": "usual steps", "slowest": "slowest step", "first": "first steps"}
+        return [row(span) for span in spans]
+
+    measured = [
+        {
+            "label": label,
+            "note": str(rank.facts.get("device", "")),
+            "spans": some(drawn(rank)),
+            "beside": some(overlapped(rank)),
+        }
+        for label, rank in lanes(run)
+    ]
+    without = {} if found is None else found.lanes
     return {
+        "lanes": measured,
+        "ideal": [{"label": f"rank {rank}", "spans": some(spans)} for rank, spans in sorted(without.items())],
+        "idle": None if found is None else [round(found.bubble, 4), round(found.measured, 4)],
         "kinds": [{"name": name, **_kind(kind_of(name))} for name in names],
-        "lanes": lanes,
         "windows": [
-            {"label": labels[w.name], "start": w.start, "end": w.end, "steps": [w.first, w.last]} for w in shown
+            {"label": WINDOWS[w.name], "start": w.start, "end": w.end, "steps": [w.first, w.last]} for w in shown
         ],
     }
 
 
-def _charts(run: Recording) -> list[dict[str, Any] | None]:
-    return [
-        _loss(run),
-        *_measured(run),
-        _by_step(run, "rate", "Throughput", "samples / s", smooth=True),
-        _phases_over_time(run),
-        _memory(run),
-        _host_memory(run),
-        _use(run),
-        _cores(run),
-        _by_step(run, "grad_norm", "Gradient norm", "", log=True),
-        _by_step(run, "lr", "Learning rate", ""),
-        _rates(run, "Disk", ("disk_read", "read"), ("disk_written", "written")),
-        _rates(run, "Network", ("net_sent", "sent"), ("net_received", "received")),
-        *_own(run),
-    ]
-
-
-def _chart(name: str, title: str, x: str, unit: str, series: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    return {"id": name, "title": title, "x": x, "unit": unit, "series": series, **more}
-
-
-def _series(
-    name: str, points: Sequence[tuple[float, float]], tone: int = 0, most: int = POINTS, **more: Any
-) -> dict[str, Any]:
-    return {"name": name, "tone": tone, **_xy(points, most), **more}
-
-
-def _loss(run: Recording) -> dict[str, Any]:
-    points = [(float(s["step"]), number(s["loss"])) for s in run.steps if "loss" in s]
-    series = [_series("each step", points, style="faint"), _series("training", smoothed(points))]
-    valid = [(float(s["step"]), number(s["valid"]["loss"])) for s in run.steps if "loss" in s.get("valid", {})]
-    if valid:
-        series.append(_series("validation", valid, 1, style="points"))
-    return _chart("loss", "Loss", "step", "", series, wide=True, log=False)
-
-
-def _measured(run: Recording) -> list[dict[str, Any]]:
-    found = []
-    for name in dict.fromkeys(name for s in run.steps for name in s.get("valid", {}) if name != "loss"):
-        points = [(float(s["step"]), number(s["valid"][name])) for s in run.steps if name in s.get("valid", {})]
-        title = name[:1].upper() + name[1:].replace("_", " ")
-        found.append(_chart(f"valid-{name}", title, "step", "", [_series(name, points, 1, style="points")]))
-    return found
-
-
-def _by_step(
-    run: Recording, key: str, title: str, unit: str, *, smooth: bool = False, log: bool = False
-) -> dict[str, Any]:
-    points = [(float(s["step"]), number(s[key])) for s in run.steps if key in s]
-    series = [_series("each step", points, style="faint"), _series(title.lower(), smoothed(points))] if smooth else None
-    return _chart(
-        key, title, "step", unit, series or [_series(title.lower(), points)], **({"log": True} if log else {})
-    )
-
-
-def _phases_over_time(run: Recording) -> dict[str, Any] | None:
-    if not run.ranks or len(run.ranks[0].totals) < 3:
-        return None
-    totals = run.ranks[0].totals
-    series = []
-    for name in PHASES:
-        points = [(t.at, 100 * _in_phase(t, name) / _spent(t)) for t in totals if t.seconds > 0.05]
-        if any(share > 0.5 for _, share in points):
-            series.append(_series(kind_of(name).label, points, most=200, kind=name))
-    return _chart("phases", "Where each second went", "s", "% of rank 0", series, stack=True, top=100)
-
-
-def _in_phase(total: Total, name: str) -> float:
-    return total.by.get(f"gpu {name}", total.by.get(name, 0.0))
-
-
-def _spent(total: Total) -> float:
-    """Seconds of ``total``; more where a span that ended in them had begun before."""
-    return max(total.seconds, sum(_in_phase(total, name) for name in PHASES))
-
-
-def _memory(run: Recording) -> dict[str, Any] | None:
-    """Of the first device, by kind: what stays is counted from its tensors, the rest is what was measured above it."""
-    if not run.ranks:
-        return None
-    rank = run.ranks[0]
-    gpu = rank.series("gpu_allocated")
-    measured = gpu or rank.series("rss")
-    if len(measured) < 2:
-        return None
-    kinds = rank.facts.get("memory", {})
-    order = [kind for kind in ("weights", "gradients", "optimizer", "buffers") if kinds.get(kind)]
-    known = sum(kinds[kind] for kind in order)
-    series = [
-        _series(kind, [(at, kinds[kind] / GIB) for at, _ in measured], i, most=200) for i, kind in enumerate(order)
-    ]
-    rest = [(at, max(0.0, value - known) / GIB) for at, value in measured]
-    series.append(
-        _series("activations and the rest" if gpu else "activations, program and the rest", rest, 4, most=200)
-    )
-    title = f"Memory of {rank.facts.get('device', 'rank 0')}" if gpu else "Memory of rank 0"
-    return _chart("memory", title, "s", "GiB", series, stack=True)
-
-
-def _host_memory(run: Recording) -> dict[str, Any] | None:
-    if len(run.ranks) < 2:
-        return None
-    gpu = any(rank.series("gpu_allocated") for rank in run.ranks)
-    key, title = ("gpu_allocated", "Memory by device") if gpu else ("rss", "Memory by rank")
-    series = [
-        _series(f"rank {rank.rank}", [(at, v / GIB) for at, v in rank.series(key)], i % 8, most=200)
-        for i, rank in enumerate(run.ranks[:16])
-    ]
-    return _chart("memory-ranks", title, "s", "GiB", series, zero=True)
-
-
-def _use(run: Recording) -> dict[str, Any]:
-    gpu = any(rank.series("gpu_use") for rank in run.ranks)
-    title, unit = ("GPU use", "%") if gpu else ("CPU use by rank", "% of a core")
-    series = [
-        _series(f"rank {rank.rank}", rank.series("gpu_use" if gpu else "cpu"), i % 8, most=200)
-        for i, rank in enumerate(run.ranks[:16])
-    ]
-    return _chart("use", title, "s", unit, series, zero=True)
-
-
-def _cores(run: Recording) -> dict[str, Any]:
-    """Each core of each machine, as one picture."""
-    series = []
-    for rank in run.ranks:
-        seen = [s for s in rank.samples if s.values.get("cores")]
-        if not seen:
-            continue
-        step = -(-len(seen) // 160)
-        seen = seen[::step]
-        for core in range(min(128, len(seen[0].values["cores"]))):
-            points = [(s.at, s.values["cores"][core]) for s in seen if core < len(s.values["cores"])]
-            series.append(_series(f"core {core}", points, most=200))
-    return _chart("cores", "CPU cores of the machine", "s", "%", series, heat=True)
-
-
-def _rates(run: Recording, title: str, *keys: tuple[str, str]) -> dict[str, Any]:
-    series = []
-    for rank in run.ranks:
-        for tone, (key, label) in enumerate(keys):
-            points = [(at, value / 2**20) for at, value in rank.series(key)]
-            if points and max(value for _, value in points) > 0.01:
-                series.append(_series(label, points, tone, most=200))
-    return _chart(title.lower(), title, "s", "MiB / s", series, zero=True)
-
-
-def _own(run: Recording) -> list[dict[str, Any]]:
-    """Scalars of parts, or of the user's own."""
-    names = dict.fromkeys(s["scalar"] for rank in run.ranks for s in rank.scalars)
-    found = []
-    for name in names:
-        series = [
-            _series(f"rank {r.rank}", [(float(s["step"]), s["value"]) for s in r.scalars if s["scalar"] == name], i % 8)
-            for i, r in enumerate(run.ranks)
-        ]
-        found.append(_chart(f"own-{name}", name, "step", "", [s for s in series if s["x"]]))
-    return found
-
-
-def _tables(run: Recording) -> list[dict[str, Any]]:
+def _tables(run: Recording, without: Ideal | None) -> list[dict[str, Any]]:
     about = run.about
     plan = [
         ["plan", run.plan],
@@ -342,6 +199,7 @@ def _tables(run: Recording) -> list[dict[str, Any]]:
     if len(run.ranks) > 1:
         moved.append(["waited for it", f"{run.share('exchange'):.1%} of the time"])
     return [
+        *filter(None, (ideal.beside(run, without), foretold.beside(run))),
         {"title": "Plan", "rows": plan},
         {"title": "Data path", "rows": path},
         {"title": "Traffic", "rows": moved},
@@ -358,71 +216,3 @@ def _machine(machine: dict[str, Any]) -> list[list[str]]:
     if machine.get("gpus"):
         rows.append(["GPUs", f"{len(machine['gpus'])} x {machine['gpus'][0]}"])
     return rows
-
-
-def number(value: Any) -> float:
-    """From JSON, which has no NaN."""
-    return float(value)
-
-
-def _xy(points: Sequence[tuple[float, float]], most: int) -> dict[str, list[Any]]:
-    """Points in order; of more than ``most`` the lowest and the highest of each stretch."""
-    if len(points) > most:
-        stretch = -(-2 * len(points) // most)
-        kept = []
-        for i in range(0, len(points), stretch):
-            part = [p for p in points[i : i + stretch] if math.isfinite(p[1])] or points[i : i + 1]
-            ends: list[Callable[..., Any]] = [min, max]
-            kept += sorted({pick(part, key=lambda p: p[1]) for pick in ends})
-        points = kept
-    ys = [_short(y) if math.isfinite(y) else None for _, y in points]
-    return {"x": [_short(x) for x, _ in points], "y": ys}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
-
-
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A running mean over a fiftieth of the points, on both sides of each."""
-    reach = max(1, len(points) // 100)
-    if len(points) < 8:
-        return list(points)
-
-    def mean(i: int) -> float:
-        near = [y for _, y in points[max(0, i - reach) : i + reach + 1] if math.isfinite(y)]
-        return statistics.fmean(near) if near else math.nan
-
-    return [(x, mean(i)) for i, (x, _) in enumerate(points)]
-
-
-def amount(value: float) -> str:
-    for unit, divisor in (("M", 1e6), ("k", 1e3)):
-        if value >= 10 * divisor:
-            return f"{value / divisor:,.1f} {unit}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def arithmetic(flops: float) -> str:
-    """A second."""
-    unit, divisor = next(((u, d) for u, d in (("T", 1e12), ("G", 1e9)) if flops >= d), ("M", 1e6))
-    return f"{flops / divisor:.3g} {unit}FLOP/s"
-
-
-def seconds(value: float) -> str:
-    if value < 1:
-        return f"{value * 1e3:.3g} ms"
-    if value < 120:
-        return f"{value:.3g} s"
-    if value < 7200:
-        return f"{value / 60:.3g} min"
-    return f"{value / 3600:.3g} h"
-
-
-def size(count: float) -> str:
-    """Bytes, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

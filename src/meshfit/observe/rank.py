@@ -109,12 +109,19 @@ def _facts(run: "Run") -> dict[str, Any]:
 def _memory(run: "Run") -> dict[str, int]:
     """Bytes that stay, by kind; what comes and goes is the rest of what is measured."""
     held = {
-        "weights": _bytes(run.model.parameters()),
+        "weights": _bytes(run.model.parameters()) + _beside(run),
         "buffers": _bytes(run.model.buffers()),
         "gradients": _bytes(run.exchange.gradients) or _bytes(p for p in run.model.parameters() if p.requires_grad),
         "optimizer": _bytes(t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)),
     }
     return {kind: size for kind, size in held.items() if size}
+
+
+def _beside(run: "Run") -> int:
+    """Of weights that stay whole on a rank which steps a part of them (zero=1 and 2): the others' parts."""
+    shards = run.placed.shards
+    flats = [] if shards is None or shards.zero == 3 else [flat for unit in shards.units for flat in unit.flats]
+    return sum(flat.whole.nbytes - flat.mine.nbytes for flat in flats if flat.whole is not None)
 
 
 def _data(run: "Run") -> dict[str, float]:

@@ -32,21 +32,21 @@ class Window:
 
 
 def chrome_trace(run: Recording) -> dict[str, Any]:
-    """Chrome's trace-event format: a process a rank; phases, what lies within them and what overlaps in threads."""
+    """Chrome's trace-event format: a process a lane; phases, what lies within them and what overlaps in threads."""
     events: list[dict[str, Any]] = []
-    for rank in run.ranks:
+    for pid, (label, rank) in enumerate(lanes(run)):
         where = f"{rank.facts.get('device', '')} {rank.facts.get('host', '')}".strip()
-        events.append(_meta("process_name", rank.rank, 0, f"rank {rank.rank}  {where}".strip()))
-        events.append({**_meta("process_sort_index", rank.rank, 0, ""), "args": {"sort_index": rank.rank}})
+        events.append(_meta("process_name", pid, 0, f"{label}  {where}".strip()))
+        events.append({**_meta("process_sort_index", pid, 0, ""), "args": {"sort_index": pid}})
         for thread, name in enumerate(("phases", "within", "overlapped")):
-            events.append(_meta("thread_name", rank.rank, thread, name))
+            events.append(_meta("thread_name", pid, thread, name))
         for span in rank.spans:
             about = {"step": span.step, **span.about}
             name = span.name if "microbatch" not in span.about else f"{span.name} {span.about['microbatch']}"
             kind = kind_of(span.name)
             thread = 0 if not kind.phase else 2 if kind.phase == "overlapped" else 1
             where = {
-                "pid": rank.rank,
+                "pid": pid,
                 "tid": thread,
                 "ts": round(span.at * 1e6, 3),
                 "dur": round(span.seconds * 1e6, 3),
@@ -54,13 +54,18 @@ def chrome_trace(run: Recording) -> dict[str, Any]:
             events.append({"name": name, "cat": span.name, "ph": "X", **where, "args": about})
         for instant in rank.instants:
             at = round(instant["at"] * 1e6, 3)
-            events.append({"name": instant["instant"], "ph": "i", "s": "p", "pid": rank.rank, "tid": 0, "ts": at})
+            events.append({"name": instant["instant"], "ph": "i", "s": "p", "pid": pid, "tid": 0, "ts": at})
         for sample in rank.samples:
             for key in ("cpu", "rss", "gpu_use", "gpu_allocated"):
                 if sample.values.get(key) is not None:
-                    counted = {"name": key, "ph": "C", "pid": rank.rank, "ts": round(sample.at * 1e6, 3)}
+                    counted = {"name": key, "ph": "C", "pid": pid, "ts": round(sample.at * 1e6, 3)}
                     events.append({**counted, "args": {key: sample.values[key]}})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": run.plan}}
+
+
+def lanes(run: Recording) -> list[tuple[str, Rank]]:
+    """Who has a lane, and what it is called."""
+    return [*((f"rank {r.rank}", r) for r in run.ranks), *((f"server {r.rank}", r) for r in run.servers)]
 
 
 def _meta(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
@@ -88,6 +93,11 @@ def drawn(rank: Rank) -> list[Span]:
         whole = [] if parts and span.name == "forward_backward" else [span]  # of which the rest is waiting
         found += flat([*whole, *parts])
     return sorted(found, key=lambda span: span.at)
+
+
+def overlapped(rank: Rank) -> list[Span]:
+    """What went on beside the work, for the line below a lane."""
+    return [span for span in rank.spans if kind_of(span.name).phase == "overlapped"]
 
 
 def flat(spans: list[Span]) -> list[Span]:
@@ -137,7 +147,9 @@ def windows(run: Recording, usual_steps: int = 4) -> list[Window]:
 
     found = []
     took = {step: bounds[step][1] - bounds[step][0] for step in steps}
+    inside = {s.step for rank in run.ranks for s in rank.spans if kind_of(s.name).phase == "forward_backward"}
     later = [step for step in steps if step > 3] or steps
+    later = [step for step in later if step in inside] or later  # on a GPU not all are marked in depth
     usual = statistics.median(took[step] for step in later)
     count = min(usual_steps, len(later))
     runs = [later[i : i + count] for i in range(len(later) - count + 1)]
@@ -191,21 +203,19 @@ def picture(
     window = window or next(iter(windows(run)), None)
     if window is None:
         return ""
-    ranks = [*run.ranks, *run.servers]
     scale = (width - LEFT - 12) / max(window.end - window.start, 1e-9)
     used: dict[str, None] = {}
     parts: list[str] = []
-    lanes: list[str] = []
-    for row, rank in enumerate(ranks):
+    frame: list[str] = []
+    for row, (label, rank) in enumerate(lanes(run)):
         y = TOP + row * (LANE + GAP)
         device = str(rank.facts.get("device", ""))
-        label = f"rank {rank.rank}" if row < len(run.ranks) else f"server {rank.rank}"
         label += f" {device}" if device.startswith("cuda") else ""
-        lanes.append(
+        frame.append(
             f'<text class="lane" x="{LEFT - 10}" y="{y + LANE / 2 + 4}" text-anchor="end">{escape(label)}</text>'
         )
-        lanes.append(f'<rect class="empty" x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{LANE}" rx="3"/>')
-        for span in [*drawn(rank), *(s for s in rank.spans if kind_of(s.name).phase == "overlapped")]:
+        frame.append(f'<rect class="empty" x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{LANE}" rx="3"/>')
+        for span in [*drawn(rank), *overlapped(rank)]:
             if span.end <= window.start or span.at >= window.end:
                 continue
             kind = kind_of(span.name)
@@ -224,7 +234,7 @@ def picture(
                     f'<text class="micro" x="{x + w / 2:.2f}" y="{y + LANE / 2 + 4}" text-anchor="middle">{said}</text>'
                 )
             parts.append(body)
-    bottom = TOP + len(ranks) * (LANE + GAP)
+    bottom = TOP + len(lanes(run)) * (LANE + GAP)
     middle = lambda row: TOP + row * (LANE + GAP) + LANE / 2
     for one, at, other, until in passed(run, window):
         ends = f'x1="{LEFT + (at - window.start) * scale:.1f}" x2="{LEFT + (until - window.start) * scale:.1f}"'
@@ -233,7 +243,7 @@ def picture(
     if moving:
         shown = f'<g class="seen">{shown}</g>{cursor(LEFT, width - 12, TOP - 6, bottom, moving)}'
     meaning, height = legend(used, bottom + 40, left=LEFT, right=width - 12)
-    frame = "".join(lanes) + _axis(window, scale, bottom) + meaning
+    around = "".join(frame) + _axis(window, scale, bottom) + meaning
     heading = title or f"{run.plan}   step {window.first}" + (
         f" to {window.last}" if window.last > window.first else ""
     )
@@ -241,7 +251,7 @@ def picture(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         f"<style>{_style(list(used))}{STYLE if moving else ''}</style>"
         f'<rect class="paper" width="{width}" height="{height}"/>'
-        f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>{frame}{shown}</svg>\n'
+        f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>{around}{shown}</svg>\n'
     )
 
 

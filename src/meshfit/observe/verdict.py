@@ -101,12 +101,16 @@ def _bubble(run: Recording) -> Finding | None:
     )
 
 
+WAITS = ("exchange", "gather", "meet")
+
+
 def _exposed(run: Recording) -> Finding | None:
     """What the rank that waits least still waits: the others wait for it, and that is another finding."""
     if len(run.ranks) < 2 or "server" in run.words:
         return None
-    shares = [(r.steady.get("exchange", 0.0) + r.steady.get("gather", 0.0)) / r.wall for r in run.ranks if r.wall]
-    share = min(shares, default=0.0)
+    waited = {r.rank: [r.steady.get(name, 0.0) / r.wall for name in WAITS] for r in run.ranks if r.wall}
+    least = min(waited.values(), key=sum, default=[0.0])
+    share = sum(least)
     if share < WORTH:
         return None
     moved = sum((run.traffic or {}).values())
@@ -117,7 +121,14 @@ def _exposed(run: Recording) -> Finding | None:
         if not pipelined
         else "more microbatches a step hide it"
     )
-    if "shard" not in run.words and "tensor" not in run.words:
+    if least[-1] > share / 2:  # in the middle of passes: a larger batch has more of it
+        inside = [word for word in ("tensor", "context", "expert") if word in run.words]
+        change = (
+            f"a smaller {inside[0]}= waits for fewer"
+            if inside
+            else "that is BatchNorm, in every layer; batchnorm=local spares it, with statistics of each rank"
+        )
+    elif "shard" not in run.words and "tensor" not in run.words:
         change += "; or bf16 gradients, or fewer and larger devices"
     evidence = f"every device waited at least {percent(share)} of the time for traffic that nothing hid{what}"
     return Finding(name="exchange-exposed", title="exchange exposed", evidence=evidence, change=change, lost=share / 2)

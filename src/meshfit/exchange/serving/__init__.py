@@ -7,4 +7,5 @@ keeper, build     weights and their optimizer     running           BatchNorm's 
 wire, line, peer  messages between them           region, parcel    the payload, in memory that both share
 clocks            who is how far ahead            snapshot          what a server that died goes on from
 compress          fewer bytes on the wire         cost              what all that costs
+crew, whole       a worker that is several ranks
 """

@@ -42,8 +42,11 @@ class Line:
         self.codec = Codec(compress, self.parcel)
         up = behind(self.codec.bytes) + self._running.bytes
         down = behind(self.parcel.bytes) + self._running.bytes
-        shared = address.startswith("unix:")
-        self.region = Region.make(up, down) if shared else Region.own(up, down)
+        self.shared = address.startswith("unix:")
+        """Whether the server sees this memory itself."""
+        self.region = Region.make(up, down)
+        self.counted = True
+        """False: what is moved, those count that hold the parts of it (crew.py)."""
         direct = device.type == "cpu"
         packed = not direct or compress != "none"
         self._gradient = self._buffer(device) if packed else self.region.up[: self.parcel.bytes]
@@ -85,7 +88,7 @@ class Line:
                 time.sleep(AGAIN_SECONDS)
 
     def _greet(self, wire: Wire) -> bool:
-        fds = [] if self.region.fd is None else [self.region.fd]
+        fds = [self.region.fd] if self.shared and self.region.fd is not None else []
         layout = [self.parcel.digest, self._running.digest, self.codec.word]
         wire.send(
             "hello",
@@ -111,9 +114,9 @@ class Line:
     def send(self, kind: str, sequence: int, words: dict[str, Any] | None = None, *, push: bool = False) -> None:
         if self.wire is None:
             raise Gone("not connected")
-        payload: Sequence[memoryview] = [view(self.region.up)] if push and not self.region.shared else ()
+        payload: Sequence[memoryview] = [view(self.region.up)] if push and not self.shared else ()
         self.wire.send(kind, sequence=sequence, version=self.version, words=words, payload=payload)
-        if push:
+        if push and self.counted:
             self.moved_up += self.region.up.nbytes
             current().moved("push", self.region.up.nbytes)
 
@@ -132,13 +135,14 @@ class Line:
 
     @property
     def _into(self) -> memoryview | None:
-        return None if self.region.shared else view(self.region.down)
+        return None if self.shared else view(self.region.down)
 
     @torch.no_grad()
     def _arrived(self, message: Message) -> None:
         self.version = message.version
-        self.moved_down += self.region.down.nbytes
-        current().moved("pull", self.region.down.nbytes)
+        if self.counted:
+            self.moved_down += self.region.down.nbytes
+            current().moved("pull", self.region.down.nbytes)
         if self._weights.device.type != "cpu":
             self._weights.copy_(self.region.down[: self.parcel.bytes], non_blocking=False)
         running = self._running.views(self.region.down[behind(self.parcel.bytes) :])

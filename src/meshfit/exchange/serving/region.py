@@ -72,10 +72,6 @@ class Region:
         start = _aligned(up)
         return cls(whole[:up], whole[start : start + down], fd)
 
-    @property
-    def shared(self) -> bool:
-        return self.fd is not None
-
     def close(self) -> None:
         if self.fd is not None:
             os.close(self.fd)

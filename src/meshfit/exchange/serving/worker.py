@@ -13,10 +13,10 @@ still worked on once.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from meshfit.exchange.serving.parcel import shares, statistics
 from meshfit.exchange.serving.snapshot import newest
 from meshfit.exchange.serving.wire import Gone, Message
 from meshfit.exchange.update import Updated
+
+if TYPE_CHECKING:
+    from meshfit.exchange.serving.crew import Crew
 
 BETWEEN_SECONDS = 0.002  # two looks at servers that are about to step
 
@@ -114,6 +117,10 @@ class Worker:
     def _seen(self, parameter: nn.Parameter) -> None:
         self._reached.add(id(parameter))
 
+    def reach(self, names: Iterable[str]) -> None:
+        """Their gradients were made, elsewhere."""
+        self._reached.update(id(self.named[name]) for name in names)
+
     @property
     def degree(self) -> int:
         """Workers that share a batch."""
@@ -135,6 +142,11 @@ class Worker:
     @property
     def version(self) -> int:
         return self.lines[0].version
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes that went up and came down, so far."""
+        return {"push": sum(line.moved_up for line in self.lines), "pull": sum(line.moved_down for line in self.lines)}
 
     def cost(self) -> Cost:
         """Of a step."""
@@ -245,8 +257,11 @@ class Worker:
 
     def state(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
         """What each server keeps: tensors and facts, as its snapshots hold them. For processes of one host."""
-        found = [newest(Path(answer.words["path"])) for answer in self._ask("state", [{}] * len(self.lines))]
-        return [each for each in found if each is not None]
+        return [each for folder in self.kept() if (each := newest(folder)) is not None]
+
+    def kept(self) -> list[Path]:
+        """Folders in which each server has put down what it keeps now."""
+        return [Path(answer.words["path"]) for answer in self._ask("state", [{}] * len(self.lines))]
 
     def stop(self) -> None:
         """Let the training end here, for all workers."""
@@ -357,7 +372,7 @@ class Served:
     scale = offload = None
     span = "exchange"
 
-    def __init__(self, worker: Worker, *, ema: bool = False):
+    def __init__(self, worker: "Worker | Crew", *, ema: bool = False):
         self.worker = worker
         self.scheduler: Any = None
         """As the servers' is when a checkpoint is saved."""
@@ -377,7 +392,7 @@ class Served:
 class ServedAverage:
     """The averaged weights, which the servers keep."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: "Worker | Crew"):
         self.worker, self._swapped = worker, False
         self.held: dict[str, Tensor] = {}
         """By name, when they have been asked for."""

@@ -21,6 +21,7 @@ const dark = () => {
 };
 const ink = (kind) => (dark() ? kind.dark : kind.colour);
 const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const sentence = (text) => (/^\w*[_=]/.test(text) ? text : text[0].toUpperCase() + text.slice(1)) + "."; // but for a word of code
 const percent = (share) => (share >= 0.0995 ? Math.round(share * 100) : (share * 100).toFixed(1)) + " %";
 
 function short(value) {
@@ -93,7 +94,7 @@ class Chart {
   }
   get shown() { return this.spec.series.filter((s) => !this.hidden.has(s.name)); }
   draw() {
-    if (!this.element.clientWidth) return; // not on the page yet
+    if (this.element.clientWidth < 120) return; // not on the page yet
     const spec = this.spec, width = this.element.clientWidth - 36, height = spec.wide ? 250 : 190;
     const box = { left: 46, right: 8, top: 8, bottom: 24 };
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -110,9 +111,10 @@ class Chart {
     this.back = (px) => x0 + ((px - box.left) / inner.w) * (x1 - x0);
     this.box = box; this.size = { width, height };
     const parts = spec.heat ? this.heat(inner) : this.lines(inner, x0, x1);
-    for (const at of ticks(x0, x1, Math.max(2, Math.floor(inner.w / 90)))) {
-      parts.push(svg("text", { x: this.x(at), y: height - 6, "text-anchor": "middle" }, spec.x === "s" ? (at >= 600 ? short(at / 60) + " min" : short(at) + " s") : short(at)));
-    }
+    ticks(x0, x1, Math.max(2, Math.floor(inner.w / 90))).forEach((at, i) => {
+      const said = spec.x === "s" ? (at >= 600 ? short(at / 60) + " min" : short(at) + " s") : (i ? "" : "step ") + short(at);
+      parts.push(svg("text", { x: this.x(at), y: height - 6, "text-anchor": "middle" }, said));
+    });
     this.over = svg("g", {});
     this.svg.replaceChildren(...parts, this.over);
     this.drawLegend();
@@ -186,7 +188,7 @@ class Chart {
   }
   drawLegend() {
     const spec = this.spec;
-    if (spec.heat || spec.series.length < 2) { this.legend.replaceChildren(); return; }
+    if (spec.heat || spec.series.filter((s) => s.style !== "faint").length < 2) { this.legend.replaceChildren(); return; }
     this.legend.replaceChildren(...spec.series.filter((s) => s.style !== "faint").map((s) =>
       html("button", { class: this.hidden.has(s.name) ? "off" : "", onclick: () => {
         this.hidden.has(s.name) ? this.hidden.delete(s.name) : this.hidden.add(s.name);
@@ -285,10 +287,16 @@ class Timeline {
     this.view = [around - (around - a) * by, around + (b - around) * by];
     this.draw();
   }
+  get rows() { // each lane with its place; those of the ideal stand below a line of words
+    const below = this.spec.lanes.length * (this.lane + this.gap), words = 24;
+    return [...this.spec.lanes.map((row, i) => ({ row, y: this.top + i * (this.lane + this.gap) })),
+      ...(this.spec.ideal || []).map((row, i) => ({ row, ideal: true, y: this.top + below + words + i * (this.lane + this.gap) }))];
+  }
   draw() {
-    const spec = this.spec, lane = 30, gap = 9, left = 74, top = 26, width = this.canvas.parentElement?.clientWidth || 1000;
-    const height = top + spec.lanes.length * (lane + gap) + 12, ratio = devicePixelRatio || 1;
+    const lane = 30, gap = 9, top = 26, width = this.canvas.parentElement?.clientWidth || 1000, left = width < 560 ? 58 : 74;
     Object.assign(this, { lane, gap, left, top, width });
+    const spec = this.spec, rows = this.rows, ratio = devicePixelRatio || 1;
+    const height = (rows.length ? rows[rows.length - 1].y + lane + gap : top) + 12;
     this.canvas.width = width * ratio; this.canvas.height = height * ratio;
     this.canvas.style.height = height + "px";
     const c = this.canvas.getContext("2d");
@@ -299,24 +307,36 @@ class Timeline {
     this.aside.textContent = (steps && !this.view ? (steps[0] === steps[1] ? `step ${steps[0]}` : `steps ${steps[0]} to ${steps[1]}`) + ", " : "") + `${duration(t1 - t0)} across; drag to zoom, double click to go back`;
     c.font = "11px " + variable("--sans");
     c.textBaseline = "middle";
-    for (const at of ticks(0, t1 - t0, 9)) {
+    for (const at of ticks(0, t1 - t0, Math.max(2, Math.floor((width - left) / 110)))) {
       const x = left + at * per;
       c.fillStyle = variable("--line"); c.fillRect(x, top - 6, 1, height - top);
-      c.fillStyle = variable("--faint"); c.textAlign = "center"; c.fillText(at ? duration(at) : "0", x, 11);
+      c.fillStyle = variable("--faint"); c.textAlign = x > width - 34 ? "right" : "center"; c.fillText(at ? duration(at) : "0", Math.min(x, width - 4), 11);
     }
-    spec.lanes.forEach((row, i) => {
-      const y = top + i * (lane + gap);
+    if (spec.ideal?.length) {
+      const y = top + spec.lanes.length * (lane + gap) + 10;
+      c.fillStyle = variable("--card"); c.fillRect(left - 1, y - 9, width - left, 18);
+      c.fillStyle = variable("--soft"); c.textAlign = "left";
+      const [without, measured] = spec.idle.map(percent), head = width < 480 ? `ideal: ${without} idle, measured: ${measured}` : `ideal: ${without} idle between microbatches, measured: ${measured}`;
+      c.fillText(width < 760 ? head : head + " (the same work in the same order, with transfers that take no time and nobody late)", left, y);
+    }
+    for (const { row, ideal, y } of rows) {
       c.fillStyle = variable("--soft"); c.textAlign = "right"; c.fillText(row.label, left - 12, y + lane / 2);
       c.fillStyle = variable("--fill"); c.fillRect(left, y, width - left - 10, lane);
+      const box = (at, took, paint, from, tall) => {
+        if (at + took < t0 || at > t1) return [0, 0];
+        const x = left + Math.max(at - t0, 0) * per, w = Math.max(left + Math.min(at + took - t0, t1 - t0) * per - x, 0.6);
+        c.fillStyle = paint; c.fillRect(x, from, w - (w > 3 ? 0.7 : 0), tall);
+        return [x, w];
+      };
       for (const [kind, at, took, , micro] of row.spans) {
-        const x = left + Math.max(at - t0, 0) * per, end = left + Math.min(at + took - t0, t1 - t0) * per;
-        if (at + took < t0 || at > t1) continue;
-        const k = spec.kinds[kind], w = Math.max(end - x, 0.6), tall = k.waits ? lane / 3 : lane;
-        c.fillStyle = ink(k);
-        c.fillRect(x, y + lane - tall, w - (w > 3 ? 0.7 : 0), tall);
+        const k = spec.kinds[kind], tall = k.waits ? lane / 3 : lane;
+        c.globalAlpha = ideal ? 0.72 : 1;
+        const [x, w] = box(at, took, ink(k), y + lane - tall, tall);
+        c.globalAlpha = 1;
         if (micro !== undefined && w > 12) { c.fillStyle = "#fff"; c.textAlign = "center"; c.fillText(micro, x + w / 2, y + lane / 2 + 0.5); }
       }
-    });
+      for (const [kind, at, took] of row.beside || []) box(at, took, ink(spec.kinds[kind]), y + lane + 1, gap - 5);
+    }
   }
   time(event) {
     const area = this.canvas.getBoundingClientRect();
@@ -325,13 +345,13 @@ class Timeline {
   move(event) {
     if (this.dragging) return;
     const area = this.canvas.getBoundingClientRect(), at = this.time(event);
-    const row = this.spec.lanes[Math.floor((event.clientY - area.top - this.top) / (this.lane + this.gap))];
-    const slack = 1.5 / this.per;
-    const span = row?.spans.find(([, from, took]) => at >= from && at <= from + took) || row?.spans.find(([, from, took]) => at >= from - slack && at <= from + took + slack);
+    const down = event.clientY - area.top, place = this.rows.find(({ y }) => down >= y && down < y + this.lane + this.gap), row = place?.row;
+    const slack = 1.5 / this.per, spans = place && down > place.y + this.lane ? row.beside || [] : row?.spans;
+    const span = spans?.find(([, from, took]) => at >= from && at <= from + took) || spans?.find(([, from, took]) => at >= from - slack && at <= from + took + slack);
     if (!span) return hideTip();
     const kind = this.spec.kinds[span[0]], rows = [[ink(kind), kind.label, duration(span[2])]];
     if (span[4] !== undefined) rows.push(["transparent", "microbatch", String(span[4])]);
-    showTip(event, `${row.label}, step ${span[3]}`, rows);
+    showTip(event, `${row.label}${place.ideal ? ", ideal" : ""}, step ${span[3]}`, rows);
   }
   press(event) {
     if (event.button) return;
@@ -385,8 +405,7 @@ function verdict(d) {
   if (d.error) found.push(html("div", { class: "error" }, d.error));
   const v = d.verdict;
   if (v) {
-    const said = v.evidence[0].toUpperCase() + v.evidence.slice(1) + ".";
-    const change = v.change ? " " + v.change[0].toUpperCase() + v.change.slice(1) + "." : "";
+    const said = sentence(v.evidence), change = v.change ? " " + sentence(v.change) : "";
     found.push(html("div", { class: "verdict" + (v.good ? " good" : "") }, html("span", { class: "word" }, v.title[0].toUpperCase() + v.title.slice(1)), html("p", {}, said, html("em", {}, change)),
       v.gain ? html("span", { class: "aside" }, `Without it: ${v.gain} as fast, at best.`) : null));
   }
@@ -397,11 +416,12 @@ function tiles(d) {
 }
 function bars(d) {
   if (!d.bars.some((b) => b.parts.length)) return null;
+  const wide = page.clientWidth - (page.clientWidth > 860 ? 260 : 100);
   const used = [...new Set(d.bars.flatMap((b) => b.parts.map(([name]) => name)))];
   const rows = d.bars.map((b) => html("div", { class: "row" }, html("span", {}, b.label),
     html("div", { class: "bar" }, b.parts.map(([name, share]) => {
       const kind = d.kinds[name];
-      const box = html("i", { class: kind.waits ? "waits" : "", style: { width: share * 100 + "%", backgroundColor: ink(kind) } }, share > 0.055 ? percent(share) : null);
+      const box = html("i", { class: kind.waits ? "waits" : "", style: { width: share * 100 + "%", backgroundColor: ink(kind) } }, share * wide > 40 ? percent(share) : null);
       box.addEventListener("pointermove", (e) => showTip(e, b.label, [[ink(kind), kind.label, percent(share)]]));
       box.addEventListener("pointerleave", hideTip);
       return box;
@@ -413,7 +433,7 @@ function findings(d) {
   const rest = d.findings.filter((f, i) => i && !f.good); // the first is the verdict
   if (!rest.length) return null;
   return section("Also worth a look", null, html("div", { class: "findings" }, rest.map((f) => html("article", {}, html("h3", {}, f.title[0].toUpperCase() + f.title.slice(1)),
-    html("p", {}, html("b", {}, f.evidence[0].toUpperCase() + f.evidence.slice(1) + "."), f.change ? f.change[0].toUpperCase() + f.change.slice(1) + "." : null),
+    html("p", {}, html("b", {}, sentence(f.evidence)), f.change ? sentence(f.change) : null),
     html("div", { class: "gain" }, f.gain ? html("b", {}, f.gain) : null, f.gain ? "as fast, at best" : null)))));
 }
 function chartsOf(d) {
@@ -424,7 +444,9 @@ function chartsOf(d) {
   }
 }
 function tables(d) {
-  return section("About this run", null, html("div", { class: "tables" }, d.tables.map((t) => html("div", { class: "table" }, html("h3", {}, t.title), html("dl", {}, t.rows.map(([k, v]) => [html("dt", {}, k), html("dd", {}, v)]))))));
+  const pairs = (t) => html("dl", {}, t.rows.map(([k, v]) => [html("dt", {}, k), html("dd", {}, v)]));
+  const columns = (t) => html("table", {}, html("thead", {}, html("tr", {}, t.head.map((h) => html("th", {}, h)))), html("tbody", {}, t.rows.map((row) => html("tr", {}, row.map((v) => html("td", {}, v))))));
+  return section("About this run", null, html("div", { class: "tables" }, d.tables.map((t) => html("div", { class: "table" }, html("h3", {}, t.title), t.head ? columns(t) : pairs(t)))));
 }
 function notes(d) {
   return d.notes.length ? section("Decided on the way", null, html("ul", { class: "notes" }, d.notes.map((n) => html("li", {}, n)))) : null;

@@ -1,0 +1,65 @@
+"""What a plan should hold and move, foretold by its cost, stands beside what it held and moved."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshfit
+from meshfit.observe.foretold import beside
+from meshfit.observe.page_data import page_data
+from meshfit.observe.reading import read
+
+STEPS = 10
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def fit(out: Path, plan: str) -> Path:
+    data = torch.randn(48, 64), torch.randn(48, 64)
+    result = meshfit.fit(
+        lambda: nn.Sequential(Block(), Block()),
+        data,
+        loss=F.mse_loss,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
+        batch_size=12,
+        steps=STEPS,
+        plan=plan,
+        devices="cpu",
+        out=out,
+    )
+    assert result.folder is not None
+    return result.folder
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2 zero=2", "tensor=2", "pipeline=2 microbatches=2"])
+def test_foretold_is_measured(plan: str, tmp_path: Path) -> None:
+    table = beside(read(fit(tmp_path / "run", plan)))
+    assert table is not None
+    rows = {name: (number(told), number(got)) for name, told, got in table["rows"]}
+    assert {"weights", "gradients", "optimizer"} <= rows.keys()
+    assert any(name.endswith("a step") for name in rows)
+    for name, (told, got) in rows.items():  # a gather of the first step may come before it
+        assert got == pytest.approx(told, rel=1.1 / STEPS if name == "all-gather a step" else 0.01), name
+
+
+def test_what_cannot_be_foretold_leaves_no_table(tmp_path: Path) -> None:
+    run = read(fit(tmp_path / "run", "data=1"))
+    assert "flops_a_sample" in run.about
+    run.about.pop("foretold")
+    assert beside(run) is None
+    assert "Foretold beside measured" not in [table["title"] for table in page_data(run)["tables"]]
+
+
+def number(text: str) -> float:
+    value, unit = text.split()
+    return float(value) * {"B": 1, "KiB": 1024, "MiB": 1024**2}[unit]
