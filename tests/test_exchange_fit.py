@@ -1,13 +1,16 @@
 """The exchange axis through ``fit``: model servers, in step and apart, and local steps."""
 
+import contextlib
 import json
 import math
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -15,7 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
+from meshfit.checkpoint.files import open_files
+from meshfit.checkpoint.manifest import folders
+from meshfit.checkpoint.write import Part
+from meshfit.data.order import Ids, share
 from meshfit.errors import DataError, NonFiniteError, PlanError, RankError
+from meshfit.layout import batchnorm
 from meshfit.plan import Plan
 from meshfit.step import Step
 from meshfit.verify import Verdict
@@ -91,6 +99,16 @@ def test_batchnorm_is_over_all_workers_in_step() -> None:
     assert_same(spread, alone)
 
 
+def test_meetings_cost_what_they_are_said_to(tmp_path: Path) -> None:
+    fit("server=1 data=2", model=with_batchnorm, data=(X[:48], Y[:48]), out=tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events" / "rank1.jsonl").read_text().splitlines()]
+    told = [line["moved"]["meet"] for line in lines if "meet" in line.get("moved", {})]
+    model = with_batchnorm()
+    trace = SimpleNamespace(buffers=dict(model.named_buffers()), parameters={"": SimpleNamespace(dtype="float32")})
+    cost = batchnorm.cost(trace, 2, 1, served=True)  # type: ignore[arg-type]
+    assert [sum(each) for each in zip(*told, strict=True)] == [12 * cost.calls["meet"], 12 * cost.moved["meet"]]
+
+
 def test_best_weights_and_patience() -> None:
     how = {"valid": (X, Y), "valid_every": 1, "best": "-loss", "patience": 2, "steps": 40}
     how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=8.0)  # goes astray
@@ -123,7 +141,9 @@ def test_a_loop_of_ones_own() -> None:
         torch.testing.assert_close(model.state_dict()[name], tensor)
 
 
-@pytest.mark.parametrize("plan", ["server=1 data=2", "server=1 data=2 staleness=2", "data=2 exchange=diloco every=4"])
+@pytest.mark.parametrize(
+    "plan", ["server=1 data=2 lost=average", "server=1 data=2 staleness=2", "data=2 exchange=diloco every=4"]
+)
 def test_evaluates_and_predicts(plan: str) -> None:
     model = build()
     want = meshfit.evaluate(model, (X, Y), loss=F.cross_entropy, plan="data=1", devices="cpu")
@@ -242,6 +262,12 @@ def test_a_worker_killed_in_step_is_not_missed(plan: str, which: int) -> None:
     assert_same(spread, alone)
 
 
+def test_every_step_is_told_once_whoever_dies() -> None:
+    kill, seen = killing(0, 5), []
+    fit("server=1 data=2", steps=20, callbacks=[lambda step: seen.append(step.step), kill])  # waited for at each step
+    assert seen == list(range(1, 21))
+
+
 def test_a_worker_killed_apart_is_not_missed() -> None:
     spread = fit("server=1 data=3 staleness=4", steps=60, loss=slowly, callbacks=killing(0, 10))
     assert "rank 0 was killed by signal 9 (SIGKILL)" in spread.notes
@@ -257,6 +283,114 @@ def test_a_server_killed_goes_on_from_its_snapshot(plan: str, which: int) -> Non
     assert "goes on from its snapshot of step" in notes
     assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
     assert_same(spread, alone)
+
+
+def dying(at: int, mark: Path) -> Any:
+    """A loss in whose ``at``-th forward one worker, the first to come there, kills itself."""
+    calls: list[None] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Any:
+        calls.extend([None] * outputs.requires_grad)
+        if len(calls) == at and outputs.requires_grad:
+            with contextlib.suppress(FileExistsError):
+                mark.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return F.cross_entropy(outputs, targets, reduction="sum"), len(outputs)
+
+    return loss
+
+
+@pytest.mark.parametrize("plan", ["server=1 data=3", "server=2 data=2"])
+@pytest.mark.parametrize("over", ["pair", "samples"])
+def test_a_step_is_averaged_over_those_left(plan: str, over: str, tmp_path: Path) -> None:
+    """Step 4 is that of one device over the samples of the others, all steps after it are of the whole batch."""
+    pair = dying(4, tmp_path / "died")
+    mean = lambda outputs, targets: pair(outputs, targets)[0] / len(outputs)
+    spread = fit(f"{plan} lost=average", loss=pair if over == "pair" else mean)
+    workers = Plan.parse(plan).data
+    (dead,) = [i for i in range(workers) if f"rank {i} was killed by signal 9 (SIGKILL)" in spread.notes]
+    left = 12 - 12 // workers
+    assert f"step 4 was averaged over the {left} samples of those left" in spread.notes
+    torch.manual_seed(3)
+    model = build()
+    optimizer, ids_of = torch.optim.AdamW(model.parameters(), lr=1e-2), Ids(50, 12, seed=3, shuffle=True)
+    for step in range(12):
+        ids = ids_of(*divmod(step, 5))
+        if step == 3:
+            gone = share(12, dead, workers)
+            ids = np.delete(ids, np.s_[gone.start : gone.stop])
+        optimizer.zero_grad()
+        F.cross_entropy(model(X[ids]), Y[ids]).backward()
+        optimizer.step()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(spread.model.state_dict()[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lost", ["redo", "average"])
+def test_a_worker_killed_under_batchnorm_over_all_is_not_missed(lost: str, tmp_path: Path) -> None:
+    """It dies between two meetings: nobody can go on without it, so the step is done again in either case."""
+    how = {"model": with_batchnorm, "data": (X[:48], Y[:48])}
+    alone = fit("data=1", **how)
+    spread = fit(f"server=1 data=3 lost={lost}", **how, loss=dying(4, tmp_path / "died"))
+    assert any("was killed by signal 9" in note for note in spread.notes)
+    assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
+    assert_same(spread, alone)
+
+
+class Fatal:
+    """A metric in whose ``at``-th measurement the worker at it is killed."""
+
+    def __init__(self, at: int, mark: Path):
+        self.at, self.mark, self.calls = at, mark, 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (outputs.argmax(1) == targets).float()
+
+
+@pytest.mark.parametrize("evaluation", [1, 5, 6])
+def test_the_first_worker_passes_its_duties_on(evaluation: int, tmp_path: Path) -> None:
+    """Killed in the middle of an evaluation, the last one too: the next makes it, and knows the best so far."""
+    how: dict[str, Any] = {"valid": (X, Y), "valid_every": 2, "best": "-loss", "checkpoint": 5, "ema": 0.5}
+    how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=3.0)  # goes astray: the fourth is best
+    alone = fit("data=1", **how, metrics={"right": Fatal(0, tmp_path)}, out=tmp_path / "alone")
+    fatal = Fatal(5 * (evaluation - 1) + 2, tmp_path / "died")  # an evaluation is of five batches
+    spread = fit("server=1 data=2", **how, metrics={"right": fatal}, out=tmp_path / "spread")
+    assert "rank 0 was killed by signal 9 (SIGKILL)" in spread.notes
+    assert [s.step for s in spread.history] == list(range(1, 13))
+    assert [s.valid and pytest.approx(s.valid, rel=1e-3) for s in spread.history] == [s.valid for s in alone.history]
+    assert spread.best == pytest.approx(alone.best, rel=1e-3)
+    assert alone.best == alone.history[7].valid
+    assert_same(spread, alone, 1e-3)
+    again = fit("data=1", **how, metrics={"right": Fatal(0, tmp_path)}, out=tmp_path / "spread", resume=True, steps=14)
+    assert again.history[0].step == 13
+
+
+def test_a_save_that_dies_is_not_claimed(tmp_path: Path) -> None:
+    """Killed while it writes its second checkpoint: that one is nobody's; the next in line saves on."""
+    mark, write = tmp_path / "died", Part.write
+
+    def writing(part: Part) -> None:
+        write(part)
+        if part.folder.endswith("8") and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        Part.write = writing  # type: ignore[method-assign]  # in the workers
+        return slowly(outputs, targets)
+
+    spread = fit("server=1 data=2", loss=loss, steps=20, checkpoint=4, out=tmp_path / "run")
+    assert "rank 0 was killed by signal 9 (SIGKILL)" in spread.notes
+    kept = folders(open_files(tmp_path / "run" / "checkpoints"))
+    assert sorted(kept)[-1].endswith("20")
+    assert [s.step for s in spread.history] == list(range(1, 21))
+    alone = fit("data=1", steps=24)
+    resumed = fit("data=1", steps=24, checkpoint=4, out=tmp_path / "run", resume=True)
+    assert_same(resumed, alone)
 
 
 def test_the_only_worker_killed_is_an_error() -> None:
@@ -327,6 +461,8 @@ REFUSED = {
     "server=1 data=2 precision=fp16": "precision=fp16",
     "data=2 staleness=3": "staleness=3 says how server= works",
     "data=2 every=3": "every=3 says how exchange= works",
+    "data=2 lost=average": "lost=average says how server= works",
+    "server=1 data=2 staleness=2 lost=average": "lost=average is of steps that workers make together",
     "server=1 data=2 late=damp": "late=damp says how staleness= works",
     "server=1 data=2 exchange=local": "who steps",
     "data=2 exchange=locale": "did you mean local",

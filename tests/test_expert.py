@@ -273,6 +273,22 @@ def test_an_auxiliary_loss_is_evaluated_like_on_one_device(plan: str) -> None:
     )
 
 
+def test_an_auxiliary_loss_is_over_all_workers_of_a_server() -> None:
+    """Also where one of them evaluates, alone."""
+    case = case_of("mixtral-balanced")
+    how = {
+        "optimizer": lambda p: torch.optim.AdamW(p),
+        "batch_size": 5,
+        "steps": 4,
+        "progress": False,
+        "devices": "cpu",
+    }
+    how |= {"valid": case.data(9), "valid_every": 2}
+    alone, spread = (meshfit.fit(case.build(), case.data(10), plan=p, **how) for p in ("data=1", "server=1 data=2"))
+    assert [s.loss for s in spread.history] == pytest.approx([s.loss for s in alone.history], rel=1e-5)
+    assert spread.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-5)
+
+
 def test_verified() -> None:
     case = case_of("mixtral-balanced")
     for plan in ("expert=2", "shard=2 expert=2"):

@@ -8,7 +8,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,8 +21,9 @@ from meshfit import layout, served
 from meshfit.checkpoint.gently import ends_gently
 from meshfit.checkpoint.going_on import folder_to_resume, saved
 from meshfit.errors import JobError, NonFiniteError
+from meshfit.feed import Begun, Feed, Late
 from meshfit.job import Job
-from meshfit.launch import heap
+from meshfit.launch import heap, listen
 from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
@@ -37,7 +38,7 @@ from meshfit.run import Run
 from meshfit.step import Step
 
 RANK_MODULES = ("torch._dynamo", "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
-FEED_SECONDS = 0.1  # how often ranks tell of their steps when nobody waits for each
+LEAVE_SECONDS = 10.0  # in which workers that joined may leave, at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +64,15 @@ Tap = Callable[[Run], None]
 def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
     given = from_environment()
+    if job.join is not None:
+        from meshfit.joined import Joined
+
+        return Joined(job, lockstep, tap)
     if given is not None:
         served.refuse_torchrun(job)
         return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
     settled = job.settled()
+    listen.check(settled.listen, _plan(settled))
     alone = _plan(settled).devices == 1 and not _plan(settled).server
     training = (Here if alone else Ranked)(settled, lockstep, tap)
     if isinstance(job.batch_size, str):
@@ -189,7 +195,7 @@ class Ranked(Training):
 
         warm(*RANK_MODULES)  # the template loads torch while the model is built
         super().__init__(job, lockstep, tap)
-        if _plan(job).server:
+        if _plan(job).server and job.join is None:
             served.check(job)
         self.folder = _folder_of(job)
 
@@ -201,22 +207,31 @@ class Ranked(Training):
             raise KeyboardInterrupt from None
 
     def _heard(self) -> Generator[Step, None, None]:
-        work = Work(replace(self.job, model=self.model), self._lockstep, self.folder, self._tap)
-        with started(self.job, work) as ranks:
+        seen: set[int] = set()
+        with self._ranks() as ranks:
             for rank, message in ranks.messages():
                 if isinstance(message, Begun):
                     self.notes, self.last_step = [*self.said, *message.notes], message.last_step
                 elif isinstance(message, Outcome):  # the last words of ranks that will raise
                     load(self.model, message.weights)
                 else:
-                    for step in message:
-                        if not self._stop:
+                    for step in message.steps if isinstance(message, Late) else message:
+                        if not self._stop and not (isinstance(message, Late) and step.step in seen):
+                            seen.add(step.step)
                             yield step
                         if self._lockstep:
                             ranks.send(rank, "stop" if self._stop else "go")
+            if self.job.listen is not None:
+                ranks.beside.finish(within=LEAVE_SECONDS)
             outcome = _joined([found for found in ranks.results if found is not None], ranks.told)
         load(self.model, outcome.weights)
         self.outcome = outcome
+
+    def _ranks(self) -> AbstractContextManager[Any]:
+        work = Work(replace(self.job, model=self.model), self._lockstep, self.folder, self._tap)
+        if self.job.listen is not None:
+            work = replace(work, key=listen.announced(self.job.listen))
+        return started(self.job, work)
 
 
 @contextmanager
@@ -245,7 +260,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
         if serves and isinstance(work, Work):
             from meshfit.launch.servers import Servers
 
-            serve = served.Serve(work.job, work.secret, work.folder)
+            serve = served.Serve(work.job, work.secret, work.folder, work.key)
             ranks.beside = stack.enter_context(Servers(serve, count=plan.server, folder=ranks.folder, log=work.folder))
         yield ranks
 
@@ -258,14 +273,6 @@ def _joined(outcomes: list[Outcome], notes: list[str]) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What a rank says before its first step."""
-
-    notes: list[str]
-    last_step: int | None
-
-
-@dataclass(frozen=True)
 class Work:
     """What each rank does: the loop, with its steps fed to the caller by the first rank."""
 
@@ -275,6 +282,8 @@ class Work:
     tap: Tap | None
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     """By which the processes of this run know each other."""
+    key: bytes | None = field(default=None, repr=False)
+    """By which it knows workers that join it."""
 
     def __call__(self, world: World, channel: Channel) -> Outcome | None:
         from meshfit.loop import train
@@ -294,8 +303,7 @@ class Work:
                     channel.send(Begun(run.notes, run.last_step))
                 for step in train(run, stop=feed.stopped):
                     asked = save()
-                    if run.tells:
-                        feed.add(step)
+                    feed.add(step, run)
                     if asked:
                         break
         except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
@@ -308,6 +316,7 @@ class Work:
             if not run.raises:
                 return None
             raise
+        feed.late(run)
         feed.flush()
         outcome = outcome_of(run)
         run.settle()
@@ -315,35 +324,6 @@ class Work:
         run.exchange.remove()
         run.events.close()  # the model goes with this process: nothing else need be put back
         return replace(outcome, weights=weights) if run.tells or run.mesh.rank == 0 else None
-
-
-class Feed:
-    """Tells the caller of steps: each at once in lockstep, else a few at a time."""
-
-    def __init__(self, channel: Channel, lockstep: bool):
-        self.channel, self.lockstep = channel, lockstep
-        self.held: list[Step] = []
-        self.sent = time.perf_counter()
-        self._unanswered = 0
-
-    def add(self, step: Step) -> None:
-        self.held.append(step)
-        if self.lockstep or step.valid or time.perf_counter() - self.sent > FEED_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.held:
-            self.channel.send(self.held)
-            self._unanswered += len(self.held)
-            self.held, self.sent = [], time.perf_counter()
-
-    def stopped(self) -> bool:
-        """What the caller said to the steps it was told of; waits for its answer."""
-        asked = False
-        while self.lockstep and self._unanswered:
-            asked = self.channel.recv() == "stop"
-            self._unanswered -= 1
-        return asked
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,9 @@ def _prepare(
     assert isinstance(job.batch_size, int)
     # Nothing goes backward: one stage on each rank will do, whatever the schedule of the training
     plan = replace(job.plan, recompute="none", batchnorm="local", schedule="1f1b", chunks=0, microbatches=1)
-    plan = replace(plan, server=0, staleness=0, late="none", compress="none", exchange="allreduce", every=1, overlap=0)
+    plan = replace(
+        plan, server=0, staleness=0, late="none", compress="none", lost="redo", exchange="allreduce", every=1, overlap=0
+    )
     plan = replace(plan, cut=plan.cut if plan.cut.count(",") + 2 == plan.pipeline else "")
     mesh = Mesh.of(plan, world.rank, world.size)
     loader = Loader(

@@ -116,6 +116,12 @@ class Job:
     """Go on from the newest checkpoint of ``out`` that is intact, if there is one (True), or from the one at a path:
     under any plan, at the very sample."""
 
+    listen: str | None = None
+    """Where workers of other hosts may join, with server= in the plan: "10.0.0.5:7000"; one port for each server."""
+
+    join: str | None = None
+    """Be workers of the run that listens there, one for each device; its plan, and its end, are this one's."""
+
     @classmethod
     def of(cls, asked: dict[str, Any]) -> Self:
         """From keywords, with a word on unknown ones."""

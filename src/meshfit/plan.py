@@ -38,6 +38,7 @@ SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 EXCHANGES = ("allreduce", "local", "diloco")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8")
 LATES = ("none", "damp", "shorten")
+LOSTS = ("redo", "average")
 DEGREES = ("pipeline", "data", "shard", "expert", "context", "branch", "tensor")
 """From outer to inner: see layout/mesh.py."""
 
@@ -52,6 +53,7 @@ WORDS = {
     "exchange": EXCHANGES,
     "compress": COMPRESSIONS,
     "late": LATES,
+    "lost": LOSTS,
 }
 
 
@@ -125,6 +127,10 @@ class Plan:
     late: str = "none"
     """What a server does about late gradients: "damp" the learning rate, or "shorten" momentum."""
 
+    lost: str = "redo"
+    """What becomes of a step in which a worker of servers dies: "redo" it, those left sharing its batch anew, or
+    "average" over what those left have sent."""
+
     compress: str = "none"
     """Gradients on their way to a server in fewer bits: "fp16", "bf16", "int8"; what is lost goes with the next."""
 
@@ -168,6 +174,7 @@ class Plan:
         needs = {
             "staleness": ("server", self.server > 0),
             "compress": ("server", self.server > 0),
+            "lost": ("server", self.server > 0),
             "late": ("staleness", self.staleness > 0),
             "every": ("exchange", self.exchange != "allreduce"),
             "overlap": ("exchange", self.exchange != "allreduce"),
@@ -177,6 +184,13 @@ class Plan:
             if getattr(self, key) != type(self).__dataclass_fields__[key].default and not there:
                 said = f"{key}={getattr(self, key)} says how {other}= works, which the plan does not have"
                 raise PlanError(said, f"{examples[other]}, say")
+        if self.lost != "redo" and self.server and self.crew > 1:
+            raise PlanError(f"lost={self.lost} is for workers of one device", "those of several do such a step again")
+        if self.lost != "redo" and self.staleness:
+            raise PlanError(
+                f"lost={self.lost} is of steps that workers make together",
+                f"with staleness={self.staleness:g} each steps for itself; another takes the batch of one that dies",
+            )
         if not 0 <= self.overlap < self.every + (self.every == 1):
             raise PlanError(f"overlap={self.overlap} is not below every={self.every}", "the next averaging comes first")
         own = f"server={self.server}" if self.server else f"exchange={self.exchange}"
@@ -243,7 +257,7 @@ class Plan:
     @property
     def worker(self) -> "Plan":
         """What one worker of servers does by itself."""
-        return replace(self, server=0, data=1, staleness=0, late="none", compress="none")
+        return replace(self, server=0, data=1, staleness=0, late="none", compress="none", lost="redo")
 
     @property
     def crew(self) -> int:

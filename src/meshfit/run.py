@@ -245,6 +245,11 @@ class Run:
         return self.world.rank == 0
 
     @property
+    def missed(self) -> dict[int, dict[str, float]]:
+        """By step: evaluations made in place of a rank that is gone."""
+        return {}
+
+    @property
     def raises(self) -> bool:
         """Whether this rank tells of a loss that is not finite, where others met it too."""
         return True
@@ -356,6 +361,7 @@ class Run:
     def _find_over(self) -> Over:
         """What the loss is a mean over; not asked where the whole batch always goes through at once."""
         split = self.plan.shares > 1 or self.plan.microbatches > 1 or self.valid is not None
+        split |= self.job.listen is not None or self.job.join is not None
         source = self.loader.source
         if not split:
             return Over(kind="samples")

@@ -2,8 +2,8 @@
 
 A worker is a world of its own: one rank that has the model whole, or a crew of ranks that hold it by a layout
 (exchange/serving/crew.py); and it has batches that its servers give it. So nothing in it waits for another worker but
-through them, and one that is killed is missed by nobody; only BatchNorm over the whole batch makes workers talk to each
-other.
+through them, and one that is killed is missed by nobody. BatchNorm over the whole batch goes through them too
+(exchange/serving/meeting.py); only crews talk to each other for it. What one does for all is passed on: duty.py.
 
     server=s data=w               a step is a batch; the workers at work share it. The step of one device
     server=s data=w staleness=k   a step is one worker's gradient over batch_size/w samples, taken as it comes.
@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from meshfit.alike import differences, facts_of
 from meshfit.checkpoint.going_on import saved
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.position import Position
 from meshfit.data.source import Stream
+from meshfit.duty import Duty
 from meshfit.errors import DataError, PlanError
 from meshfit.events import Events
 from meshfit.exchange.nature import state_bytes
 from meshfit.exchange.serving.build import keep
 from meshfit.exchange.serving.crew import Crew
 from meshfit.exchange.serving.keeper import Keeper
-from meshfit.exchange.serving.server import Server, Terms
+from meshfit.exchange.serving.meeting import Workers
+from meshfit.exchange.serving.offer import Offer
+from meshfit.exchange.serving.server import Server
 from meshfit.exchange.serving.snapshot import common
+from meshfit.exchange.serving.terms import Terms
 from meshfit.exchange.serving.whole import Whole, mine, stand_in
-from meshfit.exchange.serving.worker import Served, Worker
+from meshfit.exchange.serving.worker import Again, Served, Worker
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
 from meshfit.launch.crew import own_world
+from meshfit.launch.listen import addresses
 from meshfit.launch.world import World
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.mesh import Mesh
@@ -47,7 +53,7 @@ from meshfit.plan import Plan
 from meshfit.run import Run
 
 PATIENCE = 600.0  # seconds for which a worker or server may be silent
-EVALUATING = 24 * 3600.0  # ... where one worker may evaluate while the others wait for it
+EVALUATING = 24 * 3600.0  # ... where one worker may evaluate, or save, while the others wait for it
 SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or, of much, one step for every 4 MiB
 
 
@@ -86,13 +92,15 @@ def refuse_torchrun(job: Job) -> None:
     if "server=" in str(job.plan):
         raise PlanError(
             f"{job.plan}: servers are processes beside the ranks, and torchrun starts ranks alone",
-            "python train.py starts both, on one machine",
+            "python train.py starts both, on one machine; from others, meshfit join adds workers",
         )
 
 
 def spare(job: Job) -> range:
-    """Workers whose death leaves the others at work. The first keeps the best weights, and writes checkpoints."""
+    """Workers whose death leaves the others at work: any; of crews, none that others wait for, or that saves."""
     plan = _plan(job)
+    if plan.crew == 1:
+        return range(plan.data)
     if plan.joins_batchnorms and batch_norms(job.build()):
         return range(0)
     return range(0 if job.best is None and job.checkpoint is None else 1, plan.data)
@@ -104,6 +112,9 @@ class ServedRun(Run):
     def __init__(self, job: Job, world: World, secret: bytes, *, folder: Path | None = None):
         self.id, self._number = world.rank // _plan(job).crew, world.rank
         self.meeting, self.secret = world.folder, secret
+        self.workers = Workers()
+        self.duty = Duty(self, Path(self.meeting) / "duty")
+        self._last: Batch | None = None
         own, self.peers, self._sharers = own_world(_plan(job), world, timeout=_patience(job) + 60.0)
         """``peers``: the ranks in this one's place in all workers."""
         super().__init__(job, own, folder=folder)
@@ -116,6 +127,8 @@ class ServedRun(Run):
 
     def _mesh(self) -> Mesh:
         mesh = Mesh.of(self.plan.worker, self.world.rank, self.world.size)
+        if self.plan.crew == 1:
+            return replace(mesh, batch=self.workers if self.plan.in_step else None)
         return mesh if self._sharers is None else replace(mesh, batch=self._sharers)
 
     @property
@@ -148,15 +161,22 @@ class ServedRun(Run):
     def _make_update(self, scale: LossScale | None) -> Served:  # type: ignore[override]
         self._loaders: dict[tuple[int, int], Loader] = {}
         self._advanced = 0
-        self.worker = self._reach(self.model, self.world.device) if self.world.size == 1 else self._crew()
+        if self.world.size == 1:
+            self.worker = self.workers.worker = self._reach(self.model, self.world.device)
+        else:
+            self.worker = self._crew()
         self.served = Served(self.worker, ema=self.job.ema is not None)
         self.served.scheduler = self.job.make_scheduler(self.optimizer, self.last_step)
         return self.served
 
+    def _addresses(self) -> list[str]:
+        """Of the servers."""
+        return [f"unix:{self.meeting}/server{i}" for i in range(self.plan.server)]
+
     def _reach(self, model: nn.Module, device: torch.device) -> Worker:
         return Worker(
             model,
-            [f"unix:{self.meeting}/server{i}" for i in range(self.plan.server)],
+            self._addresses(),
             self.secret,
             id=self.id,
             device=device,
@@ -195,7 +215,7 @@ class ServedRun(Run):
         """Those of the worker's tickets, read ahead as long as one follows the other."""
         coming: Iterator[Batch] = iter(())
         due: tuple[Any, ...] = ()
-        while (ticket := self.worker.ticket) is not None:
+        while (ticket := self._ticket()) is not None:
             loader = self._loader(self.worker.share)
             epoch, index = divmod(ticket, loader.batches_per_epoch or 1)
             if due != (self.worker.share, epoch, index):
@@ -204,9 +224,35 @@ class ServedRun(Run):
             due = (self.worker.share, epoch, index + 1)
             self.worker.samples = sum(part.samples for part in batch.microbatches)
             self.position.hand_out(batch, self.step)
+            if isinstance(self.worker, Worker):
+                self.worker.at_work = True
             yield batch
 
+    def _ticket(self) -> int | None:
+        """The batch that is next. Before that, what the first worker does for all, if that is this one by now."""
+        if isinstance(self.worker, Crew):
+            return self.worker.ticket
+        while True:
+            if self.first and not self.duty.taken:
+                self.duty.take()
+                if not self.plan.staleness and self._last is not None and self._due(self._last):
+                    self.duty.missed[self.step] = self.evaluate()
+            if self.worker.ticket is not None or self.first:
+                return self.worker.ticket
+            try:
+                if self.worker.after_others():
+                    return None
+                self.worker.first = self.id
+            except Again:  # a server was started again, and is not at the end
+                continue
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of those at work; of crews, the first of all."""
+        return self.id == 0 if isinstance(self.worker, Crew) else self.worker.first == self.id
+
     def count(self, batch: Batch) -> None:
+        self._last = batch
         self.step, self.samples = self.worker.taken, int(self.worker.seen)
         if self.plan.staleness:
             self.staleness = self.worker.staleness
@@ -215,7 +261,11 @@ class ServedRun(Run):
     @property
     def leads(self) -> bool:
         """In step the first of those at work tells of what is the same for all; apart each tells of its own steps."""
-        return bool(self.plan.staleness) or self.worker.rank == 0
+        return bool(self.plan.staleness) or (self.worker.rank == 0 if isinstance(self.worker, Crew) else self.first)
+
+    @property
+    def missed(self) -> dict[int, dict[str, float]]:
+        return self.duty.missed
 
     @property
     def raises(self) -> bool:
@@ -227,10 +277,18 @@ class ServedRun(Run):
 
     @property
     def saves(self) -> bool:
-        return self.id == 0
+        return self.first
 
     def evaluation_is_due(self, batch: Batch) -> bool:
-        return self.leads and super().evaluation_is_due(batch)
+        return self.leads and self._due(batch)
+
+    def _due(self, batch: Batch) -> bool:
+        return super().evaluation_is_due(batch)
+
+    def evaluate(self) -> dict[str, float]:
+        if self.plan.staleness or self.plan.crew > 1:
+            return super().evaluate()
+        return self.duty.evaluate(super().evaluate)
 
     def _last_step(self) -> int | None:
         if not self.plan.staleness:
@@ -338,6 +396,8 @@ class Serve:
     secret: bytes
     folder: Path | None
     """Of the run: what it is to go on from may be there."""
+    key: bytes | None = field(default=None, repr=False)
+    """Of workers that join, where ``job.listen`` lets them."""
 
     def __call__(self, world: World, channel: Channel) -> None:
         job, plan = self.job, _plan(self.job)
@@ -349,12 +409,13 @@ class Serve:
         with saved(run, self.folder):
             pass  # it is restored, if it is to be
         every = _snapshot_steps(run)
+        alike = {} if job.listen is None else facts_of(job, run.model, run.loader.source)  # of the whole model
         keeper = _keeper(run, job, world.rank)
         terms = Terms(
             workers=plan.data,
             index=world.rank,
             staleness=plan.staleness,
-            lost="redo",
+            lost=plan.lost,
             compress=plan.compress,
             patience=_patience(job),
             folder=folders[world.rank],
@@ -366,6 +427,14 @@ class Serve:
         events = Events(None if self.folder is None else self.folder / "events", world.rank, of="server")
         server = Server(keeper, terms, address=address, secret=self.secret, tell=channel.send)
         try:
+            if job.listen is not None and self.key is not None:
+                offer = Offer(
+                    terms={"plan": str(plan), "steps": terms.total, "version": alike["version"]},
+                    differences=lambda theirs: differences(alike, theirs),
+                    first=plan.data,
+                    folder=Path(world.folder),
+                )
+                server.open(addresses(job.listen, plan.server)[world.rank], self.key, None if world.rank else offer)
             server.join()
         finally:
             server.close()
@@ -414,7 +483,7 @@ def _snapshot_steps(run: Run) -> int:
 
 
 def _patience(job: Job) -> float:
-    return PATIENCE if job.valid is None else EVALUATING
+    return PATIENCE if job.valid is None and job.checkpoint is None else EVALUATING
 
 
 def _plan(job: Job) -> Plan:

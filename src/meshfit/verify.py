@@ -54,7 +54,7 @@ LIMITS = {
 }
 LIMITS["fp16"] = LIMITS["bf16"]
 NOT_COMPARED = {"valid": None, "metrics": {}, "best": None, "patience": None, "ema": None, "out": None}
-NOT_COMPARED |= {"checkpoint": None, "resume": False}
+NOT_COMPARED |= {"checkpoint": None, "resume": False, "listen": None}
 NOISE = 1e-5  # a gradient this small beside the model's typical one is rounding
 
 

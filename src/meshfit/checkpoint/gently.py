@@ -51,7 +51,8 @@ def _act(number: int) -> None:
 
 
 class Asked:
-    """Whether the training is to end; all ``ranks`` ask after every step. The ``first`` takes the file away."""
+    """Whether the training is to end; all ``ranks`` ask after every step. The ``first`` takes away a file of
+    before."""
 
     def __init__(self, folder: Path, ranks: Ranks, *, first: bool):
         self.file, self.ranks, self.first, self.due = folder / NAME, ranks, first, Due(LOOK, ranks)
@@ -66,5 +67,5 @@ class Asked:
 
     def answered(self) -> None:
         """It has ended."""
-        if self.first:
+        if self.ranks.rank == 0:
             self.file.unlink(missing_ok=True)

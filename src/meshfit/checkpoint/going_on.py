@@ -1,5 +1,6 @@
 """Checkpoints of a training under way, as ``fit`` is asked for them: where it goes on from, and when it saves."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,12 @@ from meshfit.checkpoint.gently import Asked
 from meshfit.checkpoint.load import restore
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.saver import Saver
+from meshfit.errors import CheckpointError
 
 if TYPE_CHECKING:
     from meshfit.run import Run
+
+HANDED_OVER_SECONDS = 5.0  # until the folder of one that died is free
 
 
 @contextmanager
@@ -34,16 +38,31 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
     if job.checkpoint is None:
         yield lambda: False
         return
-    if not run.saves:
-        assert folder is not None
-        alone = Asked(folder, Ranks(run.world.rank, run.world.size), first=False)
-        yield lambda: alone.now(run.step)
-        return
     assert folder is not None
     saver, last = Saver(folder / manifest.INSIDE, every=job.checkpoint), run.step
+    asked = Asked(folder, Ranks(run.world.rank, run.world.size), first=False)
+    saving = False
+
+    def begin(*, first: bool) -> None:
+        """Be one that saves: from the beginning, or from when the one that did is gone."""
+        nonlocal asked, saving
+        until = time.monotonic() + (0.0 if first else HANDED_OVER_SECONDS)
+        while not saving:
+            try:
+                saver.begin(run)
+                saving = True
+            except CheckpointError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+        asked = Asked(folder, saver.ranks, first=first and saver.ranks.rank == 0)
 
     def after() -> bool:
         nonlocal last
+        if run.saves and not saving:
+            begin(first=False)
+        if not saving:
+            return asked.now(run.step)
         with run.events.span("checkpoint"):
             if saver.after(run):
                 last = run.step
@@ -53,12 +72,15 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
         return False
 
     try:
-        saver.begin(run)
-        asked = Asked(folder, saver.ranks, first=saver.ranks.rank == 0)
+        if run.saves:
+            begin(first=True)
         yield after
-        if run.step > last:
+        if run.saves and not saving:
+            begin(first=False)
+        if saving and run.step > last:
             saver.save(run, wait=True)
-        asked.answered()
+        if saving:
+            asked.answered()
     finally:
         saver.close()
         run.notes.extend(saver.notes)

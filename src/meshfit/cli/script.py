@@ -6,9 +6,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from meshfit.errors import JobError, MeshfitError
+
+Script = Annotated[Path, typer.Argument(help="A script that calls meshfit.fit.", show_default=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)]
+Which = Annotated[int, typer.Option("--fit", help="Which of the script's calls of fit to act on.")]
 
 
 def run(path: Path, arguments: list[str], at_fit: Callable[[dict[str, Any]], dict[str, Any]], which: int = 1) -> None:

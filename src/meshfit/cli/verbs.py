@@ -1,6 +1,5 @@
 """One function a verb."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,23 +9,22 @@ from rich.table import Table
 from meshfit.cli import checkpoint, tell
 from meshfit.cli.compare import compare
 from meshfit.cli.data import data
+from meshfit.cli.join import KeyFile, join
 from meshfit.cli.report import report
-from meshfit.cli.script import run
+from meshfit.cli.script import Arguments, Script, Which, run
 from meshfit.cli.watch import watch
 from meshfit.errors import MeshfitError
 from meshfit.job import Job
+from meshfit.launch import key
 from meshfit.verify import Verdict, verify_job
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-Script = Annotated[Path, typer.Argument(help="A script that calls meshfit.fit.", show_default=False)]
-Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)]
 PlanText = Annotated[str | None, typer.Option("--plan", help='Instead of the script\'s: "data=4", say.')]
 DeviceText = Annotated[str | None, typer.Option("--devices", help='"auto", 4, "cpu:4" or "cuda:0,2".')]
-Which = Annotated[int, typer.Option("--fit", help="Which of the script's calls of fit to act on.")]
 
 app.add_typer(checkpoint.app, name="checkpoint")
-for verb in (report, watch, compare, data):
+for verb in (join, report, watch, compare, data):
     app.command()(verb)
 
 
@@ -44,10 +42,13 @@ def train(
     out: Annotated[str | None, typer.Option(help="Folder for what the run writes.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help='How often to save: "500 steps", "10 minutes", "3%".')] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint of the folder.")] = False,
+    listen: Annotated[str | None, typer.Option(help="Where workers of other hosts may join: 10.0.0.5:7000.")] = None,
+    key_file: KeyFile = None,
     fit: Which = 1,
 ) -> None:
     """Run a script's training, under another plan or on other devices if asked."""
-    changes: dict[str, Any] = _given(plan=plan, devices=devices, out=out, checkpoint=checkpoint)
+    key.read_from(key_file)
+    changes: dict[str, Any] = _given(plan=plan, devices=devices, out=out, checkpoint=checkpoint, listen=listen)
     changes |= {"resume": True} if resume else {}
     run(script, arguments or [], lambda asked: {**asked, **changes}, fit)
 

@@ -7,6 +7,9 @@
     warm.py       the caller's hold on the template
     template.py   the template: a process with torch imported, from which ranks are forked
     channel.py    messages between the caller and one rank
+    servers.py    model servers beside ranks
+    listen.py     where workers of other hosts join, and how they are told
+    key.py        the key that lets them in
     arena.py      a message as bytes, its large tensors in memory that all ranks share
 
 Nothing is imported here, so that ``warm.warm()`` can run before torch is imported.

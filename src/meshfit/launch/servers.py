@@ -4,6 +4,7 @@ They are no ranks: in no process group, on no device of the plan. When one is ki
 must go on from the same step: each from the newest snapshot that all of them have.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,7 +55,8 @@ class Servers:
             self._ranks.__exit__()
             self._start()
 
-    def finish(self) -> None:
-        """Wait until all are done."""
-        for _, words in self._ranks.messages():
-            self.said.append(words)
+    def finish(self, within: float) -> None:
+        """Wait until all are done, their last worker gone; not longer than ``within`` seconds without a word."""
+        with suppress(TimeoutError, Died):
+            for _, words in self._ranks.messages(within):
+                self.said.append(words)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,8 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.events import current
+from meshfit.exchange.serving.meeting import Workers
+from meshfit.layout import meeting
 from meshfit.layout.forward import wrap
-from meshfit.torch_compat import all_gather_single
 
 _counted = True  # whether the samples in flight count; False while a rank runs a stand-in
 
@@ -57,7 +57,7 @@ class Statistics:
             torch._foreach_copy_(same, kept)
 
 
-def apply(model: nn.Module, group: dist.ProcessGroup) -> None:
+def apply(model: nn.Module, group: meeting.Group) -> None:
     """Make every BatchNorm of ``model`` global over ``group``, in place.
 
     A module's own forward still runs (momentum, tracking, subclasses with an activation inside); only the
@@ -67,8 +67,8 @@ def apply(model: nn.Module, group: dist.ProcessGroup) -> None:
         wrap(module, lambda forward: _globally(forward, group))
 
 
-def cost(trace: Trace, ranks: int, microbatches: int) -> Cost:
-    """Of a step, on one of ``ranks``."""
+def cost(trace: Trace, ranks: int, microbatches: int, *, served: bool = False) -> Cost:
+    """Of a step, on one of ``ranks``; ``served``: they meet through a model server."""
     widths = [b.shape[0] for name, b in trace.buffers.items() if name.endswith("running_mean")]
     wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
     times = len(widths) * microbatches
@@ -76,10 +76,13 @@ def cost(trace: Trace, ranks: int, microbatches: int) -> Cost:
     summed = sum(2 * width * wide for width in widths) * microbatches
     if not times:
         return Cost()
+    if served:  # what is said goes up, what all have said comes down
+        said = sum((4 * width + 1) * wide for width in widths) * microbatches
+        return Cost(calls={"meet": 2 * times}, moved={"meet": (1 + ranks) * said})
     return Cost(calls={"all_gather": times, "all_reduce": times}, moved={"all_gather": gathered, "all_reduce": summed})
 
 
-def _globally(forward: Any, group: dist.ProcessGroup) -> Any:
+def _globally(forward: Any, group: meeting.Group) -> Any:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         local = F.batch_norm
 
@@ -105,10 +108,9 @@ class _GlobalBatchNorm(torch.autograd.Function):
         full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mean = torch.var_mean(full, axes, correction=0)
         mine = torch.cat([mean, var, mean.new_full((1,), full.numel() / channels * _counted)])
-        every = mine.new_empty(dist.get_world_size(group), 2 * channels + 1)
-        current().moved("all_gather", every.nbytes)
-        with current().waiting("meet"):
-            all_gather_single(every.view(-1), mine, group=group)
+        if not isinstance(group, Workers):  # which count for themselves
+            current().moved("all_gather", mine.nbytes * meeting.place(group)[1])
+        every = meeting.gather(mine, group)
         means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
         total = counts.sum()
         mean = (means * counts).sum(0) / total
@@ -129,9 +131,9 @@ class _GlobalBatchNorm(torch.autograd.Function):
         normal = (x - mean.view(shape)) * inverse.view(shape)
         d_bias, d_weight = dy.sum(ctx.axes), (dy * normal).sum(ctx.axes)
         sums = torch.cat([d_bias, d_weight])
-        current().moved("all_reduce", sums.nbytes)
-        with current().waiting("meet"):
-            dist.all_reduce(sums, group=ctx.group)
+        if not isinstance(ctx.group, Workers):
+            current().moved("all_reduce", sums.nbytes)
+        sums = meeting.add(sums, ctx.group)
         mean_dy, mean_dy_normal = (sums / total).view(2, *shape)
         dx = dy - (mean_dy + normal * mean_dy_normal) * ctx.counted
         scale = inverse if weight is None else inverse * weight

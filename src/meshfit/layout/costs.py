@@ -114,7 +114,7 @@ def cost(
     if plan.pipeline > 1:
         total += pipe.tied_cost(whole, trace)
     if outer.joins_batchnorms:
-        total += batchnorm.cost(before, joined, plan.microbatches)
+        total += batchnorm.cost(before, joined, plan.microbatches, served=outer.server > 0 and outer.crew == 1)
     if outer.crew > 1:
         total += crew.cost(outer, _payload(outer, whole), trace, earlier)
     if plan.recompute != "none":

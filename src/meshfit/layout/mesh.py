@@ -10,6 +10,7 @@ from itertools import product
 
 import torch.distributed as dist
 
+from meshfit.exchange.serving.meeting import Workers
 from meshfit.plan import DEGREES, Plan
 from meshfit.schedule.actions import rank_of, usual_chunks
 
@@ -35,7 +36,7 @@ class Mesh:
     """Ranks that compute different branches of one copy, on the same samples."""
     tensor: Group = None
     """Ranks that together compute one operation, on the same samples."""
-    batch: Group = None
+    batch: Group | Workers = None
     """Ranks that hold, or shard, the same part of the model, and work on different samples: data, shard and expert
     at once."""
 

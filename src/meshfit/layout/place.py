@@ -258,7 +258,7 @@ def place(
         placed.branched = Branch(degree=plan.branch, atoms=found.blocks).apply(model, found.branch, mesh.branch)
         placed.model = model = placed.branched.part
         ties = tied(model)
-    if plan.joins_batchnorms and mesh.batch is not None:
+    if mesh.batch is not None and plan.batchnorm == "global" and plan.exchange == "allreduce":
         batchnorm.apply(model, mesh.batch)
     if mesh.batch is not None and not plan.apart and plan.in_step:
         placed.balances = balance.apply(model, mesh.batch)

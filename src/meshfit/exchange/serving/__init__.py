@@ -1,6 +1,8 @@
 """The model server: processes that own weights and optimizer, and workers that send gradients and get weights.
 
 server, worker    the two ends                    together, apart   synchronous and asynchronous rounds
+offer, terms      whom a server takes, and how it deals with them
+meeting           what workers say to each other in the middle of a batch
 keeper, build     weights and their optimizer     running           BatchNorm's statistics
 wire, line, peer  messages between them           region, parcel    the payload, in memory that both share
 clocks            who is how far ahead            snapshot          what a server that died goes on from

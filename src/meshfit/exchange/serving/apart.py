@@ -36,10 +36,10 @@ class Apart:
 
     def join(self, peer: Peer) -> None:
         self.clocks.join(peer.id)
-        if len(self.server.peers) >= self.expected:
+        if self.server.own >= self.expected:
             self.expected = 0
 
-    def lost(self, worker: int) -> None:
+    def lost(self, worker: int, *, left: bool) -> None:
         self.tickets.give_back(worker)
         self.clocks.leave(worker)
         self.server.lock.notify_all()
@@ -47,19 +47,25 @@ class Apart:
     def place(self, peer: Peer) -> dict[str, Any]:
         """Its next batch, once it may go on. At the end it waits until the last batch of all others is done."""
         if not self.server.leads:
-            return {"ticket": None, "members": [peer.id], "round": ""}
+            return self._place(peer, None)
         self.server.wait(peer, lambda: not self.expected)
         while True:
             self.server.wait(peer, lambda: self.clocks.may_go(peer.id))
             ticket = self.tickets.take(peer.id)
             if ticket is not None or self.finished:
-                return {"ticket": ticket, "members": [peer.id], "round": ""}
+                return self._place(peer, ticket)
             self.clocks.leave(peer.id)  # it holds nobody up while there is nothing for it
             self.server.lock.notify_all()
             self.server.wait(peer, lambda: self.finished or bool(self.tickets.returned))
             self.clocks.join(peer.id)
 
+    def _place(self, peer: Peer, ticket: int | None) -> dict[str, Any]:
+        return {"ticket": ticket, "members": [peer.id], "round": "", "first": self.server.first}
+
     # A step
+
+    def meet(self, peer: Peer, words: dict[str, Any]) -> dict[str, Any] | None:
+        return {"all": [words["said"]]}
 
     def push(self, peer: Peer, message: Message) -> dict[str, Any] | None:
         """Its own words, and the squared norm of what it sent."""

@@ -5,12 +5,17 @@ by its own thread alone. What a worker asks for:
 
     hello     who it is, how its payload is laid out, its shared memory        welcome
     where     which batch is next, and who shares it                           place
+    meet      what it says to the others in the middle of a batch              heard, or again
     push      its gradient, and what rides along                               heard, or again
     step      take the step; the factor and the norm, now that all is known    weights
     drop      do not
     pull      the weights, or the averaged ones                                weights
     state     all that it keeps, as a snapshot in its folder                   state
+    after     at the end: wait until those before it are gone                  heard
     leave
+
+Before that, over an address that was opened to other hosts, one that is no worker yet may ask to ``join``: it is told
+who it is to be, or why not.
 
 Between ``push`` and ``step`` workers learn the sums of all: the count that the mean is over, and the norm of the
 gradients of all servers. So servers need not talk to each other. How gradients of several workers become a step is in
@@ -28,68 +33,22 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from meshfit.errors import PlanError, did_you_mean
 from meshfit.exchange.serving.apart import Apart
 from meshfit.exchange.serving.compress import Codec
 from meshfit.exchange.serving.keeper import Keeper
+from meshfit.exchange.serving.offer import Offer
 from meshfit.exchange.serving.parcel import behind
 from meshfit.exchange.serving.peer import Peer, Record, Turns
 from meshfit.exchange.serving.region import Region, view
 from meshfit.exchange.serving.snapshot import newest, write
+from meshfit.exchange.serving.terms import Terms
 from meshfit.exchange.serving.together import Together
 from meshfit.exchange.serving.wire import Gone, Listener, Message, Wire, WireError
 
-LOST = ("average", "redo")
 LOOK_SECONDS = 0.2  # how often a thread that waits for others looks whether its own worker is still there
 GREETING_SECONDS = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """How a server deals with its workers."""
-
-    workers: int
-    """That must have come before the first step; later ones may come and go."""
-    staleness: float = 0
-    """Own steps that a worker may be ahead of the slowest; 0: all step together."""
-    lost: str = "average"
-    """What becomes of a synchronous step when a worker is lost in it: see together.py."""
-    step: int = 0
-    """Steps that were taken before it began, and the samples they saw."""
-    samples: float = 0
-    first: int = 0
-    """Number of the first batch: of all workers together, or with staleness of one each."""
-    total: int | None = None
-    """Number of the batch after the last; None: as many as are asked for."""
-    batch_size: int = 1
-    """Samples for which the schedule goes on by one step."""
-    compress: str = "none"
-    """Of gradients on their way: see compress.py."""
-    grace: float = 0.0
-    """Seconds in which a worker whose connection broke may come back before it counts as lost."""
-    patience: float = 600.0
-    """Seconds after the first gradient of a round until a worker that is connected but silent counts as lost."""
-    every: int | None = None
-    """Steps between snapshots."""
-    folder: Path | None = None
-    """For snapshots, of this server alone."""
-    upto: int | None = None
-    """Go on from no newer snapshot than that of this step: several servers must go on from the same one. When one of
-    them dies all are started again, with ``snapshot.common``."""
-    index: int = 0
-    """Which server this is. The first keeps tickets, clocks and BatchNorm's statistics."""
-
-    def __post_init__(self) -> None:
-        if self.lost not in LOST:
-            raise PlanError(f"lost={self.lost} is not known", did_you_mean(self.lost, LOST))
-        if not self.staleness >= 0:
-            raise PlanError(f"staleness={self.staleness} is not a number of steps", "staleness=4, or staleness=inf")
-        if self.every is not None and self.folder is None:
-            raise PlanError("snapshots need a folder")
 
 
 class Server:
@@ -126,11 +85,18 @@ class Server:
         self._closed = False
         self.conduct = Together(self) if terms.staleness == 0 else Apart(self)
         self._resume()
-        self._listener = Listener(address, secret, self._serve)
+        self.offer: Offer | None = None
+        """To workers that come later, from elsewhere."""
+        self._listeners = [Listener(address, secret, self._serve)]
+
+    def open(self, address: str, key: bytes, offer: Offer | None) -> None:
+        """Listen to other hosts too."""
+        self.offer = offer
+        self._listeners.append(Listener(address, key, self._serve))
 
     @property
     def address(self) -> str:
-        return self._listener.address
+        return self._listeners[0].address
 
     @property
     def usual_staleness(self) -> float:
@@ -158,7 +124,8 @@ class Server:
             raise self.failed
 
     def close(self) -> None:
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         with self.lock:
             self._closed = True
             for peer in self.peers.values():
@@ -173,6 +140,8 @@ class Server:
         peer = None
         try:
             peer = self._meet(wire)
+            if peer is None:
+                return
             while self._answer(peer, peer.wire.recv(self._into(peer), check=lambda m: self._check(peer, m))):
                 pass
             self.drop(peer.id, "", peer)
@@ -211,9 +180,12 @@ class Server:
         with suppress(Gone):
             wire.send("error", words={"headline": error.headline, "facts": list(error.facts)})
 
-    def _meet(self, wire: Wire) -> Peer:
+    def _meet(self, wire: Wire) -> Peer | None:
         hello = wire.recv(timeout=GREETING_SECONDS)
         words = hello.words
+        if hello.kind == "join" and self.offer is not None:
+            self._invite(wire, words, self.offer)
+            return None
         mine = [self.keeper.parcel.digest, self.keeper.statistics.parcel.digest, self.codec.word]
         if hello.kind != "hello" or words.get("layout") != mine:
             for fd in hello.fds:
@@ -240,6 +212,8 @@ class Server:
             returns = words["incarnation"] == self.incarnation  # and has the weights that it was given
             if not returns:
                 self._fill(peer)
+            if worker >= self.terms.workers and self.leads:
+                self.say(f"worker {worker} joined after step {self.version}, from {wire.host}")
             self.peers[worker] = peer
             self.left.discard(worker)
             self.conduct.join(peer)
@@ -252,6 +226,19 @@ class Server:
         )
         return peer
 
+    def _invite(self, wire: Wire, words: dict[str, Any], offer: Offer) -> None:
+        """Say what this run is; to one that says what it has, also who it is to be."""
+        with self.lock:
+            if self.conduct.finished:
+                raise WireError("the run is over", f"step {self.version} was its last")
+            number = offer.number(words["job"]) if "job" in words else None
+        wire.send("welcome", version=self.version, words=offer.terms | {"worker": number})
+
+    @property
+    def own(self) -> int:
+        """Workers that are here, without those that have joined."""
+        return sum(worker < self.terms.workers for worker in self.peers)
+
     def _answer(self, peer: Peer, message: Message) -> bool:
         """Do what a worker asks, and say so. False: it has left."""
         words, sequence = message.words, message.sequence
@@ -261,6 +248,15 @@ class Server:
                     done = sequence <= peer.record.applied
                     heard = peer.record.heard if done else self.conduct.push(peer, message)
                 self._say(peer, "again" if heard is None else "heard", sequence, heard)
+            case "meet":
+                with self.lock:
+                    heard = self.conduct.meet(peer, words)
+                self._say(peer, "again" if heard is None else "heard", sequence, heard)
+            case "after":
+                with self.lock:
+                    self.wait(peer, lambda: peer.id == min(self.peers))
+                    done = any(worker < peer.id for worker in self.left)
+                self._say(peer, "heard", sequence, {"done": done})
             case "agree":
                 with self.lock:
                     heard = self.conduct.agree(peer, words["summed"])
@@ -339,6 +335,11 @@ class Server:
         if self.terms.every and self.version % self.terms.every == 0:
             self._snapshot()
 
+    @property
+    def first(self) -> int:
+        """Of the workers: it does what one does for all, or has done it and left."""
+        return min(self.peers.keys() | self.left, default=0)
+
     def say(self, what: str) -> None:
         self.said.append(what)
         self._tell(what)
@@ -355,7 +356,9 @@ class Server:
                 self.say(f"worker {worker} was lost at step {self.version}: {why}")
             else:
                 self.left.add(worker)
-            self.conduct.lost(worker)
+                if worker >= self.terms.workers and self.leads and not self.conduct.finished:
+                    self.say(f"worker {worker} left after step {self.version}")
+            self.conduct.lost(worker, left=not why)
             self.lock.notify_all()
 
     def _forget(self, peer: Peer) -> None:

@@ -6,7 +6,8 @@ of their arrival: the same sum each time. A worker whose connection is lost befo
     average   left out: the step is taken over the samples of those left
     redo      done without: those left are told to share the batch anew, so the step is that of the whole batch
 
-A worker that comes late, or comes back, is part of the next round.
+A worker that comes late, or comes back, is part of the next round. One that leaves takes nothing along: its round is
+done again. In the middle of a batch workers may ``meet``: each says something, and hears what all have said.
 """
 
 import math
@@ -30,6 +31,8 @@ class Round:
     members: tuple[int, ...]
     lost: set[int] = field(default_factory=set)
     pushes: dict[int, Push] = field(default_factory=dict)
+    meetings: dict[int, dict[int, str]] = field(default_factory=dict)
+    """By number: what each worker said."""
     heard: dict[str, Any] | None = None
     dead: bool = False
     """To be done again, by others or otherwise shared."""
@@ -67,11 +70,13 @@ class Together:
         if self.round is None or not any(id in self.server.peers for id in self.round.members):
             self._begin()
 
-    def lost(self, worker: int) -> None:
+    def lost(self, worker: int, *, left: bool) -> None:
         round = self.round
         if round is None or worker not in round.missing or round.heard is not None:
             return
-        if self.terms.lost == "redo":
+        if self.terms.lost == "redo" or left:
+            if self.server.leads and not left and not round.dead:
+                self.server.say(f"step {self.server.version + 1} is done again by those left")
             round.dead = True
             self._begin()
         else:
@@ -80,7 +85,7 @@ class Together:
 
     def _begin(self) -> None:
         here = tuple(sorted(self.server.peers))
-        if self.server.leads and len(here) >= self.expected and self.ticket is not None:
+        if self.server.leads and self.server.own >= self.expected and self.ticket is not None:
             self._rounds += 1
             self.round = Round(f"{self.server.incarnation}/{self._rounds}", self.ticket, here)
             self.expected = 1
@@ -92,11 +97,32 @@ class Together:
         """Which batch is next for this worker, and with whom it shares it; waits until there is one."""
         self.server.wait(peer, lambda: self.finished or (self.round is not None and peer.id in self.round.members))
         if self.finished:
-            return {"ticket": None, "members": [peer.id], "round": ""}
+            return {"ticket": None, "members": [peer.id], "round": "", "first": self.server.first}
         assert self.round is not None
-        return {"ticket": self.round.ticket, "members": list(self.round.members), "round": self.round.name}
+        members = list(self.round.members)
+        return {"ticket": self.round.ticket, "members": members, "round": self.round.name, "first": members[0]}
 
     # A step
+
+    def meet(self, peer: Peer, words: dict[str, Any]) -> dict[str, Any] | None:
+        """What all workers say, in their order; None: the batch is to be done again, since one is gone."""
+        round, number, since = self.round, words["number"], time.monotonic()
+        if round is None or round.dead or round.name != words["round"]:
+            return None
+        meeting = round.meetings.setdefault(number, {})
+        meeting[peer.id] = words["said"]
+        if len(meeting) == len(round.members):
+            round.meetings.pop(number - 1, None)  # who is here has heard it
+            self.server.lock.notify_all()
+        absent = lambda: set(round.members) - meeting.keys()
+        ready = lambda: not absent() or round.dead or not absent().isdisjoint(round.lost)
+        self.server.wait(peer, ready, tick=lambda: self._hung(round, absent(), since))
+        if not absent():
+            return {"all": [meeting[id] for id in round.members]}
+        if not round.dead:
+            round.dead = True
+            self._begin()
+        return None
 
     def push(self, peer: Peer, message: Message) -> dict[str, Any] | None:
         """What all workers have to say, once all have spoken; None: the batch is to be done again."""
@@ -110,7 +136,11 @@ class Together:
         round.pushes[peer.id] = Push.of(peer, message)
         round.lost.discard(peer.id)
         self._complete(round)
-        self.server.wait(peer, lambda: round.heard is not None or round.dead, tick=lambda: self._hung(round))
+        self.server.wait(
+            peer,
+            lambda: round.heard is not None or round.dead,
+            tick=lambda: self._hung(round, round.missing, round.began),
+        )
         return round.heard  # also if others have gone on since: their step was this worker's too
 
     def _follow(self, words: dict[str, Any]) -> None:
@@ -126,10 +156,10 @@ class Together:
             self.server.lock.notify_all()
         self.round.lost |= gone
 
-    def _hung(self, round: Round) -> None:
+    def _hung(self, round: Round, missing: set[int], since: float) -> None:
         """Give up on those that are connected, but do not send."""
-        if time.monotonic() - round.began > self.terms.patience and round.heard is None and not round.dead:
-            for worker in round.missing:
+        if time.monotonic() - since > self.terms.patience and round.heard is None and not round.dead:
+            for worker in missing:
                 self.server.drop(worker, f"sent nothing for {self.terms.patience:g} s")
 
     def _complete(self, round: Round) -> None:
@@ -183,7 +213,10 @@ class Together:
                 record.applied, record.heard = push.sequence, round.heard
                 record.result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": 0}
                 record.result |= {"step": self.server.version + 1}
-            self.server.stepped(samples=sum(push.words["samples"] for push in pushes), staleness=[0])
+            samples = sum(push.words["samples"] for push in pushes)
+            self.server.stepped(samples=samples, staleness=[0])
+        if self.server.leads and len(pushes) < len(round.members):
+            self.server.say(f"step {self.server.version} was averaged over the {samples:g} samples of those left")
         self._begin()
         return True
 
@@ -200,7 +233,7 @@ class Together:
         self.server.lock.notify_all()
 
     def facts(self) -> dict[str, Any]:
-        return {"workers": len(self.server.peers)}
+        return {"workers": self.server.own}
 
     def restore(self, facts: dict[str, Any]) -> None:
         self.expected = max(1, facts["workers"])

@@ -45,8 +45,12 @@ KINDS = (
     "leave",
     "error",
     "state",
+    "meet",
+    "after",
+    "join",
 )
 WORDS_LIMIT = 1 << 20  # bytes
+OTHER_VERSION = "it is another version of meshfit"
 NONCE, MAC = 32, 32
 SHORTEST_SECRET = 16
 HANDSHAKE_SECONDS = 1.0
@@ -60,6 +64,10 @@ class WireError(MeshfitError):
 
 class Gone(ConnectionError):
     """The other end has closed the connection, or died."""
+
+
+class TurnedAway(Gone):
+    """The other end closed the connection when it had seen our proof: it knows another secret, or died just then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,9 @@ class Wire:
                 raise Gone("the other end has left")
             head += self._read(HEADER.size - len(head))
             magic, protocol, kind, worker, sequence, version, told, size = HEADER.unpack(head)
-            if magic != MAGIC or protocol != PROTOCOL or kind >= len(KINDS):
+            if magic == MAGIC and protocol != PROTOCOL:
+                raise WireError(f"the other end speaks protocol {protocol}, this one {PROTOCOL}", OTHER_VERSION)
+            if magic != MAGIC or kind >= len(KINDS):
                 raise WireError("what came over the connection is no message", f"it begins with {head[:4]!r}")
             if told > WORDS_LIMIT or size not in (0, 0 if into is None else into.nbytes):
                 due = "none" if into is None else f"{into.nbytes} bytes"
@@ -165,6 +175,13 @@ class Wire:
         self.received += size
         self.received_all += size + told + HEADER.size
         return message
+
+    @property
+    def host(self) -> str:
+        """Of the other end."""
+        with suppress(OSError):
+            return "this host" if self._end.family == socket.AF_UNIX else str(self._end.getpeername()[0])
+        return "a host that is gone"
 
     def gone(self) -> bool:
         """Whether the other end has closed, seen without waiting."""
@@ -205,9 +222,16 @@ def connect(address: str, secret: bytes, *, worker: int = 0, timeout: float = 10
         _keep_alive(end)
         theirs, mine = _exactly(end, NONCE), secrets.token_bytes(NONCE)
         end.sendall(mine + _proof(secret, b"worker", theirs, mine))
-        if not hmac.compare_digest(_exactly(end, MAC), _proof(secret, b"server", theirs, mine)):
+        try:
+            answer = _exactly(end, MAC)
+        except ConnectionError as error:
+            raise TurnedAway(f"what answers at {address} does not know our secret: {error}") from None
+        if not hmac.compare_digest(answer, _proof(secret, b"server", theirs, mine)):
             raise WireError(f"what answers at {address} does not know the secret of this run")
-    except (ConnectionError, FileNotFoundError, TimeoutError) as error:
+    except TurnedAway:
+        end.close()
+        raise
+    except (OSError, TimeoutError) as error:
         end.close()
         raise Gone(f"no server answers at {address}: {error}") from None
     except BaseException:

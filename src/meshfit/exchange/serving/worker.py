@@ -12,6 +12,7 @@ still worked on once.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ from meshfit.exchange.update import Updated
 if TYPE_CHECKING:
     from meshfit.exchange.serving.crew import Crew
 
+BETWEEN_SECONDS = 0.002  # two looks at servers that are about to step
+
 
 class Again(Exception):
     """Do the batch of ``worker.ticket`` now, as ``worker.share`` says; what was computed is void."""
@@ -41,8 +44,6 @@ class Again(Exception):
 
 class Worker:
     """Worker ``id`` of the servers at ``addresses``. Blocks until all have answered, and takes their weights."""
-
-    summed = True
 
     def __init__(
         self,
@@ -89,11 +90,18 @@ class Worker:
         self.ticket: int | None = None
         """The batch to work on; None: all are done."""
         self.members: list[int] = [id]
+        self.first = id
+        """The worker that does, of those at work, what one does for all."""
+        self.at_work = False
+        """Whether it is in the middle of a batch."""
+        self.summed = True
+        """Whether what was heard is of all that shared the batch; False: one was lost, and left out."""
         self.sequence = 0
         self.again = 0
         """How often a batch had to be done again."""
         self._round = ""
         self._pushed = False
+        self._meetings = 0
         self._armed: dict[str, Any] = {}
         self._reached: set[int] = set()
         self._hooks = [p.register_post_accumulate_grad_hook(self._seen) for p in self.parameters]
@@ -153,6 +161,7 @@ class Worker:
     def finish(self) -> Riders:
         """Send the gradients; hear what all workers sent, summed."""
         words = {key: float(value) for key, value in self._armed.items()}
+        self.at_work = False
         words["samples"] = words["count"] if self.samples is None else float(self.samples)
         words |= {"ticket": self.ticket, "members": self.members, "round": self._round}
         self.sequence += 1
@@ -164,7 +173,22 @@ class Worker:
         heard = self._agreed(answers)
         self.norm = torch.tensor(math.sqrt(sum(each["square"] for each in heard)), dtype=torch.float64)
         first = heard[0]
+        self.summed = len(first["summed"]) == len(self.members)
         return Riders(first["loss"], first["count"], first["stop"], first["broken"])
+
+    def meet(self, said: str) -> list[str]:
+        """Say something to those that share the batch, in the middle of it; what each says, in their order."""
+        self._meetings += 1
+        words = {"round": self._round, "number": self._meetings, "said": said}
+        (answer,) = self._ask("meet", [words], lines=self.lines[:1])
+        if answer.kind == "again":
+            self._start_over()
+        return answer.words["all"]
+
+    def after_others(self) -> bool:
+        """At the end: wait until those before this worker are gone. Whether one of them had done all there was."""
+        (answer,) = self._ask("after", [{}], lines=self.lines[:1])
+        return answer.words["done"]
 
     def _mask(self, line: Line) -> str:
         bits = 0
@@ -310,6 +334,7 @@ class Worker:
     def _start_over(self, *, drop: bool = True) -> None:
         """Void the batch under way; take the weights, and the place, that there are now."""
         self.again += 1
+        self.at_work = False
         if drop:
             self._drop()
             for line in self.lines:
@@ -326,9 +351,17 @@ class Worker:
         self._take_place(answer.words)
         if answer.version != self.version:  # others have stepped while this worker waited for its place
             self.pull()
+        until = time.monotonic() + self.timeout
+        while not self.asynchronous and len({line.version for line in self.lines}) > 1:
+            if time.monotonic() > until:
+                versions = ", ".join(str(line.version) for line in self.lines)
+                raise RankError(f"the servers have not come to one step for {self.timeout:g} s", f"steps {versions}")
+            time.sleep(BETWEEN_SECONDS)  # the first has stepped; the word to do so is on its way to the others
+            self.pull()
 
     def _take_place(self, words: dict[str, Any]) -> None:
-        self.ticket, self._round = words["ticket"], words["round"]
+        self.ticket, self._round, self.first = words["ticket"], words["round"], words["first"]
+        self._meetings = 0
         if self.ticket is not None:
             self.members = words["members"]
 

@@ -16,13 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.events import current
-from meshfit.layout import batchnorm
+from meshfit.layout import batchnorm, meeting
 from meshfit.layout.forward import wrap
-from meshfit.torch_compat import all_gather_single
 
 NAME = "load_balancing_loss_func"
 
@@ -57,7 +55,7 @@ def _scope(module: nn.Module) -> dict[str, Any] | None:
     return scope if callable(scope.get(NAME)) else None
 
 
-def apply(model: nn.Module, group: dist.ProcessGroup) -> bool:
+def apply(model: nn.Module, group: meeting.Group) -> bool:
     """Whether there is any such loss in ``model``; it is one over ``group`` then."""
     found = balanced(model)
     for module in found:
@@ -67,7 +65,7 @@ def apply(model: nn.Module, group: dist.ProcessGroup) -> bool:
     return bool(found)
 
 
-def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: dist.ProcessGroup) -> Callable[..., Any]:
+def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: meeting.Group) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         local = scope[NAME]
         if local in _running:  # a module around this one sees to it
@@ -93,7 +91,7 @@ def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: dist.Pr
 
 
 def _gathered(
-    logits: list[Tensor], mask: Tensor | None, group: dist.ProcessGroup
+    logits: list[Tensor], mask: Tensor | None, group: meeting.Group
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Rows of all ranks; a rank that runs a stand-in has none."""
     device = logits[0].device
@@ -110,22 +108,18 @@ class _Gather(torch.autograd.Function):
     """Rows of all ranks, any number from each; backward sums their gradients over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        sizes = torch.empty(ranks, dtype=torch.int64, device=mine.device)
-        all_gather_single(sizes, torch.tensor([len(mine)], device=mine.device), group=group)
-        counts = sizes.tolist()
+    def forward(ctx: Any, mine: Tensor, group: meeting.Group) -> Tensor:
+        rank, _ = meeting.place(group)
+        counts = meeting.gather(torch.tensor([len(mine)], device=mine.device), group).flatten().tolist()
         padded = mine.new_zeros(max(counts), mine.shape[1])
         padded[: len(mine)] = mine
-        every = mine.new_empty(ranks * max(counts), mine.shape[1])
-        current().moved("all_gather", every.nbytes)
-        all_gather_single(every, padded, group=group)
+        current().moved("all_gather", len(counts) * padded.nbytes)
+        every = meeting.gather(padded, group)
         ctx.group, ctx.first, ctx.count = group, sum(counts[:rank]), len(mine)
-        return torch.cat([part[:count] for part, count in zip(every.split(max(counts)), counts, strict=True)])
+        return torch.cat([part[:count] for part, count in zip(every, counts, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        total = grad.contiguous().clone()
-        current().moved("all_reduce", total.nbytes)
-        dist.all_reduce(total, group=ctx.group)
+        current().moved("all_reduce", grad.nbytes)
+        total = meeting.add(grad.contiguous().clone(), ctx.group)
         return total[ctx.first : ctx.first + ctx.count], None

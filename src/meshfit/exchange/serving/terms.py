@@ -1,0 +1,52 @@
+"""How a server deals with its workers, as a value."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshfit.errors import PlanError, did_you_mean
+
+LOST = ("average", "redo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How a server deals with its workers."""
+
+    workers: int
+    """That must have come before the first step; later ones may come and go."""
+    staleness: float = 0
+    """Own steps that a worker may be ahead of the slowest; 0: all step together."""
+    lost: str = "average"
+    """What becomes of a synchronous step when a worker is lost in it: see together.py."""
+    step: int = 0
+    """Steps that were taken before it began, and the samples they saw."""
+    samples: float = 0
+    first: int = 0
+    """Number of the first batch: of all workers together, or with staleness of one each."""
+    total: int | None = None
+    """Number of the batch after the last; None: as many as are asked for."""
+    batch_size: int = 1
+    """Samples for which the schedule goes on by one step."""
+    compress: str = "none"
+    """Of gradients on their way: see compress.py."""
+    grace: float = 0.0
+    """Seconds in which a worker whose connection broke may come back before it counts as lost."""
+    patience: float = 600.0
+    """Seconds after the first gradient of a round until a worker that is connected but silent counts as lost."""
+    every: int | None = None
+    """Steps between snapshots."""
+    folder: Path | None = None
+    """For snapshots, of this server alone."""
+    upto: int | None = None
+    """Go on from no newer snapshot than that of this step: several servers must go on from the same one. When one of
+    them dies all are started again, with ``snapshot.common``."""
+    index: int = 0
+    """Which server this is. The first keeps tickets, clocks and BatchNorm's statistics."""
+
+    def __post_init__(self) -> None:
+        if self.lost not in LOST:
+            raise PlanError(f"lost={self.lost} is not known", did_you_mean(self.lost, LOST))
+        if not self.staleness >= 0:
+            raise PlanError(f"staleness={self.staleness} is not a number of steps", "staleness=4, or staleness=inf")
+        if self.every is not None and self.folder is None:
+            raise PlanError("snapshots need a folder")

@@ -1,0 +1,73 @@
+"""What ranks tell the caller while they train."""
+
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+
+from meshfit.launch.channel import Channel
+from meshfit.run import Run
+from meshfit.served import ServedRun
+from meshfit.step import Step
+
+LATE_STEPS = 200  # that may go untold when the rank that tells of them is killed
+FEED_SECONDS = 0.1  # how often ranks tell of their steps when nobody waits for each
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a rank says before its first step."""
+
+    notes: list[str]
+    last_step: int | None
+
+
+@dataclass(frozen=True)
+class Late:
+    """The last steps, as the next in line knows them, of a rank that is gone; most have been told."""
+
+    steps: list[Step]
+
+
+class Feed:
+    """Tells the caller of steps: each at once in lockstep, else a few at a time."""
+
+    def __init__(self, channel: Channel, lockstep: bool):
+        self.channel, self.lockstep = channel, lockstep
+        self.held: list[Step] = []
+        self.aside: deque[Step] = deque(maxlen=LATE_STEPS)
+        """Steps that another rank is to tell of, and may not have come to."""
+        self.sent = time.perf_counter()
+        self._unanswered = 0
+
+    def add(self, step: Step, run: Run) -> None:
+        self.late(run)
+        if not run.tells:
+            if isinstance(run, ServedRun):
+                self.aside.append(step)
+            return
+        self.held.append(step)
+        if self.lockstep or step.valid or time.perf_counter() - self.sent > FEED_SECONDS:
+            self.flush()
+
+    def late(self, run: Run) -> None:
+        """Tell of what the rank before this one may have left untold."""
+        if run.tells and self.aside:
+            self.flush()
+            steps = [replace(step, valid=run.missed.get(step.step, step.valid)) for step in self.aside]
+            self.channel.send(Late(steps))
+            self._unanswered += len(steps)
+            self.aside.clear()
+
+    def flush(self) -> None:
+        if self.held:
+            self.channel.send(self.held)
+            self._unanswered += len(self.held)
+            self.held, self.sent = [], time.perf_counter()
+
+    def stopped(self) -> bool:
+        """What the caller said to the steps it was told of; waits for its answer."""
+        asked = False
+        while self.lockstep and self._unanswered:
+            asked = self.channel.recv() == "stop"
+            self._unanswered -= 1
+        return asked

@@ -1,0 +1,62 @@
+"""Where workers of other hosts join a run, and how people are told of it.
+
+``listen="10.0.0.5:7000"`` opens one port for each server, from that one upward. Nothing else of a run can be reached
+from outside. The connection is authenticated, not encrypted: see exchange/serving/wire.py.
+"""
+
+import shlex
+import socket
+import sys
+from contextlib import closing
+
+from meshfit.errors import JobError, PlanError
+from meshfit.exchange.serving.wire import WireError, parse
+from meshfit.launch import key
+from meshfit.plan import Plan
+
+
+def addresses(at: str, servers: int) -> list[str]:
+    """Of the servers of a run that listens at ``at``: "HOST:PORT"."""
+    try:
+        _, (host, port) = parse(f"tcp:{at}")
+    except WireError:
+        host, port = "", 0
+    if not host or not at.rpartition(":")[0] or not 0 < port <= 65536 - servers:
+        raise JobError(f"{at!r} is no place to listen or to join", "HOST:PORT, 10.0.0.5:7000 say")
+    return [f"tcp:{f'[{host}]' if ':' in host else host}:{port + i}" for i in range(servers)]
+
+
+def check(at: str | None, plan: Plan) -> None:
+    """Refuse, before anything starts, what nobody could join."""
+    if at is None:
+        return
+    if not plan.server:
+        raise PlanError(
+            f"listen={at!r}: workers join model servers, and {plan} has none", f"server=1 {plan} works, say"
+        )
+    if plan.devices != plan.data:
+        raise PlanError(f"listen={at!r}: workers of {plan} are groups of devices", "such a run cannot be joined yet")
+    for address in addresses(at, plan.server):
+        family, where = parse(address)
+        with closing(socket.socket(family, socket.SOCK_STREAM)) as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                held.bind(where)
+            except OSError as error:
+                raise JobError(
+                    f"listen={at!r}: port {where[1]} cannot be had",
+                    str(error.strerror or error),
+                    f"{plan} needs one port for each server, and an address of this host",
+                ) from None
+
+
+def announced(at: str) -> bytes:
+    """The key of the run; people are told how to join it."""
+    script, *arguments = sys.argv or ["train.py"]
+    command = shlex.join(["meshfit", "join", at, script or "train.py", *(["--", *arguments] if arguments else [])])
+    found = key.given()
+    used = found or key.drawn()
+    said = f"the key is that of {key.NAME}" if found else f"it asks for the key (or reads {key.NAME}): {used.decode()}"
+    print(f"meshfit: workers may join; elsewhere, where script and data are:\n  {command}\n  {said}", file=sys.stderr)
+    sys.stderr.flush()
+    return used
