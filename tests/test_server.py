@@ -1,6 +1,8 @@
 """Model servers in step with their workers: they train like one device, whatever the shares."""
 
+import math
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from meshfit.exchange.serving.cost import Payload
 from meshfit.exchange.serving.keeper import shortened
 from meshfit.exchange.serving.running import Running
 from meshfit.exchange.serving.server import Terms
+from meshfit.exchange.serving.snapshot import put_down
 from meshfit.exchange.serving.wire import WireError
 from meshfit.exchange.serving.worker import Worker
 from tests.distributed import distributed
@@ -346,6 +349,23 @@ def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:
         Worker(nn.Linear(8, 3), [server.address], SECRET, id=0)
     with pytest.raises(WireError, match="another model"):
         Worker(plain(), [server.address], SECRET, id=0, compress="int8")
+    server.close()
+
+
+def test_what_a_worker_asked_for_is_not_replaced_when_another_asks(tmp_path: Path) -> None:
+    training = Training(build=plain, data=(X, Y), loss=F.cross_entropy, optimizer=ADAM)
+    terms = Terms(workers=2, staleness=math.inf, folder=tmp_path / "kept")
+    server = training.server(terms, servers=1, address=f"unix:{tmp_path}/0")
+    reach = lambda id: Worker(plain(), [server.address], SECRET, id=id, staleness=math.inf, timeout=30.0)
+    with ThreadPoolExecutor(2) as pool:
+        workers = list(pool.map(reach, range(2)))
+    (mine,), (other,) = (worker.kept() for worker in workers)
+    assert mine != other
+    assert [facts["version"] for _, facts in put_down([mine, other])] == [0, 0]
+    with pytest.raises(RankError, match="not to be found"):
+        put_down([mine, tmp_path])
+    for worker in workers:
+        worker.remove()
     server.close()
 
 

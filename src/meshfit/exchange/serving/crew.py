@@ -30,7 +30,7 @@ from meshfit.exchange.allreduce import Riders
 from meshfit.exchange.serving.cost import Payload
 from meshfit.exchange.serving.parcel import statistics
 from meshfit.exchange.serving.region import Region
-from meshfit.exchange.serving.snapshot import newest
+from meshfit.exchange.serving.snapshot import put_down
 from meshfit.exchange.serving.whole import Part, Whole, hand_out, receive
 from meshfit.exchange.serving.worker import Again, Worker
 from meshfit.exchange.update import Updated
@@ -322,7 +322,7 @@ class Crew:
         """What each server keeps, whole: see ``mine``."""
         found: list[Any] = [None if self.worker is None else [str(path) for path in self.worker.kept()]]
         dist.broadcast_object_list(found)
-        every = [each for path in found[0] if (each := newest(Path(path))) is not None]
+        every = put_down([Path(path) for path in found[0]])
         dist.barrier()  # nothing is put there anew before all have read it
         return every
 

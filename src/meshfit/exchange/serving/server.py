@@ -278,7 +278,7 @@ class Server:
                 self._deliver(peer, sequence, {}, averaged=words.get("averaged", False), place=False)
             case "state":
                 with self.lock:
-                    path = self._write_state()
+                    path = self._write_state(peer)
                 self._say(peer, "state", sequence, {"path": path})
             case "where":
                 with self.lock:
@@ -386,10 +386,10 @@ class Server:
         work.start()
         self._writing = work
 
-    def _write_state(self) -> str:
-        """The folder in which one who asks finds all that is kept here, as it is now."""
+    def _write_state(self, peer: Peer) -> str:
+        """The folder in which the one who asks, and nobody else, finds all that is kept here, as it is now."""
         assert self.terms.folder is not None
-        folder = self.terms.folder / "asked"
+        folder = self.terms.folder / f"asked{peer.id}"
         write(folder, self.version, *self._state())
         return str(folder)
 

@@ -15,6 +15,8 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
+from meshfit.errors import RankError
+
 KEPT = 2
 
 
@@ -44,6 +46,15 @@ def newest(folder: Path, upto: int | None = None) -> tuple[dict[str, Tensor], di
             if hashlib.sha256(body).hexdigest() == facts["sha256"]:
                 return load(body), facts
     return None
+
+
+def put_down(folders: list[Path]) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
+    """What servers have put down for one who asked."""
+    found = [(folder, newest(folder)) for folder in folders]
+    for folder, each in found:
+        if each is None:
+            raise RankError(f"what a model server keeps is not to be found whole in {folder}")
+    return [each for _, each in found if each is not None]
 
 
 def common(folders: list[Path]) -> int:

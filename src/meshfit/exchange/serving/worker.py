@@ -28,7 +28,7 @@ from meshfit.exchange.serving.cost import Payload
 from meshfit.exchange.serving.cost import worker as worker_cost
 from meshfit.exchange.serving.line import Line
 from meshfit.exchange.serving.parcel import shares, statistics
-from meshfit.exchange.serving.snapshot import newest
+from meshfit.exchange.serving.snapshot import put_down
 from meshfit.exchange.serving.wire import Gone, Message
 from meshfit.exchange.update import Updated
 
@@ -257,7 +257,7 @@ class Worker:
 
     def state(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
         """What each server keeps: tensors and facts, as its snapshots hold them. For processes of one host."""
-        return [each for folder in self.kept() if (each := newest(folder)) is not None]
+        return put_down(self.kept())
 
     def kept(self) -> list[Path]:
         """Folders in which each server has put down what it keeps now."""
