@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ PATIENCE = 1800.0
 
 MUCH, THREADS = 16 * 2**20, 4
 """From so many bytes on, host memory is copied by so many threads: one does not use all of its bandwidth."""
+
+HASHERS = 2
+"""Threads that hash what is being written: SHA-256 takes longer than a disk that is fast."""
 
 Described = tuple[str, str, tuple[int, ...], Box, bool, int]
 """Key, dtype, shape of the whole, box, whether the first must write it, bytes."""
@@ -61,6 +65,14 @@ def assign(ranks: list[list[Described]]) -> list[list[int]]:
         chosen[rank].append(i)
         load[rank] += size(each)
     return [sorted(indices) for indices in chosen]
+
+
+def _hashed(block: list[memoryview]) -> tuple[int, str]:
+    crc, digest = 0, hashlib.sha256()
+    for part in block:
+        crc = zlib.crc32(part, crc)
+        digest.update(part)
+    return crc, digest.hexdigest()
 
 
 @dataclass
@@ -101,10 +113,12 @@ class Part:
 
     def write(self) -> None:
         """Have this rank's file and acknowledgement on disk; or no file, and word that it failed."""
-        name, began = os.path.join(self.folder, self.file), time.perf_counter()
-        hashes: dict[str, list[Any]] = {"crc32": [], "sha256": []}
+        name, began, blocks = os.path.join(self.folder, self.file), time.perf_counter(), list(self._blocks())
+        pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="meshfit-hash")
         try:
-            size = self.files.write(name, self._hashed(hashes))
+            found = pool.map(_hashed, blocks)  # beside the writing, which waits for the disk
+            size = self.files.write(name, chain.from_iterable(blocks))
+            hashes = dict(zip(("crc32", "sha256"), map(list, zip(*found, strict=True)), strict=True))
             said = {"number": self.number, "file": {"size": size, **hashes}, "tensors": self.tensors, "own": self.own}
             self.files.put(os.path.join(self.folder, f"rank{self.rank}.json"), json.dumps(said).encode())
         except BaseException as error:
@@ -112,23 +126,17 @@ class Part:
             if isinstance(error, OSError):
                 raise refused(error, self.files, name, len(self.begin) + self.host.numel(), self.kept) from error
             raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
         self.seconds["write"] = time.perf_counter() - began
 
-    def _hashed(self, hashes: dict[str, list[Any]]) -> Iterator[memoryview]:
-        """The file's bytes; the hashes of each block are put into ``hashes`` as it goes by."""
-        left = [memoryview(self.begin), memoryview(self.host.numpy())]  # type: ignore[arg-type]
-        while any(left):
-            crc, digest, room = 0, hashlib.sha256(), self.block
-            while room and left:
-                now, left[0] = left[0][:room], left[0][room:]
-                room -= len(now)
-                crc = zlib.crc32(now, crc)
-                digest.update(now)
-                yield now
-                if not left[0]:
-                    left.pop(0)
-            hashes["crc32"].append(crc)
-            hashes["sha256"].append(digest.hexdigest())
+    def _blocks(self) -> Iterator[list[memoryview]]:
+        """The file's bytes, cut where blocks end: the header goes on into the tensors."""
+        begin, host = memoryview(self.begin), memoryview(self.host.numpy())  # type: ignore[arg-type]
+        for start in range(0, len(begin) + len(host), self.block):
+            end = start + self.block
+            parts = (begin[start:end], host[max(0, start - len(begin)) : max(0, end - len(begin))])
+            yield [part for part in parts if len(part)]
 
     def _fail(self, name: str, error: BaseException) -> None:
         with contextlib.suppress(OSError):  # the room it took comes first: on a full disk nothing else can be said
