@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit import layout, served
+from meshfit import layout, serve, served
 from meshfit.checkpoint.gently import ends_gently
 from meshfit.checkpoint.going_on import folder_to_resume, saved
 from meshfit.errors import JobError, NonFiniteError
@@ -69,7 +69,7 @@ def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
 
         return Joined(job, lockstep, tap)
     if given is not None:
-        served.refuse_torchrun(job)
+        serve.refuse_torchrun(job)
         return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
     settled = job.settled()
     listen.check(settled.listen, _plan(settled))
@@ -196,7 +196,7 @@ class Ranked(Training):
         warm(*RANK_MODULES)  # the template loads torch while the model is built
         super().__init__(job, lockstep, tap)
         if _plan(job).server and job.join is None:
-            served.check(job)
+            serve.check(job)
         self.folder = _folder_of(job)
 
     def _steps(self) -> Generator[Step, None, None]:
@@ -245,7 +245,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
     how: dict[str, Any] = {
         "size": plan.devices,
         "devices": job.devices,
-        "spare": [w * plan.crew + i for w in served.spare(work.job) for i in range(plan.crew)] if serves else (),
+        "spare": [w * plan.crew + i for w in serve.spare(work.job) for i in range(plan.crew)] if serves else (),
         "crew": plan.crew,
         "log": work.folder if isinstance(work, Work) else None,
     }
@@ -260,8 +260,10 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
         if serves and isinstance(work, Work):
             from meshfit.launch.servers import Servers
 
-            serve = served.Serve(work.job, work.secret, work.folder, work.key)
-            ranks.beside = stack.enter_context(Servers(serve, count=plan.server, folder=ranks.folder, log=work.folder))
+            serving = serve.Serve(work.job, work.secret, work.folder, work.key)
+            ranks.beside = stack.enter_context(
+                Servers(serving, count=plan.server, folder=ranks.folder, log=work.folder)
+            )
         yield ranks
 
 

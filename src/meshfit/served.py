@@ -1,4 +1,4 @@
-"""A training by model servers: the run of a worker, and what a server process does.
+"""A training by model servers: the run of a worker. What a server process does is in serve.py.
 
 A worker is a world of its own: one rank that has the model whole, or a crew of ranks that hold it by a layout
 (exchange/serving/crew.py); and it has batches that its servers give it. So nothing in it waits for another worker but
@@ -10,112 +10,42 @@ through them, and one that is killed is missed by nobody. BatchNorm over the who
                                   Schedules and epochs count samples; steps= counts these steps
 """
 
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
-from meshfit.alike import differences, facts_of
-from meshfit.checkpoint.going_on import saved
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.position import Position
-from meshfit.data.source import Stream
 from meshfit.duty import Duty
-from meshfit.errors import DataError, PlanError
-from meshfit.events import Events
-from meshfit.exchange.nature import state_bytes
-from meshfit.exchange.serving.build import keep
 from meshfit.exchange.serving.crew import Crew
-from meshfit.exchange.serving.keeper import Keeper
 from meshfit.exchange.serving.meeting import Workers
-from meshfit.exchange.serving.offer import Offer
-from meshfit.exchange.serving.server import Server
-from meshfit.exchange.serving.snapshot import common
-from meshfit.exchange.serving.terms import Terms
 from meshfit.exchange.serving.whole import Whole, mine, stand_in
 from meshfit.exchange.serving.worker import Again, Served, Worker
 from meshfit.job import Job
-from meshfit.launch.channel import Channel
 from meshfit.launch.crew import own_world
-from meshfit.launch.listen import addresses
 from meshfit.launch.world import World
-from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.precision import LossScale
-from meshfit.plan import Plan
 from meshfit.run import Run
-
-PATIENCE = 600.0  # seconds for which a worker or server may be silent
-EVALUATING = 24 * 3600.0  # ... where one worker may evaluate, or save, while the others wait for it
-SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or, of much, one step for every 4 MiB
-
-
-def own_batch(job: Job) -> int:
-    """Samples of the batches that servers give out: of all workers, or, where they step apart, of one."""
-    plan, size = _plan(job), job.batch_size
-    assert isinstance(size, int)
-    if not plan.staleness:
-        return size
-    if size % plan.data:
-        raise PlanError(
-            f"{plan}: {plan.data} workers step apart, each over an equal part of the batch",
-            f"a batch of {size} has no {plan.data} equal parts",
-            f"batch_size={-(-size // plan.data) * plan.data} would do",
-        )
-    return size // plan.data
-
-
-def check(job: Job) -> None:
-    """Refuse, in the caller, what servers cannot give out, and what workers that step apart cannot do."""
-    plan = _plan(job)
-    if isinstance(job.data, IterableDataset):
-        raise _no_stream(plan)
-    if plan.staleness:
-        own_batch(job)
-        for name in ("best", "patience"):
-            if getattr(job, name) is not None:
-                raise PlanError(
-                    f"{plan}: {name}= compares evaluations, and workers that step apart evaluate weights of their own",
-                    f"{replace(plan, staleness=0, late='none')} works",
-                )
-
-
-def refuse_torchrun(job: Job) -> None:
-    """Nobody would start them."""
-    if "server=" in str(job.plan):
-        raise PlanError(
-            f"{job.plan}: servers are processes beside the ranks, and torchrun starts ranks alone",
-            "python train.py starts both, on one machine; from others, meshfit join adds workers",
-        )
-
-
-def spare(job: Job) -> range:
-    """Workers whose death leaves the others at work: any; of crews, none that others wait for, or that saves."""
-    plan = _plan(job)
-    if plan.crew == 1:
-        return range(plan.data)
-    if plan.joins_batchnorms and batch_norms(job.build()):
-        return range(0)
-    return range(0 if job.best is None and job.checkpoint is None else 1, plan.data)
+from meshfit.serve import last_ticket, own_batch, patience_of, plan_of
 
 
 class ServedRun(Run):
     """A worker's. ``Run`` with servers in place of exchange and update, and batches as they give them out."""
 
     def __init__(self, job: Job, world: World, secret: bytes, *, folder: Path | None = None):
-        self.id, self._number = world.rank // _plan(job).crew, world.rank
+        self.id, self._number = world.rank // plan_of(job).crew, world.rank
         self.meeting, self.secret = world.folder, secret
         self.workers = Workers()
         self.duty = Duty(self, Path(self.meeting) / "duty")
         self._last: Batch | None = None
-        own, self.peers, self._sharers = own_world(_plan(job), world, timeout=_patience(job) + 60.0)
+        own, self.peers, self._sharers = own_world(plan_of(job), world, timeout=patience_of(job) + 60.0)
         """``peers``: the ranks in this one's place in all workers."""
         super().__init__(job, own, folder=folder)
         self.step, self.samples = self.worker.version, int(self.worker.seen)
@@ -182,7 +112,7 @@ class ServedRun(Run):
             device=device,
             staleness=self.plan.staleness,
             compress=self.plan.compress,
-            timeout=_patience(self.job),
+            timeout=patience_of(self.job),
         )
 
     def _crew(self) -> Crew:
@@ -363,129 +293,3 @@ class ServedRun(Run):
 
     def finish(self) -> None:
         self.worker.stop()
-
-
-def last_ticket(job: Job, loader: Loader) -> int | None:
-    """Where workers step apart: how many gradients there are to be."""
-    limits = [] if job.steps is None else [int(job.steps)]
-    if job.epochs is not None:
-        limits.append(max(1, math.ceil(round(job.epochs * -(-_samples(_plan(job), loader) // own_batch(job)), 9))))
-    return min(limits) if limits else None
-
-
-def _samples(plan: Plan, loader: Loader) -> int:
-    if isinstance(loader.source, Stream):  # that a function made, in here
-        raise _no_stream(plan)
-    return len(loader.source)
-
-
-def _no_stream(plan: Plan) -> DataError:
-    return DataError(
-        f"{plan}: servers give out batches by number, and a stream has none", f"data={plan.data} works, say"
-    )
-
-
-# A server
-
-
-@dataclass(frozen=True)
-class Serve:
-    """What a server process does."""
-
-    job: Job
-    secret: bytes
-    folder: Path | None
-    """Of the run: what it is to go on from may be there."""
-    key: bytes | None = field(default=None, repr=False)
-    """Of workers that join, where ``job.listen`` lets them."""
-
-    def __call__(self, world: World, channel: Channel) -> None:
-        job, plan = self.job, _plan(self.job)
-        folders = [Path(world.folder) / f"kept{i}" for i in range(plan.server)]
-        steps = job.steps if job.steps is None or not plan.staleness else -(-job.steps // plan.data)
-        nothing = {"valid": None, "metrics": {}, "best": None, "patience": None, "checkpoint": None}
-        alone = replace(job, plan=Plan(compile="none"), microbatches=None, precision=None, steps=steps, **nothing)
-        run = Run(alone, World(0, 1, torch.device("cpu")))
-        with saved(run, self.folder):
-            pass  # it is restored, if it is to be
-        every = _snapshot_steps(run)
-        alike = {} if job.listen is None else facts_of(job, run.model, run.loader.source)  # of the whole model
-        keeper = _keeper(run, job, world.rank)
-        terms = Terms(
-            workers=plan.data,
-            index=world.rank,
-            staleness=plan.staleness,
-            lost=plan.lost,
-            compress=plan.compress,
-            patience=_patience(job),
-            folder=folders[world.rank],
-            every=every,
-            upto=common(folders),
-            **_places(run, job),
-        )
-        address = f"unix:{world.folder}/server{world.rank}"
-        events = Events(None if self.folder is None else self.folder / "events", world.rank, of="server")
-        server = Server(keeper, terms, address=address, secret=self.secret, tell=channel.send)
-        try:
-            if job.listen is not None and self.key is not None:
-                offer = Offer(
-                    terms={"plan": str(plan), "steps": terms.total, "version": alike["version"]},
-                    differences=lambda theirs: differences(alike, theirs),
-                    first=plan.data,
-                    folder=Path(world.folder),
-                )
-                server.open(addresses(job.listen, plan.server)[world.rank], self.key, None if world.rank else offer)
-            server.join()
-        finally:
-            server.close()
-            events.close()
-
-
-def _places(run: Run, job: Job) -> dict[str, Any]:
-    """From which batch to which, in batches of all workers or of one."""
-    (epoch, batch), size, own = run.position.now(run.step), run.loader.batch_size, own_batch(job)
-    first, step, last = epoch * -(-_samples(run.plan, run.loader) // own) + batch * size // own, run.step, run.last_step
-    if _plan(job).staleness:
-        step = first  # each batch of one worker's is a step
-        last = last_ticket(job, run.loader)
-    total = None if last is None else first + max(0, last - step)
-    return {"step": step, "samples": run.samples, "first": first, "total": total, "batch_size": size}
-
-
-def _keeper(run: Run, job: Job, index: int) -> Keeper:
-    plan, average = _plan(job), run.update.average
-    kept = {} if average is None else dict(zip(dict(run.model.named_parameters()), average.weights, strict=True))
-    keeper = keep(
-        run.model,
-        lambda parameters: run.optimizer,
-        None if job.scheduler is None else lambda optimizer: run.update.scheduler,
-        index=index,
-        servers=plan.server,
-        clip=job.clip,
-        ema=job.ema,
-        damp=plan.late == "damp",
-        shorten=plan.late == "shorten",
-    )
-    if keeper.average is not None:
-        for name, mine in zip(keeper.parameters, keeper.average.weights, strict=True):
-            mine.copy_(kept[name])
-    return keeper
-
-
-def _snapshot_steps(run: Run) -> int:
-    kept = sum(p.numel() * p.element_size() for p in run.model.parameters())
-    try:
-        state = state_bytes(run.optimizer)
-        kept += sum(sum(state.of(tuple(p.shape), str(p.dtype).removeprefix("torch."))) for p in run.model.parameters())
-    except RuntimeError:  # nobody can tell before it steps
-        kept *= 3
-    return max(SNAPSHOT_STEPS, kept // SNAPSHOT_BYTES)
-
-
-def _patience(job: Job) -> float:
-    return PATIENCE if job.valid is None and job.checkpoint is None else EVALUATING
-
-
-def _plan(job: Job) -> Plan:
-    assert isinstance(job.plan, Plan)
-    return job.plan
