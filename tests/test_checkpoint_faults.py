@@ -404,6 +404,19 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path: Path) -> None:
     lock.release()
 
 
+def test_who_has_just_lost_its_caller_is_waited_for(tmp_path: Path) -> None:
+    code = f"from meshfit.checkpoint.lock import Lock; from pathlib import Path; Lock(Path({str(tmp_path)!r})).take()"
+    dying = subprocess.Popen(
+        [sys.executable, "-c", code + "; print(flush=True); import time; time.sleep(1)"], stdout=-1
+    )
+    assert dying.stdout is not None
+    with dying, dying.stdout:
+        dying.stdout.readline()
+        lock = Lock(tmp_path)
+        lock.take()
+        lock.release()
+
+
 # In the background
 
 

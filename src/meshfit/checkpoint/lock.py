@@ -13,9 +13,22 @@ from pathlib import Path
 from meshfit.errors import CheckpointError
 
 NAME = "lock"
+LINGER = 5.0  # seconds: ranks notice that their caller was killed a moment after that, and end; then it is free
 _held: dict[str, int] = {}  # by this process, which the system would let in again; and where to read who it is: a
 # process that opens a file it has locked, and closes it, has lost the lock
 _guard = threading.Lock()
+
+
+def _locked(fd: int) -> bool:
+    until = time.monotonic() + LINGER
+    while True:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
 
 
 class Lock:
@@ -36,12 +49,10 @@ class Lock:
                 raise CheckpointError(
                     f"checkpoints cannot be written to {self.path.parent}", f"{type(error).__name__}: {error.strerror}"
                 ) from None
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not _locked(fd):
                 refused = self._refused(fd)
                 os.close(fd)
-                raise refused from None
+                raise refused
             self._fd = fd
             _held[key] = fd
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
