@@ -98,7 +98,7 @@ def main() -> None:
     asked.add_argument("--tiny", action="store_true")
     asked.add_argument("--steps", type=int, default=40, help="in a turn")
     asked.add_argument("--turns", type=int, default=5)
-    asked.add_argument("--batch", type=int, default=512)
+    asked.add_argument("--batch", type=int, default=1024)
     asked.add_argument(
         "--readers", default="auto", help='who reads for meshfit, each in turn: "auto; 2 threads; processes"'
     )
