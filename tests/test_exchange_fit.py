@@ -5,7 +5,7 @@ import json
 import math
 import os
 import signal
-import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +27,8 @@ from meshfit.layout import batchnorm
 from meshfit.plan import Plan
 from meshfit.step import Step
 from meshfit.verify import Verdict
-
-X = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
-Y = (X[:, 0] > 0).long()
+from tests import small
+from tests.small import SCHEDULED, X, Y, assert_same, losses, slowly
 
 
 def build() -> nn.Module:
@@ -40,44 +39,7 @@ def with_batchnorm() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
 
 
-def slowly(outputs: Tensor, targets: Tensor) -> Tensor:
-    time.sleep(0.01)
-    return F.cross_entropy(outputs, targets)
-
-
-def fit(plan: str, **how: Any) -> meshfit.Result:
-    """Batches of 12 of 50 samples: uneven shares, and a last batch of 2."""
-    defaults = {
-        "model": build,
-        "data": (X, Y),
-        "loss": F.cross_entropy,
-        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        "batch_size": 12,
-        "steps": 12,
-        "devices": "cpu",
-        "seed": 3,
-        "progress": False,
-    }
-    return meshfit.fit(**(defaults | how), plan=plan)
-
-
-def losses(result: meshfit.Result) -> list[float]:
-    return [step.loss for step in result.history]
-
-
-def assert_same(got: meshfit.Result, want: meshfit.Result, limit: float = 1e-5) -> None:
-    theirs = want.model.state_dict()
-    for name, tensor in got.model.state_dict().items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=limit, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
-
-
-SCHEDULED = {
-    "clip": 0.5,
-    "ema": 0.9,
-    "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12),
-    "valid": (X, Y),
-    "valid_every": 4,
-}
+fit = partial(small.fit, model=build)
 
 
 @pytest.mark.parametrize("plan", ["server=1 data=3", "server=2 data=2", "server=1 data=2 microbatches=2", "server=1"])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshfit.data.clock import STAGES
+from meshfit.observe.figures import size
 from meshfit.observe.reading import Rank, Recording, phase_shares
 
 WORTH = 0.05
@@ -114,7 +115,7 @@ def _exposed(run: Recording) -> Finding | None:
     if share < WORTH:
         return None
     moved = sum((run.traffic or {}).values())
-    what = f", {_size(moved)} a step" if moved else ""
+    what = f", {size(moved)} a step" if moved else ""
     pipelined = int(run.words.get("pipeline", 1)) > 1
     change = (
         f"twice the batch would bring it to about {percent(share / (2 - share))}"
@@ -184,14 +185,14 @@ def _memory(run: Recording) -> Finding | None:
         total = max((v for _, v in rank.series("gpu_total")), default=0.0)
         most = max((v for _, v in rank.series("gpu_memory")), default=0.0)
         if total and most > 0.92 * total:
-            evidence = f"rank {rank.rank}'s device held {_size(most)} of {_size(total)} at its most"
+            evidence = f"rank {rank.rank}'s device held {size(most)} of {size(total)} at its most"
             change = "recompute=, shard= or more microbatches before the next larger model or batch"
             return Finding(name="memory", title="memory near the limit", evidence=evidence, change=change)
     for rank in run.ranks:
         total = max((v for _, v in rank.series("memory_total")), default=0.0)
         most = max((v for _, v in rank.series("memory")), default=0.0)
         if total and most > 0.92 * total:
-            evidence = f"{rank.facts.get('host', 'the machine')} had {_size(most)} of {_size(total)} in use"
+            evidence = f"{rank.facts.get('host', 'the machine')} had {size(most)} of {size(total)} in use"
             change = "fewer ranks or workers on it, shard=, or a smaller batch"
             return Finding(name="memory", title="memory near the limit", evidence=evidence, change=change)
     return None
@@ -375,11 +376,3 @@ def _idle_cores(run: Recording) -> float | None:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
