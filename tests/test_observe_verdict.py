@@ -1,5 +1,7 @@
 """Each rule names the situation it is for: in real runs where one can be made, in written ones otherwise."""
 
+import json
+import statistics
 import time
 from pathlib import Path
 
@@ -11,8 +13,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import meshfit
+from meshfit.events import Events
+from meshfit.observe.kinds import PHASES
+from meshfit.observe.page_data import page_data
 from meshfit.observe.reading import read
-from meshfit.observe.verdict import RULES, findings, verdict
+from meshfit.observe.verdict import RULES, findings, percent, verdict
 from tests.recorded import folder
 
 X, Y = torch.randn(256, 8), torch.randint(4, (256,))
@@ -124,13 +129,84 @@ def test_traffic_that_nothing_hides_is_named(tmp_path: Path) -> None:
 
 
 def test_a_bubble_is_measured_and_more_microbatches_are_advised(tmp_path: Path) -> None:
-    within = [("forward", 0.0, 0.02, {"microbatch": 0}), ("backward", 0.04, 0.04, {"microbatch": 0})]
     ranks = [{"forward_backward": 0.09, "update": 0.005}] * 2
-    first = findings(read(folder(tmp_path / "run", ranks, within=within, plan="pipeline=2 microbatches=4")))[0]
+    first = findings(read(folder(tmp_path / "run", ranks, within=STAGES, plan="pipeline=2 microbatches=4")))[0]
     assert first.name == "bubble"
     assert "30 %" in first.title
     assert "4 microbatches over 2 stages" in first.evidence
     assert first.change == "16 microbatches would leave about 6 %"
+
+
+STAGES = [("forward", 0.0, 0.02, {"microbatch": 0}), ("backward", 0.04, 0.04, {"microbatch": 0})]
+
+
+def test_more_microbatches_are_not_advised_where_batchnorm_would_see_others(tmp_path: Path) -> None:
+    ranks = [{"forward_backward": 0.09, "update": 0.005}] * 2
+    how = {"within": STAGES, "plan": "pipeline=2 microbatches=4"}
+    change = found(folder(tmp_path / "norm", ranks, **how, facts={"batchnorms": 3}))["bubble"].change
+    assert change.startswith("schedule=interleaved or zbv")
+    assert "would change BatchNorm's statistics (another training)" in change
+    few = found(folder(tmp_path / "few", ranks, **how, facts={"batch": 4}))["bubble"].change
+    assert "microbatches would leave" not in few  # there are no more of them than samples
+
+
+def test_a_run_says_whether_it_has_batchnorms(tmp_path: Path) -> None:
+    model = lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    run = read(fit(tmp_path / "run", model=model, steps=2))
+    assert run.fact("batchnorms") == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "facts", "name"),
+    [
+        ("data=2", [{"forward_backward": 0.06, "exchange": 0.03}] * 2, {}, "exchange-exposed"),
+        ("server=1 data=2", [{"forward_backward": 0.04, "update": 0.05}] * 2, {}, "server-bound"),
+        ("data=2", [{"forward_backward": 0.06, "update": 0.035}] * 2, {}, "optimizer-heavy"),
+        ("data=2", [{"forward_backward": 0.088}] * 2, {}, "compute-bound"),
+    ],
+)
+def test_advice_that_makes_another_training_says_so(tmp_path: Path, plan: str, ranks, facts, name: str) -> None:
+    change = found(folder(tmp_path / "run", ranks, plan=plan, facts=facts))[name].change
+    for words in ("batch would", "larger batch", "compress=bf16", "staleness=2", "lower precision"):
+        for part in change.split(";"):
+            assert words not in part or part.endswith("(another training)"), part
+    assert "(another training)" in change
+
+
+def test_a_slow_first_step_is_on_neither_side(tmp_path: Path) -> None:
+    """Recorded as a run does it: a thread flushes in the middle of steps, the first of which takes long."""
+    (tmp_path / "run.json").write_text(json.dumps({"plan": "pipeline=2 microbatches=1", "seconds": 1.0}))
+    (tmp_path / "metrics.jsonl").write_text("")
+    for rank in range(2):
+        events = Events(tmp_path / "events", rank)
+        events.own_flushes = False
+        for step in range(1, 9):
+            events.step = step
+            with events.span("data"):
+                pass
+            events.flush()
+            with events.span("forward_backward"):
+                time.sleep(0.004)
+                with events.span("forward", microbatch=0):
+                    time.sleep(0.2 if step == 1 else 0.003)
+                events.flush()
+                with events.span("backward", microbatch=0):
+                    time.sleep(0.2 if step == 1 else 0.003)
+                    events.flush()
+            with events.span("update"):
+                pass
+        events.close()
+    run = read(tmp_path)
+    for rank in run.ranks:
+        assert (rank.totals[0].first, rank.totals[0].last) == (1, 1)
+        assert [total.first for total in rank.totals[1:]] == [total.last + 1 for total in rank.totals[:-1]]
+        for total in rank.totals:  # phases fill their time at most, and hold what lies within them
+            assert sum(total.by.get(name, 0.0) for name in PHASES) <= total.seconds + 1e-4
+            assert total.by["forward"] + total.by["backward"] <= total.by["forward_backward"] + 1e-4
+        assert rank.steady["forward"] < 0.2 < rank.seconds["forward"]
+    bars = [dict(bar["parts"]) for bar in page_data(run)["bars"]]
+    waited = statistics.fmean(bar["receive"] for bar in bars)
+    assert found(tmp_path)["bubble"].title == f"bubble {percent(waited)}"
 
 
 def test_frequent_checkpoints_are_named(tmp_path: Path) -> None:

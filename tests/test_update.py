@@ -8,6 +8,7 @@ from torch import nn
 
 from meshfit.exchange.update import Average, Update, fuse, total_norm
 from meshfit.layout.precision import LossScale
+from meshfit.step import Reading
 
 CPU = torch.device("cpu")
 
@@ -113,3 +114,54 @@ def test_momentum_of_a_parameter_that_comes_later() -> None:
 def test_norm_counts_both_parts_of_complex_gradients() -> None:
     parts = [torch.tensor([3.0 + 4.0j]), torch.tensor([12.0])]
     torch.testing.assert_close(total_norm(parts), torch.tensor(13.0), check_dtype=False)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the branch that GPUs take: the decision stays a tensor."""
+
+    def on_device(self: Update, gradients: list, norm: float, loss: float, factor: float):
+        return self._on_device(gradients, torch.tensor(norm), torch.tensor(loss), factor)
+
+    monkeypatch.setattr(Update, "_on_host", on_device)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_skipped_step_does_not_advance_the_schedule() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([p], lr=1.0)
+    update = Update(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    assert update.fused
+    rates = []
+    for loss in (1.0, float("nan"), 1.0, float("inf"), 1.0):
+        p.grad = torch.ones(3)
+        rates.append(update.learning_rate)
+        updated = update([p.grad], torch.tensor(loss))
+        assert isinstance(updated.taken, torch.Tensor)
+    update.settle()
+    assert rates == [1.0, 0.5, 0.5, 0.25, 0.25]
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert optimizer.state[p]["step"] == 3
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_constant_factor_is_applied_on_a_device_too(fused: bool) -> None:
+    p = nn.Parameter(torch.zeros(1))
+    p.grad = torch.ones(1)
+    Update(torch.optim.SGD([p], lr=1.0), may_fuse=fused)([p.grad], 1.0, 0.25)
+    assert p.item() == -0.25
+
+
+def test_a_reading_lets_go_of_the_device_once_it_is_read() -> None:
+    class Event:
+        def synchronize(self) -> None:
+            pass
+
+    reading = Reading(0.0)  # as it is on a GPU: numbers in pinned memory, and an event after which they are there
+    reading._values, reading._numbers, reading._event = None, torch.tensor([1.0, 2.0]), Event()  # type: ignore[assignment]
+    assert reading.values == [1.0, 2.0]
+    assert reading._numbers is None
+    assert reading._event is None
+    assert reading.ready
+    assert reading.values == [1.0, 2.0]

@@ -5,7 +5,8 @@ Nothing in the training loop knows who reads them. A line is a JSON object, one 
     {"rank": 0, "time": 1771000000.25}                                       the first: when its clock began
     {"span": "backward", "step": 12, "at": 3.4712, "for": 0.0031, "microbatch": 2}
     {"totals": {"data": 0.02, ...}, "moved": {"all_reduce": [48, 9600000]}, "steps": [51, 98], "at": 4.1, "for": 1.0}
-                                            all spans of a second, by name; calls and bytes handed to collectives
+                                            all spans of whole steps, by name, about once a second; calls and bytes
+                                            handed to collectives. The first step of a run has a line of its own
     {"scalar": "grad_scale", "value": 1024.0, "step": 12, "at": 3.5}
     {"sample": {"cpu": 97.0, "rss": 512000000}, "at": 4.0}                   use of the machine, now and then
     {"instant": "compiled", "step": 25, "at": 3.5}
@@ -23,13 +24,14 @@ written in a quarter of the first 256 steps, and totals of it are estimated from
 """
 
 import json
+import math
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
@@ -44,6 +46,14 @@ MARKED = 4  # of so many windows of the first steps, one is marked in depth
 POOL = 64
 
 About = dict[str, Any]
+
+
+class Ended(NamedTuple):
+    """Seconds by span when a step had ended: phases and what lies within them, of the same steps."""
+
+    at: float
+    step: int
+    seconds: dict[str, float]
 
 
 class Events:
@@ -62,6 +72,11 @@ class Events:
         self.own_flushes = True
         """Whether a flush is this object's business; a thread that does it instead says False."""
         self._step, self._detailed, self._deep, self._told = 0, True, True, 0
+        self._first: Ended | None = None
+        self._ended: Ended | None = None
+        """The first step of this run, and the last that has ended."""
+        self._since = self.start
+        """Until when totals have been told."""
         self._held: deque[Any] = deque()
         self._reading = threading.Lock()  # many may add, one at a time takes away
         self._last: dict[str, float] = {}
@@ -81,6 +96,11 @@ class Events:
 
     @step.setter
     def step(self, step: int) -> None:
+        if self._step:
+            self._ended = self._now_ended()
+            self._first = self._first or self._ended
+        else:
+            self._told = step - 1
         self._step, self._detailed, self._deep = step, in_detail(step), in_depth(step)
 
     @property
@@ -177,21 +197,30 @@ class Events:
     def _now(self) -> float:
         return round(time.perf_counter() - self.start, 6)
 
+    def _now_ended(self) -> Ended:
+        return Ended(time.perf_counter(), self._step, dict(self.seconds))
+
     def phases(self) -> dict[str, float]:
         """Seconds by span: the device's own where it is a GPU."""
         with self._reading:
-            self._settle(last=True)
+            self._settle(math.inf, last=True)
         return {**self.seconds, **self.gpu_seconds}
 
-    def flush(self) -> None:
-        """Write what is held. May be called from another thread."""
+    def flush(self, *, between_steps: bool = False) -> None:
+        """Write what is held. May be called from another thread; ``between_steps`` says that no step is under way."""
         with self._reading:
-            began, self._flushed = self._flushed, time.perf_counter()
-            self._settle()
+            self._flushed = time.perf_counter()
+            if between_steps or not self._step:
+                self._ended = self._now_ended()
+            lines = []
+            for ended in (self._first, self._ended):
+                if ended is not None and ended.at > self._since:
+                    self._settle(ended.step)
+                    lines += self._totals(ended)
             if self._file is not None:
-                self._write(self._file, began)
+                self._write(self._file, lines)
 
-    def _write(self, file: TextIO, began: float) -> None:
+    def _write(self, file: TextIO, totals: list[str]) -> None:
         lines, waiting = [], []
         while self._held:
             entry = self._held.popleft()
@@ -202,18 +231,18 @@ class Events:
             else:
                 lines.append(_text(*entry[:5]))
         self._held.extendleft(reversed(waiting))
-        lines += self._totals(began)
-        file.writelines(lines)
+        file.writelines(lines + totals)
         file.flush()
 
-    def _totals(self, began: float) -> list[str]:
-        now = {**self.seconds, **{f"gpu {name}": took for name, took in self.gpu_seconds.items()}}
+    def _totals(self, ended: Ended) -> list[str]:
+        now = {**ended.seconds, **{f"gpu {name}": took for name, took in self.gpu_seconds.items()}}
         fresh = {n: round(took - self._last.get(n, 0.0), 6) for n, took in now.items() if took > self._last.get(n, 0.0)}
+        began, self._since = self._since, ended.at
         if not fresh:
             return []
         self._last = now
-        first, self._told = self._told + 1, max(self._told, self._step)
-        at, took = round(began - self.start, 6), round(self._flushed - began, 6)
+        first, self._told = self._told + 1, max(self._told, ended.step)
+        at, took = round(began - self.start, 6), round(ended.at - began, 6)
         line: dict[str, Any] = {"totals": fresh, "steps": [min(first, self._told), self._told], "at": at, "for": took}
         traffic = {name: list(known) for name, known in list(self.traffic.items())}
         if traffic != self._last_traffic:
@@ -222,8 +251,8 @@ class Events:
             self._last_traffic = traffic
         return [json.dumps(line) + "\n"]
 
-    def _settle(self, last: bool = False) -> None:
-        """Take from the device the times it has passed, in order; all of them at the ``last``."""
+    def _settle(self, until: float, last: bool = False) -> None:
+        """Take from the device the times it has passed, in order, up to step ``until``; all of them at the ``last``."""
         marks = self._marks
         if marks is None:
             return
@@ -231,6 +260,9 @@ class Events:
         passed = len(held)
         while not last and passed and not marks.passed(held[passed - 1]):  # what is before one that has passed has, too
             passed -= 1
+        if not last:  # of whole steps alone
+            later = (i for i, e in enumerate(held[:passed]) if not isinstance(e, dict) and e[1] > until)
+            passed = next(later, passed)
         settled = []
         for entry in held[:passed]:
             if not isinstance(entry, dict) and entry[5] is not None:
@@ -245,8 +277,8 @@ class Events:
     def close(self) -> None:
         global _current
         with self._reading:
-            self._settle(last=True)
-        self.flush()
+            self._settle(math.inf, last=True)
+        self.flush(between_steps=True)
         self._marks = None
         if self._file is not None:
             self._file.close()

@@ -63,3 +63,4 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
         if run.out_of_patience:
             break
     watch.finish()
+    run.update.settle()

@@ -8,12 +8,14 @@ from torch import Tensor
 
 
 class Reading:
-    """A few numbers on their way from the device. Asking for them waits until they are there."""
+    """A few numbers on their way from the device. Asking for them waits until they are there, and lets go of the
+    pinned memory and the event: a history of steps keeps numbers alone."""
 
     __slots__ = ("_event", "_numbers", "_values")
 
     def __init__(self, *numbers: Tensor | float | bool):
         self._event: Any = None
+        self._numbers: Tensor | None = None
         self._values: list[float] | None = None
         device = next((n.device for n in numbers if isinstance(n, Tensor) and n.is_cuda), None)
         if device is None:
@@ -32,8 +34,10 @@ class Reading:
     @property
     def values(self) -> list[float]:
         if self._values is None:
+            assert self._numbers is not None
             self._event.synchronize()
             self._values = self._numbers.tolist()
+            self._event = self._numbers = None
         return self._values
 
     def __reduce__(self):

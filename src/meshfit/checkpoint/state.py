@@ -181,6 +181,7 @@ def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
     import meshfit
 
     update, job = run.update, run.job
+    update.settle()
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in run.optimizer.param_groups

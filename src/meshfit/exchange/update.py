@@ -5,7 +5,7 @@ decision whether the step counts, the optimizer, the schedule, the averaged weig
 gradients here, so all decide alike without a word.
 
 On a GPU nothing waits: with a fused optimizer the factor and the decision are handed to its kernel, and the
-host reads what happened one step later.
+host reads what happened one step later, before the next update. The schedule goes on then, if the step was taken.
 """
 
 import math
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshfit.layout.offload import Offloaded
 from meshfit.layout.precision import LossScale
+from meshfit.step import Reading
 from meshfit.torch_compat import FUSED_OPTIMIZERS
 
 
@@ -55,11 +56,20 @@ class Update:
         )
         self.offload = offload
         """Steps ``optimizer`` in its stead, part by part."""
+        self._taken: Reading | None = None
+        """Whether the last step was, while the schedule does not know it yet."""
         self.fused = all(group.get("fused") for group in optimizer.param_groups) or (may_fuse and fuse(optimizer))
 
     @property
     def learning_rate(self) -> float:
+        self.settle()
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def settle(self) -> None:
+        """Let the schedule go on if the last step was taken; waits for the device where it has not come that far."""
+        taken, self._taken = self._taken, None
+        if taken is not None and taken.values[0]:
+            self.scheduler.step()
 
     def __call__(
         self,
@@ -70,6 +80,7 @@ class Update:
     ) -> Updated:
         """``correction`` is what the gradients must be multiplied by to be those of the true mean; ``norm`` theirs
         over all ranks, where each holds only some of them."""
+        self.settle()
         if self.scale is not None:
             correction = correction / self.scale.value
         norm = total_norm(gradients) if norm is None else norm
@@ -79,8 +90,10 @@ class Update:
             updated = self._on_device(gradients, norm * correction, torch.as_tensor(loss), correction)
         if self.scale is not None:
             self.scale.update(~torch.as_tensor(updated.taken, device=self.scale.value.device))
-        if self.scheduler is not None and updated.taken is not False:
-            self.scheduler.step()
+        if self.scheduler is not None:
+            self._taken = Reading(updated.taken)
+            if not isinstance(updated.taken, Tensor):
+                self.settle()
         if self.average is not None:
             self.average.update()
         return updated
@@ -102,15 +115,16 @@ class Update:
         if self.fused:
             optimizer: Any = self.optimizer
             optimizer.found_inf = (~taken).float()
-            optimizer.grad_scale = (1.0 / factor).float() if isinstance(factor, Tensor) else None
+            scaled = isinstance(factor, Tensor) or factor != 1.0  # a constant would have to go to the device, too
+            optimizer.grad_scale = (1.0 / torch.as_tensor(factor, device=norm.device)).float() if scaled else None
             try:
                 self._step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale
             return Updated(norm, taken)
         if go := bool(taken):  # the host waits here: this optimizer cannot be told on the device
-            if isinstance(factor, Tensor):
-                torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+            if gradients and (isinstance(factor, Tensor) or factor != 1.0):
+                torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
             self._step()
         return Updated(norm, go)
 

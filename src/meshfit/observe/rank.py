@@ -17,6 +17,7 @@ from torch import Tensor
 from meshfit.data import tree
 from meshfit.data.loader import Batch
 from meshfit.events import Events
+from meshfit.layout.batchnorm import batch_norms
 from meshfit.observe.sampler import Sampler, cores
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def observed(run: "Run") -> Iterator[None]:
         return
     with suppress(Exception):  # a report without a line is better than no training
         events.facts(**_facts(run))
-    events.flush()  # totals are of training alone, not of what came before
+    events.flush(between_steps=True)  # totals are of training alone, not of what came before
     sampler = Sampler(events, device, first=_first_here(events.folder))
     sampler.start()
     try:
@@ -46,7 +47,7 @@ def observed(run: "Run") -> Iterator[None]:
         with suppress(Exception):
             events.facts(memory=_memory(run), data=_data(run))
         sampler.stop()
-        events.flush()
+        events.flush(between_steps=True)
 
 
 def _first_here(folder: Path | None) -> bool:
@@ -98,6 +99,7 @@ def _facts(run: "Run") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "batch": run.loader.batch_size,
         "microbatches": plan.microbatches,
+        "batchnorms": len(batch_norms(run.model)),
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "last_step": run.last_step,
         "data_workers": run.loader.reading.workers,

@@ -80,21 +80,25 @@ class Rank:
                 found[name] += took
         return _by_device(found)
 
+    @property
+    def _steady_totals(self) -> list[Total]:
+        begun = [total for total in self.totals if total.last > 0]  # not what came before the training
+        later = begun[1:]
+        return later if any("forward_backward" in total.by for total in later) else begun
+
     @cached_property
     def steady(self) -> dict[str, float]:
-        """Seconds by span without the first second or so, in which everything is new."""
-        later = self.totals[1:] if len(self.totals) > 3 else self.totals
+        """Seconds by span without the first step, in which everything is new."""
         found: dict[str, float] = defaultdict(float)
-        for total in later:
+        for total in self._steady_totals:
             for name, took in total.by.items():
                 found[name] += took
         return _by_device(found)
 
-    @property
+    @cached_property
     def wall(self) -> float:
-        """Seconds that ``steady`` is about."""
-        later = self.totals[1:] if len(self.totals) > 3 else self.totals
-        return sum(total.seconds for total in later)
+        """Seconds that ``steady`` is about: never less than its phases, which do not overlap."""
+        return max(sum(total.seconds for total in self._steady_totals), sum(self.steady.get(n, 0.0) for n in PHASES))
 
     def series(self, key: str) -> list[tuple[float, float]]:
         return [(s.at, float(s.values[key])) for s in self.samples if s.values.get(key) is not None]
@@ -339,6 +343,5 @@ def _thin(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def phase_shares(rank: Rank) -> dict[str, float]:
     """Shares of a rank's time by phase; what no phase holds is "other". They add up to 1."""
-    wall = max(rank.wall, sum(rank.steady.get(name, 0.0) for name in PHASES), 1e-9)
-    found = {name: rank.steady[name] / wall for name in PHASES if rank.steady.get(name)}
+    found = {name: rank.steady[name] / max(rank.wall, 1e-9) for name in PHASES if rank.steady.get(name)}
     return {**found, "other": max(0.0, 1.0 - sum(found.values()))}

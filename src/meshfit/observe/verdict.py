@@ -2,6 +2,9 @@
 
 A rule looks at one thing and says nothing, or a ``Finding``. ``lost`` is the share of the time that would be won if
 what it found were gone. The run's verdict is the finding with the most to win; compute-bound where there is little.
+
+Advice keeps the training as it is where it can. What would make another training of it (a larger batch, less
+precision, stale gradients; microbatches, where there is BatchNorm) says so.
 """
 
 import math
@@ -16,6 +19,8 @@ from meshfit.observe.reading import Rank, Recording, phase_shares
 
 WORTH = 0.05
 """Shares below this are not worth a word."""
+ANOTHER = "(another training)"
+"""Beside advice after which the weights are not those that this plan trains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +98,37 @@ def _bubble(run: Recording) -> Finding | None:
     if share < WORTH:
         return None
     now = int(run.words.get("microbatches") or run.fact("microbatches", 1) or 1)
-    more = max(4 * now, 4 * stages)
-    would = (stages - 1) / (more + stages - 1)
+    would = (stages - 1) / (now + stages - 1)
     evidence = f"devices stood idle {percent(share)} of the time between {now} microbatches over {stages} stages"
-    change = f"{more} microbatches would leave about {percent(would)}"
+    more = min(max(4 * now, 4 * stages), _samples_a_share(run))
+    if _batchnorms(run):
+        change = f"{_another_schedule(run)}; more microbatches would change BatchNorm's statistics {ANOTHER}"
+    elif more > now:
+        would = (stages - 1) / (more + stages - 1)
+        change = f"{more} microbatches would leave about {percent(would)}"
+    else:
+        change = f"{_another_schedule(run)}; there are no more microbatches than samples"
     return Finding(
         name="bubble", title=f"bubble {percent(share)}", evidence=evidence, change=change, lost=max(0.0, share - would)
     )
+
+
+def _another_schedule(run: Recording) -> str:
+    """What shortens a bubble and leaves the training as it is."""
+    stages, usual = int(run.words.get("pipeline", 1)), run.words.get("schedule", "1f1b") in ("1f1b", "gpipe")
+    fewer = f"pipeline={stages // 2} beside twice the data= waits less" if stages > 2 else "data= instead has none"
+    return f"schedule=interleaved or zbv leaves less, {fewer}" if usual else fewer
+
+
+def _batchnorms(run: Recording) -> bool:
+    """Whether the model has BatchNorm, whose statistics are those of each microbatch."""
+    return any(rank.facts.get("batchnorms") for rank in run.ranks)
+
+
+def _samples_a_share(run: Recording) -> int:
+    """Of a batch, on each rank that reads data: there cannot be more microbatches."""
+    shares = math.prod(int(run.words.get(axis, 1)) for axis in ("data", "shard"))
+    return int(run.fact("batch", 0) or 0) // max(1, shares) or 10**9
 
 
 WAITS = ("exchange", "gather", "meet")
@@ -117,20 +146,18 @@ def _exposed(run: Recording) -> Finding | None:
     moved = sum((run.traffic or {}).values())
     what = f", {size(moved)} a step" if moved else ""
     pipelined = int(run.words.get("pipeline", 1)) > 1
-    change = (
-        f"twice the batch would bring it to about {percent(share / (2 - share))}"
-        if not pipelined
-        else "more microbatches a step hide it"
-    )
+    change = f"twice the batch would bring it to about {percent(share / (2 - share))} {ANOTHER}"
+    if pipelined and not _batchnorms(run):
+        change = "more microbatches a step hide it"
     if least[-1] > share / 2:  # in the middle of passes: a larger batch has more of it
         inside = [word for word in ("tensor", "context", "expert") if word in run.words]
         change = (
             f"a smaller {inside[0]}= waits for fewer"
             if inside
-            else "that is BatchNorm, in every layer; batchnorm=local spares it, with statistics of each rank"
+            else f"that is BatchNorm, in every layer; batchnorm=local spares it, with each rank's statistics {ANOTHER}"
         )
     elif "shard" not in run.words and "tensor" not in run.words:
-        change += "; or bf16 gradients, or fewer and larger devices"
+        change += "; fewer and larger devices keep the training as it is"
     evidence = f"every device waited at least {percent(share)} of the time for traffic that nothing hid{what}"
     return Finding(name="exchange-exposed", title="exchange exposed", evidence=evidence, change=change, lost=share / 2)
 
@@ -186,14 +213,15 @@ def _memory(run: Recording) -> Finding | None:
         most = max((v for _, v in rank.series("gpu_memory")), default=0.0)
         if total and most > 0.92 * total:
             evidence = f"rank {rank.rank}'s device held {size(most)} of {size(total)} at its most"
-            change = "recompute=, shard= or more microbatches before the next larger model or batch"
+            others = "recompute= or shard=" if _batchnorms(run) else "recompute=, shard= or more microbatches"
+            change = f"{others} before the next larger model or batch"
             return Finding(name="memory", title="memory near the limit", evidence=evidence, change=change)
     for rank in run.ranks:
         total = max((v for _, v in rank.series("memory_total")), default=0.0)
         most = max((v for _, v in rank.series("memory")), default=0.0)
         if total and most > 0.92 * total:
             evidence = f"{rank.facts.get('host', 'the machine')} had {size(most)} of {size(total)} in use"
-            change = "fewer ranks or workers on it, shard=, or a smaller batch"
+            change = f"fewer ranks or workers on it, shard=, or a smaller batch {ANOTHER}"
             return Finding(name="memory", title="memory near the limit", evidence=evidence, change=change)
     return None
 
@@ -205,7 +233,7 @@ def _launch_bound(run: Recording) -> Finding | None:
     samples = int(run.fact("batch", 0) or 0) / shares / max(1, int(run.fact("microbatches", 1) or 1))
     if gpu and use and statistics.fmean(use) < 60 and run.share("data") < WORTH:
         evidence = f"the GPU worked {statistics.fmean(use):.0f} % of the time and nothing else kept it waiting"
-        change = "a larger batch, or compile=true, so that it has more to do for each launch"
+        change = f"compile=whole or block, or a larger batch {ANOTHER}, so that it has more to do for each launch"
         return Finding(
             name="launch-bound",
             title="launch-bound",
@@ -220,7 +248,7 @@ def _launch_bound(run: Recording) -> Finding | None:
             name="launch-bound",
             title="tiny steps",
             evidence=evidence,
-            change="a larger batch would cost little more time",
+            change=f"a larger batch would cost little more time {ANOTHER}",
             lost=fixed,
         )
     return None
@@ -275,9 +303,9 @@ def _server(run: Recording) -> Finding | None:
     servers = int(run.words.get("server", 0))
     if not servers or share < 2 * WORTH:
         return None
-    change = f"server={2 * servers} shares their work; compress=bf16 halves what goes up"
+    change = f"server={2 * servers} shares their work; compress=bf16 halves what goes up {ANOTHER}"
     if "staleness" not in run.words:
-        change += "; staleness=2 lets workers go on without each other"
+        change += f"; staleness=2 lets workers go on without each other {ANOTHER}"
     who = "their server" if servers == 1 else f"their {servers} servers"
     evidence = f"workers waited {percent(share)} of the time for {who}, and through them for each other"
     return Finding(name="server-bound", title="server-bound", evidence=evidence, change=change, lost=share / 2)
@@ -287,7 +315,7 @@ def _optimizer(run: Recording) -> Finding | None:
     share = run.share("update")
     if share < 0.2 or "server" in run.words:
         return None
-    change = "a larger batch takes fewer of them; shard= gives each device a part of it"
+    change = f"shard= gives each device a part of it; a larger batch takes fewer of them {ANOTHER}"
     evidence = f"{percent(share)} of the time went to the optimizer"
     return Finding(name="optimizer-heavy", title="optimizer-heavy", evidence=evidence, change=change, lost=share / 2)
 
@@ -330,7 +358,7 @@ def _compute_bound(run: Recording) -> Finding | None:
     if run.of_peak is not None:
         more += f", at {percent(run.of_peak)} of their peak"
     kind = "GPUs" if run.fact("device", "").startswith("cuda") else "CPUs"
-    change = "faster or more devices, or lower precision, would help" if share > 0.8 else ""
+    change = f"faster or more devices would help, or lower precision {ANOTHER}" if share > 0.8 else ""
     evidence = f"{kind} computed {percent(share)} of the time{more}"
     return Finding(name="compute-bound", title="compute-bound", evidence=evidence, change=change, good=True)
 

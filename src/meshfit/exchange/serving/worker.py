@@ -382,6 +382,9 @@ class Served:
     def learning_rate(self) -> float:
         return self.worker.learning_rate
 
+    def settle(self) -> None:
+        """The schedule is the servers'."""
+
     def __call__(
         self, gradients: list[Tensor], loss: Tensor | float, correction: Tensor | float = 1.0, norm: Any = None
     ) -> Updated:
