@@ -343,3 +343,150 @@ def test_parts_of_a_source():
     assert not set(train.ids.tolist()) & set(rest.ids.tolist())
     np.testing.assert_array_equal(source.take(slice(10, 20)).fetch(np.array([3]))[0].numpy(), X[[13]])
     assert source.take(slice(10, 20)).name_of(3) == "sample 13"
+
+
+def jsonl(path: Path, *rows: Any) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "row groups"])
+def test_files_of_different_columns_are_refused(tmp_path: Path, kind: str):
+    """They were joined wrongly: rows of the first file got the labels of the second."""
+    first, second = {"x": [0.0, 1.0]}, {"x": [2.0, 3.0], "label": [7, 8]}
+    ending = "jsonl" if kind == "jsonl" else "parquet"
+    for one, other in ((first, second), (second, first)):
+        for name, columns in (("0", one), ("1", other)):
+            path = tmp_path / f"{name}.{ending}"
+            rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            jsonl(path, *rows) if kind == "jsonl" else pq.write_table(pa.table(columns), path)
+        how: dict[str, Any] = {"cache": meshfit.data.Cache(tmp_path / "small", 1)} if kind == "row groups" else {}
+        with pytest.raises(meshfit.DataError, match=r"1\.\w+ differs in its columns from .*0\.\w+\n.*'label'"):
+            len(getattr(meshfit.data, ending)(tmp_path / f"*.{ending}", **how))
+        source = getattr(meshfit.data, ending)(tmp_path / f"*.{ending}", columns="x", **how)  # what both have
+        assert sorted(source.fetch(np.arange(4)).tolist()) == [0, 1, 2, 3]
+
+
+def test_lines_of_different_keys_are_refused(tmp_path: Path):
+    jsonl(tmp_path / "a.jsonl", {"x": 1}, {"x": 2, "label": 3})
+    with pytest.raises(meshfit.DataError, match=r"line 2 of .*a\.jsonl has 'label', which line 1 lacks"):
+        len(meshfit.data.jsonl(tmp_path / "a.jsonl"))
+    assert meshfit.data.jsonl(tmp_path / "a.jsonl", columns="x").fetch(np.arange(2)).tolist() == [1, 2]
+    jsonl(tmp_path / "b.jsonl", {"x": 1.0, "y": 2}, {"x": 2.0})
+    with pytest.raises(meshfit.DataError, match=r"line 2 of .*b\.jsonl lacks 'y', which line 1 has"):
+        len(meshfit.data.jsonl(tmp_path / "b.jsonl"))
+
+
+def test_columns_are_matched_by_name_and_types_by_value(tmp_path: Path):
+    pq.write_table(pa.table({"x": pa.array([1, 2], pa.int32()), "y": [0.5, 1.5]}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"y": pa.array([2.5], pa.float32()), "x": [2**40]}), tmp_path / "1.parquet")
+    got = meshfit.data.parquet(tmp_path / "?.parquet").fetch(np.arange(3))
+    assert got["x"].tolist() == [1, 2, 2**40]
+    assert got["y"].tolist() == [0.5, 1.5, 2.5]
+    pq.write_table(pa.table({"x": [0.5], "y": [3.5]}), tmp_path / "2.parquet")  # 2**40 and 0.5 are both doubles
+    assert meshfit.data.parquet(tmp_path / "?.parquet").fetch(np.arange(4))["x"].tolist() == [1, 2, 2**40, 0.5]
+    pq.write_table(pa.table({"x": [2**60 + 1], "y": [4.5]}), tmp_path / "3.parquet")  # this is none
+    with pytest.raises(meshfit.DataError, match=r"'x' of .*3\.parquet is int64 numbers\n.*0\.parquet it is float64"):
+        len(meshfit.data.parquet(tmp_path / "?.parquet"))
+
+
+def test_whole_numbers_above_int64_are_refused(tmp_path: Path):
+    pq.write_table(pa.table({"id": pa.array([1, 2**63 + 5], pa.uint64())}), tmp_path / "a.parquet")
+    with pytest.raises(meshfit.DataError, match=r"'id' of .*a\.parquet holds 9223372036854775813"):
+        len(meshfit.data.parquet(tmp_path / "a.parquet"))
+    np.save(tmp_path / "a.npy", np.array([1, 2**63 + 5], np.uint64))
+    kept = meshfit.data.arrays(tmp_path / "a.npy").fetch(np.array([1]))
+    assert kept.dtype == torch.uint64
+    assert kept.tolist() == [2**63 + 5]
+    assert meshfit.data.memory(np.array([1, 2**63 + 5], np.uint64)).fetch(np.array([1, 0])).tolist() == [2**63 + 5, 1]
+
+
+def test_rows_that_cannot_be_converted_are_skipped_and_listed(tmp_path: Path):
+    """on_bad="skip" did nothing where a table was converted."""
+    rows = [{"x": float(i), "y": i if i != 3 else None} for i in range(200)]
+    jsonl(tmp_path / "a.jsonl", *rows[:100], {"x": 100.0}, *rows[101:])
+    (tmp_path / "b.csv").write_text("x,y\n" + "".join(f"{i},{i}\n" if i != 5 else "5,5,5\n" for i in range(200)))
+    for source, count in ((meshfit.data.jsonl(tmp_path / "a.jsonl", on_bad="skip"), 198),
+                          (meshfit.data.csv(tmp_path / "b.csv").on_bad("skip"), 199)):  # fmt: skip
+        assert len(source) == count
+        got = source.fetch(np.arange(count))
+        assert got["x"].tolist() == got["y"].tolist()
+        assert len(source.left_out) == 200 - count
+    assert "line 101 of" in meshfit.data.jsonl(tmp_path / "a.jsonl", on_bad="skip").left_out[0]
+    with pytest.raises(meshfit.DataError, match="2 of 200 samples are bad; on_bad='skip' allows 1"):
+        len(meshfit.data.jsonl(tmp_path / "a.jsonl").on_bad("skip", most=0.001))
+    with pytest.raises(meshfit.DataError, match="line 101"):
+        len(meshfit.data.jsonl(tmp_path / "a.jsonl"))
+
+
+def test_times_are_microseconds_and_nested_columns_are_named(tmp_path: Path):
+    columns = {
+        "time": pa.array([1_000, 2_000_000], pa.time64("ns")),
+        "clock": pa.array([1, 2], pa.time32("s")),
+        "when": pa.array([5_000, 6_000], pa.timestamp("ns")),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    got = meshfit.data.parquet(tmp_path / "a.parquet").fetch(np.arange(2))
+    assert {name: value.tolist() for name, value in got.items()} == {
+        "time": [1, 2000],
+        "clock": [1_000_000, 2_000_000],
+        "when": [5, 6],
+    }
+    refused = {
+        "timestamp[ns]": pa.array([5_001], pa.timestamp("ns")),
+        "time64[ns]": pa.array([7], pa.time64("ns")),
+        "struct<a: int64>": pa.array([{"a": 1}]),
+        "map<string, int64": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
+        "list<element: list<element: int64>>": pa.array([[[1]]]),
+    }
+    for kind, array in refused.items():
+        pq.write_table(pa.table({"ok": [1], "c": array}), tmp_path / "b.parquet")
+        with pytest.raises(meshfit.DataError) as error:
+            len(meshfit.data.parquet(tmp_path / "b.parquet", columns="c"))
+        assert f"column 'c' of {tmp_path}/b.parquet is {kind}" in str(error.value)
+
+
+def test_corrupt_parquet_pages_name_the_file(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": RNG.standard_normal(5000), "s": [str(i) for i in range(5000)]}), path)
+    whole = path.read_bytes()
+    for at in range(8, len(whole) - 1000, 9000):
+        path.write_bytes(whole[:at] + b"\xff" * 200 + whole[at + 200 :])
+        try:
+            len(meshfit.data.parquet(path))
+        except meshfit.DataError as error:
+            assert "a.parquet" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("sign", [";", "\t", "|"])
+def test_csv_of_another_delimiter_is_no_single_column(tmp_path: Path, sign: str):
+    (tmp_path / "a.csv").write_text(f"x{sign}y\n1{sign}2\n3{sign}4\n")
+    with pytest.raises(meshfit.DataError, match=r"delimiter="):
+        len(meshfit.data.csv(tmp_path / "a.csv"))
+    got = meshfit.data.open(tmp_path / "a.csv", delimiter=sign).fetch(np.arange(2))
+    assert {name: value.tolist() for name, value in got.items()} == {"x": [1, 3], "y": [2, 4]}
+    (tmp_path / "one.csv").write_text("x\n1\n")
+    assert meshfit.data.csv(tmp_path / "one.csv", columns="x").fetch(np.array([0])).tolist() == [1]
+
+
+def test_a_tar_that_is_cut_short_is_told_wherever_it_is_cut(tmp_path: Path):
+    """It opened with fewer samples, without a word, where the cut was between two of them."""
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for i in range(20):
+            for ending, content in (("cls", b"%d" % i), ("bin", bytes([i]) * (100 + 37 * i))):
+                info = tarfile.TarInfo(f"{i:04}.{ending}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+        end = tar.offset
+    whole = path.read_bytes()
+    assert len(meshfit.data.tars(path)) == 20
+    for cut in [*range(512, end + 512, 512), *np.linspace(1, end, 40).astype(int).tolist()]:
+        path.write_bytes(whole[:cut])
+        with pytest.raises(meshfit.DataError, match=r"a\.tar is .*cut short"):
+            meshfit.data.tars(path)
+    path.write_bytes(whole[:10240] + b"x" * 512 + whole[10752:])  # a damaged header in the middle
+    with pytest.raises(meshfit.DataError, match=r"a\.tar is no tar after its first 10240 bytes"):
+        meshfit.data.tars(path)
+    path.write_bytes(whole + whole)
+    with pytest.raises(meshfit.DataError, match=r"a\.tar goes on after its end"):
+        meshfit.data.tars(path)

@@ -3,6 +3,7 @@
 By default a run stops and names the file or row. ``on_bad="skip"`` goes on: the next good sample by id stands in for a
 bad one, so that batches keep their size and no rank need ask another. Which one stands in depends on the data alone:
 ranks, workers and a resume change nothing. The bad ones are counted and listed, and above a share of 1 % the run stops.
+Rows that cannot be converted to columns (table.py) are left out for good, under the same limit.
 
 An answer that does not come (a server that is gone, a file that shrank) is no bad sample: it is retried, then raised.
 """
@@ -70,13 +71,7 @@ class Skipping(Over):
 
     def _add(self, i: int, error: Exception) -> None:
         self.bad[i] = str(error) if isinstance(error, BadSample) else f"{self.name_of(i)}: {error!r}"
-        allowed = max(1, int(self.most * len(self)))
-        if len(self.bad) > allowed:
-            raise DataError(
-                f"{len(self.bad)} of {len(self)} samples are bad; on_bad='skip' allows {allowed} ({self.most:.0%})",
-                *(text.replace("\n", " ") for text in list(self.bad.values())[:5]),
-                "mend the data, or allow more: .on_bad('skip', most=0.05)",
-            ) from error
+        within(list(self.bad.values()), len(self), self.most, error)
 
     def state(self) -> dict[str, Any]:
         return {**self.source.state(), "bad": dict(self.bad)}
@@ -84,6 +79,17 @@ class Skipping(Over):
     def load_state(self, state: dict[str, Any]) -> None:
         self.source.load_state(state)
         self.bad.update({int(i): why for i, why in state.get("bad", {}).items()})
+
+
+def within(bad: list[str], samples: int, most: float, error: Exception | None = None) -> None:
+    """Refuse more than a share of ``most`` bad ones of ``samples``."""
+    allowed = max(1, int(most * samples))
+    if len(bad) > allowed:
+        raise DataError(
+            f"{len(bad)} of {samples} samples are bad; on_bad='skip' allows {allowed} ({most:.0%})",
+            *(text.replace("\n", " ") for text in bad[:5]),
+            "mend the data, or allow more: .on_bad('skip', most=0.05)",
+        ) from error
 
 
 def _of_a_sample(error: Exception) -> bool:

@@ -30,6 +30,8 @@ class Columns:
         self.kinds: dict[str, dict[str, Any]] = about["columns"]
         self.parts: list[tuple[str, int]] = [tuple(part) for part in about["parts"]]
         """(file, its first row), in order."""
+        self.bad: list[str] = about.get("bad", [])
+        """Rows that were left out, and why."""
         self._open: dict[str, NDArray[Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,68 +78,178 @@ class Columns:
 
 
 class Writer:
-    """Writes record batches of Arrow, one after another, as ``Columns``."""
+    """Writes record batches of Arrow, one after another, as ``Columns``. Columns are matched by their names, whatever
+    their order; every file must have the same ones. Types that differ between files become one that holds both
+    exactly, or are refused.
 
-    def __init__(self, folder: Path):
-        self.folder, self.rows = folder, 0
+    ``skips``: rows without a value are left out and listed in ``bad``, instead of refused.
+    """
+
+    def __init__(self, folder: Path, skips: bool = False):
+        self.folder, self.rows, self.skips = folder, 0, skips
         self.kinds: dict[str, dict[str, Any]] = {}
         self.parts: list[tuple[str, int]] = []
         self.ends: dict[str, int] = {}
+        self.bad: list[str] = []
 
     def add_file(self, name: str, batches: Iterable[Any]) -> None:
-        self.parts.append((name, self.rows))
-        for batch in batches:
-            for i, column in enumerate(batch.schema.names):
-                self._add(column, i, batch.column(i), name)
-            if set(batch.schema.names) != set(self.kinds):
-                missing = sorted(set(self.kinds) ^ set(batch.schema.names))
-                raise DataError(f"{name} differs in its columns from {self.parts[0][0]}", f"by {', '.join(missing)}")
-            self.rows += batch.num_rows
-
-    def close(self) -> None:
-        about = {"rows": self.rows, "columns": self.kinds, "parts": self.parts}
-        (self.folder / "about.json").write_text(json.dumps(about))
-
-    def _add(self, column: str, i: int, array: Any, file: str) -> None:
         import pyarrow as pa
 
-        array = _plain(array)
-        if pa.types.is_struct(array.type) and {f.name for f in array.type} == {"bytes", "path"}:
-            array = _plain(array.field("bytes"))  # how Hugging Face stores images
-        if array.null_count and not pa.types.is_floating(array.type):
-            row = array.is_null().to_pylist().index(True)
-            first = self.parts[-1][1]
-            raise DataError(
-                f"column {column!r} has no value in row {self.rows - first + row} of {file}",
-                "fill it, leave the column out with columns=, or store it as a float (a missing one is NaN)",
-            )
+        self.parts.append((name, self.rows))
+        seen = 0
+        for batch in batches:
+            if self.kinds and set(batch.schema.names) != set(self.kinds):
+                raise different(name, batch.schema.names, self.parts[0][0], list(self.kinds))
+            if len(set(batch.schema.names)) != len(batch.schema.names):
+                twice = next(n for n in batch.schema.names if batch.schema.names.count(n) > 1)
+                raise DataError(f"{name} has two columns named {twice!r}", "give each a name of its own")
+            if not batch.num_rows:
+                continue
+            arrays = {}
+            for column, array in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    arrays[column] = _held(array)
+                except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                    raise _no_tensor(column, array.type, name, error) from error
+            arrays = self._without_missing(arrays, name, seen)
+            seen += batch.num_rows
+            count = len(next(iter(arrays.values()))) if arrays else batch.num_rows
+            for column, array in arrays.items():
+                if count:
+                    self._add(column, array, name)
+            self.rows += count
+
+    def close(self) -> None:
+        about = {"rows": self.rows, "columns": self.kinds, "parts": self.parts, "bad": self.bad}
+        (self.folder / "about.json").write_text(json.dumps(about))
+
+    def _without_missing(self, arrays: dict[str, Any], file: str, seen: int) -> dict[str, Any]:
+        """``arrays``, in which no value is missing but those of floats (NaN)."""
+        import pyarrow as pa
+
+        good: NDArray[np.bool_] | None = None
+        for column, array in arrays.items():
+            if not array.null_count or pa.types.is_floating(array.type):
+                continue
+            missing = array.is_null().to_numpy(zero_copy_only=False)
+            row = seen + int(np.flatnonzero(missing)[0])
+            if not self.skips:
+                raise DataError(
+                    f"column {column!r} has no value in row {row} of {file}",
+                    "fill it, leave the column out with columns=, or store it as a float (a missing one is NaN)",
+                )
+            known = missing if good is None else missing & good
+            self.bad += [f"row {seen + i} of {file} has no {column!r}" for i in np.flatnonzero(known).tolist()]
+            good = ~missing if good is None else good & ~missing
+        return arrays if good is None else {column: array.filter(pa.array(good)) for column, array in arrays.items()}
+
+    def _add(self, column: str, array: Any, file: str) -> None:
+        import pyarrow as pa
+
         try:
             kind, values, offsets = _flat(array)
         except (pa.ArrowException, NotImplementedError, TypeError, ValueError) as error:
+            raise _no_tensor(column, array.type, file, error) from error
+        if kind["dtype"] == "<u8" and values.size and values.max() > np.iinfo(np.int64).max:
             raise DataError(
-                f"column {column!r} of {file} is {array.type}, which is no tensor",
-                "numbers, lists of numbers, words and bytes are; choose others with columns=",
-            ) from error
-        kind["file"] = str(i)
-        known = self.kinds.setdefault(column, kind)
-        if known != kind:
+                f"column {column!r} of {file} holds {values.max()}, above what int64 holds",
+                "store it as bytes or words, or leave it out with columns=",
+            )
+        known = self.kinds.setdefault(column, {**kind, "file": str(len(self.kinds))})
+        if known["dtype"] != kind["dtype"]:
+            values = self._joined(column, known, kind, values)
+        if known | {"dtype": ""} != kind | {"dtype": "", "file": known["file"]} or values is None:
             raise DataError(
-                f"column {column!r} of {file} is {kind['dtype']} {kind['shape']}",
-                f"before, it was {known['dtype']} {known['shape']}",
+                f"column {column!r} of {file} is {_said(kind)}",
+                f"in {self.parts[0][0]} it is {_said(known)}",
                 "give it one type and length, or leave it out with columns=",
             )
-        with (self.folder / f"{i}.values").open("ab") as out:
+        with self._file(known, "values").open("ab") as out:
             out.write(np.ascontiguousarray(values).data if values.size else b"")
         if offsets is not None:
             end = self.ends.get(column)
             shifted = offsets.astype(np.int64) - int(offsets[0]) + (end or 0)
-            with (self.folder / f"{i}.offsets").open("ab") as out:
+            with self._file(known, "offsets").open("ab") as out:
                 out.write((shifted if end is None else shifted[1:]).tobytes())
             self.ends[column] = int(shifted[-1])
 
+    def _file(self, kind: dict[str, Any], part: str) -> Path:
+        return self.folder / f"{kind['file']}.{part}"
+
+    def _joined(
+        self, column: str, known: dict[str, Any], kind: dict[str, Any], values: NDArray[Any]
+    ) -> NDArray[Any] | None:
+        """``values`` in a type that holds them and all before them exactly, to which those before are brought; None
+        where there is none."""
+        both = np.promote_types(known["dtype"], kind["dtype"])
+        file = self._file(known, "values")
+        before = np.fromfile(file, known["dtype"])
+        old, new = _exactly(before, both), _exactly(values, both)
+        if old is None or new is None or {known["is"], kind["is"]} & {"text", "bytes"}:
+            return None
+        if known["dtype"] != both.str:
+            file.write_bytes(old.tobytes())
+            known["dtype"] = both.str
+        return new
+
+
+def different(file: str, names: list[str], first: str, wanted: list[str]) -> DataError:
+    """``file`` has other columns than ``first``."""
+    less = ", ".join(repr(n) for n in wanted if n not in names)
+    more = ", ".join(repr(n) for n in names if n not in wanted)
+    common = [n for n in wanted if n in names]
+    return DataError(
+        f"{file} differs in its columns from {first}",
+        " and ".join([f"it lacks {less}"] * bool(less) + [f"it adds {more}"] * bool(more)),
+        f"read what all files have with columns=, {common} say, or open them apart" if common else "open them apart",
+    )
+
+
+def _exactly(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """``values`` as ``dtype`` where that changes none of them."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        cast = values.astype(dtype)
+        return cast if np.array_equal(cast.astype(values.dtype), values, equal_nan=values.dtype.kind == "f") else None
+
+
+def _said(kind: dict[str, Any]) -> str:
+    length = f" of {' x '.join(map(str, kind['shape']))}" if kind["shape"] else ""
+    name = "" if kind["is"] in ("text", "bytes") else f"{np.dtype(kind['dtype']).name} "
+    return f"{name}{kind['is']}{length}"
+
+
+def _no_tensor(column: str, kind: Any, file: str, why: Exception) -> DataError:
+    return DataError(
+        f"column {column!r} of {file} is {kind}, which is no tensor",
+        str(why).split("\n")[0][:200],
+        "numbers, lists of numbers, words and bytes are; choose others with columns=",
+    )
+
+
+def _held(array: Any) -> Any:
+    """What is stored of a column."""
+    import pyarrow as pa
+
+    array = _plain(array)
+    if pa.types.is_struct(array.type) and {f.name for f in array.type} == {"bytes", "path"}:
+        array = _plain(array.field("bytes"))  # how Hugging Face stores images
+    if pa.types.is_nested(array.type) and not _lists_of_numbers(array.type):
+        raise TypeError("structs, maps and lists of lists have no one shape")
+    return array
+
+
+def _lists_of_numbers(kind: Any) -> bool:
+    import pyarrow as pa
+
+    while pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return not pa.types.is_nested(kind) or (
+        (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and not pa.types.is_nested(kind.value_type)
+    )
+
 
 def _plain(array: Any) -> Any:
-    """Without dictionaries, extensions and dates."""
+    """Without dictionaries, extensions, dates and times: these become microseconds."""
     import pyarrow as pa
 
     if isinstance(array, pa.ChunkedArray):
@@ -146,8 +258,10 @@ def _plain(array: Any) -> Any:
         array = array.storage
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type):
-        array = array.cast(pa.timestamp("us")).cast(pa.int64())
+    if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
+        array = array.cast(pa.timestamp("us")).cast(pa.int64())  # since 1970; finer ones that would lose are refused
+    if pa.types.is_time(array.type):
+        array = array.cast(pa.time64("us")).cast(pa.int64())  # since midnight
     if pa.types.is_decimal(array.type):
         array = array.cast(pa.float64())
     return array

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from meshfit.data import tree
 from meshfit.data.blob import Blob, Local, tag_of
-from meshfit.data.columns import Columns, Writer
+from meshfit.data.columns import Columns, Writer, different
 from meshfit.data.images import decode, looks_like_image
 from meshfit.data.order import WINDOW
 from meshfit.data.source import Source
 from meshfit.data.table import Asked, names_in, opened, shaped, understood
+from meshfit.errors import DataError
 
 
 def _metadata(blob: Blob) -> Any:
@@ -40,11 +41,15 @@ class RowGroups(Source):
     def __init__(self, blobs: list[Blob], columns: Asked, images: bool = True):
         self.blobs, self.asked, self.images = blobs, columns, images
         self.groups: list[tuple[int, int]] = []
+        first: Any = None
         firsts = [0]
         for at, blob in enumerate(blobs):
             metadata = _metadata(blob)
+            schema = metadata.schema.to_arrow_schema()
             if at == 0:
-                self.names = names_in(columns, metadata.schema.to_arrow_schema().names)
+                first, self.names = schema, names_in(columns, schema.names)
+            else:
+                self._check(blob, schema, first)
             for i in range(metadata.num_row_groups):
                 self.groups.append((at, i))
                 firsts.append(firsts[-1] + metadata.row_group(i).num_rows)
@@ -52,6 +57,20 @@ class RowGroups(Source):
         self.blocks = self.firsts
         self.waits = not isinstance(blobs[0], Local)
         self._fresh()
+
+    def _check(self, blob: Blob, schema: Any, first: Any) -> None:
+        """Refuse a file whose columns are not those of the first; the order does not matter."""
+        has = [name for name in schema.names if self.asked is None or name in self.names]
+        if set(has) != set(self.names):
+            raise different(blob.name, has, self.blobs[0].name, self.names)
+        for name in self.names:
+            mine, wanted = schema.field(name).type, first.field(name).type
+            if mine != wanted:
+                raise DataError(
+                    f"column {name!r} of {blob.name} is {mine}",
+                    f"in {self.blobs[0].name} it is {wanted}",
+                    "give it one type, or leave it out with columns=",
+                )
 
     def _fresh(self) -> None:
         self._held: OrderedDict[int, dict[str, Any]] = OrderedDict()

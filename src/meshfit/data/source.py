@@ -25,6 +25,8 @@ from meshfit.data import tree
 from meshfit.data.draw import Key
 from meshfit.errors import DataError
 
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 class Source(ABC):
     """Samples by index. A leaf says what it holds (``__len__``, ``fetch``); the methods make new sources of it."""
@@ -71,6 +73,11 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Changes when the samples behind the indices do; a checkpoint keeps it."""
         return f"{type(self).__name__} of {len(self)}"
+
+    @property
+    def left_out(self) -> list[str]:
+        """Rows of a table that could not be converted and were left out, with on_bad="skip", and why."""
+        return []
 
     def state(self) -> dict[str, Any]:
         """What a run has learnt of the data and a resumed one must know: small, plain, for the checkpoint."""
@@ -148,6 +155,10 @@ class Over(Source):
     def fingerprint(self) -> str:
         return self.source.fingerprint
 
+    @property
+    def left_out(self) -> list[str]:
+        return self.source.left_out
+
     def state(self) -> dict[str, Any]:
         return self.source.state()
 
@@ -180,7 +191,13 @@ class Memory(Source):
 
     def fetch(self, ids: NDArray[np.int64]) -> Any:
         index = torch.from_numpy(np.ascontiguousarray(ids))
-        return tree.map_tensors(lambda t: t.index_select(0, index if t.is_cpu else index.to(t.device)), self.arrays)
+
+        def rows(t: torch.Tensor) -> torch.Tensor:
+            if (signed := SIGNED.get(t.dtype)) is not None:  # torch selects none of these
+                return rows(t.view(signed)).view(t.dtype)
+            return t.index_select(0, index if t.is_cpu else index.to(t.device))
+
+        return tree.map_tensors(rows, self.arrays)
 
 
 class Map(Source):

@@ -13,6 +13,7 @@ Bytes that are images are decoded to uint8 (channels, height, width); words stay
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from meshfit.data.bad import within
 from meshfit.data.blob import Blob, Local, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.columns import Columns, Writer
@@ -68,8 +70,14 @@ def shaped(asked: Asked, columns: Mapping[str, Any]) -> Any:
 class Table(Source):
     """Rows of files that were turned into ``Columns`` in the cache when they were first opened."""
 
-    def __init__(self, blobs: list[Blob], kind: str, columns: Asked, cache: Cache, images: bool = True):
+    skips: float = 0.0
+    """Largest share of rows that may be left out when the files are converted; 0: none."""
+
+    def __init__(
+        self, blobs: list[Blob], kind: str, columns: Asked, cache: Cache, images: bool = True, delimiter: str = ""
+    ):
         self.blobs, self.kind, self.asked, self.cache, self.images = blobs, kind, columns, cache, images
+        self.delimiter = delimiter
         self._columns: Columns | None = None
         self._pictures: dict[str, bool] = {}
 
@@ -79,22 +87,51 @@ class Table(Source):
     @property
     def columns(self) -> Columns:
         if self._columns is None:
-            key = f"2 {self.kind} {tag_of(self.blobs)} {self._needed}"
-            self._columns = Columns(self.cache.folder(key, self._convert))
-            names_in(self.asked, self._columns.names)
+            skips = " skipping" if self.skips else ""
+            key = f"3 {self.kind}{self.delimiter} {tag_of(self.blobs)} {self._needed}{skips}"
+            self._columns = held = Columns(self.cache.folder(key, self._convert))
+            names_in(self.asked, held.names)
+            within(held.bad, held.rows + len(held.bad), self.skips)
         return self._columns
+
+    def on_bad(self, what: str, most: float = 0.01) -> Source:
+        """With "skip", rows that cannot be converted are left out too."""
+        if what != "skip":
+            return super().on_bad(what, most)
+        mine = copy(self)
+        mine.skips, mine._columns = most, None
+        return Source.on_bad(mine, what, most)
 
     @property
     def _needed(self) -> list[str] | None:
         """Columns to convert; None: all."""
-        if self.asked is None or self.kind == "json":
+        if self.asked is None:
             return None
-        return sorted(names_in(self.asked, _names(self.blobs[0], self.kind)))
+        return sorted(names_in(self.asked, self._names(self.blobs[0])))
+
+    def _names(self, blob: Blob) -> list[str]:
+        """The columns of one file."""
+        if self.kind == "parquet":
+            import pyarrow.parquet as pq
+
+            return understood(blob, lambda: pq.ParquetFile(opened(blob)).schema_arrow.names)
+        if self.kind == "json":
+            return list(next((row for _, row in _json_rows(blob, [])), {}))
+        first = next(iter(self._batches(blob, None, [])), None)
+        return [] if first is None else first.schema.names
+
+    def _batches(self, blob: Blob, only: list[str] | None, bad: list[str] | None) -> Iterator[Any]:
+        """A file's record batches; rows that cannot be read are an error, or listed in ``bad``."""
+        readers = {"parquet": _parquet, "arrow": _arrow, "csv": _csv, "json": _json}
+        more = {"csv": (self.delimiter, bad), "json": (bad,)}.get(self.kind, ())
+        made = understood(blob, lambda: iter(readers[self.kind](blob, only, *more)))
+        while (batch := understood(blob, lambda: next(made, None))) is not None:
+            yield batch
 
     def _convert(self, folder: Path) -> None:
-        writer, only = Writer(folder), self._needed
+        writer, only = Writer(folder, skips=self.skips > 0), self._needed
         for blob in self.blobs:
-            writer.add_file(blob.name, _batches(blob, self.kind, only))
+            writer.add_file(blob.name, self._batches(blob, only, writer.bad if self.skips else None))
         writer.close()
 
     def __len__(self) -> int:
@@ -125,6 +162,10 @@ class Table(Source):
     def fingerprint(self) -> str:
         return f"{self.kind} {tag_of(self.blobs)} {len(self)}"
 
+    @property
+    def left_out(self) -> list[str]:
+        return self.columns.bad
+
 
 def parquet(url: Url | Sequence[Url], *, columns: Asked = None, **options: Any) -> Source:
     """Rows of Parquet files: a file, a folder, a pattern, here or in the cloud."""
@@ -136,9 +177,10 @@ def arrow(url: Url | Sequence[Url], *, columns: Asked = None, **options: Any) ->
     return table(url, "arrow", (".arrow", ".feather", ".ipc"), columns, **options)
 
 
-def csv(url: Url | Sequence[Url], *, columns: Asked = None, **options: Any) -> Source:
-    """Rows of CSV (or TSV) files with a header."""
-    return table(url, "csv", (".csv", ".tsv", ".csv.gz", ".tsv.gz"), columns, **options)
+def csv(url: Url | Sequence[Url], *, columns: Asked = None, delimiter: str = "", **options: Any) -> Source:
+    """Rows of CSV (or TSV) files with a header; ``delimiter`` stands between the columns, by default a comma (a tab in
+    .tsv)."""
+    return table(url, "csv", (".csv", ".tsv", ".csv.gz", ".tsv.gz"), columns, delimiter=delimiter, **options)
 
 
 def jsonl(url: Url | Sequence[Url], *, columns: Asked = None, **options: Any) -> Source:
@@ -156,6 +198,7 @@ def table(
     cache: Cache | Url | None = None,
     decode: bool = True,
     on_bad: str = "stop",
+    delimiter: str = "",
 ) -> Source:
     held = Cache.of(cache)
     blobs = find(url, endings, storage=storage, cache=held)
@@ -164,7 +207,7 @@ def table(
 
         if decoded_bytes(blobs) > held.most / 2:
             return RowGroups(blobs, columns, images=decode).on_bad(on_bad)
-    return Table(blobs, kind, columns, held, decode).on_bad(on_bad)
+    return Table(blobs, kind, columns, held, decode, delimiter).on_bad(on_bad)
 
 
 def opened(blob: Blob) -> Any:
@@ -211,29 +254,12 @@ class _Reader:
     def flush(self) -> None: ...
 
 
-def _names(blob: Blob, kind: str) -> list[str]:
-    """The columns of one file."""
-    if kind == "parquet":
-        import pyarrow.parquet as pq
-
-        return understood(blob, lambda: pq.ParquetFile(opened(blob)).schema_arrow.names)
-    return next(iter(_batches(blob, kind, None))).schema.names
-
-
-def _batches(blob: Blob, kind: str, only: list[str] | None) -> Iterator[Any]:
-    """A file's record batches."""
-    reader = {"parquet": _parquet, "arrow": _arrow, "csv": _csv, "json": _json}[kind]
-    made = understood(blob, lambda: iter(reader(blob, only)))
-    while (batch := understood(blob, lambda: next(made, None))) is not None:
-        yield batch
-
-
 def understood(blob: Blob, act: Any) -> Any:
     import pyarrow as pa
 
     try:
         return act()
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:  # Arrow's own are OSErrors, too
         raise DataError(f"{blob.name} cannot be read", str(error).split("\n")[0][:300]) from error
 
 
@@ -255,41 +281,100 @@ def _arrow(blob: Blob, only: list[str] | None) -> Iterable[Any]:
     return (batch.select(only) if only else batch for batch in batches)
 
 
-def _csv(blob: Blob, only: list[str] | None) -> Iterable[Any]:
+def _csv(blob: Blob, only: list[str] | None, delimiter: str, bad: list[str] | None) -> Iterable[Any]:
     import pyarrow as pa
     from pyarrow import csv
 
-    how = csv.ParseOptions(delimiter="\t" if ".tsv" in blob.name.lower() else ",")
+    def file() -> Any:
+        return pa.CompressedInputStream(opened(blob), "gzip") if blob.name.endswith(".gz") else opened(blob)
+
+    def skipped(row: Any) -> str:
+        assert bad is not None
+        where = f"row {row.number - 2} of {blob.name}" if row.number else f"a row of {blob.name}"
+        bad.append(f"{where} has {row.actual_columns} values for {row.expected_columns} columns: {row.text[:80]!r}")
+        return "skip"
+
+    separator = delimiter or ("\t" if ".tsv" in blob.name.lower() else ",")
+    if not delimiter:
+        _one_column(blob, file(), separator)
+    how = csv.ParseOptions(delimiter=separator, invalid_row_handler=None if bad is None else skipped)
     # Types are inferred over the whole file, not its first megabyte: a 1.5 may follow a million whole numbers.
     if blob.size <= 2**31 - 2**20:
         block = max(blob.size * (12 if blob.name.endswith(".gz") else 1), 2**16) + 2**16
         read = csv.ReadOptions(block_size=min(block, 2**31 - 2**20))
     else:
         read = csv.ReadOptions(block_size=2**28)
-    file: Any = opened(blob)
-    if blob.name.endswith(".gz"):
-        file = pa.CompressedInputStream(file, "gzip")
     convert = csv.ConvertOptions(include_columns=only or [])
-    return csv.open_csv(file, read_options=read, parse_options=how, convert_options=convert)
+    return csv.open_csv(file(), read_options=read, parse_options=how, convert_options=convert)
 
 
-def _json(blob: Blob, only: list[str] | None) -> Iterable[Any]:
-    import gzip
+def _one_column(blob: Blob, file: Any, separator: str) -> None:
+    """Refuse a file whose header holds no separator, but what others separate columns with."""
+    header = file.read(2**16).partition(b"\n")[0].decode("utf-8", "replace").strip()
+    if separator in header:
+        return
+    other = max(";\t|,", key=header.count)
+    if other in header:
+        raise DataError(
+            f"{blob.name} would be one column, {header[:60]!r}",
+            f"its header holds {other!r} and no {separator!r}",
+            f"say what separates its columns: delimiter={other!r}",
+        )
 
+
+def _json(blob: Blob, only: list[str] | None, bad: list[str] | None) -> Iterable[Any]:
     import pyarrow as pa
+
+    names, rows = only, []
+    first = 0
+    for number, row in _json_rows(blob, bad):
+        if names is None:
+            names, first = list(row), number
+        wrong = [name for name in names if name not in row]
+        more = [name for name in row if name not in names] if only is None else []
+        if wrong or more:
+            text = f"line {number} of {blob.name}"
+            what = f"lacks {wrong[0]!r}" if wrong else f"has {more[0]!r}"
+            if bad is None:
+                than = f"which line {first} {'has' if wrong else 'lacks'}" if first else "which columns= names"
+                raise DataError(f"{text} {what}, {than}", "give every line the same keys, or name them with columns=")
+            bad.append(f"{text} {what}")
+            continue
+        rows.append(row)
+    if not rows:
+        return []
+    try:
+        columns = {name: pa.array([row[name] for row in rows]) for name in names or []}
+    except pa.ArrowException:  # which column it is
+        for name in names or []:
+            try:
+                pa.array([row[name] for row in rows])
+            except pa.ArrowException as error:
+                raise DataError(f"{name!r} of {blob.name} is of several types", str(error)[:200]) from error
+        raise
+    return pa.table(columns).combine_chunks().to_batches()
+
+
+def _json_rows(blob: Blob, bad: list[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of the lines, and the numbers of these, from 1."""
+    import gzip
 
     text = bytes(blob.read())
     lines = (gzip.decompress(text) if blob.name.endswith(".gz") else text).splitlines()
-    rows = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"line {number} of {blob.name}"
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"line {number + 1} of {blob.name} is not JSON", str(error)) from error
-        if not isinstance(row, dict):
-            raise DataError(f"line {number + 1} of {blob.name} is no object", '{"text": "...", "label": 3}, say')
-        rows.append(row)
-    whole = pa.Table.from_pylist(rows)
-    return whole.combine_chunks().to_batches() if rows else []
+            if bad is None:
+                raise DataError(f"{where} is not JSON", str(error)) from error
+            bad.append(f"{where} is not JSON")
+            continue
+        if isinstance(row, dict):
+            yield number, row
+        elif bad is None:
+            raise DataError(f"{where} is no object", '{"text": "...", "label": 3}, say')
+        else:
+            bad.append(f"{where} is no object")

@@ -105,8 +105,24 @@ def tars(
     """Samples of WebDataset tars; ``columns`` are endings: ("jpg", "cls"). See table.py for what it can say."""
     held = Cache.of(cache)
     blobs = find(url, (".tar",), storage=storage, cache=held)
-    index = held.folder(f"tars 1 {tag_of(blobs)}", lambda place: _index(blobs, place))
+    index = held.folder(f"tars 2 {tag_of(blobs)}", lambda place: _index(blobs, place))
     return Tars(blobs, columns, index).on_bad(on_bad)
+
+
+def _check_end(blob: Blob, end: int) -> None:
+    """Refuse a tar that does not end at ``end``, where the last header was found: a block of zeros marks the end, and
+    nothing comes after it. Python's tarfile takes any other end for one."""
+    after = np.frombuffer(bytes(blob.read(end, min(blob.size, end + 2**20))) if end < blob.size else b"", np.uint8)
+    if len(after) < tarfile.BLOCKSIZE:
+        raise DataError(
+            f"{blob.name} is cut short", f"its {blob.size} bytes have no end-of-archive marker", "copy it again"
+        )
+    if after[: tarfile.BLOCKSIZE].any():
+        raise DataError(f"{blob.name} is no tar after its first {end} bytes", "it is damaged: copy it again")
+    if after.any():
+        raise DataError(
+            f"{blob.name} goes on after its end, at byte {end}", "tars joined by cat? give each as a file of its own"
+        )
 
 
 def _index(blobs: list[Blob], place: Path) -> None:
@@ -123,10 +139,10 @@ def _index(blobs: list[Blob], place: Path) -> None:
                     stem, _, ending = base.partition(".")
                     parts = known.setdefault(f"{folder}{slash}{stem}", {})
                     parts[ending] = (member.offset_data, member.offset_data + member.size)
+                end = tar.offset
         except tarfile.TarError as error:
             raise DataError(f"{blob.name} is no tar, or is cut short", str(error)) from error
-        if any(stop > blob.size for parts in known.values() for _, stop in parts.values()):
-            raise DataError(f"{blob.name} is cut short")
+        _check_end(blob, end)
         rows += [(number, name, parts) for name, parts in known.items()]
     endings = sorted({ending for _, _, parts in rows for ending in parts})
     held = [[n, *(x for ending in endings for x in parts.get(ending, (-1, -1)))] for n, _, parts in rows]
