@@ -1,9 +1,10 @@
 # make demo: trains the example on a fresh machine.   make test: all tests.   make check: what CI runs.
+# make wide: the libraries of benchmarks/zoo_wide.py.
 PYTHON ?= python3
 VENV := .venv/bin
 PIP := $(VENV)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check clean
+.PHONY: demo test check wide clean
 
 demo: .venv/demo
 	$(VENV)/python examples/digits.py
@@ -29,6 +30,11 @@ check: .venv/dev
 	$(PIP) --no-deps --upgrade --target .venv/torchvision torchvision
 	command -v chromium >/dev/null || apt-get install -qq -y --no-install-recommends chromium >/dev/null || echo "no Chromium: tests of pages are skipped"
 	touch $@ .venv/demo
+
+wide: .venv/dev
+	$(PIP) --editable ".[wide]"
+	$(PIP) --no-deps neuraloperator tensorly tensorly-torch configmypy ruamel.yaml zencfg
+	$(PIP) --no-deps --upgrade --target .venv/torchvision timm
 
 # torchvision lies beside the environment: its wheel needs a CUDA torch, and transformers would stumble over it.
 clean:

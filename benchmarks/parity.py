@@ -4,6 +4,7 @@
     python benchmarks/parity.py --axes shard    # or tensor, schedule, exchange, more, all
     python benchmarks/parity.py --models gpt2,resnet10 --plans "data=2;data=4"
     python benchmarks/parity.py --rounding      # what the order of summing alone does to one device
+    python benchmarks/parity.py --zoo wide      # models of many more libraries, by `make wide`; --part 1/4
 
 Trains every model of the zoo for 20 steps under every plan of ``TRIALS`` and compares with ``train_alone``, a
 plain loop in this process: the loss of each step, the weights after the last (as one vector: a tensor whose
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 import meshfit
 from meshfit.errors import MeshfitError, NonFiniteError, RankError
+from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up under the name benchmarks.zoo
@@ -38,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up u
 from benchmarks import tensor_table, zoo_experts
 from benchmarks.zoo import CASES, ZOO, Case, train_alone
 from benchmarks.zoo_branches import BRANCHES
+from benchmarks.zoo_wide import WIDE, WideCase
 
-EVERY = {case.name: case for case in (*CASES, *zoo_experts.CASES, *BRANCHES.values())}
+EVERY = {case.name: case for case in (*CASES, *zoo_experts.CASES, *BRANCHES.values(), *WIDE)}
 """Beside the zoo's, models that only trials which name them train."""
 
 MIXTURES = ("mixtral", *(case.name for case in zoo_experts.CASES))
@@ -75,6 +78,11 @@ class Trial:
         """BatchNorm is over each of them by itself, on one device too."""
         found = re.search(r"microbatches=(\d+)", self.plan)
         return int(found[1]) if found else 1
+
+    @property
+    def axes(self) -> set[str]:
+        """Words of the plan that spread a model."""
+        return {key for key, _ in re.findall(r"(\w+)=(\d+)", self.plan) if key in (*DEGREES, "server")}
 
     @property
     def averaged(self) -> bool:
@@ -143,6 +151,21 @@ TRIALS = (
 )
 """Of 30 samples in batches of 8, the last of an epoch has 6: uneven microbatches, and fewer of them."""
 
+WIDE_TRIALS = tuple(
+    Trial(axis="wide", plan=plan, samples=18, steps=6, models=tuple(case.name for case in WIDE))
+    for plan in (
+        "data=2",
+        "shard=2",
+        "tensor=2",
+        "pipeline=2 microbatches=2",
+        "context=2",
+        "server=1 data=2",
+        "data=2 tensor=2",
+        "shard=2 pipeline=2 microbatches=2",
+    )
+)
+"""For the wider zoo: batches of 8, 8 and 2."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -156,6 +179,8 @@ class Outcome:
     seconds: float = 0.0
     refused: bool = False
     """Whether meshfit said beforehand that it cannot."""
+    applies: bool = True
+    """Whether the case said beforehand that the plan is for it."""
     remarks: tuple[str, ...] = ()
     """Where it is too far off, or why it did not run."""
 
@@ -231,7 +256,8 @@ def judge(case: Case, trial: Trial, train: Callable[[Case, Trial], Trained]) -> 
             got = dict(train(case, trial)[1].named_parameters())
             off, seconds = distance(got, state, list(state)), time.perf_counter() - start
             return Outcome(model=case.name, plan=trial.plan, loss=0.0, weights=off, seconds=seconds)
-        losses, state = reference(case.name, trial.samples, trial.batch_size, trial.steps, trial.microbatches)
+        parts = trial.microbatches if batch_norms(case.build()) else 1
+        losses, state = reference(case.name, trial.samples, trial.batch_size, trial.steps, parts)
         start = time.perf_counter()
         got_losses, model = train(case, trial)
     except Exception as error:
@@ -308,13 +334,20 @@ def summary(outcomes: list[Outcome]) -> str:
     passed, limits = sum(outcome.ok for outcome in outcomes), f"{LOSS_LIMIT:.0e} / {WEIGHT_LIMIT:.0e}"
     counts = f"{len(outcomes) - len(ran)} refused, {len(ran) - passed} failed"
     text = f"{passed} of {len(outcomes)} runs train like one device (limits {limits}), {counts}"
+    if apply := [outcome for outcome in outcomes if not outcome.applies]:
+        others = [outcome for outcome in outcomes if outcome.applies]
+        right = sum(outcome.ok for outcome in others)
+        text += (
+            f"; where the plan applies {right} of {len(others)}, elsewhere {sum(o.ok for o in apply)} of {len(apply)}"
+        )
     return f"{text}; worst: {worst('loss')}, {worst('weights')}, {worst('buffers')}" if ran else text
 
 
 def kept(outcomes: list[Outcome]) -> bool:
-    """Whether all that ran passed, and enough ran."""
-    passed = sum(outcome.ok for outcome in outcomes)
-    return all(outcome.ok or outcome.refused for outcome in outcomes) and passed >= GOAL * len(outcomes)
+    """Whether all that ran passed, and enough of those that apply ran."""
+    apply = [outcome for outcome in outcomes if outcome.applies]
+    passed = sum(outcome.ok for outcome in apply)
+    return all(outcome.ok or outcome.refused for outcome in outcomes) and passed >= GOAL * len(apply)
 
 
 def record(outcome: Outcome) -> dict:
@@ -326,21 +359,27 @@ def record(outcome: Outcome) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--models", help="names, with commas between")
+    parser.add_argument("--zoo", default="first", choices=["first", "wide"])
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th model from the i-th on")
     parser.add_argument("--axes", default="data", choices=["all", *sorted({trial.axis for trial in TRIALS})])
     parser.add_argument("--plans", help='plans, with semicolons between: "data=2;data=3"')
     parser.add_argument("--rounding", action="store_true", help="compare one device with itself, summing in reverse")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     options = parser.parse_args()
 
-    asked = options.models.split(",") if options.models else list(EVERY)
+    wide = options.zoo == "wide"
+    names = [case.name for case in WIDE] if wide else list(EVERY)
+    asked = options.models.split(",") if options.models else names
     if unknown := set(asked) - set(EVERY):
         parser.error(f"no model {', '.join(sorted(unknown))}; known: {', '.join(EVERY)}")
     cases = [case for case in EVERY.values() if case.name in asked]
-    trials = [trial for trial in TRIALS if options.axes in ("all", trial.axis)]
+    part, parts = map(int, options.part.split("/"))
+    cases = cases[part - 1 :: parts]
+    trials = list(WIDE_TRIALS) if wide else [trial for trial in TRIALS if options.axes in ("all", trial.axis)]
     if options.plans:
         known = {trial.plan: trial for trial in reversed(trials)}
         plans = [plan.strip() for plan in options.plans.split(";")]
-        models = tuple(asked if options.models else ZOO)
+        models = tuple(asked if options.models or wide else ZOO)
         trials = [replace(known.get(plan, Trial(plan=plan)), models=models) for plan in plans]
 
     console, progress = Console(), Console(stderr=True)
@@ -350,7 +389,8 @@ def main() -> int:
         for trial in trials:
             if case.name not in trial.models:
                 continue
-            outcomes.append(judge(case, trial, sum_in_reverse if options.rounding else fit))
+            applies = not isinstance(case, WideCase) or trial.axes <= case.axes
+            outcomes.append(replace(judge(case, trial, sum_in_reverse if options.rounding else fit), applies=applies))
             progress.print(
                 f"{case.name:16} {trial.plan:27} {outcomes[-1]} {outcomes[-1].seconds:.1f} s", highlight=False
             )
