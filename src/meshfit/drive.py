@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from meshfit import layout, serve, served
 from meshfit.checkpoint.gently import ends_gently
 from meshfit.checkpoint.going_on import folder_to_resume, saved
-from meshfit.errors import JobError, NonFiniteError
+from meshfit.errors import JobError, MeshfitError, NonFiniteError
 from meshfit.feed import Begun, Feed, Late
 from meshfit.job import Job
-from meshfit.launch import heap, listen
+from meshfit.launch import heap, listen, twins
 from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, connect, from_environment
@@ -63,11 +63,12 @@ Tap = Callable[[Run], None]
 
 def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
-    given = from_environment()
     if job.join is not None:
         from meshfit.joined import Joined
 
         return Joined(job, lockstep, tap)
+    twins.check(independent=job.independent, devices=_named(job.plan))
+    given = from_environment()
     if given is not None:
         serve.refuse_torchrun(job)
         return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
@@ -80,6 +81,14 @@ def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
             f"batch_size: {job.batch_size} is {settled.batch_size} over {_plan(settled).devices} devices"
         )
     return training
+
+
+def _named(plan: Plan | str) -> int | None:
+    """Devices that a plan names; None where it leaves that open."""
+    try:
+        return (plan if isinstance(plan, Plan) else Plan.parse(plan)).devices
+    except MeshfitError:  # "auto", or a plan that is refused with more to say later
+        return None
 
 
 class Training:
@@ -138,7 +147,7 @@ class Here(Training):
         assert isinstance(job.devices, Devices)
         self.world = world or World(0, 1, job.devices.device(0))
         if self.world.size > 1:
-            connect(self.world)
+            connect(self.world, timeout=job.timeout)
         else:
             heap.keep()
         self.writes &= self.world.rank == 0
@@ -245,6 +254,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
     how: dict[str, Any] = {
         "size": plan.devices,
         "devices": job.devices,
+        "timeout": job.timeout,
         "spare": [w * plan.crew + i for w in serve.spare(work.job) for i in range(plan.crew)] if serves else (),
         "crew": plan.crew,
         "log": work.folder if isinstance(work, Work) else None,
@@ -345,7 +355,7 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
     given = from_environment()
     built = replace(job, model=job.build())
     if given is not None and given.size > 1:
-        connect(given)
+        connect(given, timeout=job.timeout)
         results: list[Any] = [None] * given.size
         with _as_found(built.model, given):
             dist.all_gather_object(results, work(built, given))

@@ -122,6 +122,14 @@ class Job:
     join: str | None = None
     """Be workers of the run that listens there, one for each device; its plan, and its end, are this one's."""
 
+    timeout: float = 600.0
+    """Seconds that a rank may wait for the others in a collective; then the training ends with an error. A rank that
+    stands still is reported long before."""
+
+    independent: bool = False
+    """Train here alone although srun, mpirun or Kubernetes started several such processes: a sweep, say. Without it
+    they are refused, unless torchrun joins them to one training. MESHFIT_INDEPENDENT=1 says the same."""
+
     @classmethod
     def of(cls, asked: dict[str, Any]) -> Self:
         """From keywords, with a word on unknown ones."""
@@ -146,6 +154,8 @@ class Job:
         for name in ("epochs", "steps", "clip", "valid_every", "patience"):
             value = getattr(self, name)
             _check(value is None or (_number(value) and value > 0), name, value, "a number above 0")
+        _check(_number(self.timeout) and self.timeout > 0, "timeout", self.timeout, "a number of seconds above 0")
+        _check(isinstance(self.independent, bool), "independent", self.independent, "True or False")
         _check(
             self.ema is None or (_number(self.ema) and 0 < self.ema < 1),
             "ema",

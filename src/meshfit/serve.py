@@ -33,8 +33,7 @@ from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
 from meshfit.run import Run
 
-PATIENCE = 600.0  # seconds for which a worker or server may be silent
-EVALUATING = 24 * 3600.0  # ... where one worker may evaluate, or save, while the others wait for it
+EVALUATING = 24 * 3600.0  # seconds of silence where one worker may evaluate, or save, while the others wait for it
 SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or, of much, one step for every 4 MiB
 
 
@@ -202,7 +201,8 @@ def _snapshot_steps(run: Run) -> int:
 
 
 def patience_of(job: Job) -> float:
-    return PATIENCE if job.valid is None and job.checkpoint is None else EVALUATING
+    """Seconds for which a worker or server may be silent."""
+    return job.timeout if job.valid is None and job.checkpoint is None else max(job.timeout, EVALUATING)
 
 
 def plan_of(job: Job) -> Plan:

@@ -2,6 +2,7 @@
 
     devices.py    which devices a run may use
     local.py      ``Ranks``: start ranks on this machine, talk with them, end them
+    twins.py      refuses processes that a launcher started beside each other, and that no world joins
     world.py      who a rank is, and its process group; torchrun's ranks are read here
     rank.py       what a rank does from its first breath to its last
     warm.py       the caller's hold on the template

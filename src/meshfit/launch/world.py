@@ -13,7 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from meshfit.launch import heap
+from meshfit.errors import JobError
+from meshfit.launch import heap, twins
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,28 @@ class World:
 
 
 def from_environment() -> World | None:
-    """This process's place if torchrun started it, else None."""
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+    """This process's place if torchrun started it, or who did has set what torchrun sets; else None."""
+    if not set(twins.WORLD) <= os.environ.keys():
         return None
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local % torch.cuda.device_count()) if gpu else torch.device("cpu")
-    return World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+    rank, size = (twins.number(os.environ, name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None or size is None or rank >= size:
+        said = ", ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
+        raise JobError(f"{said} is no place in a world", "RANK counts from 0 to WORLD_SIZE - 1")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", _local_rank(size, gpus) % gpus) if gpus else torch.device("cpu")
+    return World(rank, size, device)
+
+
+def _local_rank(size: int, gpus: int) -> int:
+    """Which rank of its host this is: not guessed where ranks would then share a GPU."""
+    local = twins.local_rank()
+    each = twins.number(os.environ, "PET_NPROC_PER_NODE") or 1
+    if local is None and (each > 1 or (size > 1 and gpus > 1)):
+        raise JobError(
+            f"LOCAL_RANK is not set, and this rank sees {gpus} GPUs: it cannot tell which one is its own",
+            "torchrun sets it; where ranks are started otherwise, export LOCAL_RANK, or show each rank one GPU",
+        )
+    return local or 0
 
 
 def connect(world: World, *, folder: str | None = None, timeout: float = 600.0) -> None:
