@@ -6,10 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from tests.test_resume import fit, weights
+from tests.test_resume import X, Y, fit, weights
 
 SCRIPT = """
 import sys, time
@@ -86,3 +87,75 @@ def test_without_checkpoints_signals_are_as_ever(tmp_path: Path) -> None:
     fit(tmp_path / "run", steps=2, checkpoint=1, callbacks=[lambda step: seen.append(signal.getsignal(signal.SIGTERM))])
     assert before not in seen[2:]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+STARTING = """
+import sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.test_resume import X, Y, fit
+
+def slow():
+    (Path({out!r}).parent / "starting").touch()
+    time.sleep(60)
+    return X, Y
+
+if __name__ == "__main__":
+    fit(Path({out!r}), steps=3, plan={plan!r}, checkpoint=1, data=slow)
+    print("to the end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "number", "before"),
+    [
+        ("data=2", signal.SIGTERM, []),
+        ("data=1", signal.SIGINT, []),
+        ("data=2", signal.SIGTERM, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
+    ],
+    ids=["SIGTERM", "Ctrl-C", "torchrun"],
+)
+def test_a_signal_while_it_starts_ends_it_at_once(
+    plan: str, number: signal.Signals, before: list[str], tmp_path: Path
+) -> None:
+    out, script = tmp_path / "run", tmp_path / "train.py"
+    script.write_text(STARTING.format(root=str(Path(__file__).parents[1]), out=str(out), plan=plan))
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run behind a shell, it is ignored
+    process = subprocess.Popen(
+        [sys.executable, *before, str(script)], stdout=-1, stderr=-1, text=True, preexec_fn=heard
+    )
+    until = time.monotonic() + 120
+    while not (tmp_path / "starting").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    said, told = process.communicate(timeout=50)
+    assert "to the end" not in said
+    assert "ends now, it was still starting" in told
+    assert "saved;" not in told
+    if not before:
+        assert process.returncode == (128 + number if number == signal.SIGTERM else -number), told
+    assert process.returncode != 0
+    assert not (out / "stop").exists()
+    assert not list(out.glob("checkpoints/*-step-*"))
+    psutil.wait_procs(below, timeout=10)
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in below)
+
+
+def test_a_file_made_while_it_starts_ends_it_after_a_step(tmp_path: Path) -> None:
+    def slow() -> tuple[torch.Tensor, torch.Tensor]:
+        if not (tmp_path / "asked").exists():
+            (tmp_path / "run" / "stop").touch()
+        (tmp_path / "asked").touch()
+        return X, Y
+
+    ended = fit(tmp_path / "run", steps=100_000, plan="data=2", checkpoint=100_000, data=slow)
+    assert any("as asked" in note for note in ended.notes)
+    assert not (tmp_path / "run" / "stop").exists()
+
+
+def test_a_file_of_before_ends_nothing(tmp_path: Path) -> None:
+    fit(tmp_path / "run", steps=2, checkpoint=1)
+    (tmp_path / "run" / "stop").touch()
+    ended = fit(tmp_path / "run", steps=60, checkpoint=1000, resume=True, callbacks=[lambda step: time.sleep(0.02)])
+    assert ended.history[-1].step == 60

@@ -37,7 +37,7 @@ def fit(out: Path | None = None, steps: int = 12, plan: str = "data=1", **asked:
         "clip": 1.0,
         "ema": 0.9,
     }
-    return meshfit.fit(network, (X, Y), **{**given, **asked})
+    return meshfit.fit(network, **{"data": (X, Y), **given, **asked})
 
 
 def weights(result: meshfit.Result) -> dict[str, torch.Tensor]:

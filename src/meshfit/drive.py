@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit import layout, serve, served
-from meshfit.checkpoint.gently import ends_gently
+from meshfit.checkpoint.gently import Gently, ends_gently
 from meshfit.checkpoint.going_on import folder_to_resume, saved
 from meshfit.errors import JobError, MeshfitError, NonFiniteError
 from meshfit.feed import Begun, Feed, Late
@@ -160,7 +160,7 @@ class Here(Training):
         from meshfit.loop import train
 
         saves = self.folder if self.job.checkpoint is not None else None
-        with ends_gently(saves), _as_found(self.model, self.world):
+        with ends_gently(saves, first=self.writes) as gently, _as_found(self.model, self.world):
             kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
             run = kind(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
             self.notes, self.last_step = [*self.said, *run.notes], run.last_step
@@ -170,6 +170,7 @@ class Here(Training):
             try:
                 with saved(run, self.folder) as save, observed(run):
                     self.notes = [*self.said, *run.notes]
+                    gently.begun = True
                     for step in train(run, stop=lambda: self._stop):
                         asked = save()
                         yield step
@@ -210,16 +211,17 @@ class Ranked(Training):
 
     def _steps(self) -> Generator[Step, None, None]:
         try:
-            with ends_gently(self.folder if self.job.checkpoint is not None else None):
-                yield from self._heard()
+            with ends_gently(self.folder if self.job.checkpoint is not None else None) as gently:
+                yield from self._heard(gently)
         except KeyboardInterrupt:  # where this process waited for its ranks helps nobody
             raise KeyboardInterrupt from None
 
-    def _heard(self) -> Generator[Step, None, None]:
+    def _heard(self, gently: Gently) -> Generator[Step, None, None]:
         seen: set[int] = set()
         with self._ranks() as ranks:
             for rank, message in ranks.messages():
                 if isinstance(message, Begun):
+                    gently.begun = True
                     self.notes, self.last_step = [*self.said, *message.notes], message.last_step
                 elif isinstance(message, Outcome):  # the last words of ranks that will raise
                     load(self.model, message.weights)

@@ -1,7 +1,8 @@
 """Ctrl-C and SIGTERM while checkpoints are kept: the training ends after a step, saved, not in the middle of one.
 
 The first signal leaves a file in the run's folder, which all ranks look for about twice a second, at the same step;
-the second ends it at once. Whoever cannot send a signal can make the file: ``touch runs/a/stop``.
+the second ends it at once. So does the first one while ranks start: there is nothing to save yet. Whoever cannot send a
+signal can make the file: ``touch runs/a/stop``.
 """
 
 import signal
@@ -19,29 +20,44 @@ NAME = "stop"
 LOOK = Cadence(seconds=0.5)
 
 
-@contextmanager
-def ends_gently(folder: Path | None) -> Iterator[None]:
-    """While a training runs in ``folder``; afterwards, if a signal came, it is acted on. None: signals act at once."""
-    if folder is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
+class Gently:
+    """How a signal is answered."""
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:
+    def __init__(self, folder: Path):
+        self.file = folder / NAME
+        self.begun = False
+        """Whether there are steps to end after; until then a signal ends it at once."""
+        self.came: list[int] = []
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        self.came.append(number)
+        if len(self.came) > 1:
             _act(number)
-        (folder / NAME).touch()
+        if not self.begun:
+            print("\nmeshfit: ends now, it was still starting: nothing was saved", file=sys.stderr, flush=True)
+            _act(number)
+        self.file.touch()
         print("\nmeshfit: ends after this step, saved; once more ends at once", file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+
+@contextmanager
+def ends_gently(folder: Path | None, *, first: bool = True) -> Iterator[Gently]:
+    """While a training runs in ``folder``; afterwards, if a signal came, it is acted on. None: signals act at once.
+    The ``first`` process of a training takes away a file of before."""
+    gently = Gently(folder or Path())
+    if folder is not None and first:
+        gently.file.unlink(missing_ok=True)
+    if folder is None or threading.current_thread() is not threading.main_thread():
+        yield gently
+        return
+    before = {number: signal.signal(number, gently.ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield gently
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if came:
-        _act(came[0])
+    if gently.came:
+        _act(gently.came[0])
 
 
 def _act(number: int) -> None:
@@ -51,13 +67,10 @@ def _act(number: int) -> None:
 
 
 class Asked:
-    """Whether the training is to end; all ``ranks`` ask after every step. The ``first`` takes away a file of
-    before."""
+    """Whether the training is to end; all ``ranks`` ask after every step."""
 
-    def __init__(self, folder: Path, ranks: Ranks, *, first: bool):
-        self.file, self.ranks, self.first, self.due = folder / NAME, ranks, first, Due(LOOK, ranks)
-        if first:
-            self.file.unlink(missing_ok=True)
+    def __init__(self, folder: Path, ranks: Ranks):
+        self.file, self.ranks, self.due = folder / NAME, ranks, Due(LOOK, ranks)
 
     def now(self, step: int) -> bool:
         if not self.due.now(step):

@@ -40,7 +40,7 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
         return
     assert folder is not None
     saver, last = Saver(folder / manifest.INSIDE, every=job.checkpoint), run.step
-    asked = Asked(folder, Ranks(run.world.rank, run.world.size), first=False)
+    asked = Asked(folder, Ranks(run.world.rank, run.world.size))
     saving = False
 
     def begin(*, first: bool) -> None:
@@ -55,7 +55,7 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.05)
-        asked = Asked(folder, saver.ranks, first=first and saver.ranks.rank == 0)
+        asked = Asked(folder, saver.ranks)
 
     def after() -> bool:
         nonlocal last
