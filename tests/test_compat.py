@@ -41,6 +41,45 @@ def test_loss_scale_kernel_is_there() -> None:
     assert callable(torch._amp_update_scale_)
 
 
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[override]
+        return 2 * gradient
+
+
+_double = _Double.apply
+
+
+def test_functions_are_watched_however_they_are_called() -> None:
+    seen = []
+
+    def watch(function, apply, args, kwargs):
+        seen.append(function)
+        return apply(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    with torch_compat.watched_functions(watch), torch_compat.watched_functions(watch):
+        (_double(x) + _Double.apply(x)).sum().backward()  # type: ignore[operator]
+    _double(x)
+    assert seen == [_Double] * 4
+    assert torch.equal(x.grad, torch.full((2,), 4.0))  # type: ignore[arg-type]
+
+
+def test_a_node_knows_whether_backward_will_come_to_another() -> None:
+    said = []
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    beside = x.clone()
+    product = y * beside
+    product.grad_fn.register_hook(lambda *_: said.append(torch_compat.will_run(beside.grad_fn)))  # type: ignore[union-attr]
+    torch.autograd.grad(product.sum(), y, retain_graph=True)
+    product.sum().backward()
+    assert said == [False, True]
+
+
 def _in_a_world_of_two(world: World, _: object) -> list[object]:
     """Four ranks, two by two: what they sum within their own two, within a group made there, and with the others."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]

@@ -1,6 +1,10 @@
 """Every private or version-dependent piece of torch that meshfit leans on, in one place; tests/test_compat.py
 checks each. Supported: torch 2.11 to 2.13."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -29,3 +33,33 @@ def become_world(group: dist.ProcessGroup, *outside: dist.ProcessGroup) -> None:
 def in_backward() -> bool:
     """Whether autograd is running backward in this thread: what it calls is computed again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def will_run(node: Any) -> bool:
+    """Within a backward: whether it will come to ``node``, or was asked for its gradient."""
+    return torch._C._will_engine_execute_node(node)
+
+
+@contextmanager
+def watched_functions(watch: Callable[..., Any]) -> Iterator[None]:
+    """Every ``autograd.Function`` that is applied within runs as ``watch(function, apply, args, kwargs)``.
+
+    Below ``Function.apply``, which calls this: a method that was bound before (``f = MyFunction.apply`` at the top of a
+    file) comes by here too."""
+    level: Any = torch.autograd.function._SingleLevelFunction
+    before = level.__dict__.get("apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        real: Any = getattr(super(level, cls), "apply") if before is None else before.__get__(None, cls)  # noqa: B009
+        if not issubclass(cls, torch.autograd.Function):  # one that functorch made for a level of its own
+            return real(*args, **kwargs)
+        return watch(cls, real, args, kwargs)
+
+    level.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del level.apply
+        else:
+            level.apply = before

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshfit.anatomy import kernels
 from meshfit.anatomy.flops import backward_flops, forward_flops, has_flops, known_as, tensors
 from meshfit.anatomy.trace import Cost, Use
+from meshfit.torch_compat import watched_functions
 
 aten = torch.ops.aten
 
@@ -84,7 +85,7 @@ class Meter:
     def __enter__(self) -> "Meter":
         self._contexts.enter_context(kernels.standing_for(self._target))
         self._contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
-        self._contexts.enter_context(_Watched(self._apply))
+        self._contexts.enter_context(watched_functions(self._apply))
         self._contexts.enter_context(_Operations(self._count))
         return self
 
@@ -335,25 +336,6 @@ class _Operations(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._count(func, args, kwargs, out)
         return out
-
-
-class _Watched:
-    """While entered, every ``autograd.Function`` runs through ``watch``."""
-
-    def __init__(self, watch: Callable[..., Any]):
-        self._watch = watch
-
-    def __enter__(self) -> None:
-        self._original = original = torch.autograd.Function.__dict__["apply"]
-        watch = self._watch
-
-        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            return watch(cls, original.__get__(None, cls), args, kwargs)
-
-        torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore
-
-    def __exit__(self, *problem: Any) -> None:
-        torch.autograd.Function.apply = self._original
 
 
 @cache

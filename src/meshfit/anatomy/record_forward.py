@@ -110,14 +110,14 @@ class Recorder(TorchFunctionMode, Known):
         self._place(step)
         given = tensors((args, kwargs))
         owned = [] if module is None else [*module.parameters(), *module.buffers()]
-        versions = [(tensor, _version(tensor)) for tensor in (*given, *owned)]
+        before = [(tensor, _version(tensor), tensor.requires_grad) for tensor in (*given, *owned)]
         self.seen = Source.NOTHING
         if self.meta:
             args, kwargs = on_meta(args), on_meta(kwargs)
         result = self._run(step.number, call, args, kwargs, module)
         self.draws = _draws()  # a module may draw as it likes: at replay it does so again
         found = made(result, (args, kwargs), {id(tensor) for tensor in given})
-        changed = [tensor for tensor, was in versions if _version(tensor) != was]
+        changed = [t for t, version, tracked in before if (_version(t), t.requires_grad) != (version, tracked)]
         if isinstance(target, Set):
             changed.extend(given[:1])
         if found or changed or kind == "module":
@@ -138,6 +138,7 @@ class Recorder(TorchFunctionMode, Known):
         step.changes = tuple(dict.fromkeys(self.held[id(t)].name for t in changed if id(t) in self.held))
         for number in step.mutates:
             self.sources[number] |= source
+            self.tracked[number] = self.values[number].requires_grad
         self.steps.append(step)
         step.outs = [-1 if self._is_parameter(tensor) else self.new(tensor, source) for tensor in found]
         handed = objects_in((step.args, step.kwargs))

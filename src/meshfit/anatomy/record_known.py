@@ -62,6 +62,8 @@ class Known:
         self.values: list[Tensor] = []
         self.sources: list[Source] = []
         """By the number of the value."""
+        self.tracked: list[bool] = []
+        """Whether autograd followed a value when its step was done; by number, too."""
         self.numbers: dict[int, int] = {}
         """Numbers of values, by identity of the tensor."""
         self.held: dict[int, Held] = {}
@@ -104,14 +106,18 @@ class Known:
     def new(self, tensor: Tensor, source: Source) -> int:
         self.values.append(tensor)
         self.sources.append(source)
+        self.tracked.append(tensor.requires_grad)
         self.numbers[id(tensor)] = len(self.values) - 1
         self.storages.add(storage(tensor))
         return len(self.values) - 1
 
     def find(self, tensor: Tensor) -> Any:
         """What stands for ``tensor`` in a step's arguments."""
-        if id(tensor) in self.numbers:
-            return Ref(self.numbers[id(tensor)])
+        number = self.numbers.get(id(tensor))
+        if number is not None:
+            if tensor.requires_grad and not self.tracked[number]:
+                self.fail("code that cannot be watched gave a tensor its gradient")
+            return Ref(number)
         if id(tensor) in self.held:
             return self.held[id(tensor)]
         if id(tensor) in self.constants:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshfit.anatomy.record_forward import Recorder, first_line
 from meshfit.anatomy.record_known import OWN, GlueError
 from meshfit.anatomy.record_program import Apply
+from meshfit.torch_compat import watched_functions
 
 
 class Operators(TorchDispatchMode):
@@ -38,7 +39,6 @@ class Operators(TorchDispatchMode):
 def watched(recorder: Recorder) -> Iterator[None]:
     """Let ``recorder`` see the calls of modules and functions made within."""
     module_call, module_set = nn.Module.__call__, nn.Module.__setattr__
-    apply = torch.autograd.Function.__dict__["apply"]
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = None if recorder.busy else recorder.paths.get(id(module))
@@ -57,8 +57,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
         finally:
             recorder.stack.pop()
 
-    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        real = apply.__get__(None, cls)
+    def applied(cls: Any, real: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if recorder.busy:
             return real(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
@@ -78,13 +77,11 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
     nn.Module.__call__ = call
     nn.Module.__setattr__ = set_attribute  # type: ignore[assignment]
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
     try:
-        with Operators(recorder), recorder:
+        with watched_functions(applied), Operators(recorder), recorder:
             yield
     finally:
         nn.Module.__call__, nn.Module.__setattr__ = module_call, module_set
-        torch.autograd.Function.apply = apply
 
 
 def line_of(error: BaseException) -> str:

@@ -119,6 +119,7 @@ class Scatter:
         self._under_way = True
         for unit in self.shards.used:  # by a forward that no backward followed
             unit.left = 0
+            unit.uses.clear()
         self.shards.used.clear()
 
     def _returned(self, unit: OpenUnit, gradients: tuple[Tensor | None, ...], again: bool) -> None:
@@ -193,6 +194,7 @@ class Scatter:
             self._returns.clear()
         for unit in used:
             unit.left = 0
+            unit.uses.clear()
         self._ready.clear()
         used.clear()
         self._expected, self._under_way = None, False

@@ -4,6 +4,10 @@ While a unit is open, its modules hold whole tensors in place of the parameters:
 is given the whole gradients and hands them to the exchange. Autograd itself thus knows when a unit's gradients are
 complete, however often it was called, and whatever its calls take or return.
 
+What runs in backward by code of the user's own (a checkpoint, an ``autograd.Function`` that computes something again)
+opens units too, and is given outputs of ``_Again``: gradients asked for by ``torch.autograd.grad`` go on to the tensors
+that the forward was given, which is what that code asks for; those of a ``backward()`` go to the exchange at once.
+
 With zero=3 a unit is dropped after its call, and gathered again when backward asks for a weight that it saved
 (saved.py). Gathers that backward will ask for are those it asked for last time, so the next one is started ahead.
 
@@ -22,13 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.errors import PlanError
 from meshfit.events import current
 from meshfit.layout.flat import Flat, as_real
 from meshfit.layout.open_unit import OpenUnit
 from meshfit.layout.saved import Saved
-from meshfit.torch_compat import all_gather_single, in_backward
+from meshfit.torch_compat import all_gather_single, in_backward, will_run
 
 
 class Shards:
@@ -118,7 +123,7 @@ class Shards:
             yield
         finally:
             unit.open -= 1
-            unit.put([p for flat in unit.flats for p in flat.parameters])
+            unit.close()
         changed = versions != _versions(tensors)
         if changed or (self._first and not self._trial):
             self._check(unit, changed)
@@ -150,9 +155,14 @@ class Shards:
     def _tensors(self, unit: OpenUnit) -> list[Tensor]:
         made: Iterator[Tensor] = iter(())
         if unit.trained and torch.is_grad_enabled():
-            again = in_backward()
-            made = iter(_Gather.apply(self._anchor, self, unit, again))
-            if not again:
+            if in_backward():
+                given = [tensor for use in unit.uses for tensor in use.saved_tensors]
+                made = iter(_Again.apply(self._anchor.clone(), self, unit, *given))
+            else:
+                with saved_tensors_hooks(_Edge, _Edge.tensor):
+                    whole = _Gather.apply(self._anchor, self, unit)
+                unit.uses.append(whole[0].grad_fn)
+                made = iter(whole)
                 self.used.append(unit)
                 unit.left += 1
                 if self.zero == 3:
@@ -322,20 +332,62 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, shards: Shards, unit: OpenUnit, again: bool) -> tuple[Tensor, ...]:
-        ctx.shards, ctx.unit, ctx.again = shards, unit, again
+    def forward(ctx: Any, anchor: Tensor, shards: Shards, unit: OpenUnit) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.unit = shards, unit
         ctx.set_materialize_grads(False)
-        return tuple(view for flat in unit.trained for view in flat.views(flat.whole))  # type: ignore[arg-type]
+        whole = _whole(unit)
+        ctx.save_for_backward(*whole)  # as what autograd.grad may be asked for: see _Edge
+        return whole
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
         shards, unit = ctx.shards, ctx.unit
-        unit.left -= not ctx.again
-        shards.on_return(unit, gradients, ctx.again)
-        if shards.zero == 3 and not unit.open and unit.left <= 0 and len(unit.trained) == len(unit.flats):
-            shards.drop(unit)
-        return None, None, None, None
+        unit.left -= 1
+        if ctx in unit.uses:
+            unit.uses.remove(ctx)
+        shards.on_return(unit, gradients, False)
+        _drop_if_done(shards, unit)
+        return None, None, None
+
+
+class _Again(torch.autograd.Function):
+    """The whole parameters of a unit that is opened in backward; ``given`` are those of the uses that backward has not
+    come back from. ``asked`` has a node that only a ``backward()`` of all of the graph would go on to."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: Tensor, shards: Shards, unit: OpenUnit, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.unit, ctx.all, ctx.given = shards, unit, asked.grad_fn, len(given)
+        ctx.set_materialize_grads(False)
+        return _whole(unit)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        shards, unit = ctx.shards, ctx.unit
+        if not will_run(ctx.all):
+            return None, None, None, *(gradients * (ctx.given // len(gradients)))
+        shards.on_return(unit, gradients, True)
+        _drop_if_done(shards, unit)
+        return (None,) * (3 + ctx.given)
+
+
+class _Edge:
+    """In place of a tensor that a node saves: autograd remembers where it comes from, which is all that is needed."""
+
+    def __init__(self, tensor: Tensor):
+        self.size, self.options = tensor.size(), {"dtype": tensor.dtype, "device": tensor.device}
+
+    def tensor(self) -> Tensor:
+        return torch.empty((), **self.options).expand(self.size)
+
+
+def _whole(unit: OpenUnit) -> tuple[Tensor, ...]:
+    return tuple(view for flat in unit.trained for view in flat.views(flat.whole))  # type: ignore[arg-type]
+
+
+def _drop_if_done(shards: Shards, unit: OpenUnit) -> None:
+    if shards.zero == 3 and not unit.open and unit.left <= 0 and len(unit.trained) == len(unit.flats):
+        shards.drop(unit)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:

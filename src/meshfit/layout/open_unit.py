@@ -29,6 +29,10 @@ class OpenUnit:
     """What to wait for before it is here."""
     left: int = 0
     """Uses that backward has not come back from."""
+    uses: list[Any] = field(default_factory=list)
+    """Their nodes of autograd."""
+    held: list[Tensor] = field(default_factory=list)
+    """What stands in the modules while it is open."""
     narrow: torch.dtype | None = None
     """What the weights that autocast rounds are gathered as; None: as they are."""
 
@@ -37,10 +41,22 @@ class OpenUnit:
         return [flat for flat in self.flats if flat.trained]
 
     def put(self, tensors: list[Tensor]) -> None:
-        """Let the modules hold ``tensors`` as their parameters."""
-        for places, tensor in zip(self.places, tensors, strict=True):
+        """Let the modules hold ``tensors`` as their parameters, but for those that code around put there itself, as
+        ``torch.func.functional_call`` does."""
+        self._replace(self.held or [p for flat in self.flats for p in flat.parameters], tensors)
+        self.held = tensors
+
+    def close(self) -> None:
+        """Let the modules hold the parameters themselves."""
+        if self.held:
+            self._replace(self.held, [p for flat in self.flats for p in flat.parameters])
+            self.held = []
+
+    def _replace(self, old: list[Tensor], new: list[Tensor]) -> None:
+        for places, was, tensor in zip(self.places, old, new, strict=True):
             for module, name in places:
-                module._parameters[name] = tensor  # type: ignore[assignment]
+                if module._parameters[name] is was:
+                    module._parameters[name] = tensor  # type: ignore[assignment]
         self.refresh()
 
     def refresh(self) -> None:

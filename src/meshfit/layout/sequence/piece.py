@@ -24,6 +24,7 @@ from meshfit.layout.sequence.ops import gather
 from meshfit.layout.sequence.span import Span
 from meshfit.layout.split.ops import Group, _Enter, _Leave
 from meshfit.layout.split.vocabulary import with_wholes
+from meshfit.torch_compat import watched_functions
 
 RULES: dict[str, Callable[..., Any]] = {}
 """By the name of a function: given it and its arguments, what it makes of pieces; NotImplemented: gather."""
@@ -215,19 +216,15 @@ ALIKE = (_Enter, _Leave)
 def guarded() -> Iterator[None]:
     """Around whatever runs a model on pieces: an ``autograd.Function`` is given wholes. What it does inside is not
     known, and gradients of pieces would pass it by."""
-    apply = torch.autograd.Function.__dict__["apply"]
 
-    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def applied(cls: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Piece) and cls in ALIKE:
             x, *rest = args
-            return Piece(apply.__get__(None, cls)(x.local, *rest, **kwargs), x.span, x.group)
+            return Piece(apply(x.local, *rest, **kwargs), x.span, x.group)
         if any(isinstance(x, Piece) for x in args):
             gathered[cls.__name__] += 1
             args = tuple(whole(x) if isinstance(x, Piece) else x for x in args)
-        return apply.__get__(None, cls)(*args, **kwargs)
+        return apply(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
-    try:
+    with watched_functions(applied):
         yield
-    finally:
-        torch.autograd.Function.apply = apply

@@ -1,0 +1,191 @@
+"""Gradients arrive under every plan: past a Function of the user's own, and out of one that computes them itself."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshfit
+from meshfit.anatomy.record import record
+from meshfit.anatomy.replay import replay
+from meshfit.errors import MeshfitError
+
+X = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(12, 2, generator=torch.Generator().manual_seed(1))
+
+
+class Scale(torch.autograd.Function):
+    """x * exp(a)"""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(a, x)
+        return a.exp() * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        a, x = ctx.saved_tensors
+        return g * a.exp() * x, g * a.exp()
+
+
+scale = Scale.apply  # bound once, when the file is read: before anything is watched
+
+
+class Aliased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 32), nn.Linear(32, 2)
+        self.a, self.b, self.c, self.d, self.middle = (nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x).tanh()
+        h = h + scale(self.a(h), self.b(h))
+        h = h + self.middle(h).tanh()
+        return self.leave(h + scale(self.c(h), self.d(h)))
+
+
+class Adjoint(torch.autograd.Function):
+    """f(x), whose backward computes f again and asks autograd for the gradients of its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, f: nn.Module, kept: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.f, ctx.parameters = f, parameters if kept else None
+        ctx.save_for_backward(x, *(() if kept else parameters))
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        x, *saved = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.f(x)
+        return None, None, *torch.autograd.grad(y, (x, *(ctx.parameters or saved)), g, allow_unused=True)
+
+
+class Solver(nn.Module):
+    """``f`` is called twice, so that its parameters have two uses; ``kept``: how the Function keeps them."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.kept = kept
+        self.f = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.g, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.g(Adjoint.apply(self.f, self.kept, x, *self.f.parameters()))  # type: ignore[arg-type]
+        return self.head(x)
+
+
+def fit(model: nn.Module, plan: str) -> dict[str, Tensor]:
+    meshfit.fit(
+        model,
+        (X, Y),
+        loss=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch_size=12,
+        epochs=3,
+        plan=plan,
+        devices="cpu",
+        shuffle=False,
+        progress=False,
+    )
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@functools.cache
+def alone(kind: Any, *args: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return fit(kind(*args), "data=1")
+
+
+def assert_like_one_device(plan: str, kind: Any, *args: Any) -> None:
+    torch.manual_seed(0)
+    got = fit(kind(*args), plan)
+    for name, want in alone(kind, *args).items():
+        torch.testing.assert_close(got[name], want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2 microbatches=2", "branch=2"])
+def test_a_function_bound_when_its_file_was_read_has_its_gradient(plan: str) -> None:
+    assert_like_one_device(plan, Aliased)
+
+
+def test_a_bound_function_is_recorded_as_one_call() -> None:
+    recording = record(Aliased(), X, share=0.0)
+    assert [step.name for step in recording.steps].count("Scale") == 2
+
+
+class Sneaky(nn.Module):
+    """Gives a tensor a gradient where no recorder looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.a(x)
+        with torch._C.DisableTorchFunction():
+            h.requires_grad_()
+        return self.b(h)
+
+
+def test_a_gradient_that_no_step_made_is_not_recorded_as_none() -> None:
+    with pytest.raises(MeshfitError, match="gave a tensor its gradient"):
+        record(Sneaky(), X, share=0.0)
+
+
+class Asks(nn.Module):
+    """Asks for the gradient of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        x.requires_grad_()
+        return torch.autograd.grad(self.f(x).tanh().sum(), x, create_graph=True)[0]
+
+
+def test_requires_grad_is_recorded() -> None:
+    torch.manual_seed(0)
+    model = Asks()
+    torch.testing.assert_close(replay(record(model, X, share=0.0), model, X), model(X))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(
+    "plan", ["shard=2 zero=3", "shard=2 zero=1", "shard=2 zero=2 microbatches=2", "offload=parameters"]
+)
+def test_gradients_that_a_function_asks_autograd_for_reach_the_shards(plan: str, kept: bool) -> None:
+    assert_like_one_device(plan, Solver, kept)
+
+
+@pytest.mark.parametrize("plan", ["data=2 recompute=full", "shard=2 recompute=full", "pipeline=2 microbatches=2"])
+def test_and_under_other_plans(plan: str) -> None:
+    assert_like_one_device(plan, Solver, False)
+
+
+class Functional(nn.Module):
+    """Calls a block with other weights than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            other = {"0.weight": torch.ones(32, 8) / 8, "0.bias": torch.zeros(32)}
+            x = x + block(x) + torch.func.functional_call(block, other, (x,))
+        return self.head(x)
+
+
+def test_weights_that_the_model_puts_in_are_not_replaced_by_gathered_ones() -> None:
+    assert_like_one_device("shard=2", Functional)
