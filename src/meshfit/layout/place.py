@@ -61,7 +61,7 @@ class Placed:
     compiled: Blocks | None = None
     """Where blocks can be compiled, but not the whole."""
     caches: list[Any] = field(default_factory=list)
-    """Settings in which a cache was turned off: one that goes from block to block cannot go from rank to rank."""
+    """Configs of Hugging Face's in which ``use_cache`` was turned off for the training."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -241,14 +241,14 @@ def place(
     in_blocks = plan.compile == "block" or (plan.compile == "auto" and device.type == "cuda" and acts_inside)
     in_blocks &= plan.tensor == plan.expert == plan.context == 1 and not plan.apart
     spreads = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.apart
-    found, caches = Found(), _without_caches(model) if plan.apart or plan.context > 1 else []
+    found, caches = Found(), _without_caches(model)
     if spreads or plan.context > 1 or plan.recompute != "none" or in_blocks:
         found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
     if not spreads:  # else only parts of it go there
         model.to(device)
     Replicate(degree=plan.shares).apply(model, mesh, same=same, device=device)
     before_cut()
-    placed = Placed(model, mesh, notes=list(found.notes), caches=caches)
+    placed = Placed(model, mesh, notes=[*found.notes, *([CACHES_OFF] if caches else [])], caches=caches)
     if found.pipeline is not None:
         placed.staged = pipeline_of(plan, found.pipeline.atoms).apply(model, found.pipeline, mesh.stage)
         placed.model = model = placed.staged.part
@@ -290,8 +290,15 @@ def place(
     return placed
 
 
+CACHES_OFF = (
+    "config.use_cache is off while training: a key-value cache serves generation, and hides packed position_ids"
+)
+
+
 def _without_caches(model: nn.Module) -> list[Any]:
-    """Turn off the caches of keys and values that Hugging Face's models make even in training; where they were on."""
+    """Turn off the key-value caches that Hugging Face's models make even in training, where they were on; under every
+    plan, as transformers' Trainer does. With a cache their masks do not keep packed documents apart, a block that is
+    computed again fills it twice, and it cannot go from rank to rank."""
     configs: dict[int, Any] = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     found = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     for config in found:

@@ -200,12 +200,15 @@ def length_of(batch: Any) -> int:
 
 
 def shortened(batch: Any, length: int) -> Any:
-    """The first positions of the text in ``batch``, and of all that is as long; 0: all of them."""
+    """The first and the last positions of the text in ``batch``, and of all that is as long: so padding on either side
+    is still there, and positions that are given leap where the two meet. 0: all of them."""
     found = length_of(batch)
+    head = (length + 1) // 2
+    kept = torch.cat([torch.arange(head), torch.arange(found - (length - head), found)])
 
     def part(t: Tensor) -> Tensor:
         for dim in range(1, t.dim()):
-            t = t.narrow(dim, 0, length) if t.shape[dim] == found else t
+            t = t.index_select(dim, kept.to(t.device)) if t.shape[dim] == found else t
         return t
 
     return tree.map_tensors(part, batch) if 0 < length < found else batch
