@@ -56,7 +56,7 @@ def contents(one: Loader, epoch: int, start: int = 0) -> list[torch.Tensor]:
 def test_processes_read_what_would_have_been_read_here():
     alone, ring = loader(made(), workers=0), loader(made(), workers=2)
     assert ring.reading.kind == "processes"
-    assert "own generators" in str(ring.reading)
+    assert "random generators" in str(ring.reading)
     for epoch in range(2):
         assert all(torch.equal(a, b) for a, b in zip(contents(alone, epoch), contents(ring, epoch), strict=True))
     batches = ring.epoch(0)

@@ -79,8 +79,9 @@ class Run:
         )
         self.model = self.placed.model  # with a pipeline, this rank's part of it
         self.notes += self.placed.notes
-        if self.loader.reading.kind != "inline":
-            self.notes.append(str(self.loader.reading))
+        self.notes += self.loader.notes
+        if self.valid is not None:
+            self.notes += [note for note in self.valid.notes if note not in self.notes]
         scale = LossScale(world.device) if self.plan.precision == "fp16" else None
         if not self.plan.apart:
             self.over = self._find_over()

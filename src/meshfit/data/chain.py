@@ -2,19 +2,17 @@
 
 ``source.map(fn)`` runs ``fn`` on whole batches: fn(batch), or fn(batch, draw) for one that is random, whose numbers
 come from ``draw`` (draw.py) and so follow the samples. ``each=True`` runs it on one sample at a time: fn(sample), or
-fn(sample, generator). A sample's function may draw from torch's, NumPy's or Python's own generators, which are seeded
-for every sample and put back after; torchvision's transforms do, and are run so without being asked. A batch's function
-may not: its numbers would depend on how the batch was shared, so that is refused when it first happens.
+fn(sample, generator). A sample's function may draw from torch's, NumPy's or Python's global generators, or from some of
+its own: they are seeded for every sample (seeding.py). torchvision's transforms do, and are run so without being
+asked. A batch's function may not: its numbers would depend on how the batch was shared, so that is
+refused when it first happens.
 
 ``source.on_device(fn)`` runs ``fn`` on batches too, but where the model is.
 """
 
 import hashlib
 import inspect
-import random
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,10 +25,10 @@ from meshfit.data.bad import BadSample
 from meshfit.data.clock import stage
 from meshfit.data.draw import Draw, Key
 from meshfit.data.order import order
+from meshfit.data.seeding import Generators, exclusive
 from meshfit.data.source import Over, Source
+from meshfit.data.transform import Transform
 from meshfit.errors import DataError
-
-_one_at_a_time = threading.Lock()
 
 
 class Mapped(Over):
@@ -41,8 +39,13 @@ class Mapped(Over):
         self.function, self.each, self.device, self.place = function, each, device, place
         self.draws = _arguments(function) > 1
         self.device_stage = source.device_stage or device
-        self.global_random = source.global_random or (each and not self.draws)
+        self.own_code = source.own_code or not isinstance(function, Transform)
+        self.generators = Generators(function)
         self._tried = self.draws or each
+
+    @property
+    def global_random(self) -> bool:
+        return self.source.global_random or (self.each and not self.draws)
 
     def read(self, ids: NDArray[np.int64], key: Key) -> Any:
         content = self.source.read(ids, key)
@@ -80,20 +83,18 @@ class Mapped(Over):
         if self.draws:
             return tree.stack([run(i, generator) for i, generator in enumerate(draw.generators())])
         done = []
-        with _own_generators():
+        with exclusive():
             for i, seed in enumerate(draw.seeds()):
-                torch.default_generator.manual_seed(seed)
-                random.seed(seed)
-                np.random.seed(seed)
+                self.generators.seed(seed)
                 done.append(run(i))
         return tree.stack(done)
 
     def _first(self, content: Any) -> Any:
         """Run a batch's function for the first time, and see whether it draws numbers behind our back."""
-        with _own_generators():
-            before = _generator_states()
+        with exclusive():
+            before = self.generators.mark(), _gpu_states()
             made = self.function(content)
-            if _generator_states() != before:
+            if (self.generators.mark(), _gpu_states()) != before:
                 raise DataError(
                     f"{_name(self.function)} draws random numbers, which would depend on how a batch is shared",
                     "take them from the second argument: def fn(batch, draw): ... draw.uniform()",
@@ -137,9 +138,9 @@ def mapped(
             raise DataError(f"map was given {function!r}, which is no function")
         if source.device_stage and not device:
             raise DataError("map follows on_device", "what runs on the device comes last: put .map before .on_device")
-        one = _is_torchvision(function) if each is None else each
+        one = _takes_a_sample(function) if each is None else each
         if one and device:
-            raise DataError("on_device runs on whole batches", "torchvision's transforms go into .map")
+            raise DataError("on_device runs on whole batches", "transforms of one sample go into .map")
         source = Mapped(source, function, each=one, device=device, place=_places(source) + 1)
     return source
 
@@ -231,23 +232,10 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or repr(function).split("\n")[0]
 
 
-def _is_torchvision(function: Callable[..., Any]) -> bool:
+def _takes_a_sample(function: Callable[..., Any]) -> bool:
+    """Whether it is a transform of a library whose transforms take one sample."""
     return any(kind.__module__.startswith("torchvision.transforms") for kind in inspect.getmro(type(function)))
 
 
-@contextmanager
-def _own_generators() -> Iterator[None]:
-    """The process's generators for us alone; afterwards they are as they were."""
-    with _one_at_a_time:
-        mine = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
-        try:
-            yield
-        finally:
-            torch.random.set_rng_state(mine[0])
-            random.setstate(mine[1])
-            np.random.set_state(mine[2])
-
-
-def _generator_states() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return torch.random.get_rng_state().numpy().tobytes(), random.getstate(), (name, keys.tobytes(), *rest)  # type: ignore[union-attr]
+def _gpu_states() -> list[bytes]:
+    return [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []

@@ -23,7 +23,7 @@ from meshfit.data import tree
 from meshfit.data.clock import Clock, stage
 from meshfit.data.draw import Key
 from meshfit.data.order import Ids, share
-from meshfit.data.reading import Reading, decide, pool_of
+from meshfit.data.reading import Reading, check_repeatable, decide, pool_of
 from meshfit.data.ring import Ring
 from meshfit.data.source import Source, Stream, handed
 from meshfit.errors import DataError
@@ -110,8 +110,17 @@ class Loader:
     def reading(self) -> Reading:
         """Who reads: decided once."""
         if "reading" not in self._kept:
-            self._kept["reading"] = decide(self)
+            self._kept["reading"] = reading = decide(self)
+            self._kept["notes"] = [str(reading)] * (reading.kind != "inline") + check_repeatable(self, reading)
         return self._kept["reading"]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the data and who reads it."""
+        assert self.reading
+        out = [] if isinstance(self.source, Stream) else self.source.left_out
+        left = f"data: {len(out)} rows could not be converted and were left out: {out[0]}, ..." if out else ""
+        return [*self._kept["notes"], *filter(None, [left])]
 
     def close(self) -> None:
         """End the processes that read, if there are."""
@@ -201,7 +210,7 @@ class Loader:
 
     def _stream(self, epoch: int) -> Iterator[Batch]:
         assert isinstance(self.source, Stream)
-        batches = self.source.batches(self.batch_size)
+        batches = self.source.batches(self.batch_size, Key(self.seed, epoch))
         seen = 0
         held = next(batches, None)
         for index, following in enumerate(chain(batches, [None])):

@@ -30,7 +30,11 @@ class Mixture(Source):
         self.counts = _exact(shares, total)
         self.edges = np.concatenate([[0], np.cumsum(self.counts)])
         self.waits = any(source.waits for source in sources)
-        self.global_random = any(source.global_random for source in sources)
+        self.own_code = any(source.own_code for source in sources)
+
+    @property
+    def global_random(self) -> bool:
+        return any(source.global_random for source in self.sources)
 
     def __len__(self) -> int:
         return int(self.edges[-1])

@@ -12,13 +12,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Barrier
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from meshfit.data import tree
 from meshfit.data.draw import Key
-from meshfit.data.source import Stream
+from meshfit.data.seeding import in_reading_thread
+from meshfit.data.source import Source, Stream, spread
 from meshfit.errors import DataError, JobError
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 QUICK = 0.001  # seconds for a batch under which one thread is enough
 STEP = 0.005  # seconds: who reads should be able to keep up with steps this short; more would only be in the way
+FEW = 8  # samples that are read twice, before the training
+LOOKING = 1.0  # seconds after which no more are
 WORTH = 1.3  # what two threads must gain over one
 
 
@@ -69,14 +74,17 @@ def decide(loader: "Loader") -> Reading:
     far = loader.device.type != "cpu"
     if isinstance(source, Stream):
         ahead = far if asked is None else asked > 0
+        if ahead and source.draws:
+            return Reading("inline", 0, "a stream that draws random numbers")
         return Reading("threads", 1, "a stream has one reader") if ahead else Reading("inline", 0, "a stream")
     if asked == 0 or (asked is None and not far and not source.waits and kind is None):
         return Reading("inline", 0, "as asked" if asked == 0 else "the processor would only share itself")
     cores = max(1, len(os.sched_getaffinity(0)) // loader.ranks)
     if kind == "threads" and source.global_random:
         raise DataError(
-            "threads cannot read this data: a function of its map draws from the process's own random generators",
-            'write it as fn(sample, generator), or have it read by "processes"',
+            "threads cannot read this data: it draws from random generators that they would share",
+            'have it read by workers="processes", or write its random part as .map(fn, each=True) with'
+            " fn(sample, generator)",
         )
     if kind is not None:
         return Reading(kind, asked or cores, "as asked")
@@ -85,7 +93,7 @@ def decide(loader: "Loader") -> Reading:
     alone, together = _measured(loader)
     workers = asked or min(cores, 8, math.ceil(alone / STEP))
     if source.global_random:
-        why = "it draws from the process's own generators"
+        why = "it draws from random generators that threads would share"
         return Reading("inline", 0, why) if alone < QUICK else Reading("processes", workers, why)
     if alone < QUICK:
         return Reading("threads", workers, f"a batch takes {alone * 1e3:.1f} ms")
@@ -93,6 +101,57 @@ def decide(loader: "Loader") -> Reading:
     why = f"a batch takes {alone * 1e3:.0f} ms, two threads are {gain:.1f} times one"
     few = workers == 1 and asked is None  # one thread keeps up: nothing to share the lock with but the training
     return Reading("processes" if gain < WORTH and cores > 1 and not few else "threads", workers, why)
+
+
+def check_repeatable(loader: "Loader", reading: Reading) -> list[str]:
+    """Read some samples twice. Values that differ come from a generator that could not be found and seeded: refused
+    where several read, who would see different data; else a note."""
+    source = loader.source
+    many = loader.ranks > 1 or reading.kind != "inline" or (dist.is_initialized() and dist.get_world_size() > 1)
+    if isinstance(source, Stream):
+        if not many:
+            return []  # a stream is started twice only where it must be the same
+        first, second = [next(source.batches(FEW, Key(loader.seed)), []) for _ in range(2)]
+        which = None if _same(first, second) else "the beginning of the stream"
+    else:
+        which = _changing(source, Key(loader.seed)) if source.own_code else None
+    if which is None:
+        return []
+    what = f"{which} of data= or valid= is another each time it is read, with all generators seeded alike"
+    remedy = (
+        "draw from Python's random, NumPy's or torch's global generators, or from a generator that the data set holds"
+        " (self.rng): they are seeded for each sample; not from one made anew for each sample"
+    )
+    if many:
+        raise DataError(what, "ranks and workers would see different data", remedy)
+    return [f"{what}: neither a second run nor a resumed one sees the same data; {remedy}"]
+
+
+def _changing(source: Source, key: Key) -> str | None:
+    start = time.perf_counter()
+    for i in spread(len(source), FEW):
+        first, second = (source.read(np.array([i]), key) for _ in range(2))
+        if not _same(first, second):
+            return source.name_of(int(i))
+        if time.perf_counter() - start > LOOKING:
+            break
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    one, other = list(tree.leaves(a)), list(tree.leaves(b))
+    return len(one) == len(other) and all(map(_alike, one, other))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        floats = a.is_floating_point() or a.is_complex()
+        return a.shape == b.shape and (torch.allclose(a, b, 0, 0, equal_nan=True) if floats else torch.equal(a, b))
+    if isinstance(a, tree.Ragged):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    return bool(a == b) or a != a  # NaN is alike
 
 
 def _measured(loader: "Loader") -> tuple[float, float]:
@@ -120,7 +179,7 @@ def _measured(loader: "Loader") -> tuple[float, float]:
 def pool_of(workers: int) -> ThreadPoolExecutor:
     """Threads to read with. Each runs torch's operations by itself: side by side they would otherwise all start as
     many threads as there are cores."""
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="meshfit-data")
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="meshfit-data", initializer=in_reading_thread)
     threads = torch.get_num_threads()
     if threads > 1:
         together = Barrier(workers)
