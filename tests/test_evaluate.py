@@ -318,3 +318,24 @@ def test_a_rank_that_raises_tells_the_caller(verb):
 
     with pytest.raises(meshfit.RankError, match="not today"):
         verb(Broken(), (X, Y), plan="data=2", **({"metrics": {"m": right}} if verb is evaluate else {}))
+
+
+class Encoder(nn.Module):
+    """torch's own encoder: in eval mode it has a fast path that skips its submodules."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.unflatten(1, (1, 6))).flatten(1))
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2", "tensor=2", "shard=2"])
+def test_torchs_fast_path_is_not_taken_where_ranks_hold_parts(plan: str):
+    torch.manual_seed(0)
+    model = Encoder()
+    found = evaluate(model, (X, Y), loss=F.cross_entropy, plan=plan)
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(want(model, X), Y)), rel=1e-5)
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -1,15 +1,14 @@
 """Losses and metrics over a data set, every sample once, under any plan.
 
 Each rank works through its share of every batch, ranks without a sample skip it, and the sums and counts are
-added up at the end in one collective: nothing is padded, nothing counted twice.
+added up at the end in one collective: nothing is padded, nothing counted twice. What is no mean: see ``metrics.py``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import nan
+from math import isnan, nan
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,20 +20,25 @@ from meshfit.errors import DataError
 from meshfit.layout.batchnorm import counting
 from meshfit.layout.place import Placed
 from meshfit.layout.precision import Precision
+from meshfit.metrics import Metrics, measures
 from meshfit.objective import Objective, Over, call, check_scalar, split
-
-Metric = Callable[[Any, Any], Any]
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(placed: Placed) -> Iterator[None]:
     """The model in eval mode, without gradients; afterwards as it was."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+    modes = {module: module.training for module in placed.model.modules()}
+    placed.model.eval()
+    fast = torch.backends.mha.get_fastpath_enabled()
+    if (
+        not placed.plain
+    ):  # torch's encoder layers then skip their submodules, which other ranks may hold, or parts of them
+        torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in modes.items():
             module.training = mode
 
@@ -45,15 +49,12 @@ def measure(
     *,
     objective: Objective | None,
     over: Over,
-    metrics: Mapping[str, Metric],
+    metrics: Mapping[str, Any],
     precision: Precision,
 ) -> dict[str, float]:
-    """Means over all samples of ``loader``, on every rank: the loss (if there is one) and each metric."""
-    sums: dict[str, tuple[Any, Any]] = {"loss": (0.0, 0.0)} if objective is not None else {}
-    sums |= dict.fromkeys(metrics, (0.0, 0.0))
-
-    def add(name: str, total: Any, count: Any) -> None:
-        sums[name] = (sums[name][0] + total, sums[name][1] + count)
+    """Over all samples of ``loader``, on every rank: the mean loss (if there is one) and each metric."""
+    total, count = 0.0, 0.0
+    measured = Metrics(metrics, placed.mesh.samples, loader.device, loader.rank)
 
     def run(model: nn.Module, content: Any) -> tuple[Any, Any, Any]:
         """(loss, outputs, targets), as far as they are needed."""
@@ -63,23 +64,24 @@ def measure(
         return objective.outputs(model, content) if metrics else (objective(model, content), None, None)
 
     forward = placed.forwards(run, precision, loader.device)
-    with evaluating(placed.model):
+    with evaluating(placed):
         for batch in loader.epoch(0):
-            for part in batch.microbatches:
-                if not part.samples and not placed.together:
-                    continue
+            (part,) = batch.microbatches
+            result = None
+            if part.samples or placed.together:
                 with counting(part.samples > 0):
                     result = forward(part.content)
-                if result is None or not part.samples:
-                    continue
-                loss, outputs, targets = result
-                if objective is not None:
-                    add("loss", *_weighed(loss, over, part.content, part.samples))
-                for name, metric in metrics.items():
-                    add(name, *_reduced(name, metric(outputs, targets), part.samples))
+            loss, outputs, targets = result or (None, None, None)
+            if result is not None and part.samples and objective is not None:
+                more, weight = _weighed(loss, over, part.content, part.samples)
+                total, count = total + more, count + weight
+            measured.see(outputs, targets, part.samples if result is not None else 0, batch.size)
         forward.finish()
+    sums = {} if objective is None else {"loss": (total, count)}
     summed = {"loss"} if over.kind == "sum" else set()
-    return _mean_over_ranks(sums, summed, placed.mesh.samples, loader.device)
+    means = _mean_over_ranks(sums | measured.sums(), summed, placed.mesh.samples, loader.device)
+    found = means | measured.values()
+    return {key: value for name in ("loss", *metrics) for key, value in found.items() if measures(name, key)}
 
 
 def _weighed(loss: Any, over: Over, content: Any, samples: int) -> tuple[Any, Any]:
@@ -92,21 +94,6 @@ def _weighed(loss: Any, over: Over, content: Any, samples: int) -> tuple[Any, An
     return (loss, 0) if over.kind == "sum" else (loss * samples, samples)
 
 
-def _reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
-    if isinstance(value, tuple) and len(value) == 2:
-        return value[0], value[1]
-    if isinstance(value, list | np.ndarray):
-        value = torch.as_tensor(value)
-    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == samples:
-        return value.double().sum(), samples
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise DataError(
-            f"the metric {name!r} gave a tensor of shape {tuple(value.shape)} for {samples} samples",
-            "return a mean, one number a sample, or (sum, count)",
-        )
-    return (value.double() if isinstance(value, Tensor) else value) * samples, samples
-
-
 def _mean_over_ranks(
     sums: dict[str, tuple[Any, Any]], summed: set[str], group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, float]:
@@ -115,14 +102,19 @@ def _mean_over_ranks(
     if group is not None:
         flat = flat.to(device)
         dist.all_reduce(flat, group=group)
-    totals = zip(sums, flat.view(-1, 2).tolist(), strict=True)
+    totals = list(zip(sums, flat.view(-1, 2).tolist(), strict=True))
+    if broken := [name for name, (_, count) in totals if isnan(count)]:
+        raise DataError(
+            f"the metric {broken[0]!r} is no mean over samples, though it was one on the first batch",
+            "return (sum, count), or give an object with update, compute and reset (torchmetrics has many)",
+        )
     return {name: total if name in summed else total / count if count else nan for name, (total, count) in totals}
 
 
 def outputs_of(placed: Placed, loader: Loader, precision: Precision) -> Iterator[tuple[int, Any]]:
     """(position of its first sample, outputs on the CPU) of every part that this rank runs."""
     forward = placed.forwards(lambda model, content: call(model, split(content)[0]), precision, loader.device)
-    with evaluating(placed.model):
+    with evaluating(placed):
         seen = 0
         for batch in loader.epoch(0):
             at = seen + share(batch.size, loader.rank, loader.ranks).start

@@ -15,6 +15,8 @@ from meshfit.data.source import sample_count
 from meshfit.errors import JobError, PlanError, did_you_mean
 from meshfit.launch.devices import Devices, find
 from meshfit.layout.batchnorm import batch_norms
+from meshfit.metrics import check as check_metric
+from meshfit.metrics import measures
 from meshfit.objective import Objective, stated
 from meshfit.plan import Plan, settle
 from meshfit.schedule.actions import schedule
@@ -59,8 +61,9 @@ class Job:
     valid_every: int | None = None
     """Steps between evaluations; at the end of each epoch by default."""
 
-    metrics: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Functions of outputs and targets: a mean over samples, one number a sample, or (sum, count)."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Functions of outputs and targets that give one number, one number a sample, or (sum, count); or objects with
+    update, compute and reset, as torchmetrics has them. The same value under every plan: see metrics.py."""
 
     best: str | None = None
     """Keep the weights of the best evaluation by this metric: "accuracy" (highest), "-loss" (lowest)."""
@@ -165,13 +168,13 @@ class Job:
         _check(self.on_nan in ("stop", "skip"), "on_nan", self.on_nan, '"stop" or "skip"')
         _check(isinstance(self.metrics, Mapping), "metrics", self.metrics, 'a dict: {"accuracy": function}')
         for name, metric in self.metrics.items():
-            _check(callable(metric), f"metrics[{name!r}]", metric, "a function of outputs and targets")
+            check_metric(name, metric)
         _check(self.steps is None or isinstance(self.steps, int), "steps", self.steps, "a whole number")
         stated(self.objective)  # a loss that is no single number is refused here
         for name in ("best", "patience", "metrics"):
             if getattr(self, name) and self.valid is None:
                 raise JobError(f"{name}= needs valid=, data to evaluate on")
-        if self.best and self.best.lstrip("-") not in (*self.metrics, "loss"):
+        if self.best and not any(measures(name, self.best.lstrip("-")) for name in (*self.metrics, "loss")):
             raise JobError(f"best={self.best!r} is not measured", did_you_mean(self.best, ["-loss", *self.metrics]))
         Readers.of(self.workers)
         Cadence.of(self.checkpoint)  # refuses what it does not understand

@@ -14,7 +14,7 @@ ALWAYS_OPEN = (nn.ModuleList, nn.ModuleDict)
 """They are never called themselves."""
 
 OPEN_IF_LARGE = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder)
-"""Of torch.nn's own, those that call others in a row. (In eval mode the encoder takes a path of its own: whole.)"""
+"""Of torch.nn's own, those that call others in a row. (In eval mode the encoder may take a fast path of its own.)"""
 
 
 def choose(model: nn.Module, *, share: float, forced: Iterable[str], opened: bool = False) -> set[str]:
@@ -43,7 +43,8 @@ def choose(model: nn.Module, *, share: float, forced: Iterable[str], opened: boo
         if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
             return True
         own = type(module).__module__.startswith("torch.nn.") and not (
-            isinstance(module, OPEN_IF_LARGE) and (module.training or isinstance(module, nn.Sequential))
+            isinstance(module, OPEN_IF_LARGE)
+            and (module.training or isinstance(module, nn.Sequential) or not torch.backends.mha.get_fastpath_enabled())
         )
         childless = next(module.children(), None) is None
         small = sizes.get(path, 0) <= share * sizes[""] and not opened
