@@ -44,8 +44,10 @@ from meshfit.layout.pipeline import Pipeline
 from meshfit.layout.precision import Precision
 from meshfit.objective import Objective, Over
 from meshfit.schedule.gantt import gantt
+from meshfit.schedule.issue import pairs
 from meshfit.schedule.pipeline import Pipelined
 from meshfit.schedule.simulate import Simulated, formula, simulate
+from meshfit.schedule.transport import Transport
 
 POINTS, RATIO = 5.0, 1.6
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -119,7 +121,7 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
         scale=None,
         exchange=exchange,
         device=CPU,
-        group=group,
+        transport=Transport(group, CPU, pairs(pipeline.schedule)),
     )
     parts = [Microbatch((x, x), size.samples) for _ in range(microbatches)]
     batch = Batch(0, 0, np.arange(size.samples * microbatches), False, parts)

@@ -3,7 +3,6 @@
 import warnings
 from collections import Counter
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,10 +23,12 @@ from meshfit.objective import Objective, call, find_over, split
 from meshfit.schedule.actions import WORDS
 from meshfit.schedule.backward import input_gradients
 from meshfit.schedule.gantt import gantt
+from meshfit.schedule.issue import pairs
 from meshfit.schedule.passes import Passes
 from meshfit.schedule.pipeline import Forward, Pipelined
-from meshfit.schedule.transport import header, layouts_of, packed, packed_size, read_header, unpacked
+from meshfit.schedule.transport import Transport, header, layouts_of, packed, packed_size, read_header, unpacked
 from tests.distributed import distributed
+from tests.order_checker import Recorder
 from tests.ranked import X, Y, built
 
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ def pipelined(
         scale=scale,
         exchange=exchange,
         device=device,
-        group=along,
+        transport=Transport(along, device, pairs(pipeline.schedule)),
         seed=seed,
     )
     by = 1.0 if scale is None else float(scale.value)
@@ -286,7 +287,8 @@ def test_predictions(word: str) -> None:
     staged = pipeline.apply(model, pipeline.find(model.train(), MSE, (X[:4], Y[:4]), device="cpu"), dist.get_rank())
     staged.part.eval()
     outputs = lambda model, batch: call(model, split(batch)[0])
-    forward = Forward(staged, outputs, precision=Precision(), device=CPU, group=dist.group.WORLD)
+    transport = Transport(dist.group.WORLD, CPU, pairs(pipeline.schedule))
+    forward = Forward(staged, outputs, precision=Precision(), device=CPU, transport=transport)
     for size in (5, 3, 5):
         got = forward((X[:size], Y[:size]))
         if staged.last:
@@ -326,25 +328,19 @@ def test_weights_reach_the_ranks_that_need_them_and_come_back() -> None:
 
 @distributed(world=2)
 def test_what_is_sent_is_what_cost_says() -> None:
-    sends: Counter[str] = Counter()
-    real = dist.isend
-
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sends["calls"] += 1
-        sends["bytes"] += tensor.numel() * tensor.element_size()
-        return real(tensor, *args, **kwargs)
-
     x, y = torch.randn(16, 64), torch.randn(16, 4)
     pipeline = Pipeline(degree=2, microbatches=4)
     model = built(lambda: deep(64))
     trace = pipeline.find(model, MSE, (x[:4], y[:4]), device="cpu").trace
     assert trace is not None
     _, cost, _ = pipeline.cost(trace, dist.get_rank())
-    with patch.object(dist, "isend", counted):
+    with Recorder() as recorder:
         pipelined(model, MSE, loader_of((x, y), 16, 4), steps=2, pipeline=pipeline)
-    header_bytes = 15 * 8 if dist.get_rank() == 0 else 0  # once, of the one tensor that crosses
-    assert sends["bytes"] == 2 * cost.moved["send"] + header_bytes
-    assert sends["calls"] == 2 * cost.calls["send"] + bool(header_bytes)
+    sent = [op.elements for op in recorder.log if op.kind == "send" and op.ranks[0] == dist.get_rank()]
+    assert sent.pop(0) == 8  # when the transport was made
+    headers = [15 * 8] if dist.get_rank() == 0 else []  # once, of the one tensor that crosses
+    assert sum(sent) == 2 * cost.moved["send"] + sum(headers)
+    assert len(sent) == 2 * cost.calls["send"] + len(headers)
 
 
 @distributed(world=2)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed.pipelining.schedules as theirs
 
 from meshfit.errors import PlanError
-from meshfit.schedule.actions import WORDS, Action, check, rank_of, schedule, sent, short, stages_of
+from meshfit.schedule.actions import WORDS, Action, check, rank_of, schedule, short, stages_of
 from meshfit.schedule.gantt import gantt
 from meshfit.schedule.simulate import formula, simulate
 
@@ -140,16 +140,6 @@ def test_transfers_delay() -> None:
     assert simulate(plan).seconds == 6
     assert simulate(plan, transfer=0.5).seconds == 7
     assert simulate(plan, lambda action: 3.0 if action.stage else 1.0).seconds == 8
-
-
-def test_both_ends_agree_on_what_is_sent() -> None:
-    for word in WORDS:
-        plan = schedule(word, 4, 8)
-        messages = [m for a in range(4) for b in range(4) for m in sent(plan, a, b)]
-        assert len(messages) == len(set(messages))
-        assert all(abs(a - b) in (1, 3) for a in range(4) for b in range(4) if sent(plan, a, b))
-    assert sent(schedule("1f1b", 2, 2), 0, 1) == (("F", 0, 0), ("F", 0, 1))
-    assert sent(schedule("1f1b", 2, 2), 1, 0) == (("B", 1, 0), ("B", 1, 1))
 
 
 def test_a_schedule_prints_as_a_grid() -> None:

@@ -167,7 +167,7 @@ class Run:
         placed, objective, device = self.placed, self.job.objective, self.world.device
         if placed.branched is not None:
             objective = placed.branched.objective(objective, self.precision, device)
-        if placed.staged is None:
+        if placed.staged is None or placed.transport is None:
             return Passes(
                 self.model,
                 objective,
@@ -187,7 +187,7 @@ class Run:
             scale=scale,
             exchange=self.exchange,
             device=device,
-            group=self.mesh.pipeline,
+            transport=placed.transport,
             seed=self._stream,
             inside=placed.inside,
             split_backward=placed.shards is None and self.plan.recompute == "none",

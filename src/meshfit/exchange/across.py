@@ -24,7 +24,7 @@ from meshfit.exchange.apart import Apart
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.update import total_norm
 from meshfit.layout.expert import Owned
-from meshfit.layout.mesh import groups
+from meshfit.layout.mesh import destroy, groups
 from meshfit.layout.tensor import Parts
 
 RIDERS = 4  # squared norm, stop, loss, count; then a slot a share for broken losses, one a parameter of many ranks
@@ -108,7 +108,10 @@ class Across:
             self.spread.parts.sum_partial()
         for p, ranks in self._tied:
             if p.grad is not None:
-                dist.all_reduce(p.grad, group=self._lines[ranks])
+                summed = p.grad.contiguous()
+                dist.all_reduce(summed, group=self._lines[ranks])
+                if summed is not p.grad:
+                    p.grad.copy_(summed)
         tellers = self.degree * self.tellers
         known = [riders.loss / tellers, riders.count / tellers, *riders.broken]
         numbers = torch.zeros(2 + len(known) + len(reached), dtype=torch.float64, device=self.device)
@@ -160,6 +163,8 @@ class Across:
 
     def remove(self) -> None:
         self.inner.remove()
+        destroy(self._lines.values())
+        self._lines = {}
 
 
 def _lines(line: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -167,7 +172,7 @@ def _lines(line: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[t
     world, own = dist.get_process_group_ranks(line), dist.get_rank(line)
     named = {members: tuple(sorted(world[r] for r in members)) for members in wanted if own in members}
     made = groups(named.values())
-    return {members: made[ranks] for members, ranks in named.items()}
+    return {members: made[named[members]] for members in sorted(named, key=lambda members: named[members])}
 
 
 def share_state(optimizer: torch.optim.Optimizer, parts: Parts | Owned) -> None:

@@ -5,6 +5,7 @@ alone: nothing listens where others could reach it. Under torchrun its own rende
 one has no process group at all.
 """
 
+import atexit
 import os
 import sys
 from dataclasses import dataclass, field
@@ -73,20 +74,31 @@ def connect(world: World, *, folder: str | None = None, timeout: float = 600.0) 
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
         store = dist.FileStore(os.path.join(folder, "store"), world.size)
+    gpu = world.device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
+        device_id=world.device if gpu else None,  # communicators are made with their groups, not in the first step
         init_method="env://" if store is None else None,
         store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout),
     )
+    if folder is None:
+        atexit.register(_leave)
 
 
 def disconnect() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """At the end of a script under torchrun. Where it ended by an error others may be in the middle of something, and
+    torchrun is about to end them."""
+    if getattr(sys, "last_exc", None) is None:
+        disconnect()
 
 
 def cores() -> int:

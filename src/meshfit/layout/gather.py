@@ -60,6 +60,8 @@ class Shards:
         self._asked: list[OpenUnit] = []
         self._foreseen: list[OpenUnit] = []
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.prefetch = self._side is not None
+        """Whether the next gather is started ahead: on GPUs, where it runs beside what the rank computes."""
         self.place = {p: (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.parameters)}
         """The row that each parameter is cut in, and which of its parameters it is."""
 
@@ -193,7 +195,7 @@ class Shards:
         with torch.inference_mode(False):
             self._start(unit)
             self._wait(unit)
-            following = self._following() if self._side is not None and self.zero == 3 else None
+            following = self._following() if self.prefetch and self.zero == 3 else None
             if following is not None:
                 self._start(following)
 

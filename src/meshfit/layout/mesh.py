@@ -58,6 +58,8 @@ class Mesh:
     """Which part of a batch this rank takes."""
     has_results: bool = True
     """Whether what the model returns is here, and no other rank's task to tell of."""
+    made: tuple[Group, ...] = ()
+    """Groups that were made for it, and are none of the world's own."""
 
     @classmethod
     def of(cls, plan: Plan, rank: int, size: int) -> "Mesh":
@@ -67,6 +69,7 @@ class Mesh:
         degrees = {axis: getattr(plan, axis) for axis in DEGREES}
         places = list(product(*(range(degree) for degree in degrees.values())))  # by rank
         own = dict(zip(degrees, places[rank], strict=True))
+        made: list[Group] = []
 
         def along(*axes: str, apart: bool = False) -> Group:
             """The ranks that differ from this one along ``axes`` alone; ``apart``: in a group that is no other's."""
@@ -79,7 +82,8 @@ class Mesh:
                 fixed = tuple(at for axis, at in zip(degrees, place, strict=True) if axis not in axes)
                 lines.setdefault(fixed, []).append(other)
             groups = {fixed: dist.new_group(ranks) for fixed, ranks in lines.items()}  # all ranks make all of them
-            return groups[tuple(at for axis, at in own.items() if axis not in axes)]  # type: ignore[return-value]
+            made.append(groups[tuple(at for axis, at in own.items() if axis not in axes)])  # type: ignore[arg-type]
+            return made[-1]
 
         last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
         axes = {axis: along(axis, apart=axis == "expert") for axis in DEGREES}  # see layout/experts/travel.py
@@ -97,19 +101,31 @@ class Mesh:
             copies=together("data", "expert", "context"),
             alike=together("data", "shard") if plan.expert > 1 else None,
             samples=along("pipeline", "data", "shard", "expert"),
+            made=tuple(made),
             rank=rank,
             stage=own["pipeline"],
             share=(own["data"] * plan.shard + own["shard"]) * plan.expert + own["expert"],
             has_results=own["pipeline"] == last and own["tensor"] == own["branch"] == own["context"] == 0,
         )
 
+    def close(self) -> None:
+        """Let go of its groups. All ranks call it together, when nothing is under way."""
+        destroy(self.made)
 
-def groups(wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+
+def groups(wanted: Iterable[tuple[int, ...]], *, apart: bool = False) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A group for each set of ranks of the world that this rank names. All ranks call it together, each with its own
-    sets: all of them make all groups, in one order."""
+    sets: all of them make all groups, in one order. ``apart``: none that is another's too, not even the world's."""
     mine, world = set(wanted), dist.get_world_size()
     every: list[set[tuple[int, ...]]] = [mine] * world
     dist.all_gather_object(every, mine)
-    found = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set().union(*every)) if len(ranks) < world}
-    whole = {ranks: dist.group.WORLD for ranks in mine if len(ranks) == world}
-    return {ranks: group for ranks, group in (found | whole).items() if ranks in mine}  # type: ignore[misc]
+    some = sorted(ranks for ranks in set().union(*every) if apart or len(ranks) < world)
+    found: dict[tuple[int, ...], Group] = {ranks: dist.new_group(list(ranks)) for ranks in some}  # type: ignore[misc]
+    return {ranks: found.get(ranks, dist.group.WORLD) for ranks in mine}  # type: ignore[misc]
+
+
+def destroy(made: Iterable[Group]) -> None:
+    """Let groups go, but for the world's. All their ranks call it, with groups that they share in the same order."""
+    for group in made:
+        if dist.is_initialized() and group is not None and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

@@ -35,7 +35,9 @@ from meshfit.layout.stages.weights import collect
 from meshfit.layout.tensor import Parts
 from meshfit.layout.tensor import Tensor as TensorAxis
 from meshfit.plan import Plan
+from meshfit.schedule.issue import pairs
 from meshfit.schedule.pipeline import Forward
+from meshfit.schedule.transport import Transport
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Placed:
     mesh: Mesh
     staged: Staged | None = None
     """This rank's stages of a pipeline."""
+    transport: Transport | None = None
+    """Between them and those of other ranks."""
     branched: Branched | None = None
     """This rank's branches."""
     parts: Parts | Owned | None = None
@@ -193,6 +197,9 @@ class Placed:
         self.guards.close()
         for config in self.caches:
             config.use_cache = True
+        if self.transport is not None:
+            self.transport.close()
+        self.mesh.close()
 
 
 class Forwards:
@@ -202,12 +209,13 @@ class Forwards:
         self, placed: Placed, step: Callable[[nn.Module, Any], Any], precision: Precision, device: torch.device
     ):
         self._placed, self._step, self._precision, self._device = placed, step, precision, device
-        group, staged = placed.mesh.pipeline, placed.staged
         self._stages = None
         if placed.branched is not None:
             self._step = placed.branched.objective(step, precision, device)
-        if staged is not None:
-            self._stages = Forward(staged, step, precision=precision, device=device, group=group, inside=placed.inside)
+        if placed.staged is not None:
+            assert placed.transport is not None
+            how: dict[str, Any] = {"transport": placed.transport, "inside": placed.inside}
+            self._stages = Forward(placed.staged, step, precision=precision, device=device, **how)
 
     def __call__(self, content: Any) -> Any:
         if self._stages is not None:
@@ -250,7 +258,9 @@ def place(
     before_cut()
     placed = Placed(model, mesh, notes=[*found.notes, *([CACHES_OFF] if caches else [])], caches=caches)
     if found.pipeline is not None:
+        assert mesh.pipeline is not None
         placed.staged = pipeline_of(plan, found.pipeline.atoms).apply(model, found.pipeline, mesh.stage)
+        placed.transport = Transport(mesh.pipeline, device, pairs(placed.staged.pipeline.schedule))
         placed.model = model = placed.staged.part
         ties = tied(model)
     if found.branch is not None:

@@ -25,9 +25,9 @@ class Replicate:
         if mesh.world is None or same:
             return
         for tensor in (*model.parameters(), *model.buffers()):
-            sent = tensor.detach().to(device)
+            sent = tensor.detach().to(device).contiguous()
             dist.broadcast(sent, 0, mesh.world)
-            if sent.device != tensor.device:
+            if sent.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(sent)
 
     def cost(self, trace: Trace) -> tuple[Trace, Cost]:

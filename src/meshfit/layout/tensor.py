@@ -19,6 +19,7 @@ from torch import nn
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.layout.forward import unwrap
+from meshfit.layout.mesh import destroy
 from meshfit.layout.replicate import check_ties, tied
 from meshfit.layout.split.cost import shrunk
 from meshfit.layout.split.cut import Undo, cut
@@ -160,7 +161,8 @@ class Parts:
         for step in reversed(self._undo):
             step()
         unwrap(self.model)
-        self.cuts, self._undo = {}, []
+        destroy(line.group for members, line in sorted(self._lines.items()) if len(members) < self.ranks.size)
+        self.cuts, self._undo, self._lines = {}, [], {}
 
 
 def _no_short_cuts(model: nn.Module, plan: TensorPlan) -> list[Undo]:

@@ -60,6 +60,10 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     """By rank."""
 
+    def __hash__(self) -> int:
+        """Without the orders: much is remembered by schedule, and asked for again and again."""
+        return hash((self.word, self.ranks, self.chunks, self.microbatches))
+
     @property
     def stages(self) -> int:
         return self.ranks * self.chunks
@@ -367,16 +371,3 @@ def _check_whole(schedule: Schedule) -> None:
 
 Message = tuple[str, int, int]
 """What is sent: "F" or "B", the stage it comes from, the microbatch."""
-
-
-@cache
-def sent(schedule: Schedule, source: int, target: int) -> tuple[Message, ...]:
-    """What rank ``source`` sends to rank ``target``, in order: both ends agree on it beforehand."""
-    found: list[Message] = []
-    for action in schedule.orders[source]:
-        forward = action.kind == FORWARD
-        to = action.stage + (1 if forward else -1)
-        if action.kind == WEIGHT or not 0 <= to < schedule.stages or schedule.rank_of(to) != target or target == source:
-            continue
-        found.append((FORWARD if forward else BACKWARD, action.stage, action.microbatch))
-    return tuple(found)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.data.loader import Batch, Microbatch
@@ -27,17 +26,21 @@ from meshfit.layout.pipeline import Staged
 from meshfit.layout.precision import LossScale, Precision
 from meshfit.layout.stages.program import Layout, Program
 from meshfit.objective import Over
-from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, sent, short
+from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, short
 from meshfit.schedule.backward import Owed, input_gradients
 from meshfit.schedule.clock import Clock
+from meshfit.schedule.issue import Transfer, issued
 from meshfit.schedule.passes import Passes
 from meshfit.schedule.transport import (
-    Inbox,
+    Pending,
     Transport,
     header,
+    header_size,
     layouts_of,
     packed,
+    packed_size,
     read_header,
+    unpacked,
 )
 
 
@@ -53,7 +56,7 @@ class Kept:
 
 
 class Pipelined:
-    """Runs batches through this rank's stages. All ranks of ``group`` build it together, and run the same batches."""
+    """Runs batches through this rank's stages. All ranks of the pipeline run the same batches."""
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class Pipelined:
         scale: LossScale | None,
         exchange: Any,
         device: torch.device,
-        group: dist.ProcessGroup | None,
+        transport: Transport,
         seed: int = 0,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         split_backward: bool = True,
@@ -73,29 +76,31 @@ class Pipelined:
         """``split_backward=False`` does the whole of a backward where its first half is due: where activations are
         computed again in backward, the second half would do so once more for every weight."""
         self.staged, self.plan = staged, staged.pipeline.schedule
-        self.device, self.group, self.seed, self.inside = device, group, seed, inside
+        self.device, self.seed, self.inside = device, seed, inside
         self.weigh = Passes(staged.part, objective, over, precision, scale, exchange, device, inside)
         self.split_backward = split_backward
         self.clock = Clock(device)
         self.steps = 0
         """Taken so far: random numbers follow it, so a resumed run sets it."""
-        self.stages = _Stages(staged, objective, precision, device, group)
+        self.stages = _Stages(staged, objective, precision, device, transport)
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         count = len(batch.microbatches)
         plan = self.plan if count == self.plan.microbatches else short(self.plan, count)
-        order = plan.orders[self.staged.rank]
-        final = max(i for i, action in enumerate(order) if action.kind != FORWARD)
+        final = [action for action in plan.orders[self.staged.rank] if action.kind != FORWARD][-1]
         step = _Step(self, plan, batch)
         if step.programs[0].gives_pair and self.weigh.over.kind != "pair":
             self.weigh.over = Over(kind="pair")
         self.clock.begin(plan)
-        for i, action in enumerate(order):
-            if i == final:  # the gradients that it completes may go
+        for entry in issued(plan, self.staged.rank):
+            if isinstance(entry, Transfer):
+                step.move(entry)
+                continue
+            if entry == final:  # the gradients that it completes may go
                 total, counted = step.total, step.counted
                 broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
                 self.weigh.exchange.arm(total, counted, stop=stop(), broken=broken)
-            step.run(action)
+            step.run(entry)
         self.stages.transport.flush()
         self.steps += 1
 
@@ -122,11 +127,11 @@ class Forward:
         *,
         precision: Precision,
         device: torch.device,
-        group: dist.ProcessGroup | None,
+        transport: Transport,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.inside = inside
-        self.stages = _Stages(staged, objective, precision, device, group)
+        self.stages = _Stages(staged, objective, precision, device, transport)
 
     def __call__(self, content: Any) -> Any:
         stages, result = self.stages, None
@@ -138,9 +143,7 @@ class Forward:
             for stage in stages.staged.stages:
                 before = plan.rank_of(stage - 1) if stage else None
                 if before is not None and before != stages.staged.rank:
-                    message = (FORWARD, stage - 1, 0)
-                    inbox = Inbox(stages.transport, before, [message], lambda m, read: stages.layouts(program, m, read))
-                    handed = inbox.take(message)
+                    handed = stages.take(*stages.post(program, (FORWARD, stage - 1, 0), before))
                 with stages.precision.arithmetic(stages.device), self.inside():
                     made, result = program.run(stage, stages.root, given, handed, stages.device)
                 handed = made
@@ -162,14 +165,10 @@ class _Stages:
         objective: Callable[..., Any],
         precision: Precision,
         device: torch.device,
-        group: dist.ProcessGroup | None,
+        transport: Transport,
     ):
-        self.staged, self.precision, self.device = staged, precision, device
+        self.staged, self.precision, self.device, self.transport = staged, precision, device, transport
         self.programs, self.root = staged.programs(objective), staged.root(objective)
-        plan = staged.pipeline.schedule
-        near = {(plan.rank_of(s), plan.rank_of(s + 1)) for s in range(plan.stages - 1)}
-        pairs = {pair for a, b in near for pair in ((a, b), (b, a)) if a != b}
-        self.transport = Transport(group, device, pairs)
 
     def program(self, content: Any, *, training: bool) -> Program:
         with self.precision.arithmetic(self.device):
@@ -191,19 +190,24 @@ class _Stages:
             )
         self.transport.send(packed(tensors), target)
 
-    def layouts(
-        self, program: Program, message: Message, read: Callable[[int], Tensor] | None
-    ) -> tuple[Layout, ...] | None:
-        """What ``message`` holds; None if that is not known without a header."""
+    def post(self, program: Program, message: Message, source: int) -> tuple[Pending, tuple[Layout, ...]]:
+        """Post the receive of ``message``. Where its header comes first, that is waited for."""
+        layouts = self._layouts(program, message, source)
+        return self.transport.receive(packed_size(layouts), source), layouts
+
+    def take(self, pending: Pending, layouts: tuple[Layout, ...]) -> list[Tensor]:
+        return unpacked(self.transport.take(pending), layouts)
+
+    def _layouts(self, program: Program, message: Message, source: int) -> tuple[Layout, ...]:
+        """What ``message`` holds."""
         kind, stage, _ = message
         if kind == BACKWARD:  # gradients of what the stage before handed on
-            known = program.layouts.get(stage - 1)
-            return None if known is None else tuple(layout for layout in known if layout.needs_grad)
+            return tuple(layout for layout in program.layouts[stage - 1] if layout.needs_grad)
         if stage not in program.layouts:
-            crossing = len(program.stages.cuts[stage].crossing)
-            if crossing and read is None:
-                return None
-            program.layouts[stage] = read_header(read(crossing)) if crossing and read is not None else ()
+            crossing, read = len(program.stages.cuts[stage].crossing), ()
+            if crossing:
+                read = read_header(self.transport.take(self.transport.receive(header_size(crossing), source)).cpu())
+            program.layouts[stage] = read
         return program.layouts[stage]
 
 
@@ -218,15 +222,22 @@ class _Step:
         self.kept: dict[tuple[int, int], Kept] = {}
         self.handed: dict[Message, list[Tensor]] = {}
         """From one stage of this rank to another."""
+        self.made: dict[Message, list[Tensor]] = {}
+        """To be sent."""
+        self.coming: dict[Message, tuple[Pending, tuple[Layout, ...]]] = {}
+        """Receives that are posted."""
         self.total: Tensor | float = 0.0
         self.counted: Tensor | float = 0.0
-        others = {plan.rank_of(s + d) for s in run.staged.stages for d in (-1, 1) if 0 <= s + d < plan.stages}
-        self.inboxes = {
-            rank: Inbox(self.stages.transport, rank, sent(plan, rank, self.rank), self._layouts)
-            for rank in sorted(others - {self.rank})
-        }
-        for inbox in self.inboxes.values():
-            inbox.look_ahead()
+
+    def move(self, transfer: Transfer) -> None:
+        """Send it, or post its receive."""
+        kind, stage, at = message = transfer.message
+        if transfer.target == self.rank:
+            self.coming[message] = self.stages.post(self.programs[at], message, transfer.source)
+        elif kind == FORWARD:
+            self.stages.send_forward(self.programs[at], stage, self.made.pop(message), transfer.target)
+        else:
+            self.stages.transport.send(packed(self.made.pop(message)), transfer.target)
 
     def run(self, action: Action) -> None:
         match action.kind:
@@ -260,7 +271,7 @@ class _Step:
             self.handed[FORWARD, stage, at] = made
             program.layouts.setdefault(stage, layouts_of(made))
         else:
-            self.stages.send_forward(program, stage, made, self.plan.rank_of(stage + 1))
+            self.made[FORWARD, stage, at] = made
 
     def _needs(self, stage: int, at: int) -> list[bool]:
         return [layout.needs_grad for layout in self.programs[at].layouts[stage - 1]] if stage else []
@@ -288,24 +299,15 @@ class _Step:
                 torch.autograd.backward(kept.made, arrived)
             back = [torch.zeros_like(t) if t.grad is None else t.grad for t in kept.fed]
         if stage:
-            self._send_back(stage, at, back)
+            here = self.plan.rank_of(stage - 1) == self.rank
+            (self.handed if here else self.made)[BACKWARD, stage, at] = back
         kept.fed, kept.made = [], []
         if action.kind == BACKWARD:
             del self.kept[stage, at]
 
-    def _send_back(self, stage: int, at: int, gradients: list[Tensor]) -> None:
-        to = self.plan.rank_of(stage - 1)
-        if to == self.rank:
-            self.handed[BACKWARD, stage, at] = gradients
-        else:
-            self.stages.transport.send(packed(gradients), to)
-
     def _take(self, message: Message) -> list[Tensor]:
-        source = self.plan.rank_of(message[1])
-        return self.handed.pop(message) if source == self.rank else self.inboxes[source].take(message)
-
-    def _layouts(self, message: Message, read: Callable[[int], Tensor] | None) -> tuple[Layout, ...] | None:
-        return self.stages.layouts(self.programs[message[2]], message, read)
+        here = self.plan.rank_of(message[1]) == self.rank
+        return self.handed.pop(message) if here else self.stages.take(*self.coming.pop(message))
 
 
 def _seed(seed: int, step: int, microbatch: int, stage: int) -> None:

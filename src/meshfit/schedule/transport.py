@@ -1,15 +1,19 @@
 """Tensors from rank to rank of a pipeline.
 
 All that crosses a cut for one microbatch travels as one message. Both ends know beforehand, from the schedule, which
-messages pass between two ranks and in what order; so receives are posted before they are needed and no message says
-what it is. What the sizes are the sender says once for each kind of microbatch, in a small header before its first.
+messages pass between two ranks and in what order (issue.py), so no message says what it is. What the sizes are the
+sender says once for each kind of microbatch, in a small header before its first.
+
+Every two neighbours have a group of their own, one communicator for both directions, which is made, and used once, when
+the transport is made: none comes into being in the middle of a step. A run has one transport, for training and
+evaluation alike.
 
     gloo        buffers in host memory; tags count the messages, so that none can be taken for another
-    nccl        a communicator for each direction between two ranks: neither waits for the other's turn
+    nccl        buffers in GPU memory; what is issued between two ranks runs in the order in which it was issued
     gloo, GPU   gloo cannot send from GPU memory: by way of host memory
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,14 +24,12 @@ from torch import Tensor
 
 from meshfit.errors import JobError
 from meshfit.events import current
+from meshfit.layout.mesh import destroy, groups
 from meshfit.layout.stages.program import Layout
-from meshfit.schedule.actions import Message
 
 ALIGN = 64
 DIMS = 12
 TAGS = 2**15
-AHEAD = 2
-"""Receives posted before they are needed, from each rank."""
 
 DTYPES = tuple(
     dict.fromkeys(d for name in sorted(vars(torch)) if isinstance(d := getattr(torch, name, None), torch.dtype))
@@ -43,22 +45,20 @@ class Pending:
 
 
 class Transport:
-    """Sends and receives between ranks of ``group``. All of them build it together."""
+    """Sends and receives between ranks of ``group``, of which ``pairs`` talk to each other. All ranks of the world
+    build it together."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, pairs: Iterable[tuple[int, int]] = ()):
-        self.group, self.device = group, device
-        self.rank = 0 if group is None else dist.get_rank(group)
-        nccl = group is not None and "nccl" in dist.get_backend(group)
-        self.memory = device if nccl else torch.device("cpu")
-        self._lines = dict.fromkeys(pairs, group)
-        if nccl and group is not None:
-            ranks = dist.get_process_group_ranks(group)
-            for source, target in sorted(self._lines):
-                if self.rank in (source, target):
-                    both = [ranks[source], ranks[target]]
-                    self._lines[source, target] = dist.new_group(both, use_local_synchronization=True)  # type: ignore
-        self._count: dict[tuple[int, int], int] = {}
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, pairs: Iterable[tuple[int, int]]):
+        self.device, self.rank = device, dist.get_rank(group)
+        self.memory = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+        world = dist.get_process_group_ranks(group)
+        near = {sum(pair) - self.rank: tuple(sorted(world[r] for r in pair)) for pair in pairs if self.rank in pair}
+        made = groups(near.values(), apart=True)
+        self._lines = {peer: (made[ranks], ranks.index(world[peer])) for peer, ranks in sorted(near.items())}
+        """By the other rank: the group of the two, and its place there."""
+        self._count: dict[tuple[str, int], int] = {}
         self._sending: list[tuple[Any, Tensor]] = []
+        self._warm_up()
 
     def send(self, buffer: Tensor, target: int) -> None:
         """Returns at once; the buffer is kept until it has gone."""
@@ -66,17 +66,14 @@ class Transport:
             return
         buffer = buffer.to(self.memory)
         current().moved("send", buffer.nbytes)
-        work = dist.isend(buffer, group=self._line(self.rank, target), tag=self._tag(self.rank, target), **_to(target))
+        work = self._issue(self._operation(dist.isend, buffer, target))
         self._sending = [(w, kept) for w, kept in self._sending if not w.is_completed()]
         self._sending.append((work, buffer))
 
     def receive(self, size: int, source: int) -> Pending:
         """``size`` bytes; ask ``take`` for them."""
         buffer = torch.empty(size, dtype=torch.uint8, device=self.memory)
-        if not size:
-            return Pending(buffer, None)
-        tag = self._tag(source, self.rank)
-        return Pending(buffer, dist.irecv(buffer, group=self._line(source, self.rank), tag=tag, **_from(source)))
+        return Pending(buffer, self._issue(self._operation(dist.irecv, buffer, source)) if size else None)
 
     def take(self, pending: Pending) -> Tensor:
         """Wait for it (on a GPU: let the GPU wait)."""
@@ -90,64 +87,43 @@ class Transport:
             work.wait()
         self._sending.clear()
 
-    def _line(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self._lines.get((source, target), self.group)
+    def close(self) -> None:
+        """All ranks of the world call it together, when nothing is under way."""
+        self.flush()
+        destroy(group for group, _ in self._lines.values())
+        self._lines = {}
 
-    def _tag(self, source: int, target: int) -> int:
-        count = self._count.get((source, target), 0)
-        self._count[source, target] = count + 1
-        return count % TAGS
+    def _warm_up(self) -> None:
+        """Both ways between every two neighbours: a communicator connects when it is first used."""
+        for peer in sorted(self._lines, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
+            mine, theirs = (torch.full((8,), float(r), device=self.memory) for r in (self.rank, -1.0))
+            both = [self._operation(dist.isend, mine, peer), self._operation(dist.irecv, theirs, peer)]
+            self._issue(*(both if peer > self.rank else both[::-1])).wait()
+            assert theirs.tolist() == [float(peer)] * 8, f"rank {self.rank} hears {theirs.tolist()} from rank {peer}"
+
+    def _operation(self, kind: Any, buffer: Tensor, peer: int) -> dist.P2POp:
+        group, place = self._lines[peer]
+        way = (kind.__name__, peer)
+        tag = self._count[way] = (self._count.get(way, -1) + 1) % TAGS
+        return dist.P2POp(kind, buffer, group=group, group_peer=place, tag=tag)
+
+    def _issue(self, *operations: dist.P2POp) -> Any:
+        """As a batch, even of one: NCCL runs that by the communicator of the group, a single one by another."""
+        return _Works(dist.batch_isend_irecv(list(operations)))
 
 
-def _to(rank: int) -> dict[str, int]:
-    return {"group_dst": rank}
+class _Works:
+    """What a batch is to be waited for by: one work, or one for each of its operations."""
 
+    def __init__(self, works: Sequence[Any]):
+        self.works = works
 
-def _from(rank: int) -> dict[str, int]:
-    return {"group_src": rank}
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
-
-class Inbox:
-    """What comes from one rank in one step, in the order in which it is sent."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        source: int,
-        messages: Sequence[Message],
-        layouts: Callable[[Message, Callable[[int], Tensor] | None], tuple[Layout, ...] | None],
-    ):
-        """``layouts`` says what a message holds; None if a header must be read first, for which it is then given a
-        way to do so."""
-        self.transport, self.source, self.messages, self.layouts = transport, source, messages, layouts
-        self._at = 0
-        self._posted: dict[Message, tuple[Pending, tuple[Layout, ...]]] = {}
-
-    def look_ahead(self) -> None:
-        """Post the receives that come next, as far as their sizes are known."""
-        while len(self._posted) < AHEAD and self._at < len(self.messages):
-            layouts = self.layouts(self.messages[self._at], None)
-            if layouts is None:
-                return
-            self._post(layouts)
-
-    def take(self, message: Message) -> list[Tensor]:
-        """Wait for ``message``; those sent before it wait here for their turn."""
-        while message not in self._posted:
-            layouts = self.layouts(self.messages[self._at], self._header)
-            assert layouts is not None
-            self._post(layouts)
-        pending, layouts = self._posted.pop(message)
-        self.look_ahead()
-        return unpacked(self.transport.take(pending), layouts)
-
-    def _post(self, layouts: tuple[Layout, ...]) -> None:
-        self._posted[self.messages[self._at]] = self.transport.receive(packed_size(layouts), self.source), layouts
-        self._at += 1
-
-    def _header(self, values: int) -> Tensor:
-        pending = self.transport.receive(header_size(values), self.source)
-        return self.transport.take(pending).cpu()
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 # Messages

@@ -1,0 +1,455 @@
+"""Several NCCL ranks on one GPU: does every plan train like one device, and does none hang?
+
+    python benchmarks/nccl.py                                      # needs a GPU; one is enough
+    python benchmarks/nccl.py --part 1/2 --out nccl.jsonl          # some of the cells; results are appended
+    python benchmarks/nccl.py --show nccl.jsonl                    # the table of what is there, and its exit code
+    python benchmarks/nccl.py --backend gloo --only "pipeline=2"   # the same cells on CPU ranks
+
+NCCL takes each rank for a host of its own (NCCL_HOSTID), so several may share a GPU. They talk over sockets: speed
+means nothing here, but communicators, streams, order, dtypes and deadlocks are the real ones.
+
+A cell trains a small model for six steps in ranks that stay, as torchrun's would, and compares every loss and all
+weights with a plain loop on one device. Pipelines and hybrids run again with CUDA_DEVICE_MAX_CONNECTIONS=1: one queue
+for all kernels of a rank. A cell that takes longer than 60 s is cut, and where each rank stood is printed.
+
+Exits with 0 if every cell is equal, 1 if one is not, 4 if there is no GPU: then nothing was run.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+CELL_SECONDS, START_SECONDS, GRACE_SECONDS = 60.0, 120.0, 10.0
+LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4  # as in parity.py
+STEPS, SAMPLES, BATCH, LEARNING_RATE = 6, 22, 8, 1e-3  # batches of 8, 8 and 6: the last has fewer microbatches
+NOT_RUN = 4
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+RIG = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MAX_NCHANNELS": "2",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training. ``how``: "train", "evaluate" after every second step too, or "resume" half way."""
+
+    plan: str
+    model: str = "gpt"
+    how: str = "train"
+    one_queue: bool = False
+    """CUDA_DEVICE_MAX_CONNECTIONS=1."""
+
+    @property
+    def world(self) -> int:
+        degrees = ("data", "shard", "tensor", "branch", "context", "expert", "pipeline")
+        words = [word.split("=") for word in self.plan.split()]
+        return math.prod(int(value) for key, value in words if key in degrees)
+
+    def __str__(self) -> str:
+        notes = [self.model, *([self.how] if self.how != "train" else []), *(["one queue"] if self.one_queue else [])]
+        return f"{self.plan} ({', '.join(notes)})"
+
+
+def cells() -> list[Cell]:
+    found = []
+    for n in (2, 3, 4):
+        found += [Cell(f"data={n}"), Cell(f"shard={n}"), Cell(f"shard={n} zero=2"), Cell(f"shard={n} zero=1")]
+        found += [Cell(f"tensor={n} rows=whole"), Cell(f"tensor={n} rows=cut"), Cell(f"context={n}")]
+        found += [Cell(f"expert={n}", "mixture")] if n != 3 else []  # it has four experts
+        found += [Cell(f"branch={n}", "ensemble")] if n < 4 else []  # and that three members
+    found += [Cell("data=2", "batchnorm"), Cell("shard=2 recompute=full"), Cell("shard=2 offload=optimizer")]
+    schedules = [(n, word, _microbatches(word, n)) for n in (2, 3, 4) for word in SCHEDULES]
+    many = [f"pipeline={n} schedule={word} microbatches={count}" for n, word, count in schedules]
+    many += [
+        "data=2 tensor=2",
+        "shard=2 tensor=2",
+        "data=2 shard=2",
+        "data=2 context=2",
+        "shard=2 context=2",
+        "context=2 tensor=2",
+        "data=2 pipeline=2 microbatches=4",
+        "data=2 pipeline=2 schedule=zbv microbatches=4",
+        "shard=2 pipeline=2 microbatches=4",
+        "tensor=2 pipeline=2 microbatches=4",
+        "context=2 pipeline=2 microbatches=2",
+    ]
+    mixed = [Cell(plan) for plan in many] + [Cell("data=2 expert=2", "mixture"), Cell("data=2 branch=2", "ensemble")]
+    found += mixed + [Cell(cell.plan, cell.model, cell.how, one_queue=True) for cell in mixed]
+    for how in ("evaluate", "resume"):
+        found += [Cell(plan, how=how) for plan in ("data=2", "shard=2", "tensor=2", "pipeline=2 microbatches=4")]
+        found += [Cell("expert=2", "mixture", how), Cell("branch=2", "ensemble", how)]
+        found += [Cell("pipeline=3 schedule=interleaved microbatches=4", how=how)]
+        found += [Cell("pipeline=4 schedule=zbv microbatches=4", how=how), Cell("shard=2 tensor=2", how=how)]
+        found += [Cell("data=2 pipeline=2 microbatches=2", how=how)]
+    return sorted(found, key=lambda cell: (cell.one_queue, cell.world))
+
+
+def _microbatches(word: str, ranks: int) -> int:
+    return {"dualpipev": 2 * ranks, "interleaved": 4 if ranks != 3 else 6}.get(word, 4)
+
+
+# In a rank
+
+
+def cases() -> dict[str, Any]:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+
+    from benchmarks import zoo, zoo_branches, zoo_experts
+
+    class Block(nn.Module):
+        def __init__(self, width: int, heads: int, mlp: nn.Module):
+            super().__init__()
+            self.heads, self.mlp = heads, mlp
+            self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+            self.norms = nn.ModuleList((nn.LayerNorm(width), nn.LayerNorm(width)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, length, width = x.shape
+            parts = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads)
+            q, k, v = (part.transpose(1, 2) for part in parts.unbind(2))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+            return x + self.mlp(self.norms[1](x))
+
+    class GPT(nn.Module):
+        """Its head is its embedding: first and last stage of a pipeline share a weight."""
+
+        def __init__(self, layers: int, mixture: bool = False, width: int = 48, heads: int = 12):
+            super().__init__()
+            mlp = lambda: nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            self.token, self.place = nn.Embedding(zoo.VOCABULARY, width), nn.Embedding(zoo.LENGTH, width)
+            make = (lambda: zoo_experts.Chosen(width)) if mixture else mlp
+            self.blocks = nn.ModuleList(Block(width, heads, make()) for _ in range(layers))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, zoo.VOCABULARY, bias=False)
+            nn.init.normal_(self.token.weight, std=0.1)
+            self.head.weight = self.token.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.token(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    text: dict[str, Any] = {"data": zoo.next_tokens, "loss": zoo_experts.token_loss, "weight_of": zoo.labels_kept}
+    cnn = zoo.ZOO["batchnorm-cnn"]
+    return {
+        "gpt": zoo.Case(name="gpt", build=zoo.seeded(lambda: GPT(8)), **text),
+        "mixture": zoo.Case(name="mixture", build=zoo.seeded(lambda: GPT(2, mixture=True)), **text),
+        "ensemble": zoo_branches.BRANCHES["ensemble"],
+        "batchnorm": zoo.Case(name="batchnorm", build=cnn.build, data=cnn.data, loss=cnn.loss),
+    }
+
+
+def alone(case: Any, device: Any) -> tuple[list[float], dict[str, Any], float]:
+    """Losses, weights, and the loss over all samples after the last step, of a plain loop on one device."""
+    import torch
+
+    from benchmarks import zoo
+
+    model, data = case.build().train().to(device), zoo.take(case.data(SAMPLES), torch.arange(SAMPLES))
+    data = tuple(part.to(device) for part in data)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), []
+    for _, index in zip(range(STEPS), zoo.batches(SAMPLES, BATCH), strict=False):
+        loss = zoo.mean_loss(case, model, zoo.take(data, index.to(device)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        valid = zoo.mean_loss(case, model.eval(), data).item()
+    return losses, weights, valid
+
+
+def train(cell: Cell, case: Any, folder: Path) -> tuple[list[float], Any, float | None]:
+    """The same by the plan: losses, the model, and the last evaluation's loss."""
+    import torch
+
+    import meshfit
+
+    data, plan = case.data(SAMPLES), cell.plan if "compile" in cell.plan else f"{cell.plan} compile=none"
+    asked: dict[str, Any] = {
+        "loss": case.loss,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE),
+        "batch_size": BATCH,
+        "plan": plan,
+        "shuffle": False,
+        "progress": False,
+    }
+    if cell.how == "evaluate":
+        asked |= {"valid": data, "valid_every": 2}
+    if cell.how == "resume":
+        half = meshfit.fit(case.build(), data, steps=STEPS // 2, out=folder, checkpoint=1, **asked)
+        result = meshfit.fit(case.build(), data, steps=STEPS, out=folder, checkpoint=1, resume=True, **asked)
+        losses = [step.loss for step in (*half.history, *result.history)]
+    else:
+        result = meshfit.fit(case.build(), data, steps=STEPS, **asked)
+        losses = [step.loss for step in result.history]
+    return losses, result.model, result.metrics["loss"] if cell.how == "evaluate" else None
+
+
+def compared(cell: Cell, case: Any, folder: Path, wanted: tuple[list[float], dict[str, Any], float]) -> dict[str, Any]:
+    losses, model, valid = train(cell, case, folder)
+    want, weights, want_valid = wanted
+    got = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    some = [name for name, value in weights.items() if value.is_floating_point()]
+    off = sum((got[n].double() - weights[n].double()).square().sum().item() for n in some)
+    pairs = [*zip(losses, want, strict=True), *([(valid, want_valid)] if valid is not None else [])]
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in pairs),
+        "weights": math.sqrt(off / sum(weights[n].double().square().sum().item() for n in some)),
+    }
+
+
+def rank() -> None:
+    """Cells come by standard input, one a line; what they came to goes back."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print goes with the errors
+    import torch
+
+    from meshfit.launch.world import connect, from_environment
+
+    world = from_environment()
+    assert world is not None
+    connect(world)
+    known, references = cases(), {}
+    print(json.dumps({"ready": world.rank}), file=answers, flush=True)
+    for line in sys.stdin:
+        said = json.loads(line)
+        cell, start = Cell(**said["cell"]), time.perf_counter()
+        case = known[cell.model]
+        try:
+            if cell.model not in references:
+                references[cell.model] = alone(case, world.device)
+            answer = compared(cell, case, Path(said["folder"]), references[cell.model])
+        except BaseException as error:
+            lines = f"{type(error).__name__}: {error}".strip().splitlines()
+            answer = {"error": " | ".join(lines[:6]), "trace": _where(error)}
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        answer["seconds"] = time.perf_counter() - start
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _where(error: BaseException) -> list[str]:
+    import traceback
+
+    return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)][-6:]
+
+
+# In the caller
+
+
+class World:
+    """Ranks that wait for cells."""
+
+    def __init__(self, size: int, backend: str, one_queue: bool):
+        self.size, self.folder = size, Path(tempfile.mkdtemp(prefix="nccl-"))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        self.answers: queue.Queue[tuple[int, str | None]] = queue.Queue()
+        self.ranks: list[subprocess.Popen[str]] = []
+        for r in range(size):
+            place = {"RANK": str(r), "WORLD_SIZE": str(size), "LOCAL_RANK": str(r), "LOCAL_WORLD_SIZE": str(size)}
+            meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            rig = {"NCCL_HOSTID": f"host{r}", **RIG} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
+            if one_queue:
+                rig["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+            process = subprocess.Popen(
+                [sys.executable, "-u", __file__, "--rank"],
+                env={**os.environ, **place, **meet, **rig, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=open(self.folder / f"rank{r}.txt", "w"),  # noqa: SIM115
+                text=True,
+            )
+            self.ranks.append(process)
+            threading.Thread(target=self._listen, args=(r, process), daemon=True).start()
+
+    def _listen(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.answers.put((rank, line))
+        self.answers.put((rank, None))
+
+    def run(self, cell: Cell | None, seconds: float) -> tuple[dict[str, Any], bool]:
+        """What a cell came to, and whether the ranks can take another. None: they are ready."""
+        if cell is not None:
+            said = json.dumps({"cell": asdict(cell), "folder": tempfile.mkdtemp(dir=self.folder)})
+            for process in self.ranks:
+                with contextlib.suppress(OSError):
+                    process.stdin.write(said + "\n")  # type: ignore[union-attr]
+                    process.stdin.flush()  # type: ignore[union-attr]
+        heard: dict[int, dict[str, Any]] = {}
+        until = time.monotonic() + seconds
+        while len(heard) < self.size:
+            try:
+                rank, line = self.answers.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return self._cut(heard, f"cut after {seconds:.0f} s"), False
+            if line is None:
+                return self._cut(heard, f"rank {rank} is gone"), False
+            heard[rank] = json.loads(line)
+            if "error" in heard[rank]:  # the others may wait for it
+                until = min(until, time.monotonic() + GRACE_SECONDS)
+        errors = {rank: answer for rank, answer in heard.items() if "error" in answer}
+        if errors:
+            return next(iter(errors.values())), len(errors) == self.size
+        return {**heard[0], "weights": max((a["weights"] for a in heard.values() if "weights" in a), default=0.0)}, True
+
+    def _cut(self, heard: dict[int, dict[str, Any]], why: str) -> dict[str, Any]:
+        at = {}
+        for rank, process in enumerate(self.ranks):
+            if rank in heard:
+                said = heard[rank]
+                at[rank] = [said["error"], *said["trace"][-3:]] if "error" in said else ["done"]
+                continue
+            said = self.folder / f"rank{rank}.txt"
+            before = said.stat().st_size
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+                time.sleep(0.5)
+                at[rank] = _stood(said.read_text(errors="replace")[before:])
+            else:
+                at[rank] = _stood(said.read_text(errors="replace")[-2000:])
+        errors = [said["error"] for said in heard.values() if "error" in said]
+        return {"error": "; ".join([*errors[:1], why]), "stood": at}
+
+    def close(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.wait()
+
+
+def _stood(stack: str) -> list[str]:
+    """The innermost frames of the main thread, which is the last that faulthandler writes."""
+    lines = [line.strip() for line in stack.splitlines() if line.strip()]
+    if not any(line.startswith("File") for line in lines):
+        return lines[-4:]
+    last = max((i for i, line in enumerate(lines) if "most recent call first" in line), default=-1)
+    frames = [line for line in lines[last + 1 :] if line.startswith("File")]
+    return [frame.replace(str(Path(__file__).parents[1]) + "/", "") for frame in frames][:5]
+
+
+def measure(chosen: list[Cell], backend: str) -> Iterator[dict[str, Any]]:
+    world: World | None = None
+    kind: tuple[int, bool] | None = None
+    for cell in chosen:
+        if world is None or kind != (cell.world, cell.one_queue):
+            if world is not None:
+                world.close()
+            kind = (cell.world, cell.one_queue)
+            world = World(cell.world, backend, cell.one_queue)
+            begun, ready = world.run(None, START_SECONDS)
+            if not ready:
+                world.close()
+                world = None
+                yield {**asdict(cell), "world": cell.world, "backend": backend, **begun}
+                continue
+        start = time.perf_counter()
+        answer, goes_on = world.run(cell, CELL_SECONDS)
+        answer.setdefault("seconds", time.perf_counter() - start)
+        if not goes_on:
+            world.close()
+            world = None
+        yield {**asdict(cell), "world": cell.world, "backend": backend, **answer}
+    if world is not None:
+        world.close()
+
+
+def equal(row: dict[str, Any]) -> bool:
+    return "error" not in row and row["loss"] <= LOSS_LIMIT and row["weights"] <= WEIGHT_LIMIT
+
+
+def shown(row: dict[str, Any]) -> str:
+    cell = Cell(**{key: row[key] for key in ("plan", "model", "how", "one_queue")})
+    text = f"{cell.world} ranks  {cell!s:<78}"
+    if "error" in row:
+        stood = [f"\n    rank {rank}: {' < '.join(lines)}" for rank, lines in row.get("stood", {}).items()]
+        trace = [f"\n    {' < '.join(row['trace'][::-1])}"] if row.get("trace") else []
+        return f"{text}  FAIL  {row['error']}{''.join(stood)}{''.join(trace)}"
+    return f"{text}  {row['loss']:.0e}  {row['weights']:.0e}  {row['seconds']:5.1f} s  {'ok' if equal(row) else 'FAIL'}"
+
+
+def summary(rows: list[dict[str, Any]], backend: str) -> str:
+    passed, ran = sum(map(equal, rows)), [row for row in rows if "error" not in row]
+    worst = {kind: max((row[kind] for row in ran), default=math.nan) for kind in ("loss", "weights")}
+    cut = sum("cut after" in row.get("error", "") for row in rows)
+    return (
+        f"{passed} of {len(rows)} cells over {backend} train like one device (limits {LOSS_LIMIT:.0e} /"
+        f" {WEIGHT_LIMIT:.0e}), {cut} hung; worst: loss {worst['loss']:.1e}, weights {worst['weights']:.1e}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
+    parser.add_argument("--part", default="1/1", help="1/2: the first half of the cells")
+    parser.add_argument("--worlds", help="numbers of ranks, with commas between")
+    parser.add_argument("--only", help="cells whose line has this in it")
+    parser.add_argument("--out", type=Path, help="append what each cell came to, a line of JSON each")
+    parser.add_argument("--show", type=Path, help="run nothing: print what such a file holds")
+    options = parser.parse_args()
+    if options.rank:
+        rank()
+        return 0
+    if options.show:
+        rows = [json.loads(line) for line in options.show.read_text().splitlines()]
+        rows = list({(row["plan"], row["model"], row["how"], row["one_queue"]): row for row in rows}.values())
+        print(*map(shown, rows), summary(rows, rows[0]["backend"]), sep="\n")
+        return 0 if all(map(equal, rows)) else 1
+    chosen = [cell for cell in cells() if not options.worlds or str(cell.world) in options.worlds.split(",")]
+    chosen = [cell for cell in chosen if not options.only or options.only in str(cell)]
+    i, n = map(int, options.part.split("/"))
+    chosen = chosen[len(chosen) * (i - 1) // n : len(chosen) * i // n]
+    if options.backend == "nccl" and not _gpu():
+        print(f"NOT RUN: {len(chosen)} cells need a GPU, and there is none here (--backend gloo: on CPU ranks)")
+        return NOT_RUN
+    if options.backend == "gloo":
+        chosen = [cell for cell in chosen if not cell.one_queue]
+    rows = []
+    for row in measure(chosen, options.backend):
+        rows.append(row)
+        print(shown(row), flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    print(summary(rows, options.backend))
+    return 0 if rows and all(map(equal, rows)) else 1
+
+
+def _gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

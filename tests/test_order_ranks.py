@@ -1,0 +1,87 @@
+"""Ranks that train, and evaluate in between, under every axis: all issue what they do with others in one order, which
+blocks nowhere. What only GPUs do (gathers started ahead, rows cut) is turned on."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import zoo, zoo_branches, zoo_experts
+from meshfit.job import Job
+from meshfit.launch.world import World
+from meshfit.loop import train
+from meshfit.run import Run
+from tests.distributed import distributed
+from tests.order_checker import Operation, Recorder, check
+from tests.ranked import ADAMW, X, Y
+
+CPU = torch.device("cpu")
+CASES = {case.name: case for case in (*zoo.CASES, *zoo_experts.CASES, *zoo_branches.CASES)}
+
+
+def deep() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)]
+    return nn.Sequential(*layers, nn.Linear(8, 4))
+
+
+DEEP = zoo.Case(name="deep", build=zoo.seeded(deep), data=lambda n: (X[:n], Y[:n]), loss=nn.functional.mse_loss)
+
+
+def recorded(case: zoo.Case, plan: str, **asked: Any) -> list[list[Operation]]:
+    """What each rank issued in two steps, each followed by an evaluation."""
+    world = World(dist.get_rank(), dist.get_world_size(), CPU)
+    data = case.data(14)
+    asked = {"data": data, "valid": data, "valid_every": 1, "optimizer": ADAMW, "batch_size": 8, "steps": 2, **asked}
+    how = {} if case.loss is None else {"loss": case.loss}
+    with Recorder() as recorder:
+        job = Job.of({"model": case.build(), "plan": plan, **asked, **how}).training()
+        run = Run(job.settled(count=world.size, kind="cpu"), world)
+        if run.placed.shards is not None:
+            run.placed.shards.prefetch = True
+        assert len(list(train(run))) == 2
+        run.settle()
+        run.close()
+    every: list[Any] = [None] * world.size
+    dist.all_gather_object(every, recorder.log)
+    return every
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=4 microbatches=4",
+        "pipeline=4 schedule=interleaved microbatches=4",
+        "pipeline=4 schedule=zbv microbatches=4",
+        "pipeline=4 schedule=dualpipev microbatches=8",
+        "data=2 pipeline=2 microbatches=4",
+        "shard=2 pipeline=2 microbatches=2",
+        "shard=4",
+        "shard=4 zero=2",
+        "shard=4 zero=1 microbatches=2",
+        "data=2 shard=2",
+    ],
+)
+@distributed(world=4)
+def test_layers_and_shards(plan: str) -> None:
+    logs = recorded(DEEP, plan)
+    assert check(logs) == []
+    kinds = {operation.kind for log in logs for operation in log}
+    assert ("send" in kinds) == ("pipeline" in plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        ("data=2 tensor=2 rows=cut", "tied-gpt"),
+        ("shard=2 tensor=2", "tied-gpt"),
+        ("tensor=2 pipeline=2 microbatches=2", "tied-gpt"),
+        ("shard=2 context=2", "tied-gpt"),
+        ("data=2 expert=2", "expert-list"),
+        ("data=2 branch=2", "ensemble"),
+    ],
+)
+@distributed(world=4)
+def test_operations_sequences_experts_and_branches(plan: str, name: str) -> None:
+    assert check(recorded(CASES[name], plan)) == []
