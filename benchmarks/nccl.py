@@ -357,7 +357,7 @@ def _stood(stack: str) -> list[str]:
     return [frame.replace(str(Path(__file__).parents[1]) + "/", "") for frame in frames][:5]
 
 
-def measure(chosen: list[Cell], backend: str) -> Iterator[dict[str, Any]]:
+def measure(chosen: list[Cell], backend: str, seconds: float) -> Iterator[dict[str, Any]]:
     world: World | None = None
     kind: tuple[int, bool] | None = None
     for cell in chosen:
@@ -373,7 +373,7 @@ def measure(chosen: list[Cell], backend: str) -> Iterator[dict[str, Any]]:
                 yield {**asdict(cell), "world": cell.world, "backend": backend, **begun}
                 continue
         start = time.perf_counter()
-        answer, goes_on = world.run(cell, CELL_SECONDS)
+        answer, goes_on = world.run(cell, seconds)
         answer.setdefault("seconds", time.perf_counter() - start)
         if not goes_on:
             world.close()
@@ -414,6 +414,7 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", help="1/2: the first half of the cells")
     parser.add_argument("--worlds", help="numbers of ranks, with commas between")
     parser.add_argument("--only", help="cells whose line has this in it")
+    parser.add_argument("--seconds", type=float, default=CELL_SECONDS, help="a cell that takes longer is cut")
     parser.add_argument("--out", type=Path, help="append what each cell came to, a line of JSON each")
     parser.add_argument("--show", type=Path, help="run nothing: print what such a file holds")
     options = parser.parse_args()
@@ -435,7 +436,7 @@ def main() -> int:
     if options.backend == "gloo":
         chosen = [cell for cell in chosen if not cell.one_queue]
     rows = []
-    for row in measure(chosen, options.backend):
+    for row in measure(chosen, options.backend, options.seconds):
         rows.append(row)
         print(shown(row), flush=True)
         if options.out:
