@@ -18,7 +18,7 @@ from meshfit.data import Source, mixture
 from meshfit.data.bad import BadSample, Skipping
 from meshfit.data.loader import Loader
 from meshfit.data.order import Ids, Windows
-from meshfit.data.source import Stream, open_source
+from meshfit.data.source import Stream, hashed, open_source
 from meshfit.data.transform import colour, crop, cutout, flip, normalise
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -91,6 +91,18 @@ def test_data_of_another_run_is_refused():
         loader(meshfit.data.memory((IMAGES, LABELS))).resume(state)
     with pytest.raises(meshfit.DataError, match="no whole number of batches"):
         Loader(source=augmented(), batch_size=9, rank=0, ranks=1, device=torch.device("cpu"), seed=7).resume(state)
+
+
+def test_values_in_memory_changed_in_place_are_noticed_on_resume():
+    images = IMAGES.clone()
+    for make in (lambda: meshfit.data.memory((images, LABELS)), lambda: open_source([(x, 1) for x in images])):
+        state = loader(make()).state(0, 1)
+        assert loader(make()).resume(state) == (0, 1)
+        images[57, 1, 2, 3] += 1
+        with pytest.raises(meshfit.DataError, match="not that of the run to be resumed"):
+            loader(make()).resume(state)
+    wide = torch.randn(8, 9).bfloat16().T
+    assert hashed([wide]) == hashed([wide.contiguous()]) != hashed([wide + 1])
 
 
 # Order by windows

@@ -137,14 +137,22 @@ class Loader:
         place = {"seed": self.seed, "shuffle": self.shuffle, "epoch": epoch, "consumed": batch * self.batch_size}
         if isinstance(source, Stream):
             return place
-        return {**place, "samples": len(source), "fingerprint": source.fingerprint, "source": source.state()}
+        return {**place, "samples": len(source), "fingerprint": self._fingerprint, "source": source.state()}
+
+    @property
+    def _fingerprint(self) -> str:
+        """Found once: it may take some seconds."""
+        assert not isinstance(self.source, Stream)
+        if "fingerprint" not in self._kept:
+            self._kept["fingerprint"] = self.source.fingerprint
+        return self._kept["fingerprint"]
 
     def resume(self, state: dict[str, Any]) -> tuple[int, int]:
         """(epoch, batch) to go on from; refused where the samples would not be the same."""
         source = self.source
         now = {"seed": self.seed, "shuffle": self.shuffle}
         if not isinstance(source, Stream):
-            now |= {"samples": len(source), "fingerprint": source.fingerprint}
+            now |= {"samples": len(source), "fingerprint": self._fingerprint}
         for name, value in now.items():
             if name in state and state[name] != value:
                 raise DataError(

@@ -9,6 +9,7 @@
 A path or URL is opened (opening.py); what ``meshfit.data``'s functions return are sources already.
 """
 
+import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,6 +40,8 @@ from meshfit.errors import DataError
 __all__ = ["Map", "Memory", "Over", "Source", "Stream", "handed", "open_source", "sample_count", "spread"]
 
 NO_KEY = Key()
+HASHED = 4 * 2**30  # bytes of a tensor whose values a fingerprint holds: some seconds
+HASHED_TOGETHER = 4 * 2**20
 TRIAL = 0.5  # seconds in which to see whether a data set draws random numbers
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -65,7 +68,7 @@ class Memory(Source):
     @property
     def fingerprint(self) -> str:
         kinds = ", ".join(f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in tree.tensors(self.arrays))
-        return f"tensors: {kinds}"
+        return f"tensors: {kinds}, values {hashed(tree.tensors(self.arrays))}"
 
     def fetch(self, ids: NDArray[np.int64]) -> Any:
         index = torch.from_numpy(np.ascontiguousarray(ids))
@@ -104,6 +107,14 @@ class Map(Source):
                 if len(some) and not self.draws and time.perf_counter() - start < TRIAL:
                     self.read(some, Key())
         return self.draws
+
+    @property
+    def fingerprint(self) -> str:
+        """Of a list the values of some samples; of a data set its length is all that can be known."""
+        if self.own_code:
+            return super().fingerprint
+        some = [self.samples[i] for i in spread(len(self), 1024).tolist()]
+        return f"{super().fingerprint}, values {hashed(torch.as_tensor(x) for x in map(_number, tree.leaves(some)))}"
 
     def fetch(self, ids: NDArray[np.int64]) -> Any:
         return self.read(ids, Key())
@@ -240,6 +251,25 @@ def open_source(data: Any, name: str = "data") -> Source | Stream:
         f"{name}= is a {type(data).__name__}, which holds no samples",
         "give tensors, arrays, a Dataset, an IterableDataset, or a function that returns one of them",
     )
+
+
+def _number(leaf: Any) -> Any:
+    """A leaf as something that is a tensor."""
+    return leaf if isinstance(leaf, torch.Tensor | np.ndarray | int | float) else list(repr(leaf).encode())
+
+
+def hashed(tensors: Iterable[torch.Tensor], most: int = HASHED) -> str:
+    """A hash of their values. Of a tensor of more than ``most`` bytes, that many of them are taken, from all over."""
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        flat = tensor if tensor.dim() else tensor[None]
+        width = max(1, flat[:1].numel() * flat.element_size())
+        rows = max(1, HASHED_TOGETHER // width)
+        blocks = -(-len(flat) // rows)
+        for block in spread(blocks, max(1, most // (rows * width))).tolist() if blocks else []:
+            part = flat[block * rows : (block + 1) * rows].detach().cpu().contiguous()
+            found.update(part.flatten().view(torch.uint8).numpy().data if part.numel() else b"")
+    return found.hexdigest()
 
 
 class _Again:
