@@ -8,7 +8,7 @@ the caller gets every ``Step`` as it happens. Leaving the loop, or a callback th
 with exactly the weights that it had after that step, on one device and on many.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from meshfit.drive import begin
@@ -37,6 +37,10 @@ def fit(
     ``ema=``). ``progress`` shows a bar; by default on terminals only.
     """
     job = Job.of(asked_through({"model": model, "data": data, **asked})).training()
+    if not callable(callbacks) and not isinstance(callbacks, Iterable):
+        raise JobError(f"callbacks={callbacks!r} is neither a function nor some of them")
+    if progress is not None and not isinstance(progress, bool):
+        raise JobError(f"progress={progress!r} is not True or False")
     watchers = [callbacks] if callable(callbacks) else list(callbacks)
     for watcher in watchers:
         if not callable(watcher):

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from meshfit.arguments import check_arguments
 from meshfit.checkpoint.cadence import Cadence
 from meshfit.data.reading import Readers
 from meshfit.data.source import sample_count
@@ -143,33 +144,11 @@ class Job:
         return cls(**asked)
 
     def __post_init__(self) -> None:
-        _check(
-            isinstance(self.model, nn.Module) or callable(self.model),
-            "model",
-            self.model,
-            "an nn.Module or a function",
-        )
+        check_arguments(self)
         if self.loss is not None and self.step is not None:
             raise JobError("loss= and step= were both given", "step(model, batch) computes the loss itself: keep one")
-        for name in ("loss", "step", "scheduler"):
-            value = getattr(self, name)
-            _check(value is None or callable(value), name, value, "a function")
-        for name in ("epochs", "steps", "clip", "valid_every", "patience"):
-            value = getattr(self, name)
-            _check(value is None or (_number(value) and value > 0), name, value, "a number above 0")
-        _check(_number(self.timeout) and self.timeout > 0, "timeout", self.timeout, "a number of seconds above 0")
-        _check(isinstance(self.independent, bool), "independent", self.independent, "True or False")
-        _check(
-            self.ema is None or (_number(self.ema) and 0 < self.ema < 1),
-            "ema",
-            self.ema,
-            "a decay between 0 and 1",
-        )
-        _check(self.on_nan in ("stop", "skip"), "on_nan", self.on_nan, '"stop" or "skip"')
-        _check(isinstance(self.metrics, Mapping), "metrics", self.metrics, 'a dict: {"accuracy": function}')
         for name, metric in self.metrics.items():
             check_metric(name, metric)
-        _check(self.steps is None or isinstance(self.steps, int), "steps", self.steps, "a whole number")
         stated(self.objective)  # a loss that is no single number is refused here
         for name in ("best", "patience", "metrics"):
             if getattr(self, name) and self.valid is None:
@@ -245,7 +224,7 @@ class Job:
             if not each.isdecimal() or unit != "device":
                 raise JobError(f"batch_size={size!r} is not understood", 'write 256, or "32/device"')
             size = int(each) * plan.shares
-        _check(isinstance(size, int) and size > 0, "batch_size", size, "a number of samples above 0")
+        _check(size > 0, "batch_size", size, "a number of samples above 0")
         parts = plan.shares * plan.microbatches
         if size < parts:
             split = [key for key in ("data", "shard", "microbatches") if getattr(plan, key) > 1]
@@ -322,10 +301,6 @@ def _parameters(function: Callable) -> list[str]:
 
 def _what(value: Any) -> str:
     return "None" if value is None else f"something of type {type(value).__name__}"
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check(right: bool, name: str, value: Any, wanted: str) -> None:

@@ -57,6 +57,39 @@ WORDS = {
 }
 
 
+ELSEWHERE = {
+    "data=2": ("dp", "ddp", "dataparallel", "dataparallelism", "replicate", "replicas"),
+    "shard=2": ("fsdp", "fsdp2", "hsdp", "deepspeed", "zero1", "zero2", "zero3", "sharding", "dpshard"),
+    "tensor=2": ("tp", "tensorparallel", "modelparallel", "mp"),
+    "pipeline=2": ("pp", "pipe", "pipelineparallel", "stages"),
+    "context=2": ("cp", "sp", "contextparallel", "sequenceparallel", "ulysses", "ring"),
+    "expert=2": ("ep", "moe", "experts", "expertparallel"),
+    "microbatches=4": (
+        "accumulate",
+        "accumulation",
+        "gradaccum",
+        "gradientaccumulation",
+        "accumulategradbatches",
+        "ga",
+    ),
+    "recompute=full": ("checkpointing", "gradientcheckpointing", "activationcheckpointing", "remat"),
+    "precision=bf16": ("amp", "autocast", "bf16", "fp16", "mixedprecision", "dtype"),
+    "offload=optimizer": ("cpuoffload",),
+}
+"""What other libraries call it; each written together and small."""
+
+
+def _meant(key: str, value: str, known: list[str]) -> str:
+    plain = "".join(letter for letter in key.lower() if letter.isalnum())
+    for here, names in ELSEWHERE.items():
+        if plain in names:
+            word, _, usual = here.partition("=")
+            return f"that is {word}= here: {word}={value if value.isdecimal() and usual.isdecimal() else usual}"
+    if (near := did_you_mean(key, known)).startswith("did"):
+        return near
+    return f"it is made of {', '.join(DEGREES)} and what help(meshfit.Plan) says more: data=2 shard=2, say"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Degrees along the axes of the mesh, and how each device works."""
@@ -218,12 +251,19 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read the text form. Unknown words and unreadable numbers are a ``PlanError``."""
+        if not isinstance(text, str):
+            raise PlanError(
+                f"plan={text!r} is not a plan", f'write plan="data={text}", say' if text else 'write "data=4"'
+            )
         known = [field.name for field in fields(cls)]
         given: dict[str, float | str] = {}
         for word in text.split():
             key, equals, value = word.partition("=")
+            if "," in word and key != "cut":
+                spaced = " ".join(part for part in word.split(",") if part)
+                raise PlanError(f"{word!r} in the plan holds a comma", f"write spaces between words: {spaced}")
             if key not in known:
-                raise PlanError(f"the plan has no key {key!r}", did_you_mean(key, known))
+                raise PlanError(f"the plan has no key {key!r}", _meant(key, value, known))
             if not equals or not value:
                 raise PlanError(f"{word!r} in the plan has no value", f"write {key}={getattr(cls(), key)}, say")
             if key in given:
@@ -294,9 +334,7 @@ def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:
     """
     if isinstance(plan, Plan):
         settled = plan
-    elif not isinstance(plan, str):
-        raise PlanError(f"plan={plan!r} is not a plan", f'write plan="data={plan}", say' if plan else 'write "data=4"')
-    elif plan.split()[:1] == ["auto"]:
+    elif isinstance(plan, str) and plan.split()[:1] == ["auto"]:
         rest = plan.partition("auto")[2]
         if any(word.partition("=")[0] in DEGREES for word in rest.split()):
             raise PlanError(f"{plan!r}: auto chooses the degrees itself", f"write {rest.strip()!r} to choose them")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshfit.arguments import check_local
 from meshfit.checkpoint.box import sizes, slabs, whole
 from meshfit.checkpoint.files import PART, Files
 from meshfit.checkpoint.manifest import Stored
@@ -34,6 +35,7 @@ def export(
 ) -> list[Path]:
     """Write the weights at ``source`` to ``target``: a file if it is called .safetensors, else a folder in Hugging
     Face's layout. ``dtype``: cast floating point to it. The files that were written; nothing is overwritten."""
+    check_local("target", target)
     tensors, ties = open_weights(source, kind)
     target = Path(target)
     stored = tensors.stored

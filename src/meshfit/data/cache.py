@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from meshfit.arguments import check_local
 from meshfit.errors import DataError
 
 _OPEN = 512  # blocks a process keeps mapped
@@ -39,7 +40,10 @@ class Cache:
 
     @classmethod
     def of(cls, asked: "Cache | str | Path | None") -> "Cache":
-        return asked if isinstance(asked, Cache) else cls.usual() if asked is None else cls(Path(asked))
+        if asked is None or isinstance(asked, Cache):
+            return asked or cls.usual()
+        check_local("cache", asked)
+        return cls(Path(asked))
 
     def __getstate__(self) -> dict[str, object]:
         return {"path": self.path, "most": self.most, "_maps": OrderedDict(), "_held": None}

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import meshfit
+from meshfit.arguments import check_local
 from meshfit.errors import JobError
 from meshfit.observe.foretold import foretell
 from meshfit.observe.tensorboard import Scalars
@@ -161,6 +162,7 @@ def _number(value: float) -> float | str:
 
 def new_folder(path: Path | str) -> Path:
     """``path``, or ``path-2``, ``path-3`` ... if it holds something already: nothing is overwritten."""
+    check_local("out", path)
     path = Path(path)
     candidate, n = path, 2
     try:
