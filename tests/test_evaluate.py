@@ -230,6 +230,34 @@ def test_data_is_given_as_to_fit(data: Any):
     torch.testing.assert_close(predict(net(), data, plan="data=2"), want(net(), X), atol=1e-6, rtol=1e-5)
 
 
+class TwoInputs(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + 2 * b
+
+
+class PerhapsTwo(nn.Module):
+    def forward(self, a: Tensor, b: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        return (a if b is None else a + 2 * b) * scale
+
+
+class WithOptions(nn.Module):
+    def forward(self, a: Tensor, flag: bool = False) -> Tensor:
+        return a
+
+
+def test_no_input_is_dropped_as_a_target():
+    """The last of a tuple was left out, though the model takes it."""
+    a, b = X, X.flip(0)
+    assert torch.equal(predict(TwoInputs(), (a, b), plan="data=2"), a + 2 * b)
+    assert torch.equal(predict(TwoInputs(), (a, b, Y)), a + 2 * b)
+    assert torch.equal(predict(WithOptions(), (a, Y)), a)
+    with pytest.raises(meshfit.JobError, match="PerhapsTwo may be called with 1 or 2 of them"):
+        predict(PerhapsTwo(), (a, b))
+    assert torch.equal(predict(PerhapsTwo(), ((a, b),)), a + 2 * b)
+    assert torch.equal(predict(PerhapsTwo(), a), a)
+    assert torch.equal(predict(PerhapsTwo(), (a, b, Y)), a + 2 * b)
+
+
 @dataclass
 class Found:
     logits: Tensor

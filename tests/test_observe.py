@@ -265,6 +265,30 @@ def test_trackers_hear_of_every_step(tracker: str, monkeypatch) -> None:
     assert ended == [True]
 
 
+@pytest.mark.parametrize("fails", ["start", "log", "finish"])
+def test_a_tracker_that_fails_is_told_once_and_training_goes_on(fails: str, monkeypatch) -> None:
+    """As in the docs: ``Track("mlflow", project=...)``; an exception in it ended the training."""
+    calls: list[str] = []
+
+    def act(name: str, what: str) -> None:
+        calls.append(name)
+        if what == fails:
+            raise ConnectionError("no route to the tracker")
+
+    module: Any = types.ModuleType("mlflow")
+    module.set_experiment = lambda name: act(f"experiment {name}", "")
+    module.start_run = lambda run_name=None: act(f"run {run_name}", "start")  # as MLflow's: no project
+    module.log_metrics = lambda values, step: act("log", "log")
+    module.end_run = lambda: act("end", "finish")
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    with pytest.warns(UserWarning, match="mlflow failed, and training goes on without it: .*no route") as told:
+        result = fit(callbacks=Track("mlflow", project="digits", name="one"))
+    assert len(result.history) == 8
+    assert len([one for one in told if "mlflow" in str(one.message)]) == 1
+    want = {"start": [], "log": ["log"], "finish": ["log"] * 8 + ["end"]}[fails]
+    assert calls == ["experiment digits", "run one", *want]
+
+
 def test_a_tracker_that_is_missing_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(JobError, match="needs wandb"):

@@ -3,13 +3,14 @@
 Results come back on the CPU, in the order of the samples.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshfit.data import tree
 from meshfit.data.loader import Loader
@@ -42,13 +43,17 @@ def evaluate(model: Any, data: Any, **asked: Any) -> dict[str, float]:
 def predict(model: Any, data: Any, **asked: Any) -> Any:
     """``model``'s outputs for every sample of ``data``, in order, on the CPU.
 
-    ``data`` is given as to ``fit``: targets, the last of a tuple, are left out. Takes batch_size, plan, devices,
+    ``data`` is given as to ``fit``: the last of a tuple is its targets, and left out, where the model takes so many
+    arguments; where it needs all of the tuple it is given all, and where it may be called both ways the question is
+    refused: ``predict(model, x)`` and ``predict(model, ((a, b),))`` are clear. Takes batch_size, plan, devices,
     precision.
     """
     job = _settled({"model": model, "data": data}, asked, "predict")
     parts = [part for found in everywhere(job, _predict) for part in found]
     return tree.concatenate([outputs for _, outputs in sorted(parts, key=lambda part: part[0])])
 
+
+Inputs = Callable[[Any], Any]
 
 TAKES = {
     "predict": ("batch_size", "seed", "plan", "devices", "precision"),
@@ -92,16 +97,53 @@ def _over(
 
 
 def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
-    loader, precision, placed = _prepare(job, world)
-    outputs = list(outputs_of(placed, loader, precision))
+    inputs: list[Inputs] = []
+    loader, precision, placed = _prepare(job, world, inputs=inputs)
+    outputs = list(outputs_of(placed, loader, precision, inputs[0]))
     placed.undo()
     return outputs
 
 
+def _inputs(model: nn.Module, few: Any) -> Inputs:
+    """What of a batch the model is called with, to predict: all but the targets, if it holds some."""
+    first = lambda batch: split(batch)[0]
+    if not isinstance(few, tuple | list) or len(few) < 2 or not isinstance(few[0], Tensor):
+        return first
+    least, most = _takes(model)
+    count, kind = len(few), type(model).__name__
+    if not least <= count <= most:
+        return first
+    if count - 1 < least:
+        return tuple
+    raise JobError(
+        f"the samples are {count} tensors, and {kind} may be called with {count - 1} or {count} of them",
+        "is the last one a target or an input?",
+        "an input: predict(model, ((a, b),)), a tuple of one; a target: predict(model, x)",
+        "of a data set: meshfit.data.memory(data).map(lambda batch: batch[0]) gives the inputs alone",
+    )
+
+
+def _takes(model: nn.Module) -> tuple[float, float]:
+    """The least and the most tensors that the model can be called with by position. What is True, False, a number or a
+    word by default is no tensor."""
+    try:
+        given = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return 1, 1
+    placed = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    least = sum(p.default is p.empty for p in placed)
+    most = next((i for i, p in enumerate(placed) if p.default is not p.empty and p.default is not None), len(placed))
+    return least, float("inf") if any(p.kind is p.VAR_POSITIONAL for p in given) else most
+
+
 def _prepare(
-    job: Job, world: World, before: Callable[[nn.Module, Loader], None] = lambda model, loader: None
+    job: Job,
+    world: World,
+    before: Callable[[nn.Module, Loader], None] = lambda model, loader: None,
+    inputs: list[Inputs] | None = None,
 ) -> tuple[Loader, Precision, Placed]:
-    """``before`` is called with the model while it is whole, if it is to be taken apart."""
+    """``before`` is called with the model while it is whole, if it is to be taken apart. Into ``inputs`` goes what
+    finds in a batch what the model is called with; without it, there are targets."""
     assert isinstance(job.plan, Plan)
     assert isinstance(job.batch_size, int)
     # Nothing goes backward: one stage on each rank will do, whatever the schedule of the training
@@ -120,12 +162,16 @@ def _prepare(
         shuffle=False,
     )
     model = job.build()
+    taken: Inputs = lambda batch: split(batch)[0]
+    if inputs is not None:
+        taken = _inputs(model, loader.source.few(2))
+        inputs.append(taken)
     placed = place(
         plan,
         model,
         mesh,
         world.device,
-        objective=lambda model, batch: call(model, split(batch)[0]),
+        objective=lambda model, batch: call(model, taken(batch)),
         few=loader.source.few,
         same=from_environment() is None,
         before_cut=lambda: None if not plan.apart else before(model, loader),

@@ -4,7 +4,7 @@ Each rank works through its share of every batch, ranks without a sample skip it
 added up at the end in one collective: nothing is padded, nothing counted twice. What is no mean: see ``metrics.py``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isnan, nan
 from typing import Any
@@ -111,9 +111,12 @@ def _mean_over_ranks(
     return {name: total if name in summed else total / count if count else nan for name, (total, count) in totals}
 
 
-def outputs_of(placed: Placed, loader: Loader, precision: Precision) -> Iterator[tuple[int, Any]]:
-    """(position of its first sample, outputs on the CPU) of every part that this rank runs."""
-    forward = placed.forwards(lambda model, content: call(model, split(content)[0]), precision, loader.device)
+def outputs_of(
+    placed: Placed, loader: Loader, precision: Precision, inputs: Callable[[Any], Any]
+) -> Iterator[tuple[int, Any]]:
+    """(position of its first sample, outputs on the CPU) of every part that this rank runs; the model is called with
+    the ``inputs`` of a batch."""
+    forward = placed.forwards(lambda model, content: call(model, inputs(content)), precision, loader.device)
     with evaluating(placed):
         seen = 0
         for batch in loader.epoch(0):
