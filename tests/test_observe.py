@@ -8,6 +8,7 @@ import time
 import types
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
