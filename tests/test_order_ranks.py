@@ -7,12 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _world
 
 from benchmarks import zoo, zoo_branches, zoo_experts
 from meshfit.job import Job
 from meshfit.launch.world import World
+from meshfit.layout.mesh import Mesh
+from meshfit.layout.replicate import Replicate
 from meshfit.loop import train
+from meshfit.plan import Plan
 from meshfit.run import Run
+from meshfit.schedule.actions import schedule
+from meshfit.schedule.issue import pairs
+from meshfit.schedule.transport import Transport
 from tests.distributed import distributed
 from tests.order_checker import Operation, Recorder, check
 from tests.ranked import ADAMW, X, Y
@@ -85,3 +92,35 @@ def test_layers_and_shards(plan: str) -> None:
 @distributed(world=4)
 def test_operations_sequences_experts_and_branches(plan: str, name: str) -> None:
     assert check(recorded(CASES[name], plan)) == []
+
+
+@distributed(world=4)
+def test_evaluations_make_no_groups_and_a_run_leaves_none() -> None:
+    before, seen = len(_world.pg_map), []
+    plan = "data=2 pipeline=2 microbatches=2"
+    metric = lambda outputs, targets: seen.append(len(_world.pg_map)) or 0.0
+    recorded(DEEP, plan, metrics={"groups": metric})
+    assert len(_world.pg_map) == before
+    assert len(set(seen)) <= 1
+
+
+@distributed(world=3)
+def test_neighbours_hear_each_other() -> None:
+    """In a pipeline that is but some of the world's ranks: peers count in the group of the two."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1])]
+    alone = dist.get_rank() == 1
+    transport = Transport(groups[alone], CPU, () if alone else pairs(schedule("1f1b", 2, 2)))  # type: ignore[arg-type]
+    if not alone:
+        other = 1 - transport.rank
+        transport.send(torch.full((4,), transport.rank, dtype=torch.uint8), other)
+        assert transport.take(transport.receive(4, other)).tolist() == [other] * 4
+    transport.close()
+
+
+@distributed(world=2)
+def test_weights_that_are_not_contiguous_are_sent_too() -> None:
+    model = nn.Linear(6, 3)
+    model.weight = nn.Parameter(torch.full((6, 3), float(dist.get_rank())).t())
+    Replicate(degree=2).apply(model, Mesh.of(Plan(data=2), dist.get_rank(), 2), same=False, device=CPU)
+    assert not model.weight.is_contiguous()
+    assert (model.weight == 0).all()
