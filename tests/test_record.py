@@ -370,3 +370,48 @@ def test_llama_70b_without_its_memory(capsys: pytest.CaptureFixture[str]) -> Non
     assert trace.parameter_bytes > 70e9 * 4
     assert seconds < 20
     assert grown < 1.5 * 2**30
+
+
+class Router(nn.Module):
+    """Returns how many rows go to each of two experts: numbers, not a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        choice = self.gate(x).argmax(1)
+        return choice.argsort(stable=True), torch.bincount(choice, minlength=2).tolist()
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.router, self.last = nn.Linear(8, 8), Router(), nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        order, sizes = self.router(x)
+        parts = [expert(part) for expert, part in zip(self.experts, x[order].split(sizes), strict=True)]
+        return self.last(torch.cat(parts)[order.argsort()])
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.body:
+            x = x + block(x)
+        return x
+
+
+def test_numbers_that_a_module_reads_from_tensors_are_not_taken_for_constants():
+    torch.manual_seed(0)
+    model = Around()
+    recording = record(model, torch.randn(6, 8))
+    assert [e.name for e in recording.trace.events if e.kind == "module"] == ["body.0", "body.1"]
+    other = torch.randn(6, 8)
+    torch.testing.assert_close(replay(recording, model, other), model(other))

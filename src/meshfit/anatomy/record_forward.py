@@ -20,6 +20,7 @@ from meshfit.anatomy.record_meta import DEVICES, all_on_meta, on_meta, on_zeros
 from meshfit.anatomy.record_program import Get, Held, Ref, Set, Step, current_mode, made, tensors
 from meshfit.anatomy.replay import Environment, run
 from meshfit.anatomy.trace import Cost, Dynamic
+from meshfit.data import tree
 
 READS = {
     **{"item": ".item()", "__bool__": "bool(tensor)", "__int__": "int(tensor)", "__float__": "float(tensor)"},
@@ -75,6 +76,8 @@ class Recorder(TorchFunctionMode, Known):
         """Not 0: what runs belongs to a step, or to the recorder itself."""
         self.seen = Source.NOTHING
         """What the operators of the running step told."""
+        self.looked = False
+        """Whether the running step read a value of a tensor in Python."""
         self.start()
 
     def start(self) -> None:
@@ -111,11 +114,13 @@ class Recorder(TorchFunctionMode, Known):
         given = tensors((args, kwargs))
         owned = [] if module is None else [*module.parameters(), *module.buffers()]
         before = [(tensor, _version(tensor), tensor.requires_grad) for tensor in (*given, *owned)]
-        self.seen = Source.NOTHING
+        self.seen, self.looked = Source.NOTHING, False
         if self.meta:
             args, kwargs = on_meta(args), on_meta(kwargs)
         result = self._run(step.number, call, args, kwargs, module)
         self.draws = _draws()  # a module may draw as it likes: at replay it does so again
+        if self.looked and module is not None and any(isinstance(leaf, int | float) for leaf in tree.leaves(result)):
+            self.fail(f"{name} returns numbers that it reads from tensors")  # another batch has others
         found = made(result, (args, kwargs), {id(tensor) for tensor in given})
         changed = [t for t, version, tracked in before if (_version(t), t.requires_grad) != (version, tracked)]
         if isinstance(target, Set):
@@ -170,6 +175,7 @@ class Recorder(TorchFunctionMode, Known):
             with contextlib.suppress(Exception):
                 result = on_zeros(metered, self._know, module, args, kwargs)
                 self.not_on_meta.add(path)
+                self.looked = True  # numbers that it returns are those of zeros
                 self.note(f"{path} run on zeros for the shapes of what it makes")
                 return result
         return self.fail(problem)
@@ -300,6 +306,7 @@ class Recorder(TorchFunctionMode, Known):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.busy or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+            self.looked |= getattr(func, "__name__", "") in READS
             return func(*args, **kwargs)
         name = getattr(func, "__name__", type(func).__name__)
         if name in ("__get__", "__set__"):
