@@ -542,12 +542,12 @@ def mixer() -> nn.Module:
 @seeded
 def nfnet() -> nn.Module:
     """Convolutions whose weights are standardised in every forward."""
-    return _timm("nf_resnet26", drop_rate=0.0)
+    return _timm("test_nfnet", drop_rate=0.0)
 
 
 @seeded
 def efficientnet() -> nn.Module:
-    return _timm("efficientnet_lite0", drop_path_rate=0.0, drop_rate=0.0).double()
+    return _timm("test_efficientnet", drop_path_rate=0.0, drop_rate=0.0).double()
 
 
 def _timm(name: str, **more: Any) -> nn.Module:
