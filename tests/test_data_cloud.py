@@ -1,11 +1,15 @@
 """Files far away, on a real S3 server: the same samples as from disk, through every fault or not at all."""
 
+import os
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +113,29 @@ def test_the_cache_is_bounded_and_checked(s3: S3, tmp_path: Path):
     assert bytes(fresh.read()) == BIG.tobytes()
 
 
+def test_trimming_leaves_what_others_are_writing(tmp_path: Path):
+    """A run ended with "the cache cannot be written": another's temporary file had been trimmed."""
+    cache = Cache(tmp_path / "cache", most=1000)
+    blocks = tmp_path / "cache" / "blocks"
+    blocks.mkdir(parents=True)
+    theirs, dead = blocks / ".tmp-of-another", blocks / ".tmp-of-the-dead"
+    for file in (theirs, dead):
+        file.write_bytes(b"x" * 600)
+    os.utime(dead, (1, 1))
+    for i in range(8):
+        cache.get(f"block {i}", 300, lambda i=i: bytes([i]) * 300)
+    assert theirs.exists()
+    assert not dead.exists()
+    held = [file.stat().st_size for file in blocks.iterdir() if file != theirs]
+    assert 0 < sum(held) <= 1000
+    shutil.rmtree(tmp_path / "cache")  # safe to delete, also while it is used
+    cache.get("block 9", 300, lambda: b"9" * 300)
+    kept = Cache(tmp_path / "many", most=2**20)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: kept.get(f"{i}", 2**16, lambda: os.urandom(2**16)), range(64)))
+    assert sum(file.stat().st_size for file in (tmp_path / "many" / "blocks").iterdir()) <= 2**20
+
+
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "short", "stall"])
 def test_faults_are_retried_and_every_sample_comes_once(s3: S3, tmp_path: Path, fault: str):
     met: set[str] = set()
@@ -166,6 +193,45 @@ def test_what_is_not_there_or_not_allowed_is_said_at_once(s3: S3, tmp_path: Path
         meshfit.data.open("s3://bucket/data/a.csv", **how)
     assert "wr0ng-secret" not in str(caught.value)
     assert time.monotonic() - start < 20
+
+
+@contextmanager
+def refusing(status: int) -> Iterator[list[str]]:
+    """A server that answers everything alike; what it was asked, and its address as the last."""
+    asked: list[str] = []
+
+    class Refuse(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield asked
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize(("status", "words"), [(403, "credentials"), (401, "credentials"), (404, "not there")])
+def test_answers_that_stay_are_not_asked_for_again(
+    status: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A listing that is not allowed was tried six times. The endpoint is told by the environment, and is plain http."""
+    for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "")
+    for path in ("data/*.csv", "data/a.csv"):
+        with refusing(status) as asked, pytest.raises(meshfit.DataError, match=words):
+            meshfit.data.csv(f"s3://bucket/{path}", cache=tmp_path / "cache")
+        assert len(asked) == 1
 
 
 def test_http_and_other_schemes(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Rows of databases by key: a real PostgreSQL, SQLite, DuckDB; connections that break, tables that change."""
 
+import contextlib
 import pickle
 import sqlite3
 import sys
@@ -18,6 +19,7 @@ from torch import nn
 
 import meshfit
 from meshfit.data import Source, sql
+from meshfit.data.databases import database
 from meshfit.data.loader import Loader
 from tests.servers import PASSWORD, Postgres, postgres_folder
 from tests.test_data_sources import IDS, PICTURES, X, Y, encoded
@@ -256,3 +258,25 @@ def test_what_a_database_cannot_give_is_refused_in_words(filled: Postgres, lite:
             sql(url, query, key=key).few()
         for secret in (PASSWORD, "wr0ng-passw0rd", "geheim"):
             assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_paths_of_sqlite_may_hold_any_sign(tmp_path: Path, copy: bool):
+    """Of "a#b.db" the file "a" was opened, and could be written."""
+    for name, value in (("a#b.db", 1), ("a?mode=rw.db", 2), ("a%23b.db", 3), ("a", 4), ("a b.db", 5)):
+        with contextlib.closing(sqlite3.connect(tmp_path / name)) as base:
+            base.execute("create table t (id integer primary key, x real)")
+            base.execute("insert into t values (1, ?)", (float(value),))
+            base.commit()
+        source = meshfit.data.sql(
+            f"sqlite:///{tmp_path}/{name}",
+            "select * from t",
+            key="id",
+            columns="x",
+            copy=copy,
+            cache=tmp_path / "cache",
+        )
+        assert source.fetch(np.array([0])).tolist() == [value], name
+        made = database(f"sqlite:///{tmp_path}/{name}").connect()
+        with contextlib.closing(made), pytest.raises(sqlite3.OperationalError, match="readonly"):
+            made.execute("delete from t")

@@ -18,6 +18,7 @@ from typing import Any
 
 from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.lock import NAME as LOCK
+from meshfit.data.remote import over_http
 from meshfit.errors import CheckpointError, JobError
 
 BEGUN = ".begun"
@@ -37,7 +38,7 @@ class Bucket(Files):
         self.url, self.storage = url.rstrip("/"), dict(storage or {})
         self.root = Path(self.url)  # for joining names alone
         if store is None:
-            http = str(self.storage.get("endpoint", os.environ.get("AWS_ENDPOINT_URL", ""))).startswith("http://")
+            http = over_http(self.url, self.storage)
             asked: dict[str, Any] = {"config": self.storage} if self.storage else {}
             store = from_url(self.url, **asked, client_options={"allow_http": True} if http else None)
         self.store: Any = store

@@ -10,11 +10,14 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 from meshfit.arguments import check_local
 from meshfit.errors import DataError
 
+ABANDONED = 3600.0  # seconds after which a file that is being written is taken for a dead writer's
 _OPEN = 512  # blocks a process keeps mapped
 
 
@@ -33,6 +37,9 @@ class Cache:
     most: int = 50 * 2**30
     _maps: OrderedDict[str, NDArray[np.uint8]] = field(default_factory=OrderedDict, repr=False)
     _held: int | None = field(default=None, repr=False)
+    _written: int = field(default=0, repr=False)
+    """Bytes since the folder was last looked at: others write to it too."""
+    _counting: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @classmethod
     def usual(cls) -> "Cache":
@@ -46,7 +53,10 @@ class Cache:
         return cls(Path(asked))
 
     def __getstate__(self) -> dict[str, object]:
-        return {"path": self.path, "most": self.most, "_maps": OrderedDict(), "_held": None}
+        return {"path": self.path, "most": self.most}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
 
     def get(self, key: str, size: int, make: Callable[[], bytes]) -> NDArray[np.uint8]:
         """The ``size`` bytes of ``key``; made where they are not here yet."""
@@ -71,46 +81,47 @@ class Cache:
         return key in self._maps or (self.path / "blocks" / hashlib.sha256(key.encode()).hexdigest()[:40]).exists()
 
     def _write(self, file: Path, data: bytes) -> None:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".")
-            with os.fdopen(handle, "wb") as out:
-                out.write(data)
-                out.write(zlib.crc32(data).to_bytes(4, "little"))
-            os.replace(temporary, file)
-        except OSError as error:
-            raise DataError(
-                f"the cache {self.path} cannot be written: {error.strerror}", "give another: cache=..."
-            ) from error
-        self._held = (self._size() if self._held is None else self._held + len(data)) if self.most else 0
-        if self._held > self.most:
-            self._shrink()
+        for last in (False, True):
+            try:
+                _put(file, data)
+                break
+            except OSError as error:
+                if last or not isinstance(error, FileNotFoundError):  # else somebody emptied the cache: that is allowed
+                    raise DataError(
+                        f"the cache {self.path} cannot be written: {error.strerror}", "give another: cache=..."
+                    ) from error
+        with self._counting:
+            self._written += len(data) + 4
+            if self._held is None or self._held + self._written > self.most or self._written > self.most / 16:
+                self._shrink()
 
     def _files(self) -> list[tuple[float, int, Path]]:
+        """The blocks, longest unused first. What others are writing is none, but for what a dead one left."""
         found = []
+        old = time.time() - ABANDONED
         for file in (self.path / "blocks").glob("*"):
             with contextlib.suppress(OSError):
                 stat = file.stat()
-                found.append((stat.st_mtime, stat.st_size, file))
+                if not file.name.startswith(".") or stat.st_mtime < old:
+                    found.append((stat.st_mtime, stat.st_size, file))
         return sorted(found)
-
-    def _size(self) -> int:
-        return sum(size for _, size, _ in self._files())
 
     def _shrink(self) -> None:
         files = self._files()
-        self._held = sum(size for _, size, _ in files)
-        for _, size, file in files:
-            if self._held <= 0.9 * self.most:
-                return
-            with contextlib.suppress(OSError):
-                file.unlink()
-            self._held -= size
+        held = sum(size for _, size, _ in files)
+        if held > self.most:
+            for _, size, file in files:
+                if held <= 0.9 * self.most:
+                    break
+                with contextlib.suppress(OSError):
+                    file.unlink()
+                held -= size
+        self._held, self._written = held, 0
 
     def folder(self, key: str, make: Callable[[Path], None]) -> Path:
         """A folder that ``make`` fills, once, whoever asks first; the others wait."""
         place = self.path / "tables" / hashlib.sha256(key.encode()).hexdigest()[:40]
-        if place.is_dir():
+        with contextlib.suppress(FileNotFoundError):
             os.utime(place)
             return place
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -129,12 +140,31 @@ class Cache:
     def _room(self) -> None:
         """Remove the longest unused folders above ``most``."""
         folders = [p for p in (self.path / "tables").iterdir() if p.is_dir() and not p.name.startswith(".")]
-        sizes = {p: sum(f.stat().st_size for f in p.iterdir()) for p in folders}
-        for place in sorted(folders, key=lambda p: p.stat().st_mtime):
+        sizes, used = {}, {}
+        for place in folders:
+            with contextlib.suppress(OSError):  # another removes it just now
+                used[place] = place.stat().st_mtime
+                sizes[place] = sum(file.stat().st_size for file in place.iterdir())
+        for place in sorted(sizes, key=lambda p: used[p]):
             if sum(sizes.values()) <= self.most:
                 return
             shutil.rmtree(place, ignore_errors=True)
             del sizes[place]
+
+
+def _put(file: Path, data: bytes) -> None:
+    """Write a block under a name of its own, then give it its name."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
+            out.write(zlib.crc32(data).to_bytes(4, "little"))
+        os.replace(temporary, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _opened(file: Path, size: int) -> NDArray[np.uint8] | None:

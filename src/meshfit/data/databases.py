@@ -12,7 +12,7 @@ import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from meshfit.data.extra import needed
 from meshfit.data.remote import without_secrets
@@ -123,10 +123,11 @@ class Sqlite(Database):
     def __init__(self, url: str):
         self.path = _path(url, "sqlite")
         self.shown = f"sqlite:///{self.path}"
+        self.uri = f"file:{quote(self.path)}?mode=ro"
 
     def connect(self) -> Any:
         try:
-            connection = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True, check_same_thread=False, timeout=30)
+            connection = sqlite3.connect(self.uri, uri=True, check_same_thread=False, timeout=30)
             connection.execute("pragma mmap_size = 1073741824")
         except sqlite3.OperationalError as error:
             raise DataError(f"{self.shown} cannot be opened", str(error), "is the path right?") from None
@@ -145,7 +146,7 @@ class Sqlite(Database):
             return super().batches(connection, query, key, keys, names)
         import adbc_driver_sqlite.dbapi as adbc
 
-        return _adbc_batches(adbc.connect(f"file:{self.path}?mode=ro"), query, key, names)
+        return _adbc_batches(adbc.connect(self.uri), query, key, names)
 
     def lost(self, error: Exception) -> bool:
         return isinstance(error, sqlite3.OperationalError) and any(word in str(error) for word in ("locked", "busy"))

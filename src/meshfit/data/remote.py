@@ -4,13 +4,14 @@ Read in blocks of 4 MiB, many at once, each kept in the local cache under (url, 
 
     500, 503, a reset, a timeout, a body that is too short      tried again, up to 6 times, with growing pauses
     the file's tag is another than when it was opened           an error: samples would be mixed up
-    not found, not allowed                                      an error at once
+    not found, not allowed, another answer of 4xx               an error at once
 
 Errors name the file and never show keys, passwords or the parameters of a URL.
 """
 
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ TOGETHER = 16  # blocks asked for at once
 TRIES = 6
 PAUSE = 0.2  # seconds before the second try; doubles, with jitter
 TIMEOUT = "30s"
+AGAIN = (408, 409, 425, 429)  # answers of 4xx that may be others later
+ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint_url_s3", "aws_endpoint_url", "aws_endpoint")
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 _starting = threading.Lock()
@@ -165,8 +168,8 @@ class Obstore:
 
         client = {"timeout": TIMEOUT, "connect_timeout": "10s", **storage.get("client_options", {})}
         config = {key: value for key, value in storage.items() if key != "client_options"}
-        if str(config.get("endpoint", root)).startswith("http://"):
-            client["allow_http"] = True
+        if over_http(root, config):
+            client.setdefault("allow_http", True)
         if root.startswith("s3://") and "endpoint" in config:
             config.setdefault("region", "us-east-1")
         retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}  # Place.tried does that
@@ -212,11 +215,23 @@ class Obstore:
             kind = type(error).__name__
             if kind == "PreconditionError":
                 raise Gone("has changed since it was opened; open it again") from None
-            if kind in ("PermissionDeniedError", "UnauthenticatedError"):
-                raise Gone(f"may not be read with these credentials ({kind})") from None
-            if kind == "NotFoundError":
+            status = re.search(r"status code: (4\d\d)( [\w ]+)?", str(error))  # a listing's have no kind of their own
+            code = 0 if status is None else int(status[1])
+            if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in (401, 403):
+                raise Gone(f"may not be read with these credentials ({code or kind})") from None
+            if kind == "NotFoundError" or code in (404, 410):
                 raise Gone("is not there") from None
+            if status is not None and code not in AGAIN:
+                raise Gone(f"is refused by the server: {status[0]}") from None
             raise
+
+
+def over_http(root: str, storage: Mapping[str, Any]) -> bool:
+    """Whether the server that ``storage``, or the environment, names is spoken to without encryption."""
+    given = [storage[name] for name in ENDPOINTS if name in storage]
+    if root.startswith("s3://"):
+        given += [os.environ[name.upper()] for name in ENDPOINTS[2:] if name.upper() in os.environ]
+    return str((given or [root])[0]).startswith("http://")
 
 
 class Fsspec:
@@ -234,20 +249,26 @@ class Fsspec:
         return f"{self.root}/{path}" if self.root else path
 
     def head(self, path: str) -> tuple[int, str]:
-        try:
-            found = self.files.info(self._path(path))
-        except FileNotFoundError:
-            raise Gone("is not there") from None
+        found = self._said(lambda: self.files.info(self._path(path)))
         return found["size"], self._tag(found)
 
+    @staticmethod
+    def _said(act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except FileNotFoundError:
+            raise Gone("is not there") from None
+        except PermissionError as error:
+            raise Gone(f"may not be read with these credentials ({error})") from None
+
     def list(self, prefix: str) -> Iterable[tuple[str, int, str]]:
-        found = self.files.find(self._path(prefix), detail=True)
+        found = self._said(lambda: self.files.find(self._path(prefix), detail=True))
         return [(name.split(self.root + "/", 1)[-1].lstrip("/"), e["size"], self._tag(e)) for name, e in found.items()]
 
     def get(self, path: str, start: int, stop: int, tag: str) -> bytes:
         if self.head(path)[1] != tag:
             raise Gone("has changed since it was opened; open it again")
-        return self.files.cat_file(self._path(path), start=start, end=stop)
+        return self._said(lambda: self.files.cat_file(self._path(path), start=start, end=stop))
 
     @staticmethod
     def _tag(info: Mapping[str, Any]) -> str:
