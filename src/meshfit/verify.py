@@ -3,11 +3,10 @@
 A few steps are trained on one device and under the plan, from the same weights on the same samples, and
 everything that training makes is compared: losses, gradients, their norm, weights, buffers, optimizer state.
 
-Tensors are compared over the whole model, ||a - b|| / ||b||. Tensor by tensor would fail correct code: some
-parameters have a true gradient of zero (attention's key biases), an adaptive optimizer divides their rounding by
-itself, and so moves them by its full learning rate in a direction that means nothing. Such tensors are listed. A bias
-before a BatchNorm is one, and its running mean follows the bias: where there are such tensors, buffers are compared
-after the first step, not the last.
+Rounding is told from a bug by measuring it (proof/rows.py): one device is trained again with its weights moved by a
+rounding, and with its samples in another order. Where that leaves the answer open, both sides are repeated in fp64,
+whose rounding is a billion times smaller. Where that cannot be run, or tells nothing either, the answer is that it
+cannot be decided. A plan that differs is told with the first module whose output or gradient does.
 
 Where devices do not make every step together (``staleness=``, ``exchange=local``) there is nothing to be equal: both
 are trained on as many samples, and their loss over all data, and how late gradients were, are put beside each other.
@@ -20,8 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from meshfit.drive import begin
 from meshfit.errors import PlanError, clearly
@@ -29,48 +26,14 @@ from meshfit.job import Job
 from meshfit.launch.devices import Devices
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
-from meshfit.run import Run
-from meshfit.served import ServedRun
-from meshfit.step import Step
+from meshfit.proof.double import doubled
+from meshfit.proof.modules import first_that_differs, keeps_modules
+from meshfit.proof.rows import BEYOND, LIMITS, Compared, Row, compare
+from meshfit.proof.training import Trained, Variant, can_go_backwards, rounding_of, train
 
-# Largest relative difference that counts as equal, by precision: what rounding in another order comes to.
-LIMITS = {
-    "fp32": {
-        "loss": 1e-5,
-        "gradient norm": 1e-4,
-        "gradients": 1e-4,
-        "weights": 1e-4,
-        "buffers": 1e-4,
-        "optimizer": 1e-3,
-    },
-    "bf16": {
-        "loss": 1e-2,
-        "gradient norm": 5e-2,
-        "gradients": 1e-1,
-        "weights": 1e-2,
-        "buffers": 2e-2,
-        "optimizer": 5e-1,
-    },
-}
-LIMITS["fp16"] = LIMITS["bf16"]
 NOT_COMPARED = {"valid": None, "metrics": {}, "best": None, "patience": None, "ema": None, "out": None}
 NOT_COMPARED |= {"checkpoint": None, "resume": False, "listen": None}
-NOISE = 1e-5  # a gradient this small beside the model's typical one is rounding
-
-
-@dataclass(frozen=True)
-class Row:
-    """One quantity, compared."""
-
-    name: str
-    difference: float
-    limit: float
-    first: str = ""
-    """Where it first goes beyond the limit: a step, or a tensor."""
-
-    @property
-    def equal(self) -> bool:
-        return self.difference <= self.limit  # False for NaN
+EXIT_CODES = {"equal": 0, "different": 1, "undecided": 3}
 
 
 @dataclass(frozen=True)
@@ -81,27 +44,26 @@ class Verdict:
     steps: int
     rows: list[Row]
     noise: list[str] = field(default_factory=list)
-    """Tensors whose true gradient is zero: not compared."""
+    """Tensors whose gradient is rounding: their weights are not compared."""
     notes: list[str] = field(default_factory=list)
     against: str = "one device"
+    answer: str = "equal"
+    """ "equal", "different", or "undecided"."""
+    decided_in: str = "fp32"
+    """The precision of ``rows``: the plan's own, or "fp64" where that could not tell."""
+    first: str = ""
+    """The first module whose output or gradient differs, or the first parameter, in words."""
     comparable: bool = True
     """Whether the plan promises the steps of one device."""
 
     @property
     def equal(self) -> bool:
-        return all(row.equal for row in self.rows)
+        return self.answer == "equal"
 
-
-@dataclass(frozen=True)
-class _Trained:
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    first_buffers: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    random: bool
+    @property
+    def exit_code(self) -> int:
+        """Of the command: 0 equal, 1 different, 3 undecided, or nothing to be equal."""
+        return EXIT_CODES[self.answer]
 
 
 @clearly
@@ -128,16 +90,126 @@ def verify_job(job: Job, steps: int = 5) -> Verdict:
     alone = replace(spread, plan=one, devices=first)
     if not plan.in_step and not _averages_gradients(plan, job):
         return _beside(spread, plan, steps)
-    notes = []
-    reference = _train(alone, quiet=False)
-    if quiet := reference.random:
-        notes.append("dropout was off for the comparison: each rank draws its own random numbers")
-        reference = _train(alone, quiet=True)
-    rows, noise = _compare(reference, _train(spread, quiet=quiet), LIMITS[plan.precision])
-    if not plan.in_step:
-        notes.append("losses and gradients are each rank's own: weights are compared")
-        rows = [row for row in rows if row.name == "weights"]
-    return Verdict(plan, steps, rows, noise, notes)
+    return _Proof(alone, spread, plan, steps).verdict()
+
+
+class _Proof:
+    """One device and a plan, trained and compared until the answer is known."""
+
+    def __init__(self, alone: Job, spread: Job, plan: Plan, steps: int):
+        self.alone, self.spread, self.plan, self.steps = alone, spread, plan, steps
+        self.notes: list[str] = []
+        self.how = Variant()
+        self.random = False
+        """Whether random numbers are drawn that cannot be turned off."""
+
+    def verdict(self) -> Verdict:
+        want = train(self.alone, self.how)
+        if want.random:
+            self.how = Variant(quiet=True)
+            want = train(self.alone, self.how)
+            self.random = want.random
+            self.notes.append("dropout was off for the comparison: each rank draws its own random numbers")
+        rounding = rounding_of(self.alone, self.plan.precision)
+        word = self.plan.precision if rounding < 1e-6 or self.plan.precision != "fp32" else "bf16"
+        found = self._compared(self.alone, self.spread, want, rounding, LIMITS[word])
+        if not self.plan.in_step:
+            self.notes.append("losses and gradients are each rank's own: weights are compared")
+        if found.equal:
+            self._tell_of_raised(found)
+            return self._answer("equal", found, word)
+        if self.random:
+            self.notes.append(
+                "random numbers are drawn in eval mode too, by each rank its own: they are the difference, or hide it"
+            )
+            return self._answer("undecided", found, word)
+        if found.different:
+            return self._different(self.alone, self.spread, found, word, rounding)
+        return self._in_double(found, word, rounding)
+
+    def _in_double(self, found: Compared, word: str, rounding: float) -> Verdict:
+        """The answer of fp64, where ``found`` leaves it open."""
+        worst = found.worst
+        open_by = found.blind or (
+            f"{worst.name} differ by {worst.difference:.1e}, and one device from itself by {worst.rounding:.1e}"
+        )
+        self.notes.append(f"{word} cannot tell rounding from a bug here: {open_by}")
+        exact = replace(self.plan, precision="fp32")
+        try:
+            alone, spread = doubled(self.alone), doubled(self.spread)
+            alone = replace(alone, plan=replace(_plan(alone), precision="fp32"))
+            spread = replace(spread, plan=exact)
+            want = train(alone, replace(self.how, watched=True))
+            eps = torch.finfo(torch.float64).eps
+            wide = self._compared(alone, spread, want, eps, LIMITS["fp64"])
+        except Exception as error:
+            said = str(error).splitlines() or [type(error).__name__]
+            self.notes.append(f"and it cannot be repeated in fp64: {said[0]}")
+            return self._answer("undecided", found, word)
+        self.notes.append("so both were trained again in fp64, weights and data cast to double")
+        lower = want.modules.lower
+        if wide.equal:
+            if word == "fp32":
+                return self._answer("equal", wide, "fp64")
+            self.notes.append(f"in fp64 the plan is equal, but in {word} it differs by more than rounding was measured")
+            return self._answer("undecided", found, word)
+        if wide.too_rough or wide.blind:
+            self.notes.append("even in fp64 one device is not equal to itself: is there randomness of its own?")
+            return self._answer("undecided", wide, "fp64")
+        if lower and not wide.worst.difference > BEYOND * worst.rounding:
+            self.notes.append("but the model casts activations to less than fp64 itself, so it tells no more than fp32")
+            return self._answer("undecided", wide, "fp64")
+        return self._different(alone, spread, wide, "fp64", eps)
+
+    def _compared(self, alone: Job, spread: Job, want: Trained, rounding: float, limits: dict[str, float]) -> Compared:
+        got = train(spread, self.how)
+        again = [train(alone, replace(self.how, perturbed=rounding))]
+        found = self._of_rows(compare(want, got, again, limits))
+        if found.equal or not can_go_backwards(alone):
+            return found
+        turned = train(alone, replace(self.how, backwards=True))
+        alike, own = (compare(want, other, [], limits).rows for other in (turned, again[0]))
+        for one, other in zip(alike, own, strict=True):
+            if one.name == "gradients" and one.difference > BEYOND * max(other.difference, rounding):
+                self.notes.append("the order of the samples in a batch matters to this training")
+                return found
+        return self._of_rows(compare(want, got, [*again, turned], limits))
+
+    def _of_rows(self, found: Compared) -> Compared:
+        return found if self.plan.in_step else replace(found, rows=[r for r in found.rows if r.name == "weights"])
+
+    def _tell_of_raised(self, found: Compared) -> None:
+        for row in found.rows:
+            if row.difference > row.fixed:
+                self.notes.append(
+                    f"{row.name}: the limit is {row.limit:.1e} instead of {row.fixed:.0e}, since one device is"
+                    f" {row.rounding:.1e} from itself after a rounding"
+                )
+
+    def _different(self, alone: Job, spread: Job, found: Compared, word: str, rounding: float) -> Verdict:
+        names = {row.name: row.first for row in found.rows if not row.equal and row.first}
+        first, parameter = "", names.get("each gradient") or names.get("gradients")
+        if keeps_modules(self.plan):
+            short = [replace(side, steps=1) for side in (alone, spread)]
+            short[1] = replace(short[1], plan=replace(_plan(spread), compile="none"))
+            how = replace(self.how, watched=True)
+            want, got = (train(side, how).modules for side in short)
+            again = train(short[0], replace(how, perturbed=rounding)).modules
+            if want is not None and got is not None:
+                first = first_that_differs(want, got, again, 1e-7 if word == "fp64" else 1e-4)
+        if not first and parameter:
+            first = f"the gradient of {parameter}"
+        return self._answer("different", found, word, first)
+
+    def _answer(self, answer: str, found: Compared, word: str, first: str = "") -> Verdict:
+        return Verdict(
+            self.plan, self.steps, found.rows, found.noise, self.notes, answer=answer, decided_in=word, first=first
+        )
+
+
+def _plan(job: Job) -> Plan:
+    assert isinstance(job.plan, Plan)
+    return job.plan
 
 
 def _averages_gradients(plan: Plan, job: Job) -> bool:
@@ -164,97 +236,4 @@ def _beside(job: Job, plan: Plan, steps: int) -> Verdict:
     if plan.staleness:
         late = [step.staleness or 0 for step in told]
         notes.append(f"gradients were {sum(late) / len(late):.2g} updates late in the mean, {max(late)} at most")
-    return Verdict(plan, steps, rows, notes=notes, against=str(together), comparable=False)
-
-
-def _train(job: Job, quiet: bool) -> _Trained:
-    # The user's model stays as it is. An optimizer of their own goes with its copy of the parameters.
-    model, optimizer = copy.deepcopy((job.build(), job.optimizer))
-    apart = replace(job, model=model, optimizer=optimizer)
-    training = begin(apart, lockstep=False, tap=_Capture(quiet))
-    steps: list[Step] = list(training)
-    assert training.outcome is not None
-    return _Trained([s.loss for s in steps], [s.grad_norm for s in steps], **training.outcome.captured)
-
-
-@dataclass(frozen=True)
-class _Capture:
-    """Puts aside what a run makes: the first step's gradients, and everything after the last step."""
-
-    quiet: bool
-    """Without dropout: modules in eval mode, all but BatchNorm."""
-
-    def __call__(self, run: Run) -> None:
-        if self.quiet:
-            norms = set(batch_norms(run.model))
-            for module in run.model.modules():
-                module.training = module in norms
-        before = torch.get_rng_state()
-        named, shape = dict(run.model.named_parameters()), run.placed.shape
-
-        def gradients(correction: Tensor | float) -> None:
-            if run.step == 0:
-                run.captured["first_buffers"] = buffers(run.placed.tensors())
-                made = {name: {"": p.grad * correction} for name, p in named.items() if p.grad is not None}
-                if (
-                    isinstance(run, ServedRun) and run.peers is not None
-                ):  # each worker has its own; the servers sum them
-                    for each in made.values():
-                        dist.all_reduce(each[""], group=run.peers)
-                run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}
-
-        def buffers(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: whole[name] for name, b in shape.named_buffers() if b.is_floating_point()}
-
-        def captured() -> dict[str, Any]:
-            whole = run.placed.tensors()
-            weights = {name: whole[name] for name, _ in shape.named_parameters()}
-            optimizer = {f"{name}.{key}": t for name, many in run.optimizer_state().items() for key, t in many.items()}
-            random = not torch.equal(before, torch.get_rng_state())
-            return {"weights": weights, "buffers": buffers(whole), "optimizer": optimizer, "random": random}
-
-        run.tap = gradients
-        run.at_end = lambda: run.captured.update(captured())
-
-
-def _compare(want: _Trained, got: _Trained, limits: dict[str, float]) -> tuple[list[Row], list[str]]:
-    typical = _rms(want.gradients.values())
-    noise = sorted(name for name, g in want.gradients.items() if _rms([g]) < NOISE * typical)
-    rows = [
-        _series("loss", want.losses, got.losses, limits["loss"]),
-        _series("gradient norm", want.norms, got.norms, limits["gradient norm"]),
-    ]
-    for name in ("gradients", "weights", "buffers", "optimizer"):
-        kept = "first_buffers" if name == "buffers" and noise else name
-        ours, theirs = getattr(got, kept), getattr(want, kept)
-        if ours or theirs:
-            rows.append(_tensors(name, theirs, ours, limits[name], noise))
-    return rows, noise
-
-
-def _series(name: str, want: list[float], got: list[float], limit: float) -> Row:
-    differences = [abs(a - b) / (abs(b) or 1.0) for a, b in zip(got, want, strict=True)]
-    beyond = next((i for i, d in enumerate(differences, 1) if not d <= limit), None)
-    worst = max(differences, key=lambda d: (d != d, d))
-    return Row(name, worst, limit, f"step {beyond}" if beyond else "")
-
-
-def _tensors(name: str, want: dict[str, Tensor], got: dict[str, Tensor], limit: float, noise: list[str]) -> Row:
-    if want.keys() != got.keys():
-        return Row(name, float("inf"), limit, f"{min(want.keys() ^ got.keys())} is in one of them only")
-    quiet = tuple(noise)  # a tensor's optimizer state begins with its name
-    compared = {key: tensor.double() for key, tensor in want.items() if not (key.startswith(quiet))}
-    apart = {key: (got[key].double() - tensor).norm().item() for key, tensor in compared.items()}
-    size = sum(tensor.norm().item() ** 2 for tensor in compared.values()) ** 0.5
-    total = sum(d * d for d in apart.values()) ** 0.5 / (size or 1.0)
-    first = ""
-    if not total <= limit:
-        own = {key: d / (compared[key].norm().item() or 1.0) for key, d in apart.items()}
-        first = next((key for key, d in own.items() if not d <= limit), max(own, key=lambda key: own[key]))
-    return Row(name, total, limit, first)
-
-
-def _rms(tensors: Any) -> float:
-    tensors = list(tensors)
-    count = sum(t.numel() for t in tensors) or 1
-    return (sum(t.double().square().sum().item() for t in tensors) / count) ** 0.5
+    return Verdict(plan, steps, rows, notes=notes, against=str(together), answer="undecided", comparable=False)

@@ -17,8 +17,16 @@ Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the sc
 Which = Annotated[int, typer.Option("--fit", help="Which of the script's calls of fit to act on.")]
 
 
-def run(path: Path, arguments: list[str], at_fit: Callable[[dict[str, Any]], dict[str, Any]], which: int = 1) -> None:
-    """Run the script at ``path`` as ``__main__``; its ``which``-th ``fit`` asks for what ``at_fit`` makes of it."""
+def run(
+    path: Path,
+    arguments: list[str],
+    at_fit: Callable[[dict[str, Any]], dict[str, Any]],
+    which: int = 1,
+    *,
+    failed: int = 1,
+) -> None:
+    """Run the script at ``path`` as ``__main__``; its ``which``-th ``fit`` asks for what ``at_fit`` makes of it. An
+    exception of the script's own ends with exit code ``failed``."""
     if not path.is_file():
         raise JobError(f"there is no script {path}", "the verb takes a script that calls meshfit.fit: train.py, say")
     calls = 0
@@ -41,7 +49,7 @@ def run(path: Path, arguments: list[str], at_fit: Callable[[dict[str, Any]], dic
         while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace or error.__traceback__)
-        raise SystemExit(1) from None
+        raise SystemExit(failed) from None
     finally:
         verb.asked_through = before
         sys.argv, sys.path[0] = argv, first

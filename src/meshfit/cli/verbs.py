@@ -23,6 +23,9 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 PlanText = Annotated[str | None, typer.Option("--plan", help='Instead of the script\'s: "data=4", say.')]
 DeviceText = Annotated[str | None, typer.Option("--devices", help='"auto", 4, "cpu:4" or "cuda:0,2".')]
 
+FAILED = 2
+"""Exit code of a verb whose other exit codes are answers."""
+
 app.add_typer(checkpoint.app, name="checkpoint")
 for verb in (join, report, watch, compare, data):
     app.command()(verb)
@@ -62,17 +65,18 @@ def verify(
     steps: Annotated[int, typer.Option(help="Steps to train and compare.")] = 5,
     fit: Which = 1,
 ) -> None:
-    """Prove that a plan trains like one device: exit code 0 if so, 1 if not."""
+    """Prove that a plan trains like one device: exit code 0 if so, 1 if not, 3 if it cannot be told."""
 
     def instead(asked: dict[str, Any]) -> dict[str, Any]:
         try:
             verdict = verify_job(Job.of({**asked, **_given(plan=plan, devices=devices)}).training(), steps)
         except MeshfitError as error:
-            raise SystemExit(tell(error)) from None
+            tell(error)
+            raise SystemExit(FAILED) from None
         show(verdict)
-        raise SystemExit(0 if verdict.equal else 1)  # which passes through a script's own "except Exception"
+        raise SystemExit(verdict.exit_code)  # which passes through a script's own "except Exception"
 
-    run(script, arguments or [], instead, fit)
+    run(script, arguments or [], instead, fit, failed=FAILED)
 
 
 @app.command()
@@ -93,28 +97,36 @@ def _given(**options: str | None) -> dict[str, str]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+ANSWERS = {
+    "equal": ("trains like one device", "green"),
+    "different": ("does not train like one device", "bold red"),
+    "undecided": ("may train like one device or not: it could not be told from rounding", "yellow"),
+}
+
+
 def show(verdict: Verdict) -> None:
-    console = Console()
+    console = Console(highlight=False)
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    table.add_column(f"{verdict.plan} against {verdict.against}, {verdict.steps} steps")
-    table.add_column("difference", justify="right")
-    table.add_column("limit", justify="right")
+    table.add_column(f"{verdict.plan} against {verdict.against}, {verdict.steps} steps, {verdict.decided_in}")
+    for heading in ("difference", "rounding", "limit"):
+        table.add_column(heading, justify="right")
     table.add_column("")
     for row in verdict.rows:
-        where = (
-            f"[red]differs from {row.first} on" if row.name in ("loss", "gradient norm") else f"[red]first: {row.first}"
-        )
-        limit, word = (f"{row.limit:.0e}", "equal") if verdict.comparable else ("none", "")
-        table.add_row(row.name, f"{row.difference:.1e}", limit, word if row.equal else where)
+        since = f"differs from {row.first} on" if row.first.startswith("step ") else f"first: {row.first}"
+        figures = [f"{row.difference:.1e}", f"{row.rounding:.1e}" if row.rounding else "", f"{row.limit:.0e}"]
+        if not verdict.comparable:
+            figures[1:] = ["", "none"]
+        table.add_row(row.name, *figures, "" if not verdict.comparable else "equal" if row.equal else f"[red]{since}")
     console.print(table)
     for note in verdict.notes:
         console.print(f"  {note}", style="dim")
     if verdict.noise:
         names = ", ".join(verdict.noise[:6]) + (f" and {len(verdict.noise) - 6} more" if len(verdict.noise) > 6 else "")
-        console.print(f"  left out, their true gradient is zero: {names}", style="dim")
+        console.print(f"  their gradient is rounding, so their weights are not compared: {names}", style="dim")
     if not verdict.comparable:
         console.print(f"\n  {verdict.plan} does not make the steps of one device: there is nothing to be equal")
-    elif verdict.equal:
-        console.print(f"\n  {verdict.plan} trains like one device", style="green")
-    else:
-        console.print(f"\n  {verdict.plan} does not train like one device", style="bold red")
+        return
+    words, style = ANSWERS[verdict.answer]
+    console.print(f"\n  {verdict.plan} {words}", style=style)
+    if verdict.first:
+        console.print(f"  the first to differ is {verdict.first}", style=style)

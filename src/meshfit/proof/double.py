@@ -1,0 +1,97 @@
+"""A job in fp64: model, optimizer state, loss and floating data cast to double. Whole numbers stay as they are."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshfit.data import tree
+from meshfit.data.draw import Key
+from meshfit.data.source import Over, Source, Stream, open_source
+from meshfit.job import Job
+
+
+def doubled(job: Job) -> Job:
+    """``job`` in fp64; the job it is made of is left as it is. The plan must not name a lower precision."""
+    model, optimizer, loss = copy.deepcopy((job.build(), job.optimizer, _cast_loss(job.loss)))
+    model._apply(_double)  # parameters stay the objects they are: an optimizer keeps them
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                setattr(module, name, _double(value))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for state in optimizer.state.values():
+            state.update({key: _double(value) for key, value in state.items() if isinstance(value, Tensor)})
+    return replace(job, model=model, optimizer=optimizer, loss=loss, data=DoubleData(job.data))
+
+
+def _double(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _cast_loss(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """With the weights that a loss may hold."""
+    if isinstance(loss, functools.partial):
+        keywords = {key: _double(v) if isinstance(v, Tensor) else v for key, v in loss.keywords.items()}
+        return functools.partial(_cast_loss(loss.func) or loss.func, *loss.args, **keywords)
+    return copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
+
+
+@dataclass(frozen=True)
+class DoubleData:
+    """A job's data with floats in fp64, opened in the process that reads it."""
+
+    data: Any
+
+    def __call__(self) -> Source | Stream:
+        source = open_source(self.data)
+        return DoubleStream(source) if isinstance(source, Stream) else DoubleSource(source)
+
+
+class DoubleSource(Over):
+    def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        return tree.map_tensors(_double, super().finish(content, ids, key))
+
+
+class DoubleStream(Stream):
+    def __init__(self, stream: Stream):
+        super().__init__(stream.start)
+
+    def batches(self, size: int) -> Iterator[list[Any]]:
+        for samples in super().batches(size):
+            yield [tree.map_leaves(_double_leaf, sample) for sample in samples]
+
+
+def _double_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _double(leaf)
+    return (
+        np.asarray(leaf, np.float64) if isinstance(leaf, np.floating | np.ndarray) and leaf.dtype.kind == "f" else leaf
+    )
+
+
+class LowerPrecision(TorchFunctionMode):
+    """Notices activations of less than fp64 that are computed below it: a model may cast them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not self.found:
+            made = result if isinstance(result, tuple | list) else (result,)
+            self.found = any(isinstance(t, Tensor) and t.dtype in LOWER and t.requires_grad for t in made)
+        return result
+
+
+LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
