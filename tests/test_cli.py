@@ -39,9 +39,6 @@ result = meshfit.fit(
 print("plan", result.plan, "loss", result.history[-1].loss)
 """
 PLAIN = SCRIPT.replace("LOSS", "loss = F.mse_loss")
-CONTRASTIVE = SCRIPT.replace(
-    "LOSS", "loss = lambda outputs, targets: F.cross_entropy(outputs @ targets.T, torch.arange(len(outputs)))"
-)
 
 
 def meshfit(folder: Path, script: str | None, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -81,13 +78,40 @@ def test_verify_proves_a_plan_and_trains_nothing(tmp_path: Path):
     assert executed(tmp_path) == ["__main__ []"]
 
 
+WRONG = PLAIN.replace("nn.Linear(8, 3))", "nn.Linear(8, 3), Wrong())").replace(
+    "loss = F.mse_loss",
+    """import numpy as np
+import torch.distributed as dist
+class Wrong(nn.Module):
+    def forward(self, x):
+        return DO
+loss = F.mse_loss""",
+)
+
+
 def test_verify_names_what_differs(tmp_path: Path):
-    done = meshfit(tmp_path, CONTRASTIVE, "verify", "train.py", "--plan", "data=2")
+    script = WRONG.replace("DO", "x + 0.1 if dist.is_initialized() else x")
+    done = meshfit(tmp_path, script, "verify", "train.py", "--plan", "data=2")
     assert done.returncode == 1
     assert "data=2 does not train like one device" in done.stdout
     assert "differs from step 1 on" in next(line for line in done.stdout.splitlines() if "loss" in line)
     assert "first: 0.weight" in next(line for line in done.stdout.splitlines() if line.split()[:1] == ["gradients"])
+    assert "the first to differ is the output of 3" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_verify_says_when_it_cannot_tell(tmp_path: Path):
+    script = WRONG.replace("DO", "x * float(np.random.default_rng().random())")
+    done = meshfit(tmp_path, script, "verify", "train.py", "--plan", "data=2")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "data=2 may train like one device or not" in done.stdout
+
+
+def test_no_error_of_verify_looks_like_an_answer(tmp_path: Path):
+    assert meshfit(tmp_path, PLAIN, "verify", "train.py", "--plan", "dta=2").returncode == 2
+    broken = meshfit(tmp_path, WRONG.replace("DO", "x.nothing"), "verify", "train.py", "--plan", "data=2")
+    assert broken.returncode == 2
+    assert "nothing" in broken.stderr
 
 
 def test_a_wrong_plan_is_one_block_and_exit_code_2(tmp_path: Path):

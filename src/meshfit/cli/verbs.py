@@ -107,16 +107,19 @@ ANSWERS = {
 def show(verdict: Verdict) -> None:
     console = Console(highlight=False)
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    table.add_column(f"{verdict.plan} against {verdict.against}, {verdict.steps} steps, {verdict.decided_in}")
-    for heading in ("difference", "rounding", "limit"):
+    about = f"{verdict.plan} against {verdict.against}, {verdict.steps} steps"
+    table.add_column(f"{about}, {verdict.decided_in}" if verdict.decided_in == "fp64" else about)
+    for heading in ("difference", "rounding", "limit") if verdict.comparable else ("difference", "limit"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for row in verdict.rows:
-        since = f"differs from {row.first} on" if row.first.startswith("step ") else f"first: {row.first}"
-        figures = [f"{row.difference:.1e}", f"{row.rounding:.1e}" if row.rounding else "", f"{row.limit:.0e}"]
         if not verdict.comparable:
-            figures[1:] = ["", "none"]
-        table.add_row(row.name, *figures, "" if not verdict.comparable else "equal" if row.equal else f"[red]{since}")
+            table.add_row(row.name, f"{row.difference:.1e}", "none")
+            continue
+        where = f"differs from {row.first} on" if row.first.startswith("step ") else f"first: {row.first}"
+        rounding = f"{row.rounding:.1e}" if row.rounding else ""
+        said = "equal" if row.equal else f"[red]{where}"
+        table.add_row(row.name, f"{row.difference:.1e}", rounding, f"{row.limit:.0e}", said)
     console.print(table)
     for note in verdict.notes:
         console.print(f"  {note}", style="dim")

@@ -70,7 +70,7 @@ class Row:
     name: str
     difference: float
     limit: float
-    """With what was measured."""
+    """Raised by what was measured, where the difference is beyond the fixed one."""
     first: str = ""
     """Where it first goes beyond the limit: a step, or a tensor."""
     rounding: float = 0.0
@@ -194,9 +194,9 @@ def _series(name: str, want: list[float], got: list[float], again: list[list[flo
 
     differences = apart(got)
     rounding = max((d for other in again for d in apart(other)), default=0.0)
-    allowed = raised(limit, rounding)
-    beyond = next((i for i, d in enumerate(differences, 1) if not d <= allowed), None)
     worst = max(differences, key=lambda d: (d != d, d))
+    allowed = limit if worst <= limit else raised(limit, rounding)
+    beyond = next((i for i, d in enumerate(differences, 1) if not d <= allowed), None)
     return Row(name, worst, allowed, f"step {beyond}" if beyond else "", rounding, limit)
 
 
@@ -217,7 +217,8 @@ def _tensors(
     apart = {key: _apart(tensor, got[key]) for key, tensor in compared.items()}
     size = sum(_square(tensor) for tensor in compared.values()) ** 0.5 or 1.0
     rounding = max((_total(compared, other) / size for other in again), default=0.0)
-    allowed, total = raised(limit, rounding), sum(d * d for d in apart.values()) ** 0.5 / size
+    total = sum(d * d for d in apart.values()) ** 0.5 / size
+    allowed = limit if total <= limit else raised(limit, rounding)
     first = ""
     if not total <= allowed and compared:
         own = {key: d / (_square(compared[key]) ** 0.5 or 1.0) for key, d in apart.items()}
