@@ -87,7 +87,8 @@ def test_verifies() -> None:
     how: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "loss": F.cross_entropy}
     verdict = meshfit.verify(Net, (X, Y), plan="server=2 data=2 tensor=2", batch_size=12, clip=0.5, **how)
     assert verdict.equal, verdict.rows
-    assert {row.name for row in verdict.rows} == {"loss", "gradient norm", "gradients", "weights", "optimizer"}
+    names = {"loss", "gradient norm", "gradients", "each gradient", "weights", "optimizer"}
+    assert {row.name for row in verdict.rows} == names
 
 
 def test_evaluates_and_predicts() -> None:
