@@ -16,7 +16,8 @@ from meshfit.exchange.serving.server import Server, Terms
 from meshfit.exchange.serving.worker import Again, Served, Worker
 from meshfit.layout import batchnorm
 from meshfit.layout.precision import Precision
-from meshfit.objective import Objective, find_over
+from meshfit.loss_probe import find_over
+from meshfit.objective import Objective
 from meshfit.schedule.passes import Passes
 
 CPU = torch.device("cpu")

@@ -440,14 +440,6 @@ def test_a_loss_that_draws_random_numbers_is_not_called_contrastive():
     assert not [str(warning.message) for warning in said]
 
 
-def test_a_contrastive_loss_warns_that_it_does_not_split():
-    def contrast(outputs, targets):
-        return F.cross_entropy(outputs @ targets.T, torch.arange(len(outputs)))
-
-    with pytest.warns(UserWarning, match="not a weighted mean"):
-        fit(loss=contrast, microbatches=2)
-
-
 @pytest.mark.parametrize("make", [lambda params: torch.optim.SGD(params, lr=0.1), torch.optim.SparseAdam])
 def test_sparse_gradients_train_as_in_torch(make):
     embed = lambda: nn.Sequential(nn.EmbeddingBag(11, 3, sparse=True))

@@ -1,6 +1,5 @@
 """What a loss is a mean over: found rightly, or said that it cannot be."""
 
-import warnings
 from functools import partial
 
 import pytest
@@ -10,7 +9,8 @@ from torch import nn
 
 from meshfit.data import tree
 from meshfit.errors import JobError
-from meshfit.objective import Objective, Over, call, find_over, split
+from meshfit.loss_probe import find_over
+from meshfit.objective import Objective, Over, call, split
 
 CPU = torch.device("cpu")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -45,7 +45,7 @@ def classes(x: torch.Tensor = X) -> nn.Module:
         (lambda out, y: F.cross_entropy(out.reshape(-1, 3), y.reshape(-1)), "targets"),
         (lambda out, y: F.nll_loss(out.log_softmax(-1), y), "targets"),
         (lambda out, y: (out.square().sum(), out.numel()), "pair"),
-        (nn.MSELoss(), "samples"),
+        (lambda out, y: nn.MSELoss()(out, torch.ones_like(out)), "samples"),
         (lambda out, y: out.square().mean(), "samples"),
         (lambda out, y: out.square().sum(), "sum"),
         (nn.CrossEntropyLoss(reduction="sum"), "sum"),
@@ -79,16 +79,130 @@ def test_a_models_own_loss(shift: int) -> None:
     assert over.count({"ids": ids, "labels": labels}) == (labels[:, shift:] != -100).sum()
 
 
-def test_a_loss_that_does_not_split_is_said() -> None:
-    contrastive = lambda out, y: F.cross_entropy(out @ out.T, torch.arange(len(out)))
-    with pytest.warns(UserWarning, match="not a weighted mean"):
-        assert find_over(Objective(contrastive), classes(), (X, Y), CPU).kind == "samples"
+def contrastive(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)))
 
 
-def test_ignored_targets_in_a_mixed_loss_are_said() -> None:
+def statistics(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.relu(1 - out.std(0)).mean() + out.square().mean()
+
+
+def ranking(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    score = out[:, 0]
+    return F.softplus(score[None] - score[:, None]).mean()
+
+
+def slightly(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Depends on the other samples by 1 in 10,000."""
+    return out.square().mean() * (1 + 1e-4 * out.mean(0).square().sum())
+
+
+def normalised(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Always 1: only its gradient depends on the batch."""
+    each = out.square().mean(-1)
+    return (each / each.mean().detach()).mean()
+
+
+def broadcast(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Every output against every target, by mistake: one device does so too."""
+    return (out[:, :1] - y.to(out)).square().mean()
+
+
+WHOLE = [contrastive, statistics, ranking, slightly, normalised, broadcast]
+
+
+@pytest.mark.parametrize("loss", WHOLE)
+def test_a_loss_of_the_whole_batch_is_found(loss) -> None:
+    over = find_over(Objective(loss), classes(), (X, Y), CPU)
+    assert over.kind == "batch"
+    assert over.dims == (0,)
+    assert "samples it is" in over.why
+
+
+@pytest.mark.parametrize("loss", WHOLE)
+def test_as_a_step_too(loss) -> None:
+    assert find_over(Objective(step=lambda m, b: loss(m(b[0]), b[1])), classes(), (X, Y), CPU).kind == "batch"
+
+
+def test_ignored_targets_in_a_mixed_loss() -> None:
+    """No one weight is right for both."""
     mixed = lambda out, y: F.cross_entropy(out, y) + out.square().mean()
-    with pytest.warns(UserWarning, match="not a weighted mean"):
-        find_over(Objective(mixed), classes(), (X, Y), CPU)
+    assert find_over(Objective(mixed), classes(), (X, Y), CPU).kind == "batch"
+
+
+def noisy(model: nn.Module, batch):
+    """Noise and a time for each sample, a weight for all of them, pairs of samples: as diffusion and mixup draw."""
+    x, _ = batch
+    weight, order = torch.rand(()), torch.randperm(len(x))
+    x = weight * x + (1 - weight) * x[order]
+    time = torch.randint(0, 10, (len(x), 1))
+    return (model(x + torch.randn_like(x) * time) * torch.rand(())).square().mean()
+
+
+def one_by_one(model: nn.Module, batch):
+    return torch.stack([(model(x) * torch.rand(())).square().mean() for x in batch[0]]).mean()
+
+
+@pytest.mark.parametrize("step", [noisy, one_by_one])
+def test_a_mean_that_draws_random_numbers(step) -> None:
+    assert find_over(Objective(step=step), classes(), (X, Y), CPU).kind == "samples"
+
+
+def test_random_numbers_do_not_hide_a_loss_of_the_whole_batch() -> None:
+    step = lambda model, batch: contrastive(model(batch[0] + torch.randn_like(batch[0])), batch[1])
+    assert find_over(Objective(step=step), classes(), (X, Y), CPU).kind == "batch"
+    loss = lambda out, y: contrastive(out * torch.rand(()), y)
+    over = find_over(Objective(loss), classes(), (X, Y), CPU)
+    assert over.kind == "batch"
+    assert over.draws
+
+
+def test_a_pair_that_does_not_add_up() -> None:
+    assert (
+        find_over(Objective(lambda o, y: (contrastive(o, y) * len(o), len(o))), classes(), (X, Y), CPU).kind == "batch"
+    )
+
+
+def test_a_loss_that_needs_gradients() -> None:
+    """A penalty on a gradient was never tried before: it cannot be computed without a graph."""
+
+    def step(model: nn.Module, batch):
+        x = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return gradient.square().sum(-1).mean()
+
+    assert find_over(Objective(step=step), classes(), (X, Y), CPU).kind == "samples"
+
+
+def test_what_the_user_did_wrong_is_said_as_torch_says_it() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        find_over(Objective(lambda o, y: o.mean()), classes(), (X[:, :4], Y), CPU)
+    with pytest.raises(KeyError, match="nowhere"):
+        find_over(Objective(step=lambda m, b: {}["nowhere"]), classes(), (X, Y), CPU)
+    floats = find_over(Objective(F.cross_entropy), classes(), (X, Y.float()), CPU)  # which training then says
+    assert floats.kind == "targets"
+
+
+def test_outputs_that_cannot_be_gathered_are_told() -> None:
+    class Matrix(nn.Module):
+        def forward(self, x):
+            return x @ x.T
+
+    over = find_over(Objective(lambda o, y: F.cross_entropy(o, torch.arange(len(o)))), Matrix(), (X, Y), CPU)
+    assert over.kind == "batch"
+    assert "(8, 8)" in over.unfit
+
+
+def test_a_model_that_has_a_loss_only_in_training() -> None:
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return {"loss": self.head(x).square().mean()} if self.training else [self.head(x)]
+
+    assert find_over(Objective(step=lambda m, b: m(b[0])["loss"]), Detector(), (X, Y), CPU).kind == "samples"
 
 
 def test_nothing_changes() -> None:
@@ -99,9 +213,7 @@ def test_nothing_changes() -> None:
     torch.manual_seed(3)
     want = torch.rand(1)
     torch.manual_seed(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        find_over(Objective(lambda o, y: F.cross_entropy(o, y)), model, (X, Y), CPU)
+    find_over(Objective(lambda o, y: F.cross_entropy(o, y)), model, (X, Y), CPU)
     assert torch.equal(torch.rand(1), want)
     assert model.training
     assert not model[2].training

@@ -19,7 +19,8 @@ from meshfit.exchange.allreduce import AllReduce
 from meshfit.layout.pipeline import Pipeline, Staged
 from meshfit.layout.precision import LossScale, Precision
 from meshfit.layout.stages.weights import collect, deliver, whole_state
-from meshfit.objective import Objective, call, find_over, split
+from meshfit.loss_probe import find_over
+from meshfit.objective import Objective, call, split
 from meshfit.schedule.actions import WORDS
 from meshfit.schedule.backward import input_gradients
 from meshfit.schedule.gantt import gantt

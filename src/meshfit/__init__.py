@@ -9,6 +9,7 @@ from meshfit import data
 from meshfit.errors import CheckpointError, DataError, JobError, MeshfitError, NonFiniteError, PlanError, RankError
 from meshfit.evaluate import evaluate, predict
 from meshfit.fit import fit, steps
+from meshfit.gathering import gather
 from meshfit.job import Job
 from meshfit.plan import Plan
 from meshfit.result import Result
@@ -33,6 +34,7 @@ __all__ = [
     "data",
     "evaluate",
     "fit",
+    "gather",
     "predict",
     "steps",
     "verify",

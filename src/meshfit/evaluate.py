@@ -5,11 +5,10 @@ Results come back on the CPU, in the order of the samples.
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshfit.data import tree
@@ -23,8 +22,10 @@ from meshfit.launch.world import World, from_environment
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.place import Placed, place
 from meshfit.layout.precision import Precision
-from meshfit.objective import TARGETS, Objective, Over, call, find_over, split
+from meshfit.loss_probe import LARGEST, find_over
+from meshfit.objective import TARGETS, Objective, Over, call, split
 from meshfit.plan import Plan
+from meshfit.schedule import batch_loss
 
 
 @clearly
@@ -71,10 +72,12 @@ def _settled(given: dict[str, Any], asked: dict[str, Any], verb: str) -> Job:
 
 
 def _evaluate(job: Job, world: World) -> dict[str, float]:
-    found: list[Over] = []
+    found: list[Over | None] = []
     loader, precision, placed = _prepare(job, world, lambda *whole: found.append(_over(job, *whole)))
     objective = _objective(job, loader.source.few())
-    over = found[0] if placed.apart else _over(job, placed.model, loader, placed.tried)
+    over = found[0] or _over(job, placed.model, loader, placed.inside) or Over()
+    if objective is not None and loader.ranks > 1:
+        batch_loss.check(_plan(job), over, objective)
     measured = measure(placed, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
     placed.undo()
     return measured
@@ -88,12 +91,24 @@ def _objective(job: Job, few: Any) -> Objective | None:
 
 
 def _over(
-    job: Job, model: nn.Module, loader: Loader, inside: Callable[[], AbstractContextManager[None]] = nullcontext
-) -> Over:
-    """What it is a mean over. A model that is to be taken apart is asked before, in host memory."""
-    few, device = loader.source.few(), torch.device("cpu") if inside is nullcontext else loader.device
-    objective = _objective(job, few)
-    return Over() if objective is None else find_over(objective, model, few, device, inside)
+    job: Job, model: nn.Module, loader: Loader, inside: Callable[[], AbstractContextManager[None]] | None = None
+) -> Over | None:
+    """What it is a mean over. A model that is to be taken apart, or is small, is asked before it is laid out, maybe in
+    host memory; None: not yet."""
+    few, device = loader.source.few(), loader.device
+    if (objective := _objective(job, few)) is None:
+        return Over()
+    if inside is None:
+        if not _plan(job).apart and sum(p.numel() for p in model.parameters()) > LARGEST:
+            return None
+        device = next((p.device for p in model.parameters()), device)
+    auxiliary = _plan(job).apart and _plan(job).shares > 1
+    try:
+        return find_over(objective, model, few, device, inside, auxiliary=auxiliary)
+    except Exception:
+        if loader.ranks > 1:
+            raise
+        return Over()  # whole batches: measuring will say what is wrong
 
 
 def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
@@ -142,16 +157,11 @@ def _prepare(
     before: Callable[[nn.Module, Loader], None] = lambda model, loader: None,
     inputs: list[Inputs] | None = None,
 ) -> tuple[Loader, Precision, Placed]:
-    """``before`` is called with the model while it is whole, if it is to be taken apart. Into ``inputs`` goes what
-    finds in a batch what the model is called with; without it, there are targets."""
+    """``before`` is called with the model while it is whole. Into ``inputs`` goes what finds in a batch what the model
+    is called with; without it, there are targets."""
     assert isinstance(job.plan, Plan)
     assert isinstance(job.batch_size, int)
-    # Nothing goes backward: one stage on each rank will do, whatever the schedule of the training
-    plan = replace(job.plan, recompute="none", batchnorm="local", schedule="1f1b", chunks=0, microbatches=1)
-    plan = replace(
-        plan, server=0, staleness=0, late="none", compress="none", lost="redo", exchange="allreduce", every=1, overlap=0
-    )
-    plan = replace(plan, cut=plan.cut if plan.cut.count(",") + 2 == plan.pipeline else "")
+    plan = _plan(job)
     mesh = Mesh.of(plan, world.rank, world.size)
     loader = Loader(
         source=open_source(job.data),
@@ -174,6 +184,16 @@ def _prepare(
         objective=lambda model, batch: call(model, taken(batch)),
         few=loader.source.few,
         same=from_environment() is None,
-        before_cut=lambda: None if not plan.apart else before(model, loader),
+        before_cut=lambda: before(model, loader),
     )
     return loader, Precision(job.plan.precision), placed
+
+
+def _plan(job: Job) -> Plan:
+    """Nothing goes backward: one stage on each rank will do, whatever the schedule of the training."""
+    assert isinstance(job.plan, Plan)
+    plan = replace(job.plan, recompute="none", batchnorm="local", schedule="1f1b", chunks=0, microbatches=1)
+    plan = replace(
+        plan, server=0, staleness=0, late="none", compress="none", lost="redo", exchange="allreduce", every=1, overlap=0
+    )
+    return replace(plan, cut=plan.cut if plan.cut.count(",") + 2 == plan.pipeline else "")

@@ -17,11 +17,14 @@ from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.order import share
 from meshfit.errors import DataError
+from meshfit.gathering import gathering
+from meshfit.gathering import over as rows_over
 from meshfit.layout.batchnorm import counting
 from meshfit.layout.place import Placed
 from meshfit.layout.precision import Precision
 from meshfit.metrics import Metrics, measures
 from meshfit.objective import Objective, Over, call, check_scalar, split
+from meshfit.schedule.batch_loss import BatchLoss
 
 
 @contextmanager
@@ -56,22 +59,30 @@ def measure(
     total, count = 0.0, 0.0
     measured = Metrics(metrics, placed.mesh.samples, loader.device, loader.rank)
 
+    def returned(model: nn.Module, content: Any) -> tuple[Any, Any, Any]:
+        inputs, targets = split(content)
+        return None, call(model, inputs), targets
+
     def run(model: nn.Module, content: Any) -> tuple[Any, Any, Any]:
         """(loss, outputs, targets), as far as they are needed."""
         if objective is None:
-            inputs, targets = split(content)
-            return None, call(model, inputs), targets
+            return returned(model, content)
         return objective.outputs(model, content) if metrics else (objective(model, content), None, None)
 
-    forward = placed.forwards(run, precision, loader.device)
+    whole = BatchLoss.of(objective, over, placed.mesh.shares, loader.device)
+    together = placed.together or whole is not None or over.gathers
+    forward = placed.forwards(run if whole is None else returned, precision, loader.device)
     with evaluating(placed):
         for batch in loader.epoch(0):
             (part,) = batch.microbatches
             result = None
-            if part.samples or placed.together:
-                with counting(part.samples > 0):
+            if part.samples or together:
+                with counting(part.samples > 0), gathering(rows_over(placed.mesh.shares) if over.gathers else None):
                     result = forward(part.content)
             loss, outputs, targets = result or (None, None, None)
+            if result is not None and whole is not None:
+                with precision.arithmetic(loader.device):
+                    loss = whole([(outputs, part.content, part.samples > 0)])
             if result is not None and part.samples and objective is not None:
                 more, weight = _weighed(loss, over, part.content, part.samples)
                 total, count = total + more, count + weight
@@ -86,7 +97,7 @@ def measure(
 
 def _weighed(loss: Any, over: Over, content: Any, samples: int) -> tuple[Any, Any]:
     if isinstance(loss, tuple | list):
-        return loss[0], loss[1]
+        return (loss[0], loss[1]) if over.kind != "batch" else (loss[0] / loss[1] * samples, samples)
     loss = check_scalar(loss)
     if over.kind == "targets":
         count = over.count(content)

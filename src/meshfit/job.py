@@ -246,12 +246,14 @@ class Job:
         """The model: built under ``seed`` if a function was given, so it starts the same under every plan."""
         if isinstance(self.model, nn.Module):
             complete(self.model)
+            _refuse_meta(self.model)
             return self.model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self.model()
         if not isinstance(model, nn.Module):
             raise JobError(f"model= is a function that returned {_what(model)}, not an nn.Module")
+        _refuse_meta(model)
         return model
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -288,6 +290,19 @@ class Job:
                 "ReduceLROnPlateau follows a metric, but schedules are stepped every step", "use another one"
             )
         return scheduler
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    """Weights without values cannot be trained, nor sent to ranks."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    empty = [name for name, tensor in named if tensor.is_meta]
+    if empty:
+        raise JobError(
+            f"the model is on the meta device: {empty[0]} has a shape, but no values",
+            f"so have {len(empty)} of its {len(named)} tensors",
+            'give it some: model.to_empty(device="cpu"), then load or initialise its weights',
+            "or pass a function that builds the model: model=lambda: Net()",
+        )
 
 
 def _parameters(function: Callable) -> list[str]:

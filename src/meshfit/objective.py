@@ -8,26 +8,21 @@ it is a mean over. ``Over`` says what that is:
     targets   cross entropy: by the targets that are not ignored (by their class weights, if it has them)
     pair      the loss returns (sum, count): sums are added, counts are added, then divided
     sum       a sum already: added up as it is
+    batch     none of these: a loss of the whole batch (contrastive, ranking, over its statistics). It is computed of
+              the outputs and targets of all parts, gathered: schedule/batch_loss.py
 
-Known losses say it themselves. Of others it is found by a trial on a few samples: the loss of all must be the
-weighted loss of the two halves. A loss for which no weighting makes that true (a contrastive loss, say)
-does not split; a warning says so, since no plan that splits its batch can train like one device.
+Cross entropies say it themselves. Of others it is found by a trial on a few samples: loss_probe.py.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from meshfit.data import tree
 from meshfit.errors import DataError, JobError
 
 TARGETS = ("labels", "label", "targets", "target", "y")
@@ -125,6 +120,19 @@ class Over:
     find: Callable[[Any], Tensor] = lambda batch: split(batch)[1]
     """The targets in a batch."""
 
+    dims: tuple[int | None, ...] = ()
+    """Of a loss of the whole batch: the dim of samples of each output; None: the same whatever the samples are."""
+    moved: tuple[int, int] = (0, 0)
+    """... bytes of a sample's outputs and targets, and of the gradients that come back."""
+    draws: bool = False
+    """Whether it draws random numbers."""
+    why: str = ""
+    """... the numbers that say that it is no mean."""
+    unfit: str = ""
+    """... why outputs and targets cannot be gathered; empty if they can."""
+    gathers: bool = False
+    """Whether it calls ``meshfit.gather``."""
+
     def count(self, batch: Any) -> Tensor:
         """What a part weighs when the mean is over its targets."""
         targets = self.find(batch)
@@ -138,40 +146,7 @@ class Over:
     @property
     def known(self) -> bool:
         """Whether the weights follow from the samples alone, before anything is computed."""
-        return self.kind in ("samples", "sum")
-
-
-def find_over(
-    objective: Objective,
-    model: nn.Module,
-    batch: Any,
-    device: torch.device,
-    inside: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Over:
-    """What ``objective`` is a mean over; ``batch`` holds a few samples to try it on. ``inside`` goes around what runs
-    the model."""
-    said = stated(objective)
-    if said is not None and said.kind == "targets":
-        targets = split(batch)[1]
-        if isinstance(targets, Tensor) and targets.dim():
-            unit = targets.numel() / max(1, len(targets)) / (targets.shape[1] if targets.is_floating_point() else 1)
-            return replace(said, unit=unit)
-    elif said is not None:
-        return said
-    try:
-        with inside():
-            found = _tried(objective, model, tree.to_device(batch, device))
-    except Exception:  # the model cannot run on so few samples, or not in eval mode: training will tell
-        return Over(kind="samples")
-    if found is None:
-        warnings.warn(
-            "meshfit: this loss of a batch is not a weighted mean of the losses of its parts (a contrastive loss, or a"
-            " mean over targets of which some are ignored?). Spread over ranks or microbatches it is weighted by"
-            " samples and will not train exactly like one device. Return (sum, count) from the loss if it is a mean.",
-            stacklevel=2,
-        )
-        return Over(kind="samples")
-    return found
+        return self.kind in ("samples", "sum", "batch")
 
 
 def stated(objective: Objective) -> Over | None:
@@ -196,89 +171,7 @@ def stated(objective: Objective) -> Over | None:
     if mean_over_targets:
         ignore = keywords.get("ignore_index", getattr(loss, "ignore_index", -100))
         return Over(kind="targets", ignore=ignore, weight=keywords.get("weight", getattr(loss, "weight", None)))
-    return Over(kind="samples") if isinstance(loss, nn.MSELoss | nn.L1Loss | nn.BCEWithLogitsLoss) else None
-
-
-class _CrossEntropies(TorchFunctionMode):
-    """Notes every mean cross entropy computed below it: (result, targets, ignored index, class weights)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Tensor, Tensor, int, Tensor | None]] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func in (F.cross_entropy, F.nll_loss):
-            given: dict[str, Any] = dict(
-                zip(("input", "target", "weight", "size_average", "ignore_index"), args, strict=False)
-            )
-            given |= kwargs or {}
-            if given.get("reduction", "mean") == "mean":
-                self.seen.append((result, given["target"], given.get("ignore_index", -100), given.get("weight")))
-        return result
-
-
-def _tried(objective: Objective, model: nn.Module, batch: Any) -> Over | None:
-    """What makes the whole out of the parts; None if nothing does."""
-    samples = next((len(t) for t in tree.tensors(batch) if t.dim()), 0)
-    if samples < 2:
-        return Over(kind="samples")
-    sizes = [samples // 2, samples - samples // 2]
-    cuts = (slice(0, sizes[0]), slice(sizes[0], samples))
-    halves = [tree.map_tensors(lambda t, cut=cut: t[cut], batch) for cut in cuts]
-    gpus = [t.device for t in islice(tree.tensors(batch), 1) if t.is_cuda]
-    modes = {module: module.training for module in model.modules()}
-    with torch.random.fork_rng(gpus), torch.no_grad():
-        before = torch.get_rng_state()
-        model.eval()  # no dropout, no BatchNorm over the few samples: the loss alone is on trial
-        try:
-            with _CrossEntropies() as heard:
-                loss = objective(model, tree.map_tensors(torch.clone, batch))  # a model may write to its inputs
-            if isinstance(loss, tuple | list):
-                return Over(kind="pair")
-            parts = [float(objective(model, tree.map_tensors(torch.clone, half))) for half in halves]
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        if not torch.equal(before, torch.get_rng_state()):  # it draws random numbers: nothing can be told from values
-            return Over(kind="samples")
-    whole = float(loss)
-
-    def explains(weights: list[float], over: float) -> bool:
-        total = sum(weight * part for weight, part in zip(weights, parts, strict=True) if weight)
-        return abs(total / over - whole) <= 1e-3 * abs(whole) + 1e-6
-
-    for result, target, ignore, weight in heard.seen:
-        if target.is_floating_point() or not (result is loss or float(result) == whole):
-            continue
-        for find in _finders(batch):
-            found = find(batch)
-            if torch.equal(found[found != ignore].flatten(), target[target != ignore].flatten()):
-                over = Over(kind="targets", unit=target.numel() / samples, ignore=ignore, weight=weight, find=find)
-                counts = [float(over.count(half)) for half in halves]
-                if sum(counts) and explains(counts, sum(counts)):
-                    return over
-    ignoring = any((target == ignore).any() for _, target, ignore, _ in heard.seen)
-    if not ignoring and explains([float(size) for size in sizes], samples):
-        return Over(kind="samples")
-    return Over(kind="sum") if explains([1.0, 1.0], 1.0) else None
-
-
-def _finders(batch: Any) -> list[Callable[[Any], Tensor]]:
-    """Ways to find integer targets in a batch: each of its tensors, as it is or less its first position
-    (a language model's own loss predicts each next token)."""
-    finders: list[Callable[[Any], Tensor]] = []
-    for place, leaf in enumerate(tree.leaves(batch)):
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point():
-            finders.append(functools.partial(_leaf, place=place, skip=0))
-            if leaf.dim() > 1:
-                finders.append(functools.partial(_leaf, place=place, skip=1))
-    return finders
-
-
-def _leaf(batch: Any, *, place: int, skip: int) -> Tensor:
-    leaf = list(tree.leaves(batch))[place]
-    return leaf[..., skip:]
+    return None
 
 
 def check_scalar(loss: Any) -> Tensor:

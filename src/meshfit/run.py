@@ -21,7 +21,7 @@ from meshfit.data.order import mix
 from meshfit.data.position import Position
 from meshfit.data.reading import Readers
 from meshfit.data.source import Stream, open_source
-from meshfit.errors import DataError
+from meshfit.errors import DataError, PlanError
 from meshfit.evaluation import measure
 from meshfit.events import Events
 from meshfit.exchange.across import Across, Spread, share_state
@@ -29,6 +29,8 @@ from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.apart import Apart
 from meshfit.exchange.scatter import Scatter, cut_state
 from meshfit.exchange.update import Average, Update
+from meshfit.gathering import gathering, refusing
+from meshfit.gathering import over as rows_over
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.layout import batchnorm
@@ -37,8 +39,11 @@ from meshfit.layout.mesh import Mesh
 from meshfit.layout.offload import Offload
 from meshfit.layout.place import place
 from meshfit.layout.precision import LossScale, Precision
-from meshfit.objective import Over, find_over
+from meshfit.loss_probe import LARGEST, find_over
+from meshfit.objective import Over
 from meshfit.plan import Plan
+from meshfit.schedule import batch_loss
+from meshfit.schedule.batch_loss import BatchLoss, Outputs
 from meshfit.schedule.passes import Passes
 from meshfit.schedule.pipeline import Pipelined
 
@@ -67,24 +72,29 @@ class Run:
         self.model = job.build()
         if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
             self.model.train()
-        self.placed = place(
-            self.plan,
-            self.model,
-            self.mesh,
-            world.device,
-            objective=job.objective,
-            few=self.loader.source.few,
-            same=same,
-            before_cut=self._before_cut,
-        )
+        self.over: Over | None = None
+        gathers: list[Tensor] = []
+        with gathering(lambda tensor: (gathers.append(tensor), tensor)[1]):
+            self.placed = place(
+                self.plan,
+                self.model,
+                self.mesh,
+                world.device,
+                objective=job.objective,
+                few=self.loader.source.few,
+                same=same,
+                before_cut=self._before_cut,
+            )
+        if gathers and self.plan.apart and self._splits:
+            raise PlanError(f"{self.plan}: the step calls meshfit.gather", *batch_loss.no_gather(self.plan))
         self.model = self.placed.model  # with a pipeline, this rank's part of it
         self.notes += self.placed.notes
         self.notes += self.loader.notes
         if self.valid is not None:
             self.notes += [note for note in self.valid.notes if note not in self.notes]
         scale = LossScale(world.device) if self.plan.precision == "fp16" else None
-        if not self.plan.apart:
-            self.over = self._find_over()
+        self.over = self.over or self._find_over(self.placed.inside)
+        self.notes += batch_loss.notes(self.plan, self.over, self.loader.batch_size) if self._splits else []
 
         self.update = self._make_update(scale)
         self.exchange = self._make_exchange()
@@ -165,6 +175,10 @@ class Run:
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
         placed, objective, device = self.placed, self.job.objective, self.world.device
+        assert self.over is not None
+        whole = BatchLoss.of(objective, self.over, self.mesh.batch, device) if self._splits else None
+        if whole is not None:
+            objective = Outputs()
         if placed.branched is not None:
             objective = placed.branched.objective(objective, self.precision, device)
         if placed.staged is None or placed.transport is None:
@@ -178,6 +192,8 @@ class Run:
                 device,
                 placed.inside,
                 tellers=self.plan.context,
+                batch_loss=whole,
+                gather=self._gather,
             )
         return Pipelined(
             placed.staged,
@@ -191,11 +207,12 @@ class Run:
             seed=self._stream,
             inside=placed.inside,
             split_backward=placed.shards is None and self.plan.recompute == "none",
+            batch_loss=whole,
         )
 
     def _before_cut(self) -> None:
         """What needs the parameters in their own shapes."""
-        if self.plan.apart:
+        if self.plan.apart or sum(p.numel() for p in self.model.parameters()) <= LARGEST:
             self.over = self._find_over()
         self.optimizer = self.job.make_optimizer(self.model)
         self._step_seconds = self._expected_step()
@@ -279,6 +296,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on the validation data, the same on every rank; of the averaged weights if there are."""
         assert self.valid is not None
+        assert self.over is not None
         with self.events.span("evaluate"), self.events.aside(), self._averaged():
             measured = measure(
                 self.placed,
@@ -359,18 +377,37 @@ class Run:
         mixed = mix(np.array([share], np.uint64), np.uint64(self.job.seed % 2**64))
         return int(mixed[0] >> np.uint64(1))
 
-    def _find_over(self) -> Over:
-        """What the loss is a mean over; not asked where the whole batch always goes through at once."""
-        split = self.plan.shares > 1 or self.plan.microbatches > 1 or self.valid is not None
-        split |= self.job.listen is not None or self.job.join is not None
-        source = self.loader.source
-        if not split:
+    @property
+    def _splits(self) -> bool:
+        """Whether a batch is cut: over ranks, over microbatches, or over workers that may join."""
+        cut = self.plan.shares > 1 or self.plan.microbatches > 1
+        return cut or self.job.listen is not None or self.job.join is not None
+
+    @property
+    def _gather(self) -> Callable[[Tensor], Tensor] | None:
+        """What ``meshfit.gather`` does in a step of this run."""
+        if self._splits and (why := batch_loss.no_gather(self.plan)):
+            return refusing(*why)
+        return rows_over(self.mesh.batch)
+
+    def _find_over(self, inside: Callable[[], AbstractContextManager[None]] | None = None) -> Over:
+        """What the loss is a mean over; not asked where the whole batch always goes through at once. ``inside`` goes
+        around a model that is laid out already; one that is not is still whole, and may be in host memory."""
+        if not self._splits and self.valid is None:
             return Over(kind="samples")
-        # a model that is to be taken apart is still whole, and in host memory
-        whole = self.plan.apart
-        device, inside = (torch.device("cpu"), nullcontext) if whole else (self.world.device, self.placed.tried)
-        with self.precision.arithmetic(device):
-            return find_over(self.job.objective, self.model, source.few(), device, inside)
+        device = self.world.device
+        if inside is None:
+            device = next((p.device for p in self.model.parameters()), device)
+        few, balanced = self.loader.source.few(), not self.plan.apart or self.plan.shares == 1
+        try:
+            over = find_over(self.job.objective, self.model, few, device, inside, auxiliary=not balanced)
+        except Exception:
+            if self._splits:
+                raise
+            return Over(kind="samples")  # whole batches: training will say what is wrong
+        if self._splits:
+            batch_loss.check(self.plan, over, self.job.objective)
+        return over
 
     def _expected_step(self) -> float:
         """A guess of how long a step takes, for ``_compile_if``; see ``_reconsider_compile``."""
@@ -394,7 +431,9 @@ class Run:
             self._compile_if((time.perf_counter() - self._clock) / (last - first), self.last_step - made)
 
     def _compile_if(self, seconds: float, steps: int | None) -> None:
-        blocks, whole = self.placed.compiled, self.placed.plain and self.plan.compile != "block"
+        assert self.over is not None
+        blocks = self.placed.compiled
+        whole = self.placed.plain and self.plan.compile != "block" and not self.over.gathers
         means = "whole" if whole else "block" if blocks is not None else "none"
         choice, device = Compile(self.plan.compile), self.world.device
         self._compiled, why = choice.decide(device=device, step_seconds=seconds, steps=steps, means=means)

@@ -40,6 +40,9 @@ class Mesh:
     """Ranks that hold, or shard, the same part of the model, and work on different samples: data, shard and expert
     at once."""
 
+    shares: Group = None
+    """The ranks of ``batch`` in this world: without those of other workers of model servers."""
+
     terms: Group = None
     """Ranks whose gradients are terms of one sum: those of ``batch``, and of parts of the same sequences."""
     copies: Group = None
@@ -97,6 +100,7 @@ class Mesh:
             **axes,
             world=dist.group.WORLD,
             batch=batch,
+            shares=batch,
             terms=together("data", "shard", "expert", "context") if plan.context > 1 else batch,
             copies=together("data", "expert", "context"),
             alike=together("data", "shard") if plan.expert > 1 else None,

@@ -3,8 +3,8 @@
 What they need to know of the model is found before: see find.py.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,12 +96,6 @@ class Placed:
     def inside(self) -> AbstractContextManager[None]:
         """Around whatever runs the model."""
         return nullcontext() if self.shards is None else self.shards.inside()
-
-    @contextmanager
-    def tried(self) -> Iterator[None]:
-        """Around what runs the model to see what its loss is a mean over: an auxiliary one is not."""
-        with balance.left_out(), self.inside():
-            yield
 
     @property
     def shape(self) -> nn.Module:

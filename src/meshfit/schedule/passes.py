@@ -7,8 +7,8 @@ The gradients of the last backward are final, so exchange may sum them while it 
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,12 @@ from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.local import Local
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.serving.worker import Worker
+from meshfit.gathering import gathering
+from meshfit.generators import Generators
 from meshfit.layout.batchnorm import counting
 from meshfit.layout.precision import LossScale, Precision
 from meshfit.objective import Over, check_scalar
+from meshfit.schedule.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
 
 
 @dataclass(slots=True)
@@ -42,15 +45,22 @@ class Passes:
     """Around what runs the model: see layout."""
     tellers: int = 1
     """Ranks that compute the loss of the same samples: each goes backward from its part of it."""
+    batch_loss: BatchLoss | None = None
+    """Of a loss of the whole batch; ``objective`` then gives the model's outputs."""
+    gather: Callable[[Tensor], Tensor] | None = None
+    """What ``meshfit.gather`` does in the objective."""
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
+        if self.batch_loss is not None:
+            self._over_batch(self.batch_loss, batch, stop)
+            return
         total: Tensor | float = 0.0
         counted: Tensor | float = 0.0
         span = current().span
         for i, part in enumerate(batch.microbatches):
             at = {"microbatch": i} if len(batch.microbatches) > 1 else {}
             with span("forward", **at):
-                with counting(part.samples > 0), self.precision.arithmetic(self.device), self.inside():
+                with self._around(part), gathering(self.gather):
                     loss = self.objective(self.model, part.content)
                 share, count = self._share(loss, part, batch)
                 if self.tellers > 1:
@@ -61,10 +71,62 @@ class Passes:
                         value = torch.where(count > 0, value, 0.0)
                     total, counted = total + self._read(value), counted + self._read(count)
             if part is batch.microbatches[-1]:
-                broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
-                self.exchange.arm(total, counted, stop=stop(), broken=broken)
+                self._arm(total, counted, stop)
             with span("backward", **at):
                 (share if self.scale is None else share * self.scale.value).backward()
+
+    def _over_batch(self, batch_loss: BatchLoss, batch: Batch, stop: Callable[[], bool]) -> None:
+        """With a loss of the whole batch: see batch_loss.py."""
+        span, parts = current().span, batch.microbatches
+        if len(parts) == 1:
+            with span("forward"), self._around(parts[0]):
+                made = whole_outputs(self.objective(self.model, parts[0].content))
+                share = self.share_of(batch_loss([(made, parts[0].content, parts[0].samples > 0)]), batch)
+            self._arm(self._read(share.detach()), self.counted_samples(batch), stop)
+            with span("backward"):
+                (share if self.scale is None else share * self.scale.value).backward()
+            return
+        firsts, draws = [], []
+        with torch.no_grad(), buffers_kept(self.model):
+            for i, part in enumerate(parts):
+                draws.append(Generators(self.device))
+                with span("forward", microbatch=i), self._around(part):
+                    firsts.append(leaves_of(whole_outputs(self.objective(self.model, part.content))))
+        with span("forward"), self.precision.arithmetic(self.device):
+            given = [(made, part.content, part.samples > 0) for (made, _), part in zip(firsts, parts, strict=True)]
+            share = self.share_of(batch_loss(given), batch)
+        (share if self.scale is None else share * self.scale.value).backward()
+        after = Generators(self.device)
+        for i, part in enumerate(parts):
+            draws[i].restore()
+            with span("forward", microbatch=i), self._around(part):
+                made = whole_outputs(self.objective(self.model, part.content))
+            if part is parts[-1]:
+                self._arm(self._read(share.detach()), self.counted_samples(batch), stop)
+            with span("backward", microbatch=i):
+                made, gradients = backward_from(made, firsts[i][1])
+                if made:
+                    torch.autograd.backward(made, gradients)
+        after.restore()
+
+    @contextmanager
+    def _around(self, part: Microbatch) -> Iterator[None]:
+        """Around what runs the model."""
+        with counting(part.samples > 0), self.precision.arithmetic(self.device), self.inside():
+            yield
+
+    def share_of(self, loss: Any, batch: Batch) -> Tensor:
+        """What this rank adds to a loss of the whole batch, which all ranks have."""
+        if isinstance(loss, tuple | list):
+            loss = check_scalar(loss[0]) / loss[1]
+        return check_scalar(loss) * (self.counted_samples(batch) / batch.size)
+
+    def counted_samples(self, batch: Batch) -> float:
+        return sum(part.samples for part in batch.microbatches) / self.tellers
+
+    def _arm(self, total: Tensor | float, counted: Tensor | float, stop: Callable[[], bool]) -> None:
+        broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
+        self.exchange.arm(total, counted, stop=stop(), broken=broken)
 
     def _share(self, loss: Any, part: Microbatch, batch: Batch) -> tuple[Tensor, Tensor | float]:
         """What this microbatch adds to the batch's loss, and what it counts for in the mean."""

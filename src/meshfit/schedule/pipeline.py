@@ -8,11 +8,14 @@ Random numbers (dropout) come from a stream for each step, microbatch and stage:
 schedule. Another cut draws others.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ from meshfit.layout.stages.program import Layout, Program
 from meshfit.objective import Over
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, short
 from meshfit.schedule.backward import Owed, input_gradients
+from meshfit.schedule.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
 from meshfit.schedule.clock import Clock
 from meshfit.schedule.issue import Transfer, issued
 from meshfit.schedule.passes import Passes
@@ -51,7 +55,10 @@ class Kept:
     fed: list[Tensor]
     """Leaves that need a gradient."""
     made: list[Tensor]
-    """What it handed on and wants a gradient for; on the last stage the loss."""
+    """What it handed on and wants a gradient for; on the last stage the loss, or of a loss of the whole batch the
+    outputs."""
+    gradients: list[Tensor] | None = None
+    """Of those outputs."""
     owed: Owed | None = None
 
 
@@ -72,24 +79,30 @@ class Pipelined:
         seed: int = 0,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         split_backward: bool = True,
+        batch_loss: BatchLoss | None = None,
     ):
         """``split_backward=False`` does the whole of a backward where its first half is due: where activations are
-        computed again in backward, the second half would do so once more for every weight."""
+        computed again in backward, the second half would do so once more for every weight.
+
+        ``batch_loss``: of a loss of the whole batch; ``objective`` then gives the model's outputs, and all microbatches
+        go forward once more before the step, without a graph."""
         self.staged, self.plan = staged, staged.pipeline.schedule
         self.device, self.seed, self.inside = device, seed, inside
         self.weigh = Passes(staged.part, objective, over, precision, scale, exchange, device, inside)
-        self.split_backward = split_backward
+        self.split_backward, self.batch_loss = split_backward, batch_loss
         self.clock = Clock(device)
         self.steps = 0
         """Taken so far: random numbers follow it, so a resumed run sets it."""
         self.stages = _Stages(staged, objective, precision, device, transport)
+        self._without_graph: WeakKeyDictionary[Program, Program] = WeakKeyDictionary()
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         count = len(batch.microbatches)
         plan = self.plan if count == self.plan.microbatches else short(self.plan, count)
         final = [action for action in plan.orders[self.staged.rank] if action.kind != FORWARD][-1]
-        step = _Step(self, plan, batch)
-        if step.programs[0].gives_pair and self.weigh.over.kind != "pair":
+        held = None if self.batch_loss is None else self._whole_loss(self.batch_loss, plan, batch)
+        step = _Step(self, plan, batch, held)
+        if self.batch_loss is None and step.programs[0].gives_pair and self.weigh.over.kind != "pair":
             self.weigh.over = Over(kind="pair")
         self.clock.begin(plan)
         for entry in issued(plan, self.staged.rank):
@@ -103,6 +116,40 @@ class Pipelined:
             step.run(entry)
         self.stages.transport.flush()
         self.steps += 1
+
+    def program(self, content: Any) -> Program:
+        """For a microbatch. Without a graph what crosses a cut needs no gradient: that is another one."""
+        program = self.stages.program(content, training=True)
+        if torch.is_grad_enabled():
+            return program
+        if program not in self._without_graph:
+            self._without_graph[program] = twin = copy.copy(program)
+            twin.layouts = {}
+        return self._without_graph[program]
+
+    def _whole_loss(self, batch_loss: BatchLoss, plan: Schedule, batch: Batch) -> "_Held":
+        """The loss of the whole batch, from a forward of all microbatches, and its gradients with respect to what the
+        last stage gives for each."""
+        ahead = _forwards(plan)
+        with torch.no_grad(), buffers_kept(self.staged.part):
+            step = _Step(self, ahead, batch, _Held())
+            for entry in issued(ahead, self.staged.rank):
+                step.move(entry) if isinstance(entry, Transfer) else step.run(entry)
+            self.stages.transport.flush()
+        held = step.held
+        assert held is not None
+        if not self.staged.last:
+            return held
+        weigh, parts = self.weigh, batch.microbatches
+        leaves = [leaves_of(held.outputs[at]) for at in range(len(parts))]
+        with weigh.precision.arithmetic(self.device):
+            given = [(made, part.content, part.samples > 0) for (made, _), part in zip(leaves, parts, strict=True)]
+            _seed(self.seed, self.steps, len(parts), plan.stages)
+            share = weigh.share_of(batch_loss(given), batch)
+        (share if weigh.scale is None else share * weigh.scale.value).backward()
+        held.total, held.counted = weigh._read(share.detach()), weigh.counted_samples(batch)
+        held.gradients = [some for _, some in leaves]
+        return held
 
     def correction(self, batch: Batch, count: Tensor | float) -> Tensor | float:
         """The factor from what was summed to the true mean, once the count over all ranks is known."""
@@ -211,13 +258,25 @@ class _Stages:
         return program.layouts[stage]
 
 
+@dataclass
+class _Held:
+    """Of a loss of the whole batch, on the rank of the last stage."""
+
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """By microbatch."""
+    gradients: list[list[Tensor]] | None = None
+    """By microbatch: leaves with the gradients of the outputs. None: they are not known yet."""
+    total: Tensor | float = 0.0
+    counted: Tensor | float = 0.0
+
+
 class _Step:
     """One batch under way on this rank."""
 
-    def __init__(self, run: Pipelined, plan: Schedule, batch: Batch):
-        self.pipelined, self.plan, self.batch = run, plan, batch
+    def __init__(self, run: Pipelined, plan: Schedule, batch: Batch, held: _Held | None = None):
+        self.pipelined, self.plan, self.batch, self.held = run, plan, batch, held
         self.stages, self.rank = run.stages, run.staged.rank
-        self.programs = [run.stages.program(part.content, training=True) for part in batch.microbatches]
+        self.programs = [run.program(part.content) for part in batch.microbatches]
         self.given = [program.bind(p.content) for program, p in zip(self.programs, batch.microbatches, strict=True)]
         self.kept: dict[tuple[int, int], Kept] = {}
         self.handed: dict[Message, list[Tensor]] = {}
@@ -226,8 +285,8 @@ class _Step:
         """To be sent."""
         self.coming: dict[Message, tuple[Pending, tuple[Layout, ...]]] = {}
         """Receives that are posted."""
-        self.total: Tensor | float = 0.0
-        self.counted: Tensor | float = 0.0
+        self.total: Tensor | float = 0.0 if held is None else held.total
+        self.counted: Tensor | float = 0.0 if held is None else held.counted
 
     def move(self, transfer: Transfer) -> None:
         """Send it, or post its receive."""
@@ -261,10 +320,17 @@ class _Step:
             _seed(run.seed, run.steps, at, stage)
             with counting(part.samples > 0), run.weigh.precision.arithmetic(run.device), run.inside():
                 made, result = program.run(stage, self.stages.root, self.given[at], fed, run.device)
-            wanting = [t for t in made if t.requires_grad]
-            if stage == self.plan.stages - 1:
+            wanting, gradients = [t for t in made if t.requires_grad], None
+            if stage == self.plan.stages - 1 and self.held is None:
                 wanting = [self._weigh(result, part)]
-            self.kept[stage, at] = Kept([t for t in fed if t.requires_grad], wanting)
+            elif stage == self.plan.stages - 1 and self.held is not None:
+                result = whole_outputs(result)
+                if self.held.gradients is None:
+                    self.held.outputs[at] = result
+                else:
+                    wanting, gradients = backward_from(result, self.held.gradients[at])
+            if torch.is_grad_enabled():
+                self.kept[stage, at] = Kept([t for t in fed if t.requires_grad], wanting, gradients)
         if stage == self.plan.stages - 1:
             return
         if self.plan.rank_of(stage + 1) == self.rank:
@@ -290,8 +356,8 @@ class _Step:
     def _backward(self, action: Action) -> None:
         stage, at = action.stage, action.microbatch
         last = stage == self.plan.stages - 1
-        arrived: list[Any] = [None] if last else self._take((BACKWARD, stage + 1, at))
         kept = self.kept[stage, at]
+        arrived: list[Any] = (kept.gradients or [None]) if last else self._take((BACKWARD, stage + 1, at))
         with self.pipelined.clock(action):
             if action.kind == INPUT and self.pipelined.split_backward and not self.programs[at].recomputes:
                 kept.owed = input_gradients(kept.made, arrived, kept.fed) if kept.made else None
@@ -308,6 +374,12 @@ class _Step:
     def _take(self, message: Message) -> list[Tensor]:
         here = self.plan.rank_of(message[1]) == self.rank
         return self.handed.pop(message) if here else self.stages.take(*self.coming.pop(message))
+
+
+@cache
+def _forwards(plan: Schedule) -> Schedule:
+    """The forwards of a schedule alone."""
+    return replace(plan, orders=tuple(tuple(a for a in order if a.kind == FORWARD) for order in plan.orders))
 
 
 def _seed(seed: int, step: int, microbatch: int, stage: int) -> None:

@@ -13,31 +13,41 @@ Of several microbatches each has an auxiliary loss of its own, as on one device.
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfit.events import current
 from meshfit.layout import batchnorm, meeting
 from meshfit.layout.forward import wrap
 
 NAME = "load_balancing_loss_func"
 
-_left_out = False
 _running: set[Callable[..., Any]] = set()
 """Functions that stand in for a library's while a forward runs."""
 
 
 @contextmanager
-def left_out() -> Iterator[None]:
-    """Within it, auxiliary losses are zero: whether the rest of a loss is a mean can then be tried."""
-    global _left_out
-    before, _left_out = _left_out, True
+def left_out(model: nn.Module) -> Iterator[None]:
+    """Within it, the auxiliary losses of ``model`` are zero: whether the rest of a loss is a mean can then be tried."""
+    scopes = [scope for module in balanced(model) if (scope := _scope(module)) is not None]
+    kept = [(scope, scope[NAME]) for scope in scopes]
+    for scope, local in kept:
+        scope[NAME] = partial(_none, local)
     try:
         yield
     finally:
-        _left_out = before
+        for scope, local in reversed(kept):
+            scope[NAME] = local
+
+
+def _logits(given: Any) -> bool:
+    return isinstance(given, tuple) and bool(given) and isinstance(given[0], Tensor)
+
+
+def _none(local: Callable[..., Any], logits: Any, *args: Any, **kwargs: Any) -> Any:
+    return logits[0].new_zeros(()) if _logits(logits) else local(logits, *args, **kwargs)
 
 
 def balanced(model: nn.Module) -> list[nn.Module]:
@@ -72,10 +82,8 @@ def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: meeting
             return forward(*args, **kwargs)
 
         def loss(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None, **more: Any):
-            if not isinstance(gate_logits, tuple) or not gate_logits or not isinstance(gate_logits[0], Tensor):
+            if not _logits(gate_logits):
                 return local(gate_logits, num_experts, top_k, attention_mask, **more)
-            if _left_out:
-                return gate_logits[0].new_zeros(())
             gathered = _gathered([logits for logits in gate_logits if logits is not None], attention_mask, group)
             return local(gathered[0], num_experts, top_k, gathered[1], **more)
 
@@ -99,27 +107,5 @@ def _gathered(
     if mask is not None:
         rows.append(mask.reshape(-1, 1).to(device, rows[0].dtype))
     mine = torch.cat(rows, 1)[: None if batchnorm._counted else 0]
-    every = _Gather.apply(mine, group)
-    parts = every.split([each.shape[1] for each in rows], 1)  # type: ignore[union-attr]
+    parts = meeting.rows(mine, group).split([each.shape[1] for each in rows], 1)
     return parts[: len(logits)], None if mask is None else parts[-1].detach().to(mask.dtype)
-
-
-class _Gather(torch.autograd.Function):
-    """Rows of all ranks, any number from each; backward sums their gradients over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: meeting.Group) -> Tensor:
-        rank, _ = meeting.place(group)
-        counts = meeting.gather(torch.tensor([len(mine)], device=mine.device), group).flatten().tolist()
-        padded = mine.new_zeros(max(counts), mine.shape[1])
-        padded[: len(mine)] = mine
-        current().moved("all_gather", len(counts) * padded.nbytes)
-        every = meeting.gather(padded, group)
-        ctx.group, ctx.first, ctx.count = group, sum(counts[:rank]), len(mine)
-        return torch.cat([part[:count] for part, count in zip(every, counts, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        current().moved("all_reduce", grad.nbytes)
-        total = meeting.add(grad.contiguous().clone(), ctx.group)
-        return total[ctx.first : ctx.first + ctx.count], None

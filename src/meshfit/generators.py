@@ -1,0 +1,52 @@
+"""The random number generators of this process: torch's (of the CPU and of one device), NumPy's and Python's."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Generators:
+    """Where they stand now; ``restore`` puts them back there."""
+
+    def __init__(self, device: torch.device):
+        self._gpu = device if device.type == "cuda" else None
+        self._torch = self._states()
+        self._others: tuple[Any, Any] = np.random.get_state(), random.getstate()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch[0])
+        if self._gpu is not None:
+            torch.cuda.set_rng_state(self._torch[1], self._gpu)
+        np.random.set_state(self._others[0])
+        random.setstate(self._others[1])
+
+    @property
+    def moved(self) -> bool:
+        """Whether torch's have been drawn from since."""
+        return any(not torch.equal(a, b) for a, b in zip(self._torch, self._states(), strict=True))
+
+    def _states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._gpu is not None:
+            states.append(torch.cuda.get_rng_state(self._gpu))
+        return states
+
+
+def as_tensor(device: torch.device) -> Tensor:
+    """The states of torch's generators, to be sent to other ranks."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def from_tensor(state: Tensor, device: torch.device) -> None:
+    """Put torch's generators where those of another rank stand."""
+    state = state.cpu()
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[size:], device)
