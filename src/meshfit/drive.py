@@ -26,6 +26,7 @@ from meshfit.job import Job
 from meshfit.launch import heap, listen, twins
 from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
+from meshfit.launch.stalls import watched
 from meshfit.launch.world import World, connect, from_environment
 from meshfit.layout.replicate import tensors_of
 from meshfit.layout.split.region import TensorPlan
@@ -160,7 +161,8 @@ class Here(Training):
         from meshfit.loop import train
 
         saves = self.folder if self.job.checkpoint is not None else None
-        with ends_gently(saves, first=self.writes) as gently, _as_found(self.model, self.world):
+        watching = watched(self.world.rank, self.world.size, self.job.timeout)
+        with ends_gently(saves, first=self.writes) as gently, _as_found(self.model, self.world), watching:
             kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
             run = kind(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
             self.notes, self.last_step = [*self.said, *run.notes], run.last_step

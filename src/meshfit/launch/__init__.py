@@ -5,6 +5,8 @@
     twins.py      refuses processes that a launcher started beside each other, and that no world joins
     world.py      who a rank is, and its process group; torchrun's ranks are read here
     rank.py       what a rank does from its first breath to its last
+    heartbeat.py  what each rank says of itself every few seconds
+    stalls.py     who stands still, found from that and reported
     warm.py       the caller's hold on the template
     template.py   the template: a process with torch imported, from which ranks are forked
     channel.py    messages between the caller and one rank

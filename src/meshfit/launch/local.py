@@ -10,6 +10,7 @@ exception, a ``break``, Ctrl-C) ends the ranks; so does the death of the caller.
 first cause is raised here: ranks that merely lost their connection to it do not hide it.
 """
 
+import math
 import os
 import shutil
 import signal
@@ -26,8 +27,10 @@ from meshfit.errors import RankError
 from meshfit.launch import warm
 from meshfit.launch.channel import encode
 from meshfit.launch.devices import Devices
+from meshfit.launch.heartbeat import Shared, silence_of
 from meshfit.launch.output import Output
 from meshfit.launch.rank import Raised, Returned, Start, Work
+from meshfit.launch.stalls import Stall, Stalls
 from meshfit.launch.world import World
 
 if TYPE_CHECKING:
@@ -80,12 +83,15 @@ class Ranks:
             self._run, self._channels = warm.fork(self.size, _installed(work.modules))
             self._open = set(range(self.size))
             self._output = Output(self.size, role=self._role, folder=self._log)
+            self._board = Shared.new()
+            silence = silence_of(self._timeout)
+            self._stalls = Stalls(self._board, self.size, self._tell, silence=silence, role=self._role)
             try:
                 for rank, channel in enumerate(self._channels):
                     with suppress(ConnectionError), self._output.ends(rank) as ends:  # messages() tells why
-                        channel.send_fds(*ends)
+                        channel.send_fds(*ends, self._board.fd)
                         world = World(rank, self.size, self._devices.device(rank), self._meet)
-                        channel.send(Start(world, self._timeout, self._joined))
+                        channel.send(Start(world, self._timeout, self._joined, self._stalls.silence))
                         channel.send_encoded(work)
                 self._output.start()
             except BaseException:
@@ -103,13 +109,16 @@ class Ranks:
         for ``timeout`` seconds.
         """
         suspect: tuple[int, Raised] | None = None  # has lost a connection: the cause may be elsewhere
-        until = 0.0
+        until, quiet = 0.0, time.monotonic()
         while not self._done:
             channels = {self._channels[rank].fileno(): rank for rank in self._open}
             others = [] if self.beside is None else self.beside.fds
-            patience = timeout if suspect is None else max(0.0, until - time.monotonic())
+            left = math.inf if timeout is None else quiet + timeout - time.monotonic()
+            patience = min(self._stalls.each, left if suspect is None else until - time.monotonic())
             dead = self._dead
-            ready = wait([self._run.fileno(), *channels, *others], 0 if dead else patience)
+            ready = wait([self._run.fileno(), *channels, *others], 0 if dead else max(0.0, patience))
+            quiet = time.monotonic() if ready else quiet
+            self.watch()
             if self.beside is not None and not set(others).isdisjoint(ready):
                 self.beside.look()
             if self._run.fileno() in ready:
@@ -117,7 +126,7 @@ class Ranks:
                 dead = self._dead
             if suspect and time.monotonic() >= until and not dead:
                 self._fail(*suspect)
-            if not ready and not dead and not suspect:
+            if not ready and not dead and not suspect and timeout is not None and time.monotonic() >= quiet + timeout:
                 raise TimeoutError(f"no {self._role} has sent anything for {timeout} s")
             for rank in dead.union(rank for fd, rank in channels.items() if fd in ready):
                 for message in self._heard(rank):
@@ -145,6 +154,23 @@ class Ranks:
                     self._ending |= dict.fromkeys(waiting, rank)
                     with suppress(ConnectionError):
                         self._run.send(("kill", sorted(waiting)))
+
+    def watch(self) -> None:
+        """Report those that stand still; now and then, and of those beside too."""
+        if self._folder:  # else they are not there yet
+            self._stalls.together = self._joined and self.beside is None
+            self._stalls.look(gone=self._exited.keys() | self._returned.keys())
+        if self.beside is not None:
+            self.beside.watch()
+
+    def _tell(self, stall: Stall | None, text: str) -> None:
+        self._output.settle()
+        print(f"meshfit: {text}", file=sys.stderr, flush=True)
+        if stall is None:
+            return
+        self._output.note(stall.rank, f"meshfit: {text}")
+        if stall.why == "unheard":  # its threads cannot speak; the kernel can interrupt it
+            self._stack(stall.rank)
 
     def _mates(self, rank: int) -> set[int]:
         """Those that end together with it, itself too."""
@@ -201,9 +227,12 @@ class Ranks:
         for rank in range(self.size):
             self._output.settle()
             print(f"\n{self._role} {rank}:", file=sys.stderr)
-            self._run.send(("stack", rank))
-            while self._report() != "stack":
-                pass
+            self._stack(rank)
+
+    def _stack(self, rank: int) -> None:
+        self._run.send(("stack", rank))
+        while self._report() != "stack":
+            pass
         self._output.settle()
 
     def _heard(self, rank: int) -> Iterator[Any]:
@@ -244,6 +273,10 @@ class Ranks:
         return word
 
     def _fail(self, rank: int, raised: Raised) -> NoReturn:
+        if raised.timed_out:
+            gave_up = f"{self._role} {rank} raised {raised.headline}"
+            if (error := self._stalls.blame(gave_up, self._timeout, gone=self._exited.keys())) is not None:
+                raise error
         if raised.error is not None:
             raise raised.error
         raise RankError(f"{self._role} {rank} raised {raised.headline}", *self._printed(rank), trace=raised.trace)
@@ -270,6 +303,7 @@ class Ranks:
                     self._run.send("end")
                     self._gone(within=1.5)
         finally:
+            self._board.close()
             for channel in (self._run, *self._channels):  # what is left now, the template kills
                 channel.close()
             self._output.close()

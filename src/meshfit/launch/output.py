@@ -207,6 +207,12 @@ class Output:
         with self._lock:
             return list(self._last[who])
 
+    def note(self, who: int, text: str) -> None:
+        """Write something about a rank into its log."""
+        with self._lock:
+            if (log := self._logs[who]) is not None:
+                log.add(text.encode() + b"\n")
+
     def settle(self) -> None:
         """Hand on all that has been written until now."""
         with self._lock:

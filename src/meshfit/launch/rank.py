@@ -8,6 +8,7 @@ together, so none sees a connection close while it still works.
 import ctypes
 import faulthandler
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,7 +21,9 @@ from typing import Any, NoReturn, Self
 
 from meshfit.errors import MeshfitError
 from meshfit.launch.channel import Channel, encode
+from meshfit.launch.heartbeat import SILENCE, Heart, Shared
 from meshfit.launch.speech import Speech
+from meshfit.launch.stalls import timed_out
 from meshfit.launch.world import World, connect, disconnect
 
 # How gloo and NCCL say that another rank is gone: rarely the first cause of anything.
@@ -42,6 +45,8 @@ class Start:
     timeout: float
     joined: bool = True
     """Whether it is in a process group with the others."""
+    silence: float = SILENCE
+    """Seconds after which it would be reported as standing still."""
     path: list[str] = field(default_factory=lambda: list(sys.path))
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     folder: str = field(default_factory=os.getcwd)
@@ -63,18 +68,22 @@ class Raised:
     error: MeshfitError | None
     peer_gone: bool
     """Probably no more than a consequence of what another rank met."""
+    timed_out: bool = False
+    """It waited for another rank, too long: the other one is the cause."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
         trace = "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
         headline = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         gone = isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_GONE)
-        return cls(headline, trace, error if isinstance(error, MeshfitError) else None, gone)
+        late = timed_out(error)
+        return cls(headline, trace, error if isinstance(error, MeshfitError) else None, gone or late, late)
 
 
 def main(end: socket.socket, folder: str) -> NoReturn:
     """Be a rank. ``folder`` is where the ranks of this run meet."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _open_many()
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     with suppress(Exception):  # so does what C prints
         LIBC.setvbuf(ctypes.c_void_p.in_dll(LIBC, "stdout"), None, LINE_BUFFERED, 0)
@@ -82,10 +91,13 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         random.seed()  # else every rank forked from one template draws the same
     channel = Channel(end)
     try:
-        for fd, ours in zip(channel.recv_fds(2), (1, 2), strict=True):
+        *streams, board = channel.recv_fds(3)
+        for fd, ours in zip(streams, (1, 2), strict=True):
             os.dup2(fd, ours)
             os.close(fd)
         start: Start = channel.recv()
+        heart = Heart(Shared(board), start.world.rank, silence=start.silence)
+        heart.start()
         os.chdir(start.folder)
         os.environ.clear()
         os.environ.update(start.environ)
@@ -95,6 +107,7 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         world = replace(start.world, folder=start.world.folder or folder)
         connect(world if start.joined else replace(world, size=1), folder=folder, timeout=start.timeout)
         value = work(world, channel)
+        heart.stop()
         _flush()
         with encode(Returned(value), what="the result", remedy="return numbers, arrays or tensors") as result:
             channel.send_encoded(result)
@@ -118,6 +131,13 @@ def _outside(trace: TracebackType | None) -> TracebackType | None:
     while inner and inner.tb_frame.f_code.co_filename.startswith(OURS):
         inner = inner.tb_next
     return inner or trace
+
+
+def _open_many() -> None:
+    """As many files and connections as this process may open: each that somebody leaves open costs one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _flush() -> None:

@@ -41,6 +41,10 @@ class Servers:
     def fds(self) -> list[int]:
         return self._ranks.fds
 
+    def watch(self) -> None:
+        """Report those that stand still."""
+        self._ranks.watch()
+
     def look(self) -> None:
         """Hear what there is; start them again if one was killed. Raises what one of them has raised."""
         try:

@@ -1,0 +1,194 @@
+"""A rank that stands still is named with its stack, and not the healthy one that waited for it."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import meshfit
+from meshfit.errors import RankError
+from meshfit.launch import heartbeat
+from meshfit.launch.devices import Devices
+from meshfit.launch.heartbeat import Beat, Heart, Shared, parsed, silence_of
+from meshfit.launch.local import Ranks
+from meshfit.launch.stalls import judge
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+CPU = Devices("cpu", None)
+BEAT = Beat(number=1, rank=0, pid=0, host="elsewhere", state="works", still=0.0, step=9, slowest=1.0, stack="")
+
+
+def found(*ranks: tuple[str, float, float], silence: float = 45.0, together: bool = True) -> list[tuple[int, str]]:
+    """By state, seconds in it, and seconds since the rank was heard from."""
+    beats = [(replace(BEAT, rank=i, state=state, still=still), ago) for i, (state, still, ago) in enumerate(ranks)]
+    return [(s.rank, s.why) for s in judge(dict(enumerate(beats)), silence, together=together)]
+
+
+def test_the_one_behind_is_found_not_those_that_wait() -> None:
+    assert found(("waits", 50, 1), ("works", 0, 48)) == [(1, "unheard")]
+    assert found(("waits", 50, 1), ("idle", 46, 1), ("waits", 50, 2)) == [(1, "idle")]
+    assert found(("waits", 50, 1), ("busy", 50, 1)) == [(1, "busy")]
+    assert found(("waits", 50, 1), ("waits", 50, 1)) == [(0, "waits"), (1, "waits")]
+
+
+def test_those_that_get_on_are_left_alone() -> None:
+    assert not found(("waits", 50, 1), ("busy", 9, 1))  # it does not stand still for so long
+    assert not found(("waits", 50, 1), ("excused", 50, 1))  # the caller holds it, or it saves, or compiles
+    assert not found(("waits", 50, 1), ("works", 0, 1))
+    assert not found(("waits", 50, 1), ("waits", 50, 1), together=False)  # for a server
+    assert not found(("waits", 50, 1), ("done", 0, 300))[1:]
+    slow = replace(BEAT, state="busy", still=50, slowest=20.0)  # its steps take long
+    assert not judge({0: (slow, 1.0), 1: (replace(slow, rank=1, state="waits"), 1.0)}, 45.0)
+
+
+def test_it_is_noticed_within_a_minute() -> None:
+    silence = silence_of(600.0)
+    assert silence * (1 + 2 / heartbeat.BEATS) < 60
+    assert silence_of(20.0) == 10.0
+
+
+def test_a_rank_says_where_it_is() -> None:
+    board = Shared.new()
+    heart = Heart(board, 0, silence=0.45)
+
+    def asleep() -> None:
+        time.sleep(0.6)
+
+    heart.start()
+    asleep()
+    beat = parsed(board.get(0))
+    heart.stop()
+    assert beat is not None
+    assert beat.state in ("idle", "busy")  # as long as a child process of this one works, it is busy
+    assert beat.pid == os.getpid()
+    assert "in asleep\n    time.sleep(0.6)" in beat.stack
+    last = parsed(board.get(0))
+    assert last is not None
+    assert last.state == "done"
+    board.close()
+
+
+def stop_myself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_long() -> None:
+    time.sleep(60)
+
+
+def keep_the_lock() -> None:
+    sum(itertools.repeat(0, 10**10))  # C code that does not let other threads run
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [(stop_myself, "it is stopped"), (sleep_long, "neither computes nor waits"), (keep_the_lock, "not heard from")],
+)
+def test_a_rank_that_stands_still_is_named(how, says: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def work(world, channel):
+        time.sleep(0.3)
+        if world.rank == 1:
+            how()
+        dist.all_reduce(torch.ones(1))
+
+    with Ranks(work, size=2, devices=CPU, timeout=4, log=tmp_path) as ranks, pytest.raises(RankError) as caught:
+        for _ in ranks.messages():
+            pass
+    assert caught.value.headline == "rank 1 stood still, and the others waited for it for 4 s"
+    assert says in str(caught.value)
+    assert "so they gave up: rank 0 raised RuntimeError" in str(caught.value)
+    told = capfd.readouterr().err
+    assert "meshfit: rank 1 has stood still for" in told
+    assert "rank 0 has stood still" not in told
+    assert says in (tmp_path / "logs" / "rank1.log").read_text()
+    if how is sleep_long:
+        assert "time.sleep(60)" in caught.value.trace
+    if how is keep_the_lock:
+        assert "in keep_the_lock" in told
+
+
+class Slow(nn.Module):
+    """Stands still, or works, once, on one of the ranks."""
+
+    def __init__(self, seconds: float, *, busy: bool = False, at: int = 6):
+        super().__init__()
+        self.layer, self.seconds, self.busy, self.at, self.calls = nn.Linear(4, 1), seconds, busy, at, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if dist.is_initialized() and dist.get_rank() == 1 and self.calls == self.at:
+            until = time.monotonic() + self.seconds
+            while self.busy and time.monotonic() < until:
+                self.layer(x)
+            if not self.busy:
+                time.sleep(self.seconds)
+        return self.layer(x)
+
+
+def fit(model: nn.Module, **asked):
+    data = torch.randn(32, 4), torch.randn(32, 1)
+    given = {"loss": F.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "batch_size": 8, "steps": 12}
+    return meshfit.fit(model, data, devices="cpu", **{**given, **asked})
+
+
+def test_the_line_of_the_model_is_in_the_error() -> None:
+    with pytest.raises(RankError) as caught:
+        fit(Slow(60), plan="data=2", timeout=4)
+    assert caught.value.headline == "rank 1 stood still, and the others waited for it for 4 s"
+    assert "in forward\n    time.sleep(self.seconds)" in caught.value.trace
+
+
+def test_one_that_works_for_long_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENCE", 0.7)
+    result = fit(Slow(2, busy=True, at=1), plan="data=2", timeout=60)
+    assert result.steps == 12
+    fit(nn.Linear(4, 1), plan="data=2", callbacks=[lambda step: time.sleep(2 if step.step == 3 else 0)])
+    assert "stood still" not in capfd.readouterr().err
+
+
+def test_a_stopped_worker_of_a_server_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENCE", 1.0)
+    with pytest.raises(RankError) as caught:
+        fit(Slow(60), plan="server=1 data=2", timeout=4)
+    told = capfd.readouterr().err
+    assert "rank 1 has stood still" in told
+    assert "rank 0 has stood still" not in told
+    assert "server 0 has stood still" not in told
+    assert "rank 1" in str(caught.value)
+
+
+TORCHRUN = """
+import sys
+sys.path.insert(0, {root!r})
+from meshfit.launch import heartbeat
+from tests.test_stalls import Slow, fit
+heartbeat.SILENCE = 1.0
+fit(Slow(60), timeout=5)
+"""
+
+
+def test_under_torchrun_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN.format(root=str(Path(__file__).parents[1])))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert ended.returncode != 0
+    assert "meshfit: rank 1 has stood still for" in ended.stderr
+    assert "time.sleep(self.seconds)" in ended.stderr
+    assert "RankError: rank 1 stood still, and the others waited for it for 5 s" in ended.stderr
+    assert "rank 0 has stood still" not in ended.stderr
