@@ -9,10 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 import meshfit
+from meshfit.data.source import open_source
+from meshfit.job import Job
+from meshfit.proof.double import doubled
 from meshfit.proof.rows import LIMITS, Row, compare, raised
-from meshfit.proof.training import Trained
+from meshfit.proof.training import Trained, Variant, train
 from meshfit.verify import Verdict
 
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -253,6 +257,36 @@ def test_where_fp64_cannot_be_run_it_is_undecided() -> None:
     verdict = verified(lambda: steep(Casts()))
     assert (verdict.answer, verdict.decided_in) == ("undecided", "fp32")
     assert "it cannot be repeated in fp64: " in verdict.notes[-1]
+
+
+class Rows(Dataset):
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i], Y[i]
+
+
+class Flow(IterableDataset):
+    def __iter__(self) -> Any:
+        return ((x.numpy(), int(y)) for x, y in zip(X, Y, strict=True))
+
+
+@pytest.mark.parametrize(
+    "data", [(X, Y), Rows(), Flow(), lambda: Rows()], ids=["tensors", "rows", "stream", "function"]
+)
+def test_a_job_in_fp64_has_all_that_floats_in_double(data: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    asked = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": nn.CrossEntropyLoss(torch.ones(4)), "steps": 1}
+    job = Job.of({"model": model, "data": data, "plan": "data=1", "devices": "cpu", **asked})
+    wide = doubled(job)
+    floats, whole = open_source(wide.data).few(4)
+    assert (floats.dtype, whole.dtype) == (torch.float64, torch.int64)
+    assert all(t.dtype is torch.float64 for t in wide.model.state_dict().values() if t.is_floating_point())
+    assert all(t.dtype is torch.float32 for t in model.state_dict().values() if t.is_floating_point())
+    made = train(wide, Variant())
+    assert made.gradients["0.weight"].dtype is torch.float64
+    assert abs(made.losses[0] - train(job, Variant()).losses[0]) < 1e-6
 
 
 # Dropout

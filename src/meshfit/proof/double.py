@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshfit.data import tree
 from meshfit.data.draw import Key
-from meshfit.data.source import Over, Source, Stream, open_source
+from meshfit.data.source import NO_KEY, Over, Source, Stream, open_source
 from meshfit.job import Job
 
 
@@ -66,8 +66,8 @@ class DoubleStream(Stream):
     def __init__(self, stream: Stream):
         super().__init__(stream.start)
 
-    def batches(self, size: int) -> Iterator[list[Any]]:
-        for samples in super().batches(size):
+    def batches(self, size: int, key: Key = NO_KEY) -> Iterator[list[Any]]:
+        for samples in super().batches(size, key):
             yield [tree.map_leaves(_double_leaf, sample) for sample in samples]
 
 
