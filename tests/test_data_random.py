@@ -80,8 +80,9 @@ def augmented() -> Any:
     """A transform like albumentations': generators in its attributes, shared by its parts."""
     rng = np.random.default_rng()
 
-    class Flip:
+    class Flip(nn.Module):
         def __init__(self, generator: np.random.Generator):
+            super().__init__()
             self.random_generator = generator
 
     class Compose:

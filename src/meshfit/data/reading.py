@@ -6,6 +6,7 @@ processes are worth their start. What draws from the process's own generators ma
 dropout draws from them too: that is read by processes, or by whoever trains.
 """
 
+import contextlib
 import math
 import os
 import time
@@ -128,13 +129,17 @@ def check_repeatable(loader: "Loader", reading: Reading) -> list[str]:
 
 
 def _changing(source: Source, key: Key) -> str | None:
-    start = time.perf_counter()
-    for i in spread(len(source), FEW):
-        first, second = (source.read(np.array([i]), key) for _ in range(2))
-        if not _same(first, second):
-            return source.name_of(int(i))
-        if time.perf_counter() - start > LOOKING:
-            break
+    """The first of some samples that changes; None where none does."""
+    ids, start = spread(len(source), FEW), time.perf_counter()
+    try:
+        for i in ids:
+            if not _same(*(source.read(np.array([i]), key) for _ in range(2))):
+                return source.name_of(int(i))
+            if time.perf_counter() - start > LOOKING:
+                break
+    except Exception:  # a bad sample, or a function that takes no batch of one: training will tell
+        with contextlib.suppress(Exception):
+            return None if _same(*(source.read(ids, key) for _ in range(2))) else "some sample"
     return None
 
 

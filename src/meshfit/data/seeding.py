@@ -3,7 +3,7 @@
 Python's ``random``, NumPy's and torch's global generators, and those that the code holds (attributes, closures, globals
 of its module: ``find``), are seeded from (seed, epoch, sample) before each sample. So it draws the same numbers whoever
 reads it, on however many ranks, after any resume. The global ones are put back afterwards: training draws from them
-too. Whether code draws is seen from their states; what does not is read without being seeded, at 0.1 ms a batch.
+too. Whether code draws is seen from their states; of what does not, these are compared once a batch, and no more.
 
 What is drawn from a generator that cannot be found (one made anew for each sample, the operating system's) is noticed
 by reading some samples twice: see reading.py.
@@ -202,7 +202,7 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, type):
         if not _is_library(thing):
             yield from sorted(vars(thing).items())
-    elif not isinstance(thing, types.ModuleType | torch.nn.Module):
+    elif not isinstance(thing, types.ModuleType):
         yield from getattr(thing, "__dict__", {}).items()
         for kind in type(thing).__mro__:
             for slot in _slots(kind):

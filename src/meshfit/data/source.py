@@ -262,7 +262,7 @@ def hashed(tensors: Iterable[torch.Tensor], most: int = HASHED) -> str:
     """A hash of their values. Of a tensor of more than ``most`` bytes, that many of them are taken, from all over."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        flat = tensor if tensor.dim() else tensor[None]
+        flat = tensor.to_dense() if tensor.layout is not torch.strided else tensor if tensor.dim() else tensor[None]
         width = max(1, flat[:1].numel() * flat.element_size())
         rows = max(1, HASHED_TOGETHER // width)
         blocks = -(-len(flat) // rows)
