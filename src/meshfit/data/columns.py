@@ -91,11 +91,14 @@ class Writer:
         self.parts: list[tuple[str, int]] = []
         self.ends: dict[str, int] = {}
         self.bad: list[str] = []
+        self.missing: dict[int, str] = {}
+        """Rows of the last file that have no value, and in which column."""
 
     def add_file(self, name: str, batches: Iterable[Any]) -> None:
         import pyarrow as pa
 
         self.parts.append((name, self.rows))
+        self.missing = {}
         seen = 0
         for batch in batches:
             if self.kinds and set(batch.schema.names) != set(self.kinds):
@@ -139,7 +142,9 @@ class Writer:
                     "fill it, leave the column out with columns=, or store it as a float (a missing one is NaN)",
                 )
             known = missing if good is None else missing & good
-            self.bad += [f"row {seen + i} of {file} has no {column!r}" for i in np.flatnonzero(known).tolist()]
+            found = {seen + i: column for i in np.flatnonzero(known).tolist()}
+            self.missing |= found
+            self.bad += [f"row {i} of {file} has no {column!r}" for i in found]
             good = ~missing if good is None else good & ~missing
         return arrays if good is None else {column: array.filter(pa.array(good)) for column, array in arrays.items()}
 

@@ -7,12 +7,14 @@ each window of a few groups, all of which fit in memory.
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshfit.data import tree
+from meshfit.data.bad import BadSample
 from meshfit.data.blob import Blob, Local, tag_of
 from meshfit.data.columns import Columns, Writer, different
 from meshfit.data.images import decode, looks_like_image
@@ -73,7 +75,7 @@ class RowGroups(Source):
                 )
 
     def _fresh(self) -> None:
-        self._held: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._held: OrderedDict[int, Group] = OrderedDict()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,7 +95,9 @@ class RowGroups(Source):
             at = np.flatnonzero(groups == group)
             held = self._group(group)
             rows = ids[at] - self.firsts[group]
-            parts.append({name: _rows(value, rows) for name, value in held.items()})
+            for i in held.missing.keys() & set(rows.tolist()):
+                raise BadSample(f"{self.name_of(int(i + self.firsts[group]))} has no value in {held.missing[i]!r}")
+            parts.append({name: _rows(value, held.place[rows]) for name, value in held.columns.items()})
             places.append(at)
         back = np.argsort(np.concatenate(places))
         joined = {name: _rows(_joined([part[name] for part in parts]), back) for name in self.names}
@@ -105,8 +109,8 @@ class RowGroups(Source):
         pictures = any(looks_like_image(data) for data in value[:8])
         return decode(value, lambda i: self.name_of(int(ids[i]))) if pictures else value
 
-    def _group(self, group: int) -> dict[str, Any]:
-        """All rows of one row group, as a batch."""
+    def _group(self, group: int) -> "Group":
+        """All rows of one row group."""
         import pyarrow.parquet as pq
 
         with self._lock:
@@ -116,7 +120,7 @@ class RowGroups(Source):
             file, i = self.groups[group]
             blob = self.blobs[file]
             read = understood(blob, lambda: pq.ParquetFile(opened(blob)).read_row_group(i, columns=self.names))
-            self._held[group] = found = in_memory(read, blob.name)
+            self._held[group] = found = in_memory(read, blob.name, self.names)
             while len(self._held) > WINDOW + 1:
                 self._held.popitem(last=False)
             return found
@@ -132,18 +136,31 @@ class RowGroups(Source):
         return f"parquet {tag_of(self.blobs)} {len(self)}"
 
 
-def in_memory(table: Any, name: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Group:
+    """The rows of a row group: columns of those without a missing value, where each row stands in them, and what is
+    missing of the others."""
+
+    columns: dict[str, Any]
+    place: NDArray[np.int64]
+    missing: dict[int, str]
+
+
+def in_memory(table: Any, name: str, wanted: list[str]) -> Group:
     """An Arrow table as a batch of columns."""
     import tempfile
     from pathlib import Path
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        writer = Writer(Path(folder))
+        writer = Writer(Path(folder), skips=True)
         writer.add_file(name, table.combine_chunks().to_batches())
         writer.close()
         columns = Columns(Path(folder))
         rows = np.arange(columns.rows)
-        return {column: columns.gather(column, rows) for column in columns.names}
+        good = np.ones(table.num_rows, bool)
+        good[list(writer.missing)] = False
+        held = {column: columns.gather(column, rows) for column in wanted} if columns.rows else {}
+        return Group(held, np.cumsum(good) - 1, writer.missing)
 
 
 def _rows(value: Any, rows: NDArray[np.int64]) -> Any:
