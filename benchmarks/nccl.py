@@ -48,7 +48,7 @@ RIG = {
     "NCCL_SHM_DISABLE": "1",
     "NCCL_IB_DISABLE": "1",
     "NCCL_MAX_NCHANNELS": "2",
-    "NCCL_BUFFSIZE": str(2**20),
+    "NCCL_BUFFSIZE": str(2**19),
 }
 
 
@@ -81,6 +81,8 @@ def cells() -> list[Cell]:
         found += [Cell(f"expert={n}", "mixture")] if n != 3 else []  # it has four experts
         found += [Cell(f"branch={n}", "ensemble")] if n < 4 else []  # and that three members
     found += [Cell("data=2", "batchnorm"), Cell("shard=2 recompute=full"), Cell("shard=2 offload=optimizer")]
+    whole = ("data=2", "shard=2 microbatches=2", "pipeline=2 microbatches=4", "data=2 pipeline=2 microbatches=2")
+    found += [Cell(plan, "contrast") for plan in whole]
     schedules = [(n, word, _microbatches(word, n)) for n in (2, 3, 4) for word in SCHEDULES]
     many = [f"pipeline={n} schedule={word} microbatches={count}" for n, word, count in schedules]
     many += [
@@ -98,7 +100,8 @@ def cells() -> list[Cell]:
     mixed = [Cell(plan) for plan in many] + [Cell("data=2 expert=2", "mixture"), Cell("data=2 branch=2", "ensemble")]
     found += mixed
     for cell in mixed:  # pipelines with messages that no buffer of NCCL's can hold: both ends must come
-        found.append(Cell(cell.plan, "wide" if "pipeline" in cell.plan else cell.model, one_queue=True))
+        large = "pipeline" in cell.plan and "tensor" not in cell.plan  # the planning of that takes a minute
+        found.append(Cell(cell.plan, "wide" if large else cell.model, one_queue=True))
     for how in ("evaluate", "resume"):
         found += [Cell(plan, how=how) for plan in ("data=2", "shard=2", "tensor=2", "pipeline=2 microbatches=4")]
         found += [Cell("expert=2", "mixture", how), Cell("branch=2", "ensemble", how)]
@@ -157,7 +160,7 @@ def cases() -> dict[str, Any]:
             return self.head(self.norm(x))
 
     class Wide(nn.Module):
-        """Of two samples 4 MB cross from stage to stage."""
+        """Of two samples 2 MB cross from stage to stage: twice what NCCL's buffers hold."""
 
         def __init__(self):
             super().__init__()
@@ -171,7 +174,16 @@ def cases() -> dict[str, Any]:
 
     def wide(n: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
-        return torch.randn(n, 512, 1024, generator=draw), torch.randn(n, 512, 4, generator=draw)
+        return torch.randn(n, 256, 1024, generator=draw), torch.randn(n, 256, 4, generator=draw)
+
+    def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+        """Of the whole batch: each sample against all others."""
+        away = outputs @ outputs.T / outputs.shape[1] - 1e3 * torch.eye(len(outputs), device=outputs.device)
+        same = (targets[:, None] == targets[None]).float()
+        return -(away.log_softmax(1) * (same - same.diag().diag())).sum(1).mean()
+
+    def deep() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)), nn.Linear(8, 16))
 
     text: dict[str, Any] = {"data": zoo.next_tokens, "loss": zoo_experts.token_loss, "weight_of": zoo.labels_kept}
     cnn = zoo.ZOO["batchnorm-cnn"]
@@ -179,6 +191,7 @@ def cases() -> dict[str, Any]:
         "gpt": zoo.Case(name="gpt", build=zoo.seeded(lambda: GPT(8)), **text),
         "mixture": zoo.Case(name="mixture", build=zoo.seeded(lambda: GPT(2, mixture=True)), **text),
         "wide": zoo.Case(name="wide", build=zoo.seeded(Wide), data=wide, loss=F.mse_loss),
+        "contrast": zoo.Case(name="contrast", build=zoo.seeded(deep), data=zoo.points, loss=contrast),
         "ensemble": zoo_branches.BRANCHES["ensemble"],
         "batchnorm": zoo.Case(name="batchnorm", build=cnn.build, data=cnn.data, loss=cnn.loss),
     }

@@ -1,6 +1,7 @@
 """Ranks that train, and evaluate in between, under every axis: all issue what they do with others in one order, which
 blocks nowhere. What only GPUs do (gathers started ahead, rows cut) is turned on."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +93,12 @@ def test_layers_and_shards(plan: str) -> None:
 @distributed(world=4)
 def test_operations_sequences_experts_and_branches(plan: str, name: str) -> None:
     assert check(recorded(CASES[name], plan)) == []
+
+
+@distributed(world=4)
+def test_losses_of_the_whole_batch() -> None:
+    spread = lambda outputs, targets: (outputs - outputs.mean(0)).square().mean().log() + (outputs - targets).mean()
+    assert check(recorded(replace(DEEP, loss=spread), "data=2 pipeline=2 microbatches=2", valid=None)) == []
 
 
 @distributed(world=4)
