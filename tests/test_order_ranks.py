@@ -2,6 +2,7 @@
 blocks nowhere. What only GPUs do (gathers started ahead, rows cut) is turned on."""
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from meshfit.run import Run
 from meshfit.schedule.actions import schedule
 from meshfit.schedule.issue import pairs
 from meshfit.schedule.transport import Transport
+from meshfit.torch_compat import timeout_of
 from tests.distributed import distributed
 from tests.order_checker import Operation, Recorder, check
 from tests.ranked import ADAMW, X, Y
@@ -122,6 +124,14 @@ def test_neighbours_hear_each_other() -> None:
         transport.send(torch.full((4,), transport.rank, dtype=torch.uint8), other)
         assert transport.take(transport.receive(4, other)).tolist() == [other] * 4
     transport.close()
+
+
+@distributed(world=4, timeout=50)
+def test_all_groups_wait_as_long_as_the_world() -> None:
+    mesh = Mesh.of(Plan(data=2, pipeline=2), dist.get_rank(), 4)
+    transport = Transport(mesh.pipeline, CPU, pairs(schedule("1f1b", 2, 2)))  # type: ignore[arg-type]
+    every = [mesh.data, mesh.pipeline, mesh.world, *(group for group, _ in transport._lines.values())]
+    assert [timeout_of(group) for group in every if group] == [timedelta(seconds=50)] * 4
 
 
 @distributed(world=2)

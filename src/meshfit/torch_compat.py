@@ -3,6 +3,7 @@ checks each. Supported: torch 2.11 to 2.13."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +29,17 @@ def become_world(group: dist.ProcessGroup, *outside: dist.ProcessGroup) -> None:
         c10d._world.pg_group_ranks[other] = {own: other.rank()}
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     c10d._update_default_pg(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of ``group`` may wait."""
+    for kind in ("cpu", "cuda"):
+        try:
+            options: Any = group._get_backend(torch.device(kind)).options
+        except RuntimeError:  # it has none for that kind
+            continue
+        return options._timeout
+    return None
 
 
 def in_backward() -> bool:

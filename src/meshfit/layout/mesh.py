@@ -13,6 +13,7 @@ import torch.distributed as dist
 from meshfit.exchange.serving.meeting import Workers
 from meshfit.plan import DEGREES, Plan
 from meshfit.schedule.actions import rank_of, usual_chunks
+from meshfit.torch_compat import timeout_of
 
 Group = dist.ProcessGroup | None
 
@@ -84,8 +85,8 @@ class Mesh:
             for other, place in enumerate(places):
                 fixed = tuple(at for axis, at in zip(degrees, place, strict=True) if axis not in axes)
                 lines.setdefault(fixed, []).append(other)
-            groups = {fixed: dist.new_group(ranks) for fixed, ranks in lines.items()}  # all ranks make all of them
-            made.append(groups[tuple(at for axis, at in own.items() if axis not in axes)])  # type: ignore[arg-type]
+            groups = {fixed: _made(ranks) for fixed, ranks in lines.items()}  # all ranks make all of them
+            made.append(groups[tuple(at for axis, at in own.items() if axis not in axes)])
             return made[-1]
 
         last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
@@ -124,8 +125,14 @@ def groups(wanted: Iterable[tuple[int, ...]], *, apart: bool = False) -> dict[tu
     every: list[set[tuple[int, ...]]] = [mine] * world
     dist.all_gather_object(every, mine)
     some = sorted(ranks for ranks in set().union(*every) if apart or len(ranks) < world)
-    found: dict[tuple[int, ...], Group] = {ranks: dist.new_group(list(ranks)) for ranks in some}  # type: ignore[misc]
+    found = {ranks: _made(ranks) for ranks in some}
     return {ranks: found.get(ranks, dist.group.WORLD) for ranks in mine}  # type: ignore[misc]
+
+
+def _made(ranks: Iterable[int]) -> Group:
+    """A group whose collectives may wait as long as the world's."""
+    assert dist.group.WORLD is not None
+    return dist.new_group(list(ranks), timeout=timeout_of(dist.group.WORLD))  # type: ignore[return-value]
 
 
 def destroy(made: Iterable[Group]) -> None:
