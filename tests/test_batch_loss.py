@@ -155,6 +155,30 @@ class Towers(nn.Module):
         return {"a": self.a(x).tanh(), "b": self.b(x).T, "scale": self.scale * 1.0}  # samples are the second dim of b
 
 
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, 1, 8) * torch.arange(1, 9).view(-1, 1)).mean(1)
+
+
+class Wide(Towers):
+    def __init__(self):
+        super().__init__()
+        one = lambda: nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 6))
+        self.a, self.b = one(), one()
+
+
+@pytest.mark.parametrize(("plan", "model"), [("branch=2 data=2", Wide), ("context=2 data=2", Sequence)])
+def test_where_ranks_share_samples(plan: str, model: Any) -> None:
+    towers = lambda out, y: F.cross_entropy(out["a"] @ out["b"] * out["scale"].exp(), torch.arange(len(out["a"])))
+    loss = towers if model is Wide else contrastive
+    assert_like_one_device(fit(plan, loss, model()), fit("data=1", loss, model()))
+
+
 # In a step of the user's own
 
 

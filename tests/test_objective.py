@@ -193,6 +193,15 @@ def test_outputs_that_cannot_be_gathered_are_told() -> None:
     assert "(8, 8)" in over.unfit
 
 
+def test_samples_without_a_loss_are_left_out_of_the_trial() -> None:
+    broken = X.clone()
+    broken[2] = torch.nan
+    assert (
+        find_over(Objective(step=lambda m, b: m(b[0]).square().mean()), classes(), (broken, Y), CPU).kind == "samples"
+    )
+    assert find_over(Objective(contrastive), classes(), (broken, Y), CPU).kind == "batch"
+
+
 def test_a_model_that_has_a_loss_only_in_training() -> None:
     class Detector(nn.Module):
         def __init__(self):

@@ -11,9 +11,10 @@ batch: ``Over(kind="batch")``. What then has to be gathered is noted: which dim 
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from meshfit.generators import Generators
 from meshfit.layout.experts import balance
 from meshfit.loss_draws import Composing, Incomparable, Noting
 from meshfit.objective import Objective, Over, call, check_scalar, split, stated
+from meshfit.schedule.batch_loss import whole_outputs
 
 SAMPLES = 8
 LARGEST = 2**26
@@ -71,7 +73,12 @@ def find_over(
         try:
             left_out = nullcontext() if auxiliary else balance.left_out(model)
             with way as (used, how), torch.autocast(device.type, enabled=False), left_out:
-                return _Trial(objective, used, how, batch, samples, device).found()
+                trial = _Trial(objective, used, how, batch, samples, device)
+                found = trial.found()
+                if trial.finite or len(kept := trial.finite_samples()) in (0, 1, samples):
+                    return found
+                some = part_of(batch, torch.tensor(kept, device=device), samples)
+                return _Trial(objective, used, how, some, len(kept), device).found()
         except Exception as raised:  # not in this way: double precision, say, or not in eval mode
             error = raised
     assert error is not None
@@ -134,10 +141,10 @@ def size_of(batch: Any) -> int:
     return next((len(t) for t in tree.tensors(batch) if t.dim()), 0)
 
 
-def part_of(batch: Any, cut: slice, samples: int) -> Any:
+def part_of(batch: Any, cut: slice | Tensor, samples: int) -> Any:
     """Some of the samples of a batch; what does not hold one row a sample stays as it is."""
     if isinstance(batch, list) and len(batch) == samples and not any(True for _ in tree.tensors(batch)):
-        return batch[cut]  # words
+        return batch[cut] if isinstance(cut, slice) else [batch[i] for i in cut.tolist()]  # words
     if isinstance(batch, dict):
         return type(batch)({key: part_of(value, cut, samples) for key, value in batch.items()})
     if type(batch) in (tuple, list):
@@ -176,6 +183,7 @@ class _Trial:
         self.limit = EXACT if how.exact else max(rounded, ROUNDED_TF32) if device.type == "cuda" else rounded
         self.start = Generators(device)
         self.gathers = self.draws = False
+        self.finite = True
         self.wholes: list[Tensor] = []
         """What the whole batch gave to ``meshfit.gather``, call by call."""
 
@@ -209,6 +217,16 @@ class _Trial:
             return Over(kind="batch", dims=dims, moved=moved, draws=self.draws, why=why, unfit=unfit)
         return replace(over, gathers=self.gathers)
 
+    def finite_samples(self) -> list[int]:
+        """Those whose loss alone is finite: a batch with one that is not says nothing."""
+        kept = []
+        for i in range(self.samples):
+            with suppress(Exception):
+                if isfinite(self._side(self._objective, slice(i, i + 1)).value):
+                    kept.append(i)
+        self.start.restore()
+        return kept
+
     # One run
 
     def _objective(self, cut: slice) -> tuple[Any, Sequence[Tensor]]:
@@ -235,8 +253,9 @@ class _Trial:
             return x
 
         loss, targets = self.objective.loss, part_of(split(self.batch)[1], cut, self.samples)
-        if self.how.exact and isinstance(loss, nn.Module):
-            loss = copy.deepcopy(loss).double()
+        if isinstance(loss, nn.Module):  # a copy: it may have buffers of its own
+            loss = copy.deepcopy(loss)
+            loss = loss.double() if self.how.exact else loss
         return loss(tree.map_leaves(leaf, outputs), tree.map_tensors(torch.clone, targets)), given
 
     def _side(self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], cut: slice) -> _Side:
@@ -261,7 +280,7 @@ class _Trial:
         self.start.restore()
         with gathering(self._note):
             whole = self._side(run, everything)
-        self.draws = self.start.moved
+        self.draws, self.finite = self.start.moved, isfinite(whole.value)
         ways: list[tuple[_Side, list[_Side], list[slice]]] = []
         for sizes in cuts_of(self.samples):
             cuts = [slice(0, sizes[0]), slice(sizes[0], self.samples)]
@@ -270,7 +289,7 @@ class _Trial:
             except Incomparable:
                 raise
             except Exception as error:
-                if not torch.isfinite(torch.tensor(whole.value)) or self.how.exact:
+                if self.how.exact:
                     raise
                 return None, f"of {self.samples} samples it is {whole.value:.6g}; of {sizes[0]} alone: {_said(error)}"
             ways.append((whole, parts, cuts))
@@ -393,7 +412,7 @@ class _Trial:
                 self.start.restore()
                 part = tree.map_tensors(torch.clone, part_of(self.batch, cut, self.samples))
                 with self.how.around():
-                    returned.append(call(self.model, split(part)[0]))
+                    returned.append(whole_outputs(call(self.model, split(part)[0])))
         draws = self.start.moved
         whole, *parts = ([*tree.leaves(each)] for each in returned)
         if any(len(part) != len(whole) for part in parts):

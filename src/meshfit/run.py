@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.best import Best
@@ -21,7 +22,7 @@ from meshfit.data.order import mix
 from meshfit.data.position import Position
 from meshfit.data.reading import Readers
 from meshfit.data.source import Stream, open_source
-from meshfit.errors import DataError, PlanError
+from meshfit.errors import DataError, JobError, PlanError
 from meshfit.evaluation import measure
 from meshfit.events import Events
 from meshfit.exchange.across import Across, Spread, share_state
@@ -407,6 +408,14 @@ class Run:
             return Over(kind="samples")  # whole batches: training will say what is wrong
         if self._splits:
             batch_loss.check(self.plan, over, self.job.objective)
+        if self.mesh.world is not None:
+            said = [over.kind]
+            dist.broadcast_object_list(said)
+            if said[0] != over.kind:  # else they would wait for each other in vain
+                raise JobError(
+                    f"ranks do not agree what the loss is a mean over: {said[0]} on the first, {over.kind} here",
+                    "is it the same function of the same numbers on each? (sum, count) as its result says what it is",
+                )
         return over
 
     def _expected_step(self) -> float:
