@@ -123,17 +123,18 @@ class _Proof:
                 "random numbers are drawn in eval mode too, by each rank its own: they are the difference, or hide it"
             )
             return self._answer("undecided", found, word)
-        if found.different:
+        if math.isinf(found.worst.difference):  # something is there on one side only
             return self._different(self.alone, self.spread, found, word, rounding)
         return self._in_double(found, word, rounding)
 
     def _in_double(self, found: Compared, word: str, rounding: float) -> Verdict:
         """The answer of fp64, where ``found`` leaves it open."""
         worst = found.worst
-        open_by = found.blind or (
-            f"{worst.name} differ by {worst.difference:.1e}, and one device from itself by {worst.rounding:.1e}"
-        )
-        self.notes.append(f"{word} cannot tell rounding from a bug here: {open_by}")
+        apart = f"{worst.name} is {worst.difference:.1e} apart, and one device {worst.rounding:.1e} from itself"
+        if found.different:
+            self.notes.append(f"in {word} {apart}")
+        else:
+            self.notes.append(f"{word} cannot tell rounding from a bug here: {found.blind or apart}")
         exact = replace(self.plan, precision="fp32")
         try:
             alone, spread = doubled(self.alone), doubled(self.spread)
@@ -144,10 +145,12 @@ class _Proof:
             wide = self._compared(alone, spread, want, eps, LIMITS["fp64"])
         except Exception as error:
             said = str(error).splitlines() or [type(error).__name__]
-            self.notes.append(f"and it cannot be repeated in fp64: {said[0]}")
+            self.notes.append(f"it cannot be repeated in fp64: {said[0]}")
+            if found.different:
+                return self._different(self.alone, self.spread, found, word, rounding)
             return self._answer("undecided", found, word)
         self.notes.append("so both were trained again in fp64, weights and data cast to double")
-        lower = want.modules.lower
+        lower = want.modules is not None and want.modules.lower
         if wide.equal:
             if word == "fp32":
                 return self._answer("equal", wide, "fp64")
@@ -156,7 +159,7 @@ class _Proof:
         if wide.too_rough or wide.blind:
             self.notes.append("even in fp64 one device is not equal to itself: is there randomness of its own?")
             return self._answer("undecided", wide, "fp64")
-        if lower and not wide.worst.difference > BEYOND * worst.rounding:
+        if lower and not found.different:
             self.notes.append("but the model casts activations to less than fp64 itself, so it tells no more than fp32")
             return self._answer("undecided", wide, "fp64")
         return self._different(alone, spread, wide, "fp64", eps)
@@ -197,8 +200,8 @@ class _Proof:
             again = train(short[0], replace(how, perturbed=rounding)).modules
             if want is not None and got is not None:
                 first = first_that_differs(want, got, again, 1e-7 if word == "fp64" else 1e-4)
-        if not first and parameter:
-            first = f"the gradient of {parameter}"
+        if not first and (parameter or "weights" in names):
+            first = f"the gradient of {parameter}" if parameter else f"the weight {names['weights']}"
         return self._answer("different", found, word, first)
 
     def _answer(self, answer: str, found: Compared, word: str, first: str = "") -> Verdict:

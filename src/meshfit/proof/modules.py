@@ -46,7 +46,7 @@ class Watched:
         self._seen, self._microbatch, self._calls = Seen(), 0, {}
         self._hooks: list[Any] = []
         named = {name: module for name, module in run.model.named_modules() if not _takes_no_hooks(module)}
-        whole = run.world.size == 1
+        whole = run.world.size == 1 and run.plan.compile == "none"  # hooks would change what is compiled
         for name, module in named.items():
             own = [f"{name}.{key}" if name else key for key, _ in module.named_parameters(recurse=False)]
             if whole and own:
