@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshfit.checkpoint import CheckpointError, Damaged, Saver, newest, restore, save
 from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.lock import Lock
-from meshfit.checkpoint.manifest import Skipped, complete
+from meshfit.checkpoint.manifest import Skipped, complete, render
 from meshfit.checkpoint.read import verify
 from meshfit.checkpoint.saver import expected_bytes
 from meshfit.loop import train
@@ -332,7 +332,7 @@ def test_what_is_no_checkpoint_is_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["CRC-32", "SHA-256"])
 def test_a_block_is_checked_by_what_there_is(kind: str, tmp_path: Path) -> None:
     """A manifest without CRC-32 is one written before there were any."""
-    from meshfit.checkpoint.manifest import parse, render
+    from meshfit.checkpoint.manifest import parse
 
     _, want = saved(tmp_path)
     folder = tmp_path / "0001-step-1"
@@ -352,7 +352,7 @@ def test_a_block_is_checked_by_what_there_is(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_manifest_names_no_file_elsewhere(tmp_path: Path) -> None:
-    from meshfit.checkpoint.manifest import parse, render
+    from meshfit.checkpoint.manifest import parse
 
     saved(tmp_path)
     path = tmp_path / "0001-step-1" / "manifest.json"
@@ -361,6 +361,54 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path: Path) -> None:
     path.write_bytes(render(body))
     with pytest.raises(CheckpointError, match="no name within"):
         restore(begun(MODEL), tmp_path / "0001-step-1")
+
+
+def _part(body: dict[str, Any]) -> list[Any]:
+    return body["tensors"]["model/0.weight"]["parts"][0]
+
+
+RESIGNED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "an offset past the end": lambda body: _part(body).__setitem__(1, 10**9),
+    "an offset below 0": lambda body: _part(body).__setitem__(1, -8),
+    "a box beyond the shape": lambda body: _part(body)[2][0].__setitem__(1, 10**6),
+    "a part in no file": lambda body: _part(body).__setitem__(0, "rank7.safetensors"),
+    "block=-1": lambda body: body.update(block=-1),
+    "block=0": lambda body: body.update(block=0),
+    "a block of text": lambda body: body.update(block="4"),
+    "few blocks": lambda body: body.update(block=3),
+    "text steps": lambda body: body.update(step="12"),
+    "a list as state": lambda body: body.update(state=[]),
+    "lists in the state": lambda body: body["state"].update(optimizer=[], data=[]),
+    "a schedule of text": lambda body: body["state"].update(scheduler="StepLR"),
+    "settings of numbers": lambda body: body["state"]["optimizer"].update(settings=5),
+    "no epoch": lambda body: body["state"].update(data={}),
+    "tensors of numbers": lambda body: body.update(tensors=5),
+    "no such dtype": lambda body: body["tensors"]["model/0.weight"].update(dtype="Tensor"),
+    "a shape of text": lambda body: body["tensors"]["model/0.weight"].update(shape=["8", 8]),
+    "a size of text": lambda body: body["files"]["rank0.safetensors"].update(size="1"),
+}
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resigned")
+    saved(folder)
+    return folder / "0001-step-1"
+
+
+@pytest.mark.parametrize("change", RESIGNED.values(), ids=RESIGNED)
+def test_a_manifest_that_was_signed_again_is_looked_at(change: Callable, once: Path) -> None:
+    path = once / "manifest.json"
+    before = path.read_bytes()
+    body = json.loads(before)["manifest"]
+    change(body)
+    path.write_bytes(render(body))
+    try:
+        with pytest.raises(CheckpointError):
+            restore(begun(MODEL), once)
+    finally:
+        path.write_bytes(before)
+    restore(begun(MODEL), once)
 
 
 # Folders

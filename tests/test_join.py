@@ -29,6 +29,7 @@ from meshfit.data.source import open_source
 from meshfit.errors import JobError, MeshfitError, PlanError, RankError
 from meshfit.exchange.serving.wire import connect
 from meshfit.job import Job
+from meshfit.launch.listen import addresses
 from meshfit.step import Step
 
 SCRIPT = """
@@ -197,7 +198,7 @@ DIFFERENT = {
     "batch_size: 10 there, 20 here": {"batch_size": 20},
     "seed: 3 there, 4 here": {"seed": 4},
     "samples in data=: 50 there, 40 here": {"data": (X[:40], Y[:40])},
-    "data=: other samples of the same shape": {"data": (X + 1, Y)},
+    "data=: tensors: (50, 8) float32, (50,) int64, values ": {"data": (X + 1, Y)},
     "model: 0.weight float32 16x8 there, 0.weight float32 32x8 here": {"model": lambda: nn.Linear(8, 2)},
     "loss=: loss there, cross_entropy here": {"loss": F.cross_entropy},
 }
@@ -212,6 +213,29 @@ def test_another_job_is_told_what_differs(said: str, host: Host, key: None) -> N
     found = refusal(join=host.at, **how)
     assert found.startswith(f"this job is not that of the run at {host.at}")
     assert said in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("join", {"job": 5}),
+        ("join", {"job": None}),
+        ("join", {"job": {"model": "x", "tensors": 5}}),
+        ("join", {"job": {"held": [["a"]], "few": "b"}}),
+        ("hello", {}),
+        ("hello", {"layout": [], "version": "1", "incarnation": ""}),
+        ("push", {"loss": "x"}),
+    ],
+)
+def test_one_that_makes_no_sense_is_refused_alone(kind: str, words: dict[str, Any], host: Host) -> None:
+    (address,) = addresses(host.at, 1)
+    wire = connect(address, host.key.encode())
+    wire.send(kind, words=words)
+    answer = wire.recv(timeout=30)
+    wire.close()
+    assert answer.kind == "error"
+    assert joined.ask(host.at, host.key.encode())["plan"] == host.plan  # and the run goes on
+    assert host.process.poll() is None
 
 
 def test_another_version_is_told_so(host: Host, key: None, monkeypatch: pytest.MonkeyPatch) -> None:

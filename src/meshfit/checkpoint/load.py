@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from meshfit.run import Run
 
 SHOWN = 5
+NO_SENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""Raised where values of a manifest are not what they should be."""
 
 
 def restore(
@@ -82,6 +84,8 @@ def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, allow_partial: bo
         said = (loading.differences, loading.used)
     except CheckpointError as error:
         said = error
+    except NO_SENSE as error:
+        said = _no_sense(found, error)
     every = ranks.gather(said)
     if (error := next((each for each in every if isinstance(each, CheckpointError)), None)) is not None:
         return error
@@ -105,9 +109,16 @@ def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, allow_partial: bo
         word = error if isinstance(error, CheckpointError) else Damaged(f"{found} cannot be read", str(error))
     if (error := next((each for each in ranks.gather(word) if each is not None), None)) is not None:
         return error
-    loading.commit()
+    try:
+        loading.commit()
+    except NO_SENSE as error:
+        raise _no_sense(found, error) from error
     run.notes.extend(f"resume: skipped: {line}" for line in differences)
     return found
+
+
+def _no_sense(found: Manifest | None, error: Exception) -> CheckpointError:
+    return Damaged(f"{found} is damaged", f"its state makes no sense: {type(error).__name__}: {error}")
 
 
 def mismatch(where: str, differences: list[str]) -> CheckpointError:

@@ -23,6 +23,7 @@ import torch
 from meshfit.checkpoint.box import Box, volume
 from meshfit.checkpoint.files import Files, open_files
 from meshfit.checkpoint.plain import dtype_named
+from meshfit.checkpoint.sound import wrong
 from meshfit.errors import CheckpointError, Damaged
 
 FORMAT = "meshfit checkpoint 1"
@@ -107,13 +108,15 @@ def parse(content: bytes, where: str) -> dict[str, Any]:
     """The body of a manifest; refused unless every byte is as it was written."""
     try:
         body = json.loads(content)["manifest"]
-        intact = render(body) == content
+        intact = isinstance(body, dict) and render(body) == content
     except (ValueError, KeyError, TypeError, RecursionError):
         raise Damaged(f"{where} is damaged", f"{NAME} is no manifest") from None
     if not intact:
         raise Damaged(f"{where} is damaged", f"{NAME} has another SHA-256 than when it was written")
     if body.get("format") != FORMAT:
         raise CheckpointError(f"{where} is of another format", f"{body.get('format')!r}; this version reads {FORMAT!r}")
+    if (told := wrong(body)) is not None:
+        raise Damaged(f"{where} is damaged", f"{NAME} says what cannot be: {told}")
     return body
 
 

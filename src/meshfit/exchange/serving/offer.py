@@ -21,7 +21,11 @@ class Offer:
 
     def number(self, job: dict[str, Any]) -> int:
         """Of the next worker; ``WireError`` if its job is another."""
-        if told := self.differences(job):
+        try:
+            told = self.differences(job)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise WireError("what was sent is no description of a job", f"{type(error).__name__}: {error}") from None
+        if told:
             raise WireError("this job is not that of the run", *told)
         noted = self.folder / "joined"
         before = int(noted.read_text()) if noted.exists() else 0

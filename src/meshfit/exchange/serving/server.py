@@ -46,6 +46,7 @@ from meshfit.exchange.serving.snapshot import newest, write
 from meshfit.exchange.serving.terms import Terms
 from meshfit.exchange.serving.together import Together
 from meshfit.exchange.serving.wire import Gone, Listener, Message, Wire, WireError
+from meshfit.exchange.serving.words import check as check_words
 
 LOOK_SECONDS = 0.2  # how often a thread that waits for others looks whether its own worker is still there
 GREETING_SECONDS = 5.0
@@ -175,13 +176,14 @@ class Server:
             raise WireError(f"worker {peer.id} speaks as worker {message.worker}")
         if message.payload and message.kind != "push":
             raise WireError(f"a {message.kind!r} with a payload that was not due")
+        check_words(message)
 
     def _refuse(self, wire: Wire, error: WireError) -> None:
         with suppress(Gone):
             wire.send("error", words={"headline": error.headline, "facts": list(error.facts)})
 
     def _meet(self, wire: Wire) -> Peer | None:
-        hello = wire.recv(timeout=GREETING_SECONDS)
+        hello = wire.recv(timeout=GREETING_SECONDS, check=check_words)
         words = hello.words
         if hello.kind == "join" and self.offer is not None:
             self._invite(wire, words, self.offer)
