@@ -338,7 +338,7 @@ def test_one_that_joined_is_killed(plan: str, tmp_path: Path, monkeypatch: pytes
         running = pool.submit(fit, plan=plan, listen=at, loss=slow(), callbacks=wait)
         stop = lambda step: "stop" if step.step > 60 else None
         leaving = pool.submit(fit, join=at, loss=slow(marks[0]), callbacks=stop)
-        dying = pool.submit(fit, join=at, loss=slow(marks[1], dies=4))
+        dying = pool.submit(fit, join=at, loss=slow(marks[1], dies=12))
         with pytest.raises(RankError, match="rank 0 was killed by signal 9"):
             dying.result(60)
         left, result = leaving.result(60), running.result(60)

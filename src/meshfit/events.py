@@ -25,11 +25,12 @@ written in a quarter of the first 256 steps, and totals of it are estimated from
 
 import json
 import math
+import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -231,8 +232,14 @@ class Events:
             else:
                 lines.append(_text(*entry[:5]))
         self._held.extendleft(reversed(waiting))
-        file.writelines(lines + totals)
-        file.flush()
+        try:
+            file.writelines(lines + totals)
+            file.flush()
+        except OSError as error:  # a full disk, say: a training is worth more than its events
+            print(f"meshfit: {file.name} ends here: {error.strerror or error}", file=sys.stderr, flush=True)
+            self._file = None
+            with suppress(OSError):
+                file.close()
 
     def _totals(self, ended: Ended) -> list[str]:
         now = {**ended.seconds, **{f"gpu {name}": took for name, took in self.gpu_seconds.items()}}

@@ -135,8 +135,8 @@ class Files:
         return done
 
 
-def refused(error: OSError, files: Files, name: str, needed: int, kept: str = "") -> CheckpointError:
-    """Why a checkpoint could not be written: path, needed, free."""
+def refused(error: OSError, files: Files, name: str, needed: int, before: str = "") -> CheckpointError:
+    """Why a checkpoint could not be written: path, needed, free; and what became of the one ``before``."""
     facts = [f"{type(error).__name__}: {error.strerror or error}"]
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         try:
@@ -144,8 +144,7 @@ def refused(error: OSError, files: Files, name: str, needed: int, kept: str = ""
         except OSError:
             free = None
         facts.append(f"needed: {amount(needed)} for this rank's part; free: {'?' if free is None else amount(free)}")
-    facts.append(f"{kept} is intact" if kept else "")
-    return CheckpointError(f"the checkpoint {os.path.join(str(files), name)} could not be written", *facts)
+    return CheckpointError(f"the checkpoint {os.path.join(str(files), name)} could not be written", *facts, before)
 
 
 def amount(size: float) -> str:

@@ -160,6 +160,18 @@ def read(files: Files, name: str) -> Manifest:
     return found
 
 
+def standing(files: Files, name: str) -> str:
+    """Whether the checkpoint ``name``, if there was one, is still there, in words."""
+    if not name:
+        return ""
+    try:
+        read(files, name)
+    except (CheckpointError, OSError) as error:
+        why = "; ".join(error.facts) if isinstance(error, CheckpointError) else str(error)
+        return f"{name}, the one before, is gone or damaged: {why}"
+    return f"{name}, the one before, is complete"
+
+
 @dataclass(frozen=True, slots=True)
 class Skipped:
     name: str

@@ -193,7 +193,8 @@ class Saver:
                 self.files.make(name)
                 word = name, uuid.uuid4().hex
             except OSError as error:
-                word = refused(error, self.files, f"step {run.step}", 0, self.newest or "")
+                before = manifest.standing(self.files, self.newest or "")
+                word = refused(error, self.files, f"step {run.step}", 0, before)
         digests = hashlib.sha256(repr(described).encode()).digest(), hashlib.sha256(repr(own).encode()).digest()
         said = self._ranks.gather((word, digests))
         if isinstance(said[0][0], CheckpointError):

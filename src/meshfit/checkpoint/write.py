@@ -124,7 +124,8 @@ class Part:
         except BaseException as error:
             self._fail(name, error)
             if isinstance(error, OSError):
-                raise refused(error, self.files, name, len(self.begin) + self.host.numel(), self.kept) from error
+                needed, before = len(self.begin) + self.host.numel(), manifest.standing(self.files, self.kept)
+                raise refused(error, self.files, name, needed, before) from error
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -161,7 +162,7 @@ class Part:
                 if self.files.size(os.path.join(self.folder, manifest.NAME)) < 0:
                     self.files.remove_folder(self.folder)
             if isinstance(error, OSError):
-                raise refused(error, self.files, self.folder, 0, self.kept) from error
+                raise refused(error, self.files, self.folder, 0, manifest.standing(self.files, self.kept)) from error
             raise
         self.seconds["complete"] = time.perf_counter() - began
         return manifest.Manifest(self.files, self.folder, body)
@@ -176,7 +177,7 @@ class Part:
                     raise CheckpointError(
                         f"the checkpoint {os.path.join(str(self.files), self.folder)} could not be written",
                         f"rank {rank}: {self.files.read(f'{self.folder}/rank{rank}.failed').decode()}",
-                        f"{self.kept} is intact" if self.kept else "",
+                        manifest.standing(self.files, self.kept),
                     )
                 if rank not in said and f"rank{rank}.json" in there:
                     one = json.loads(self.files.read(f"{self.folder}/rank{rank}.json"))

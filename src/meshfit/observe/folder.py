@@ -12,13 +12,17 @@ report.html          one page about the run (see report.py)
 import importlib.util
 import json
 import math
+import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 import meshfit
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from meshfit.drive import Training
 
 FLUSH_SECONDS = 1.0
+MOST_WAITING = 100_000  # lines that wait for a disk that is full
 
 
 class Folder:
@@ -53,26 +58,56 @@ class Folder:
         self._begun = False
         self._last = (0.0, 0)
         self._scalars = None
-        if self.path is not None and importlib.util.find_spec("tensorboard") is not None:
-            self._scalars = Scalars(self.path / "tensorboard")
-        self._write()
+        self._waiting: list[dict[str, Any]] = []
+        """Lines that could not be written yet."""
+        self._lost = 0
+        """Lines that never will be."""
+        self._said: set[str] = set()
+        try:
+            if self.path is not None and importlib.util.find_spec("tensorboard") is not None:
+                self._scalars = Scalars(self.path / "tensorboard")
+            self._write()
+        except OSError as error:
+            raise JobError(f"out={str(self.path)!r} cannot be written", f"{type(error).__name__}: {error}") from None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Write what is still held, and, if the training came to its end, what it came to."""
+        """Write what is still held, and, if the training came to its end, what it came to. What cannot be written is
+        said, and in the notes: it hides no error of the training, and takes nothing from its result."""
         if self.path is None:
             return
         self._flush()
         outcome = self._training.outcome
+        if missing := self._lost + len(self._waiting):
+            self._say("lost", f"the metrics of {missing} steps could not be written to {self.path / 'metrics.jsonl'}")
         if outcome is not None:
+            with self._telling("weights.safetensors", "; the caller's model holds the trained weights"):
+                _save(self._training.model, self.path / "weights.safetensors")
             self._about |= {"seconds": outcome.seconds, "notes": [*self._training.said, *outcome.notes]}
             self._about |= foretell(self._training)
             self._about["metrics"] = {name: _number(value) for name, value in self._metrics.items()}
-            self._write()
-            _save(self._training.model, self.path / "weights.safetensors")
+            with self._telling("run.json"):
+                self._write()
         self._report(self.path)
+
+    @contextmanager
+    def _telling(self, name: str, more: str = "") -> Iterator[None]:
+        """Around what may find the disk full, or the folder gone: that is said, once for each file."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            assert self.path is not None
+            why = getattr(error, "strerror", None) or str(error)
+            self._say(name, f"{self.path / name} could not be written: {why}{more}")
+
+    def _say(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            print(f"meshfit: {text}", file=sys.stderr, flush=True)
+            notes = self._training.notes if self._training.outcome is None else self._training.outcome.notes
+            notes.append(text)
 
     def _report(self, path: Path) -> None:
         """The page; where it cannot be made, a word, since a training is worth more than its report."""
@@ -88,22 +123,29 @@ class Folder:
             return
         if not self._begun:
             self._begun = True
-            _forget(self.path / "metrics.jsonl", step.step)
+            with self._telling("metrics.jsonl"):
+                _forget(self.path / "metrics.jsonl", step.step)
         self._held.append(step)
         if self._held[0].reading.ready and step.seconds - self._held[0].seconds > FLUSH_SECONDS:
             self._flush()
 
     def _flush(self) -> None:
-        if self.path is not None and self._held:
-            lines = [self._line(step) for step in self._held]
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
-            if self._scalars is not None:
-                began = time.time() - self._held[-1].seconds
+        if self.path is None or not self._held:
+            return
+        lines = [self._line(step) for step in self._held]
+        self._waiting += lines
+        self._lost += max(0, len(self._waiting) - MOST_WAITING)
+        del self._waiting[:-MOST_WAITING]
+        with self._telling("metrics.jsonl", "; the training goes on, and it is tried again"):
+            _append(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self._waiting))
+            self._waiting = []
+        if self._scalars is not None:
+            began = time.time() - self._held[-1].seconds
+            with self._telling("tensorboard"):
                 self._scalars.add([(line["step"], began + line["seconds"], _scalars(line)) for line in lines])
-            self._about["steps"] = self._held[-1].step
-            self._metrics = next((step.valid for step in reversed(self._held) if step.valid), self._metrics)
-            self._held = []
+        self._about["steps"] = self._held[-1].step
+        self._metrics = next((step.valid for step in reversed(self._held) if step.valid), self._metrics)
+        self._held = []
 
     def _line(self, step: Step) -> dict[str, Any]:
         (seconds, samples), self._last = self._last, (step.seconds, step.samples)
@@ -129,11 +171,26 @@ class Folder:
             (self.path / "run.json").write_text(json.dumps(self._about, indent=2) + "\n")
 
 
+def _append(path: Path, text: str) -> None:
+    """All of it, or, where the disk is full, nothing: no half lines."""
+    with path.open("ab", buffering=0) as file:
+        before, left = file.seek(0, os.SEEK_END), memoryview(text.encode())
+        try:
+            while left:
+                left = left[file.write(left) or 0 :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise
+
+
 def _forget(path: Path, step: int) -> None:
     """Leave out what a run that goes on from a checkpoint had done after it: it does that again."""
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step))
+        beside = path.with_suffix(".new")
+        beside.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step))
+        beside.replace(path)
 
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:
@@ -152,7 +209,13 @@ def _save(model: nn.Module, path: Path) -> None:
         if isinstance(tensor, torch.Tensor) and (key := (tensor.data_ptr(), tensor.shape)) not in known:
             known.add(key)
             weights[name] = tensor.detach().cpu().contiguous().clone()
-    save_file(weights, path)
+    beside = path.with_suffix(".part")
+    try:
+        save_file(weights, beside)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _number(value: float) -> float | str:
