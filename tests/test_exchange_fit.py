@@ -495,5 +495,6 @@ def test_verify_tells_what_each_promises() -> None:
     assert [row.name for row in averaged.rows] == ["weights"]
     apart = verified("server=1 data=2 staleness=2")
     assert not apart.comparable
+    assert (apart.equal, apart.exit_code) == (False, 3)
     assert any("updates late" in note for note in apart.notes)
     assert not verified("data=2 exchange=local every=4").comparable

@@ -154,6 +154,15 @@ def test_zero_on_both_is_compared_and_rounding_of_zero_is_not() -> None:
     ).equal
 
 
+def test_a_step_that_fp16_skips_on_both_sides_is_equal() -> None:
+    inf = float("inf")
+    want = replace(trained({"a": 1.0, "b": inf}, {"a": 1.0, "b": 1.0}), norms=[inf])
+    found = compare(want, want, [replace(want, norms=[1.0])], LIMITS["fp16"])
+    assert found.equal, found
+    assert not compare(want, replace(want, norms=[1.0]), [want], LIMITS["fp16"]).equal
+    assert not compare(want, trained({"a": 1.0, "b": 1.0}), [want], LIMITS["fp16"]).equal
+
+
 # Where it begins
 
 

@@ -106,7 +106,7 @@ ANSWERS = {
 
 def show(verdict: Verdict) -> None:
     console = Console(highlight=False)
-    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table = Table(box=None, padding=(0, 1), header_style="dim")
     about = f"{verdict.plan} against {verdict.against}, {verdict.steps} steps"
     table.add_column(f"{about}, {verdict.decided_in}" if verdict.decided_in == "fp64" else about)
     for heading in ("difference", "rounding", "limit") if verdict.comparable else ("difference", "limit"):
@@ -122,14 +122,14 @@ def show(verdict: Verdict) -> None:
         table.add_row(row.name, f"{row.difference:.1e}", rounding, f"{row.limit:.0e}", said)
     console.print(table)
     for note in verdict.notes:
-        console.print(f"  {note}", style="dim")
+        console.print(f" {note}", style="dim")
     if verdict.noise:
         names = ", ".join(verdict.noise[:6]) + (f" and {len(verdict.noise) - 6} more" if len(verdict.noise) > 6 else "")
-        console.print(f"  their gradient is rounding, so their weights are not compared: {names}", style="dim")
+        console.print(f" their gradient is rounding, so their weights are not compared: {names}", style="dim")
     if not verdict.comparable:
-        console.print(f"\n  {verdict.plan} does not make the steps of one device: there is nothing to be equal")
+        console.print(f"\n {verdict.plan} does not make the steps of one device: there is nothing to be equal")
         return
     words, style = ANSWERS[verdict.answer]
-    console.print(f"\n  {verdict.plan} {words}", style=style)
+    console.print(f"\n {verdict.plan} {words}", style=style)
     if verdict.first:
-        console.print(f"  the first to differ is {verdict.first}", style=style)
+        console.print(f" the first to differ is {verdict.first}", style=style)

@@ -162,8 +162,7 @@ def _noise(want: Trained, got: Trained, again: list[Trained], times: float) -> s
 def _owns(want: Trained, again: list[Trained]) -> dict[str, float]:
     """How far each tensor's gradient is from itself."""
     return {
-        name: max((_apart(g, other.gradients.get(name)) for other in again), default=0.0)
-        for name, g in want.gradients.items()
+        name: _largest(_apart(g, other.gradients.get(name)) for other in again) for name, g in want.gradients.items()
     }
 
 
@@ -190,10 +189,11 @@ def _each(want: Trained, got: Trained, again: list[Trained], limit: float, noise
 
 def _series(name: str, want: list[float], got: list[float], again: list[list[float]], limit: float) -> Row:
     def apart(other: list[float]) -> list[float]:
-        return [abs(a - b) / (abs(b) or 1.0) for a, b in zip(other, want, strict=True)]
+        both = zip(other, want, strict=True)  # of a step that fp16 skips both are infinite
+        return [0.0 if a == b else abs(a - b) / (abs(b) or 1.0) for a, b in both]
 
     differences = apart(got)
-    rounding = max((d for other in again for d in apart(other)), default=0.0)
+    rounding = _largest(d for other in again for d in apart(other))
     worst = max(differences, key=lambda d: (d != d, d))
     allowed = limit if worst <= limit else raised(limit, rounding)
     beyond = next((i for i, d in enumerate(differences, 1) if not d <= allowed), None)
@@ -216,7 +216,7 @@ def _tensors(
     compared = {key: tensor for key, tensor in want.items() if _owner(key) not in leave}
     apart = {key: _apart(tensor, got[key]) for key, tensor in compared.items()}
     size = sum(_square(tensor) for tensor in compared.values()) ** 0.5 or 1.0
-    rounding = max((_total(compared, other) / size for other in again), default=0.0)
+    rounding = _largest(_total(compared, other) / size for other in again)
     total = sum(d * d for d in apart.values()) ** 0.5 / size
     allowed = limit if total <= limit else raised(limit, rounding)
     first = ""
@@ -242,14 +242,22 @@ def _label(key: str | tuple[str, str]) -> str:
     return key if isinstance(key, str) else ".".join(key)
 
 
+def _largest(measured: Iterable[float]) -> float:
+    """What is not finite measures nothing."""
+    return max((d for d in measured if math.isfinite(d)), default=0.0)
+
+
 def _square(tensor: Tensor) -> float:
-    return tensor.to(_wide(tensor)).abs().square().sum().item()
+    """Of what is finite."""
+    return tensor.to(_wide(tensor)).abs().square().nan_to_num(0.0, 0.0, 0.0).sum().item()
 
 
 def _apart(tensor: Tensor, other: Tensor | None) -> float:
     if other is None:
         return math.inf
-    return _square(other.to(_wide(other)) - tensor.to(_wide(tensor))) ** 0.5
+    a, b = tensor.to(_wide(tensor)), other.to(_wide(other))
+    same = (a == b) | ((a != a) & (b != b))
+    return (b - a).abs().masked_fill(same, 0.0).square().sum().item() ** 0.5
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
