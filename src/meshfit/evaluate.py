@@ -19,6 +19,7 @@ from meshfit.errors import JobError, clearly, did_you_mean
 from meshfit.evaluation import measure, outputs_of
 from meshfit.job import Job
 from meshfit.launch.world import World, from_environment
+from meshfit.layout.buffers.watch import Frozen
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.place import Placed, place
 from meshfit.layout.precision import Precision
@@ -104,7 +105,8 @@ def _over(
         device = next((p.device for p in model.parameters()), device)
     auxiliary = _plan(job).apart and _plan(job).shares > 1
     try:
-        return find_over(objective, model, few, device, inside, auxiliary=auxiliary)
+        with Frozen.around(model):
+            return find_over(objective, model, few, device, inside, auxiliary=auxiliary)
     except Exception:
         if loader.ranks > 1:
             raise
@@ -185,6 +187,7 @@ def _prepare(
         few=loader.source.few,
         same=from_environment() is None,
         before_cut=lambda: before(model, loader),
+        trains=False,
     )
     return loader, Precision(job.plan.precision), placed
 

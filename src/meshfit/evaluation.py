@@ -20,6 +20,7 @@ from meshfit.errors import DataError
 from meshfit.gathering import gathering
 from meshfit.gathering import over as rows_over
 from meshfit.layout.batchnorm import counting
+from meshfit.layout.buffers.watch import Frozen
 from meshfit.layout.place import Placed
 from meshfit.layout.precision import Precision
 from meshfit.metrics import Metrics, measures
@@ -73,12 +74,14 @@ def measure(
     together = placed.together or whole is not None or over.gathers
     forward = placed.forwards(run if whole is None else returned, precision, loader.device)
     with evaluating(placed):
+        frozen = Frozen(placed.model)
         for batch in loader.epoch(0):
             (part,) = batch.microbatches
             result = None
             if part.samples or together:
                 with counting(part.samples > 0), gathering(rows_over(placed.mesh.shares) if over.gathers else None):
                     result = forward(part.content)
+                frozen.restore()
             loss, outputs, targets = result or (None, None, None)
             if result is not None and whole is not None:
                 with precision.arithmetic(loader.device):
@@ -129,7 +132,7 @@ def outputs_of(
     the ``inputs`` of a batch."""
     forward = placed.forwards(lambda model, content: call(model, inputs(content)), precision, loader.device)
     with evaluating(placed):
-        seen = 0
+        frozen, seen = Frozen(placed.model), 0
         for batch in loader.epoch(0):
             at = seen + share(batch.size, loader.rank, loader.ranks).start
             for part in batch.microbatches:
@@ -137,6 +140,7 @@ def outputs_of(
                     continue
                 with counting(part.samples > 0):
                     outputs = forward(part.content)
+                frozen.restore()
                 if part.samples and placed.mesh.has_results:
                     yield at, tree.map_tensors(_on_cpu, outputs)
                 at += part.samples

@@ -35,6 +35,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             with events.span("exchange"):
                 riders = run.exchange.finish()
             if run.may_stop and riders.stop:
+                run.placed.buffers.drop()
                 run.statistics.restore(statistics)
                 run.exchange.clear()
                 break
@@ -43,9 +44,11 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
                 loss, lr = riders.loss * correction, run.update.learning_rate
                 run.tap(correction)
                 updated = run.update(run.exchange.gradients, loss, correction, run.exchange.norm)
+                run.placed.buffers.commit()
                 reading = Reading(loss, updated.norm, updated.taken, *riders.broken)
                 run.exchange.clear()
         except Again:  # a model server, or a worker of it, was lost in the middle of the step
+            run.placed.buffers.drop()
             continue
         run.count(batch)
         watch.see(reading, batch, statistics)

@@ -31,6 +31,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 COMPILES = ("auto", "none", "whole", "block")
 ROWS = ("auto", "whole", "cut")
 BATCHNORMS = ("global", "local")
+BUFFERS = ("exact", "local")
 RECOMPUTES = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "parameters")
 ZEROS = (1, 2, 3)
@@ -50,6 +51,7 @@ WORDS = {
     "offload": OFFLOADS,
     "compile": COMPILES,
     "batchnorm": BATCHNORMS,
+    "buffers": BUFFERS,
     "exchange": EXCHANGES,
     "compress": COMPRESSIONS,
     "late": LATES,
@@ -153,6 +155,10 @@ class Plan:
 
     batchnorm: str = "global"
     """BatchNorm statistics over the whole batch ("global") or over each device's share ("local")."""
+
+    buffers: str = "exact"
+    """Other buffers that a forward writes: updated as one device would, from the whole batch, or the plan is refused
+    ("exact"); or by every microbatch and on every device for itself ("local")."""
 
     staleness: float = 0
     """Own steps that a worker of servers may be ahead of the slowest, "inf" any; 0: all step together."""

@@ -35,6 +35,7 @@ from meshfit.gathering import over as rows_over
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.layout import batchnorm
+from meshfit.layout.buffers.watch import Frozen
 from meshfit.layout.compile import Compile, expected_step_seconds
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.offload import Offload
@@ -85,6 +86,8 @@ class Run:
                 few=self.loader.source.few,
                 same=same,
                 before_cut=self._before_cut,
+                drops=job.on_nan == "skip" or self.plan.precision == "fp16",
+                joins=job.listen is not None or job.join is not None,
             )
         if gathers and self.plan.apart and self._splits:
             raise PlanError(f"{self.plan}: the step calls meshfit.gather", *batch_loss.no_gather(self.plan))
@@ -102,7 +105,7 @@ class Run:
         self.schedule = self._make_schedule(scale)
         self._compile_if(self._step_seconds, self.last_step)
 
-        self.statistics = batchnorm.Statistics(self.model)
+        self.statistics = batchnorm.Statistics(self.model, self.placed.written.names)
         self.best = None if job.best is None else Best(job.best, job.patience)
         self.may_stop = False
         """Whether somebody may ask to stop: only then is that flag read, which on a GPU means waiting."""
@@ -195,6 +198,7 @@ class Run:
                 tellers=self.plan.context,
                 batch_loss=whole,
                 gather=self._gather,
+                buffers=placed.buffers,
             )
         return Pipelined(
             placed.staged,
@@ -209,6 +213,7 @@ class Run:
             inside=placed.inside,
             split_backward=placed.shards is None and self.plan.recompute == "none",
             batch_loss=whole,
+            buffers=placed.buffers,
         )
 
     def _before_cut(self) -> None:
@@ -401,7 +406,8 @@ class Run:
             device = next((p.device for p in self.model.parameters()), device)
         few, balanced = self.loader.source.few(), not self.plan.apart or self.plan.shares == 1
         try:
-            over = find_over(self.job.objective, self.model, few, device, inside, auxiliary=not balanced)
+            with Frozen.around(self.model):
+                over = find_over(self.job.objective, self.model, few, device, inside, auxiliary=not balanced)
         except Exception:
             if self._splits:
                 raise

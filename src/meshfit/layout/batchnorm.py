@@ -7,7 +7,7 @@ same on GPUs alone.
     traffic per BatchNorm and microbatch: all_gather of 2C+1 floats, all_reduce of 2C
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,10 +42,12 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 class Statistics:
-    """Running statistics as they were before a step, for a step that is then not taken."""
+    """Running statistics, and other buffers that a forward writes, as they were before a step, for a step that is then
+    not taken."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, others: Collection[str] = ()):
         buffers = [buffer for norm in batch_norms(model) for buffer in norm.buffers()]
+        buffers += [buffer for name, buffer in model.named_buffers() if name in others]
         kinds = {buffer.dtype for buffer in buffers}
         self._buffers = [[buffer for buffer in buffers if buffer.dtype is kind] for kind in kinds]
 

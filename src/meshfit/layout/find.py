@@ -50,8 +50,15 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
-def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device: str = "cuda") -> Found:
-    """``model`` stays as it is; costs are those on ``device``."""
+def find(
+    plan: Plan,
+    model: nn.Module,
+    objective: Objective,
+    batch: Any,
+    device: str = "cuda",
+    whole: Collection[str] = (),
+) -> Found:
+    """``model`` stays as it is; costs are those on ``device``. ``whole``: modules that must not be cut over stages."""
     found = Found()
     if plan.tensor > 1:
         found = _split(found, plan, model, objective, batch, device)
@@ -63,7 +70,7 @@ def find(plan: Plan, model: nn.Module, objective: Objective, batch: Any, device:
     if traces:
         found = _traced(found, plan, model, objective, batch, device)
     if plan.pipeline > 1:
-        found = _staged(found, plan, model, objective, batch, device)
+        found = _staged(found, plan, model, objective, batch, device, whole)
     if plan.branch > 1:
         dealt = Branch(degree=plan.branch, atoms=found.blocks).find(model, objective, batch, device=device)
         found = replace(found, branch=dealt.to_send(), notes=(*found.notes, dealt.note))
@@ -212,8 +219,16 @@ def pipeline_of(plan: Plan, atoms: Collection[str] = ()) -> Pipeline:
     )
 
 
-def _staged(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any, device: str) -> Found:
-    atoms = [*found.blocks, *(_wrapped(found.tensor) if found.tensor else ())]
+def _staged(
+    found: Found,
+    plan: Plan,
+    model: nn.Module,
+    objective: Objective,
+    batch: Any,
+    device: str,
+    whole: Collection[str],
+) -> Found:
+    atoms = [*found.blocks, *(_wrapped(found.tensor) if found.tensor else ()), *whole]
     pipe = pipeline_of(plan, dict.fromkeys(atoms))
     staged = pipe.find(model, objective, batch, device=device)
     notes = (*found.notes, *staged.notes)

@@ -6,7 +6,7 @@ What they need to know of the model is found before: see find.py.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from meshfit.layout import batchnorm
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.branch import Branch, Branched
+from meshfit.layout.buffers import check as check_buffers
+from meshfit.layout.buffers.find import Written
+from meshfit.layout.buffers.find import find as find_written
+from meshfit.layout.buffers.step import Buffers, look_away_from
 from meshfit.layout.compile import Blocks
 from meshfit.layout.context import Context
 from meshfit.layout.expert import Expert, Owned
@@ -67,6 +71,9 @@ class Placed:
     caches: list[Any] = field(default_factory=list)
     """Configs of Hugging Face's in which ``use_cache`` was turned off for the training."""
     notes: list[str] = field(default_factory=list)
+    written: Written = field(default_factory=Written)
+    """Buffers that a forward writes, but for BatchNorm's."""
+    buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def apart(self) -> Staged | Branched | None:
@@ -233,10 +240,14 @@ def place(
     few: Callable[[], Any],
     same: bool,
     before_cut: Callable[[], None] = lambda: None,
+    trains: bool = True,
+    drops: bool = False,
+    joins: bool = False,
 ) -> Placed:
     """Lay ``model`` out under ``plan``, in place. ``few`` gives some samples, for tracing a step.
 
     ``before_cut`` is called while the parameters are still whole: an optimizer made there sees their shapes.
+    ``drops``: a step may be dropped after its forward. ``joins``: workers may come later.
     """
     ties = tied(model)
     acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
@@ -244,13 +255,26 @@ def place(
     in_blocks &= plan.tensor == plan.expert == plan.context == 1 and not plan.apart
     spreads = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.apart
     found, caches = Found(), _without_caches(model)
+    if not spreads and plan.context == 1:  # else only parts of it go there
+        model.to(device)
+    written = Written()
+    if trains and (plan.devices > 1 or plan.server or plan.microbatches > 1 or drops):
+        arithmetic = lambda: Precision(plan.precision).arithmetic(device)
+        asks = plan.buffers == "exact"
+        written = _agreed(lambda: find_written(model, objective, few, device, arithmetic, tries=asks), mesh)
+        by_rows = plan.rows == "cut" or (plan.rows == "auto" and device.type == "cuda" and plan.pipeline == 1)
+        check_buffers.check(plan, written, by_rows=by_rows and plan.tensor > 1, joins=joins)
     if spreads or plan.context > 1 or plan.recompute != "none" or in_blocks:
-        found = _agreed(lambda: find(plan, model, objective, few(), device.type), mesh)
-    if not spreads:  # else only parts of it go there
+        whole = [writer.path for writer in written.writers if check_buffers.splits(plan)]
+        found = _agreed(lambda: find(plan, model, objective, few(), device.type, whole), mesh)
+    if not spreads:
         model.to(device)
     Replicate(degree=plan.shares).apply(model, mesh, same=same, device=device)
     before_cut()
-    placed = Placed(model, mesh, notes=[*found.notes, *([CACHES_OFF] if caches else [])], caches=caches)
+    placed = Placed(
+        model, mesh, notes=[*found.notes, *([CACHES_OFF] if caches else [])], caches=caches, written=written
+    )
+    placed.notes += check_buffers.notes(plan, written)
     if found.pipeline is not None:
         assert mesh.pipeline is not None
         placed.staged = pipeline_of(plan, found.pipeline.atoms).apply(model, found.pipeline, mesh.stage)
@@ -266,6 +290,8 @@ def place(
         batchnorm.apply(model, mesh.batch)
     if mesh.batch is not None and not plan.apart and plan.in_step:
         placed.balances = balance.apply(model, mesh.batch)
+    if plan.buffers == "exact" and check_buffers.splits(plan):
+        placed.buffers = Buffers(model, written, mesh.batch, microbatches=plan.microbatches)
     if in_blocks and found.compiled:
         placed.compiled = Blocks(model, found.compiled)
     if found.tensor is not None:
@@ -286,6 +312,7 @@ def place(
         model.to(device)
     if plan.recompute != "none":
         Recompute(word=plan.recompute, blocks=tuple(again)).apply(model)
+    look_away_from(placed.buffers)
     if found.context is not None:
         assert mesh.context is not None
         placed.guards.enter_context(guarded())
@@ -310,11 +337,14 @@ def _without_caches(model: nn.Module) -> list[Any]:
     return found
 
 
-def _agreed(find: Callable[[], Found], mesh: Mesh) -> Found:
+F = TypeVar("F")
+
+
+def _agreed(find: Callable[[], F], mesh: Mesh) -> F:
     """What the first rank finds, on all ranks; its error too."""
     if mesh.world is None:
         return find()
-    found: list[Any] = [None]
+    found: Any = [None]
     if mesh.rank == 0:
         try:
             found[0] = find()

@@ -9,7 +9,7 @@ The gradients of the last backward are final, so exchange may sum them while it 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from meshfit.exchange.serving.worker import Worker
 from meshfit.gathering import gathering
 from meshfit.generators import Generators
 from meshfit.layout.batchnorm import counting
+from meshfit.layout.buffers.step import Buffers
 from meshfit.layout.precision import LossScale, Precision
 from meshfit.objective import Over, check_scalar
 from meshfit.schedule.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
@@ -49,6 +50,8 @@ class Passes:
     """Of a loss of the whole batch; ``objective`` then gives the model's outputs."""
     gather: Callable[[Tensor], Tensor] | None = None
     """What ``meshfit.gather`` does in the objective."""
+    buffers: Buffers = field(default_factory=Buffers)
+    """Those that a forward writes."""
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         if self.batch_loss is not None:
@@ -60,7 +63,7 @@ class Passes:
         for i, part in enumerate(batch.microbatches):
             at = {"microbatch": i} if len(batch.microbatches) > 1 else {}
             with span("forward", **at):
-                with self._around(part), gathering(self.gather):
+                with self._around(i, part), gathering(self.gather):
                     loss = self.objective(self.model, part.content)
                 share, count = self._share(loss, part, batch)
                 if self.tellers > 1:
@@ -79,7 +82,7 @@ class Passes:
         """With a loss of the whole batch: see batch_loss.py."""
         span, parts = current().span, batch.microbatches
         if len(parts) == 1:
-            with span("forward"), self._around(parts[0]):
+            with span("forward"), self._around(0, parts[0]):
                 made = whole_outputs(self.objective(self.model, parts[0].content))
                 share = self.share_of(batch_loss([(made, parts[0].content, parts[0].samples > 0)]), batch)
             self._arm(self._read(share.detach()), self.counted_samples(batch), stop)
@@ -90,8 +93,9 @@ class Passes:
         with torch.no_grad(), buffers_kept(self.model):
             for i, part in enumerate(parts):
                 draws.append(Generators(self.device))
-                with span("forward", microbatch=i), self._around(part):
+                with span("forward", microbatch=i), self._around(i, part, counts=False):
                     firsts.append(leaves_of(whole_outputs(self.objective(self.model, part.content))))
+        self.buffers.drop()
         with span("forward"), self.precision.arithmetic(self.device):
             given = [(made, part.content, part.samples > 0) for (made, _), part in zip(firsts, parts, strict=True)]
             share = self.share_of(batch_loss(given), batch)
@@ -99,7 +103,7 @@ class Passes:
         after = Generators(self.device)
         for i, part in enumerate(parts):
             draws[i].restore()
-            with span("forward", microbatch=i), self._around(part):
+            with span("forward", microbatch=i), self._around(i, part):
                 made = whole_outputs(self.objective(self.model, part.content))
             if part is parts[-1]:
                 self._arm(self._read(share.detach()), self.counted_samples(batch), stop)
@@ -110,9 +114,10 @@ class Passes:
         after.restore()
 
     @contextmanager
-    def _around(self, part: Microbatch) -> Iterator[None]:
-        """Around what runs the model."""
-        with counting(part.samples > 0), self.precision.arithmetic(self.device), self.inside():
+    def _around(self, at: int, part: Microbatch, *, counts: bool = True) -> Iterator[None]:
+        """Around what runs the model; what it writes to buffers counts only once."""
+        writing = self.buffers.forward(at, part.samples if counts else None)
+        with counting(part.samples > 0), writing, self.precision.arithmetic(self.device), self.inside():
             yield
 
     def share_of(self, loss: Any, batch: Batch) -> Tensor:
@@ -125,6 +130,7 @@ class Passes:
         return sum(part.samples for part in batch.microbatches) / self.tellers
 
     def _arm(self, total: Tensor | float, counted: Tensor | float, stop: Callable[[], bool]) -> None:
+        self.buffers.combine()
         broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
         self.exchange.arm(total, counted, stop=stop(), broken=broken)
 

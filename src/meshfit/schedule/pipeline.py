@@ -25,6 +25,7 @@ from meshfit.data.loader import Batch, Microbatch
 from meshfit.data.order import mix
 from meshfit.errors import JobError
 from meshfit.layout.batchnorm import counting
+from meshfit.layout.buffers.step import Buffers
 from meshfit.layout.pipeline import Staged
 from meshfit.layout.precision import LossScale, Precision
 from meshfit.layout.stages.program import Layout, Program
@@ -80,6 +81,7 @@ class Pipelined:
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         split_backward: bool = True,
         batch_loss: BatchLoss | None = None,
+        buffers: Buffers | None = None,
     ):
         """``split_backward=False`` does the whole of a backward where its first half is due: where activations are
         computed again in backward, the second half would do so once more for every weight.
@@ -90,6 +92,7 @@ class Pipelined:
         self.device, self.seed, self.inside = device, seed, inside
         self.weigh = Passes(staged.part, objective, over, precision, scale, exchange, device, inside)
         self.split_backward, self.batch_loss = split_backward, batch_loss
+        self.buffers = buffers or Buffers()
         self.clock = Clock(device)
         self.steps = 0
         """Taken so far: random numbers follow it, so a resumed run sets it."""
@@ -110,6 +113,7 @@ class Pipelined:
                 step.move(entry)
                 continue
             if entry == final:  # the gradients that it completes may go
+                self.buffers.combine()
                 total, counted = step.total, step.counted
                 broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
                 self.weigh.exchange.arm(total, counted, stop=stop(), broken=broken)
@@ -136,6 +140,7 @@ class Pipelined:
             for entry in issued(ahead, self.staged.rank):
                 step.move(entry) if isinstance(entry, Transfer) else step.run(entry)
             self.stages.transport.flush()
+        self.buffers.drop()
         held = step.held
         assert held is not None
         if not self.staged.last:
@@ -318,7 +323,12 @@ class _Step:
         with run.clock(action):
             fed = [t.detach().requires_grad_(needs) for t, needs in zip(received, self._needs(stage, at), strict=True)]
             _seed(run.seed, run.steps, at, stage)
-            with counting(part.samples > 0), run.weigh.precision.arithmetic(run.device), run.inside():
+            with (
+                counting(part.samples > 0),
+                run.buffers.forward(at, part.samples if torch.is_grad_enabled() else None),
+                run.weigh.precision.arithmetic(run.device),
+                run.inside(),
+            ):
                 made, result = program.run(stage, self.stages.root, self.given[at], fed, run.device)
             wanting, gradients = [t for t in made if t.requires_grad], None
             if stage == self.plan.stages - 1 and self.held is None:
