@@ -1,6 +1,7 @@
 """Ranks are started, heard and ended: real processes, real signals."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -169,6 +170,14 @@ def test_two_runs_at_once_meet_as_torchrun_says():
 
     with Ranks(work(0), size=1, devices=CPU) as one, Ranks(work(1), size=1, devices=CPU) as two:
         assert one.results + two.results == [3, 3]
+
+
+def test_a_rank_may_open_as_many_files_as_it_can() -> None:
+    """Connections to a rank's port that others leave open cost it one each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Ranks(lambda *_: resource.getrlimit(resource.RLIMIT_NOFILE), size=1, devices=CPU) as ranks:
+        ((most, _),) = ranks.results
+    assert most == hard >= soft
 
 
 # What travels

@@ -118,6 +118,24 @@ def test_a_rank_that_stands_still_is_named(how, says: str, capfd: pytest.Capture
         assert "in keep_the_lock" in told
 
 
+def test_one_that_aborts_for_another_is_not_blamed() -> None:
+    """As NCCL ends a process whose collective takes too long."""
+
+    def work(world, channel):
+        if world.rank == 1:
+            time.sleep(60)
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError:
+            os.abort()
+
+    with Ranks(work, size=2, devices=CPU, timeout=4) as ranks, pytest.raises(RankError) as caught:
+        for _ in ranks.messages():
+            pass
+    assert caught.value.headline == "rank 1 stood still, and the others waited for it for 4 s"
+    assert "rank 0 was killed by signal 6 (SIGABRT)" in str(caught.value)
+
+
 class Slow(nn.Module):
     """Stands still, or works, once, on one of the ranks."""
 

@@ -7,7 +7,6 @@ batch, and where gradients are compared; all else in a rank is as if its crew we
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
-from typing import Any
 
 import torch.distributed as dist
 
@@ -29,12 +28,14 @@ def own_world(plan: Plan, world: World, *, timeout: float) -> tuple[World, Group
     if size == 1:
         return own, dist.group.WORLD, dist.group.WORLD if plan.joins_batchnorms else None
 
-    def line(key: Callable[[int], object], **how: Any) -> dist.ProcessGroup:
+    limit = timedelta(seconds=timeout)
+
+    def line(key: Callable[[int], object]) -> dist.ProcessGroup:
         """Ranks with the same key; all ranks make all such groups."""
         lines: dict[object, list[int]] = {}
         for rank in range(world.size):
             lines.setdefault(key(rank), []).append(rank)
-        made = {each: dist.new_group(ranks, **how) for each, ranks in lines.items()}
+        made = {each: dist.new_group(ranks, timeout=limit) for each, ranks in lines.items()}
         return made[key(world.rank)]  # type: ignore[return-value]
 
     peers = line(lambda rank: rank % size)
@@ -47,6 +48,6 @@ def own_world(plan: Plan, world: World, *, timeout: float) -> tuple[World, Group
             for place in places
         ]
         batch = line(lambda rank: same[rank % size])
-    crew = line(lambda rank: rank // size, timeout=timedelta(seconds=timeout))
+    crew = line(lambda rank: rank // size)
     become_world(crew, peers, *([batch] if batch not in (None, peers) else []))
     return own, peers, batch

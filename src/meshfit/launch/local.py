@@ -145,6 +145,8 @@ class Ranks:
                 if rank in self._ending:
                     headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
                 elif rank not in self._spare or code >= 0 or len(self.lost.keys() | mates) == self.size:
+                    if code == -signal.SIGABRT:  # NCCL ends a process that has waited too long for another
+                        self._blame(headline)
                     raise Died(headline, fact, *self._printed(rank))
                 self.lost[rank] = headline
                 self._open.discard(rank)
@@ -274,12 +276,16 @@ class Ranks:
 
     def _fail(self, rank: int, raised: Raised) -> NoReturn:
         if raised.timed_out:
-            gave_up = f"{self._role} {rank} raised {raised.headline}"
-            if (error := self._stalls.blame(gave_up, self._timeout, gone=self._exited.keys())) is not None:
-                raise error
+            self._blame(f"{self._role} {rank} raised {raised.headline}")
         if raised.error is not None:
             raise raised.error
         raise RankError(f"{self._role} {rank} raised {raised.headline}", *self._printed(rank), trace=raised.trace)
+
+    def _blame(self, gave_up: str) -> None:
+        """Raise on behalf of who stood still, if one did, where another gave up waiting for it."""
+        error = self._stalls.blame(gave_up, self._timeout, gone=self._exited.keys())
+        if error is not None:
+            raise error
 
     def _printed(self, rank: int) -> list[str]:
         """The last lines that a rank wrote, for an error about it."""
