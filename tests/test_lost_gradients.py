@@ -189,3 +189,45 @@ class Functional(nn.Module):
 
 def test_weights_that_the_model_puts_in_are_not_replaced_by_gathered_ones() -> None:
     assert_like_one_device("shard=2", Functional)
+
+
+class Loses(nn.Module):
+    """A layer whose gradient is lost wherever ``told(weight)``; and parameters that have none on one device either."""
+
+    def __init__(self, told: str = "") -> None:
+        super().__init__()
+        self.told = told
+        self.enter, self.middle, self.leave = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        self.a, self.b = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+        nn.init.zeros_(self.b.weight)
+        self.unused, self.frozen = nn.Linear(3, 3), nn.Parameter(torch.ones(16), requires_grad=False)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x).relu()
+        weight = self.middle.weight
+        told = {"": False, "gathered": not weight.is_leaf, "watched": bool(weight._post_accumulate_grad_hooks)}[
+            self.told
+        ]
+        h = (self.middle(h).detach() if told else self.middle(h)) * self.frozen
+        h = h + self.b(self.a(h))
+        chosen = (h[:, :3].argmax(1), self.experts)  # the last is never chosen
+        h = h + torch.stack([chosen[1][int(i)](row) for i, row in zip(chosen[0], h, strict=True)])  # type: ignore[operator]
+        return self.leave(h)
+
+
+@pytest.mark.parametrize(("plan", "told"), [("shard=2", "gathered"), ("data=2", "watched")])
+def test_a_lost_gradient_stops_the_run_by_its_name(plan: str, told: str) -> None:
+    torch.manual_seed(0)
+    model = Loses(told)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(MeshfitError, match=r"no gradient arrives at enter.bias, enter.weight, middle.bias, middle.w"):
+        fit(model, plan)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "data=2 exchange=local"])
+def test_a_gradient_that_is_zero_on_one_device_too_passes(plan: str) -> None:
+    torch.manual_seed(0)
+    fit(Loses(), plan)

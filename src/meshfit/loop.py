@@ -39,6 +39,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
                 run.statistics.restore(statistics)
                 run.exchange.clear()
                 break
+            run.guard(batch)
             with events.span(run.update.span):
                 correction = run.schedule.correction(batch, riders.count)
                 loss, lr = riders.loss * correction, run.update.learning_rate

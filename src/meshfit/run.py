@@ -32,6 +32,7 @@ from meshfit.exchange.scatter import Scatter, cut_state
 from meshfit.exchange.update import Average, Update
 from meshfit.gathering import gathering, refusing
 from meshfit.gathering import over as rows_over
+from meshfit.gradients import Guard, blank_of
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.layout import batchnorm
@@ -105,6 +106,9 @@ class Run:
         self.schedule = self._make_schedule(scale)
         self._compile_if(self._step_seconds, self.last_step)
 
+        self.guard = Guard(self, self._blank) if self._guards else lambda batch: None
+        """Called before each update: see gradients.py."""
+        self._blank = None
         self.statistics = batchnorm.Statistics(self.model, self.placed.written.names)
         self.best = None if job.best is None else Best(job.best, job.patience)
         self.may_stop = False
@@ -220,8 +224,16 @@ class Run:
         """What needs the parameters in their own shapes."""
         if self.plan.apart or sum(p.numel() for p in self.model.parameters()) <= LARGEST:
             self.over = self._find_over()
+        self._blank = blank_of(self.model) if self._guards and self.mesh.rank == 0 else None
         self.optimizer = self.job.make_optimizer(self.model)
         self._step_seconds = self._expected_step()
+
+    @property
+    def _guards(self) -> bool:
+        """Whether anything is done that one device alone would not do."""
+        plan, gpu = self.plan, self.world.device.type == "cuda"
+        compiles = plan.compile != "none" if gpu else plan.compile in ("block", "whole")
+        return self.world.size > 1 or plan.cuts or plan.recompute != "none" or compiles or plan.server > 0
 
     def loader_of(self, data: object, *, microbatches: int = 1, shuffle: bool = False) -> Loader:
         assert isinstance(self.job.batch_size, int)

@@ -6,15 +6,14 @@
               copies another 2(P/n)(d-1)/d; one small all_reduce a step
 
 That small one carries what every rank must know before it steps: the loss, what it is a mean over, whether to stop,
-whose loss was not finite, the squared norm of each rank's part, which parameters were reached, and the trail of gathers
-(layout/gather.py).
+whose loss was not finite, the squared norm of each rank's part, and which parameters were reached.
 
 [Note: the same order everywhere]
-Gradients may be complete in another order, or not at all, on one rank. So scatters start in one order on all ranks: the
-reverse of the forward, or once all ranks had the same order in a step, that. With zero=3, where all ranks use the same
-units, each use of a unit is a scatter: no whole gradient waits for the next. With zero=1 and 2 each unit is scattered
-once a pass, used or not: ranks may differ in what they use. What a backward did not reach is sent as zeros at its end.
-As in allreduce.py, a parameter that no rank reached is left without a gradient.
+Gradients may be complete in another order, or not at all, on one rank. With zero=3 each use of a unit is a scatter, as
+soon as its gradient is complete: no whole gradient waits for the next. Ranks that use other units take part in each
+other's (layout/lockstep.py). With zero=1 and 2 each unit is scattered once a pass, used or not, in one order on all
+ranks: the reverse of the forward, or once all ranks had the same order in a step, that. What a backward did not reach
+is sent as zeros at its end. As in allreduce.py, a parameter that no rank reached is left without a gradient.
 
 [Note: unannounced]
 A reentrant checkpoint of the user's runs a graph of its own within backward, and a step may call backward itself while
@@ -37,10 +36,11 @@ from meshfit.exchange.allreduce import Riders
 from meshfit.exchange.update import total_norm
 from meshfit.layout.flat import Flat, as_real
 from meshfit.layout.gather import Shards
+from meshfit.layout.lockstep import SCATTER
 from meshfit.layout.open_unit import OpenUnit
 from meshfit.torch_compat import reduce_scatter_single
 
-RIDERS = 4  # loss, count, stop, squared norm; then a slot a rank for broken losses and for trails, one a parameter
+RIDERS = 4  # loss, count, stop, squared norm; then a slot a rank for broken losses and for orders, one a parameter
 FLYING = 2  # scatters under way at a time: their rows are memory
 
 
@@ -48,6 +48,7 @@ FLYING = 2  # scatters under way at a time: their rows are memory
 class _Flight:
     """A scatter under way."""
 
+    unit: OpenUnit
     flat: Flat
     row: Tensor
     out: Tensor
@@ -89,10 +90,15 @@ class Scatter:
         self._last = False
         self._under_way = False
         """Whether a pass has begun and not ended."""
+        self._passes = self._usual_passes = 0
+        """In this step so far, and in the one before: ranks must agree on which is the last while some still run
+        forward."""
         self._ready: dict[OpenUnit, list[list[Tensor]]] = {}
         """Whole gradients, one row a flat, of each use that backward is done with."""
         self._sums: dict[Flat, Tensor] = {}
         """Whole gradients to which more may be added."""
+        self._came: Counter[OpenUnit] = Counter()
+        """How often backward came back from each, in this pass."""
         self._unannounced: set[OpenUnit] = set()
         """See the note."""
         self._expected: list[OpenUnit] | None = None
@@ -105,6 +111,7 @@ class Scatter:
         for parameter in self.parameters:
             parameter.grad = None
         shards.on_pass, shards.on_return = self._begin_pass, self._returned
+        shards.on_serve = lambda unit: self._send(unit, self._summed(unit, zeros=True))
 
     @property
     def _flats(self) -> list[Flat]:
@@ -117,6 +124,9 @@ class Scatter:
             return
         self._end_pass()
         self._under_way = True
+        self._passes += 1
+        if self.shards.zero == 3:
+            self.shards.lockstep.begin("train")
         for unit in self.shards.used:  # by a forward that no backward followed
             unit.left = 0
             unit.uses.clear()
@@ -135,15 +145,21 @@ class Scatter:
             else:
                 self._sums[flat] = flat.pack(theirs, self.shards.device)
         self._returns.append(unit)
-        if not (self.once or again):
-            self._ready.setdefault(unit, []).append(rows)
         if again or self.shards.running:
             self._unannounced.add(unit)
-        if not self.shards.running:
+        if not (self.once or again):
+            self._came[unit] += 1
+            if self.shards.running:
+                self._ready.setdefault(unit, []).append(rows)
+            else:
+                self._scatter(unit, rows)
+        elif not self.shards.running:
             self._launch()
 
     def _launch(self) -> None:
         """Start the scatters that are next in order and complete."""
+        if not self.once:
+            return
         if self._expected is None:
             self._expected = self._order()
         while self._expected and (rows := self._complete(self._expected[0])) is not None:
@@ -151,9 +167,7 @@ class Scatter:
 
     def _order(self) -> list[OpenUnit]:
         """In which order gradients will be complete in this pass."""
-        used, agreed = self.shards.used, self._agreed or []
-        if not self.once:
-            return list(agreed if Counter(agreed) == Counter(used) else used[::-1])
+        agreed = self._agreed or []
         if self.accumulate and not self._last:
             return []
         known = list(dict.fromkeys(agreed[::-1]))[::-1]
@@ -161,16 +175,14 @@ class Scatter:
 
     def _complete(self, unit: OpenUnit) -> list[Tensor] | None:
         """Rows for the next scatter of a unit, if nothing will be added to them."""
-        if not self.once:
-            ready = self._ready.get(unit)
-            return ready.pop(0) if ready else None
         if unit.left or unit in self._unannounced or unit.trained[0] not in self._sums:
             return None
         return self._summed(unit)
 
-    def _summed(self, unit: OpenUnit) -> list[Tensor]:
-        zeros = lambda flat: torch.zeros(flat.padded, dtype=flat.dtype, device=self.shards.device)
-        return [self._sums.pop(flat) if flat in self._sums else zeros(flat) for flat in unit.trained]
+    def _summed(self, unit: OpenUnit, *, zeros: bool = False) -> list[Tensor]:
+        nothing = lambda flat: torch.zeros(flat.padded, dtype=flat.dtype, device=self.shards.device)
+        own = {} if zeros else self._sums
+        return [own.pop(flat) if flat in own else nothing(flat) for flat in unit.trained]
 
     def _end_pass(self) -> None:
         """After a backward: send what it did not reach as zeros, and what came unannounced."""
@@ -180,13 +192,19 @@ class Scatter:
         for unit in self._expected or ():
             ready = self._complete(unit)
             self._scatter(unit, self._summed(unit) if ready is None else ready)
+        for unit in () if self.once else self.shards.used[::-1]:
+            if self._came[unit]:
+                self._came[unit] -= 1
+            else:
+                self._scatter(unit, self._summed(unit, zeros=True))
         if not self.accumulate or self._last:
             for unit in self.shards.units:
                 more = self._ready.pop(unit, [])
                 more += [self._summed(unit)] if any(flat in self._sums for flat in unit.trained) else []
                 for rows in more:
-                    self.shards.mark(unit)
                     self._scatter(unit, rows)
+        if self.shards.zero == 3:
+            self.shards.lockstep.end()
         used = self.shards.used
         if self._last and self._agreed is None:
             self._returns += (Counter(used) - Counter(self._returns)).elements()
@@ -196,12 +214,18 @@ class Scatter:
             unit.left = 0
             unit.uses.clear()
         self._ready.clear()
+        self._came.clear()
         used.clear()
         self._expected, self._under_way = None, False
 
     def _scatter(self, unit: OpenUnit, rows: list[Tensor]) -> None:
+        if self.shards.zero == 3:
+            self.shards.lockstep.turn(SCATTER, unit.index)
+        self._send(unit, rows)
+
+    def _send(self, unit: OpenUnit, rows: list[Tensor]) -> None:
         for flat, row in zip(unit.trained, rows, strict=True):
-            if flat in self._summing:
+            if flat in self._summing and self.shards.zero < 3:
                 raise JobError(
                     "a gradient was added to after it had been summed over ranks",
                     "reentrant checkpointing does that: checkpoint(..., use_reentrant=False) does not",
@@ -217,7 +241,7 @@ class Scatter:
             else:
                 current().moved("reduce_scatter", row.nbytes)
                 work = reduce_scatter_single(as_real(out), as_real(row), group=self.shards.group, async_op=True)
-            self._flying.append(_Flight(flat, row, out, work, time.perf_counter(), first))
+            self._flying.append(_Flight(unit, flat, row, out, work, time.perf_counter(), first))
         while len(self._flying) > FLYING:
             self._land()
 
@@ -229,6 +253,10 @@ class Scatter:
             current().arrived(came.began)
         gradient = came.flat.gradient
         assert gradient is not None
+        if came.flat in self._summing:  # those of other uses are on their way over the copies
+            self._summing[came.flat].wait()
+            current().moved("all_reduce", came.out.nbytes)
+            dist.all_reduce(came.out, group=self.copies)
         if came.out is not gradient:
             self._squares.pop(came.flat, None)
             if came.first:
@@ -238,9 +266,15 @@ class Scatter:
                 if gradient.is_cpu and came.out.is_cuda:  # a copy into it may still be under way
                     torch.cuda.current_stream(came.out.device).synchronize()
                 gradient.add_(came.out.to(gradient.device))
-        may_come = any(came.flat in unit.flats for unit in (*(self._expected or ()), *self._unannounced))
-        if self.copies is not None and self._last and self._agreed is not None and not may_come:
+        if self.copies is not None and not self._may_come(came.unit):
             self._sum_copies(came.flat)
+
+    def _may_come(self, unit: OpenUnit) -> bool:
+        """Whether more of a unit's gradient is expected in this step: the same answer on all ranks."""
+        if self.shards.zero == 3:
+            lockstep, last = self.shards.lockstep, self._passes == self._usual_passes
+            return not last or not lockstep.scripted or lockstep.comes(SCATTER, unit.index)
+        return not self._last or self._agreed is None or unit in (self._expected or ()) or unit in self._unannounced
 
     def _sum_copies(self, flat: Flat) -> None:
         if flat not in self._summing and not any(flight.flat is flat for flight in self._flying):
@@ -280,20 +314,16 @@ class Scatter:
         square = total_norm([g for g in other if g is not None]).double().square().to(numbers.device)
         square = (square + sum(self._squares.values())) / copies
         behind = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached]
-        returns = _number(self._returns)
         numbers[3] = square
-        numbers[RIDERS + degree + self.rank] = self.shards.trail * 65521 + (returns if self._agreed is None else 0)
+        numbers[RIDERS + degree + self.rank] = _number(self._returns)
         numbers[RIDERS + 2 * degree :] = 1.0
         if behind:
             numbers[torch.tensor(behind, device=numbers.device) + RIDERS + 2 * degree] = 0.0
         if self.world is not None:
             current().moved("all_reduce", numbers.nbytes)
             dist.all_reduce(numbers, group=self.world)
-        trails = numbers[RIDERS + degree : RIDERS + 2 * degree]
-        if numbers.is_cpu or self._agreed is None:
-            self._compare(trails.tolist())
-        else:  # the host does not wait to see it: a norm that is no number keeps the step from being taken
-            numbers[3] = torch.where((trails == trails[0]).all(), numbers[3], torch.nan)
+        if self._agreed is None:
+            self._agree(numbers[RIDERS + degree : RIDERS + 2 * degree].tolist())
         for p, reached in zip(self.parameters, self._reached_flags(bool(behind)), strict=True):
             flat, i = self.shards.place[p]
             if p.grad is not None:
@@ -317,16 +347,11 @@ class Scatter:
             return [1.0] * len(self.parameters)
         return self._numbers[RIDERS + 2 * self.degree :].tolist()
 
-    def _compare(self, trails: list[float]) -> None:
-        gathers = {int(trail) // 65521 for trail in trails}
-        if len(gathers) > 1:
-            raise RankError(
-                "the ranks called the model's blocks in different orders, so their weights were mixed up",
-                "something that differs between ranks (its samples, a random number) decides which blocks run",
-                "zero=2 gathers all blocks whatever runs: it would work",
-            )
-        if self._agreed is None:
-            self._agreed = [*self._returns] if len(set(trails)) == 1 else []
+    def _agree(self, orders: list[float]) -> None:
+        """After the first step: if gradients were complete in one order on all ranks, scatters follow it."""
+        self._agreed = [*self._returns] if len(set(orders)) == 1 else []
+        if self.once:
+            self.shards.lockstep.forget()
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -344,6 +369,7 @@ class Scatter:
         self._squares.clear()
         self._summing.clear()
         self._last = False
+        self._usual_passes, self._passes = self._passes, 0
         self.shards.changed()
 
     def remove(self) -> None:

@@ -9,13 +9,8 @@ opens units too, and is given outputs of ``_Again``: gradients asked for by ``to
 that the forward was given, which is what that code asks for; those of a ``backward()`` go to the exchange at once.
 
 With zero=3 a unit is dropped after its call, and gathered again when backward asks for a weight that it saved
-(saved.py). Gathers that backward will ask for are those it asked for last time, so the next one is started ahead.
-
-[Note: the same order everywhere]
-With zero=3 ranks meet in gathers, so all must use the units in the same order: that of the forward, the same on every
-rank (see units.py). ``trail`` is a number made from the uses and gathers of a step; ranks compare theirs, since two
-blocks of one size can be mistaken for each other without an error. With zero=1 and 2 all units are gathered before
-anything runs: ranks need not use the same ones.
+(saved.py). Ranks meet in gathers, and need not use the same units: see lockstep.py, which also knows what is gathered
+next, so that it is started ahead. With zero=1 and 2 all units are gathered before anything runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshfit.errors import PlanError
 from meshfit.events import current
 from meshfit.layout.flat import Flat, as_real
+from meshfit.layout.lockstep import GATHER, SCATTER, Lockstep, Meeting
 from meshfit.layout.open_unit import OpenUnit
 from meshfit.layout.saved import Saved
 from meshfit.torch_compat import all_gather_single, in_backward, will_run
@@ -39,9 +35,19 @@ from meshfit.torch_compat import all_gather_single, in_backward, will_run
 class Shards:
     """A model's units. ``units[0]`` is the whole's, open while anything runs."""
 
-    def __init__(self, units: list[OpenUnit], *, zero: int, group: dist.ProcessGroup | None, device: torch.device):
+    def __init__(
+        self,
+        units: list[OpenUnit],
+        *,
+        zero: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        peers: dist.ProcessGroup | None = None,
+    ):
+        """``peers``: the ranks that run the same units, in this group and in others."""
         self.units, self.zero, self.group, self.device = units, zero, group, device
-        self.trail = 0
+        self.lockstep = Lockstep(group if peers is None else peers, self._serve, ahead=device.type == "cuda")
+        """Gathers are started ahead on GPUs, where they run beside what the rank computes."""
         self.running = False
         """Whether a forward is under way."""
         self._first, self._trial = True, False
@@ -53,15 +59,13 @@ class Shards:
         self.on_return: Callable[[OpenUnit, tuple[Tensor | None, ...], bool], None]
         """Given the whole gradients of a unit's trained parameters, once for each use of it; and whether it was used in
         backward, by a reentrant checkpoint."""
+        self.on_serve: Callable[[OpenUnit], None]
+        """Take part in a scatter of a unit's gradients that other ranks want."""
         self._anchor = torch.empty(0, requires_grad=True)
         """What autograd sees the whole parameters come from."""
         self._hooked: list[nn.Module] = []
         self._saved = Saved(self._fetch)
-        self._asked: list[OpenUnit] = []
-        self._foreseen: list[OpenUnit] = []
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.prefetch = self._side is not None
-        """Whether the next gather is started ahead: on GPUs, where it runs beside what the rank computes."""
         self.place = {p: (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.parameters)}
         """The row that each parameter is cut in, and which of its parameters it is."""
 
@@ -71,10 +75,12 @@ class Shards:
     def inside(self) -> Iterator[None]:
         """Around whatever runs the model."""
         assert not self.running
-        self._trial = torch.is_grad_enabled() and self.on_pass is None
-        if torch.is_grad_enabled() and self.on_pass is not None:
+        trains = torch.is_grad_enabled() and self.on_pass is not None
+        self._trial = torch.is_grad_enabled() and not trains
+        if trains and self.on_pass is not None:
             self.on_pass()
-        self._foreseen, self._asked = self._asked, []
+        elif self.zero == 3:
+            self.lockstep.begin("evaluate")
         if self.zero < 3:
             for unit in self.units:  # all at once: they stay, and each is waited for where it is needed
                 self._start(unit)
@@ -84,6 +90,8 @@ class Shards:
             with watched, self.open(self.units[0]):
                 yield
             self._first &= self._trial
+            if not trains:
+                self.lockstep.end()
         finally:
             self.running = False
 
@@ -167,8 +175,6 @@ class Shards:
                 made = iter(whole)
                 self.used.append(unit)
                 unit.left += 1
-                if self.zero == 3:
-                    self.mark(unit)
         tensors: list[Tensor] = []
         for flat in unit.flats:
             assert flat.whole is not None
@@ -187,39 +193,44 @@ class Shards:
         if unit.here or not unit.flats:
             return
         if self.zero == 3:
-            self._asked.append(unit)
-            self.mark(unit)
             for other in self.units[1:]:  # the whole's own are few, and needed everywhere
                 if other.here and not other.open:
                     self.drop(other)
         with torch.inference_mode(False):
+            if self.zero == 3 and unit.coming is None:
+                self.lockstep.turn(GATHER, unit.index)
             self._start(unit)
             self._wait(unit)
-            following = self._following() if self.prefetch and self.zero == 3 else None
-            if following is not None:
-                self._start(following)
+            following = self.lockstep.following() if self.zero == 3 else None
+            if following is not None and not self.units[following].here and self.units[following].coming is None:
+                self.lockstep.turn(GATHER, following)
+                self._start(self.units[following])
 
-    def mark(self, unit: OpenUnit) -> None:
-        """Let the trail tell that ``unit`` was next."""
-        self.trail = (self.trail * 31 + unit.index + 1) % 65521
-
-    def _following(self) -> OpenUnit | None:
-        """The unit that was asked for after these, last time."""
-        count = len(self._asked)
-        if self._foreseen[:count] != self._asked or len(self._foreseen) <= count:
-            return None
-        return self._foreseen[count]
+    def _serve(self, meeting: Meeting) -> None:
+        """Take part in a collective that other ranks want."""
+        unit = self.units[meeting.unit]
+        if meeting.kind == SCATTER:
+            self.on_serve(unit)
+            return
+        with torch.inference_mode(False):
+            if not unit.here and unit.coming is None:
+                self._start(unit)
+                self.drop(unit)
+                return
+            for flat in unit.flats:  # it is needed here as it is
+                with nullcontext() if self._side is None else torch.cuda.stream(self._side):
+                    self._gather(flat, torch.empty(flat.padded, dtype=flat.gathered, device=self.device), wait=True)
 
     def _start(self, unit: OpenUnit) -> None:
         if unit.here or unit.coming is not None or not unit.flats:
             return
         if self._side is None:
-            unit.coming = [work for flat in unit.flats if (work := self._gather(flat, wait=False)) is not None]
+            unit.coming = [work for flat in unit.flats if (work := self._into_whole(flat, wait=False)) is not None]
         else:
             self._side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._side):
                 for flat in unit.flats:
-                    self._gather(flat, wait=True)
+                    self._into_whole(flat, wait=True)
                 unit.coming = self._side.record_event()
         for flat in unit.flats:
             assert flat.whole is not None
@@ -238,22 +249,26 @@ class Shards:
                 flat.whole.record_stream(stream)
         unit.coming, unit.here = None, True
 
-    def _gather(self, flat: Flat, *, wait: bool) -> Any:
+    def _into_whole(self, flat: Flat, *, wait: bool) -> Any:
         source = flat.mine
         if self.group is None and source.dtype == flat.gathered and source.device.type == self.device.type:
             flat.whole = source
             return None
         if flat.whole is None:
             flat.whole = torch.empty(flat.padded, dtype=flat.gathered, device=self.device)
-        own = flat.whole[flat.first : flat.first + flat.part]
+        return self._gather(flat, flat.whole, wait=wait)
+
+    def _gather(self, flat: Flat, whole: Tensor, *, wait: bool) -> Any:
+        source = flat.mine
+        own = whole[flat.first : flat.first + flat.part]
         if source.device.type != own.device.type:  # cast where it is fast, and out of pinned memory
             source = source.to(own.device, non_blocking=True)
         if source.dtype != own.dtype or self.group is None:
             source = own.copy_(source)
         if self.group is None:
             return None
-        current().moved("all_gather", flat.whole.nbytes)
-        work = all_gather_single(as_real(flat.whole), as_real(source), group=self.group, async_op=True)
+        current().moved("all_gather", whole.nbytes)
+        work = all_gather_single(as_real(whole), as_real(source), group=self.group, async_op=True)
         if wait and work is not None:
             work.wait()
         return work
@@ -268,7 +283,7 @@ class Shards:
 
     def changed(self) -> None:
         """The weights at rest are not what they were: what is gathered is out of date."""
-        self.trail = 0
+        self.lockstep.reset()
         for unit in self.units:
             if self.zero == 3:
                 self.drop(unit)

@@ -305,7 +305,8 @@ def place(
         placed.parts = expert.apply(model, mesh.expert, copies=plan.shard, tells=mesh.share < plan.expert)
     again = [path for path in found.blocks if not isinstance(model.get_submodule(path), Shell)]
     if plan.cuts:
-        placed.shards = Shard.of(plan, found.units[mesh.stage]).apply(model, mesh.shard, device)
+        shard = Shard.of(plan, found.units[mesh.stage])
+        placed.shards = shard.apply(model, mesh.shard, device, peers=mesh.terms)
         for path in again:  # computed again in backward, where nothing holds the whole's own open
             wrap(model.get_submodule(path), placed.shards.around(placed.shards.units[0]))
     else:

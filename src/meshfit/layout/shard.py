@@ -63,8 +63,16 @@ class Shard:
             home="host" if plan.offload == "parameters" else "device",
         )
 
-    def apply(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> Shards:
-        """Cut ``model`` in place. It may lie in host memory: only parts of it go to the device."""
+    def apply(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        peers: dist.ProcessGroup | None = None,
+    ) -> Shards:
+        """Cut ``model`` in place. It may lie in host memory: only parts of it go to the device. ``peers``: the ranks
+        that run the same modules on other samples, in ``group`` and in others."""
         rank = 0 if group is None else dist.get_rank(group)
         places: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
         named = dict(model.named_parameters())
@@ -88,7 +96,7 @@ class Shard:
             recurrent = {m for each in ordered for m, _ in each if isinstance(m, nn.RNNBase)}
             narrow = self.gathered if any(flat.gathered != flat.dtype for flat in flats) else None
             opened.append(OpenUnit(index, flats, ordered, list(recurrent), narrow=narrow))
-        shards = Shards(opened, zero=self.zero, group=group, device=device)
+        shards = Shards(opened, zero=self.zero, group=group, device=device, peers=peers)
         for unit, open_unit in zip(ordered_units, opened, strict=True):
             entrances = [model.get_submodule(path) for path in unit.entrances if path]
             # Modules that hold a parameter of the unit open it too: where they are called without the entrance, as when
