@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
+from meshfit.errors import PlanError
 from meshfit.layout.lockstep import GATHER, SCATTER, Lockstep, Meeting, _ahead
 from tests import traps
 from tests.distributed import distributed
@@ -100,6 +101,23 @@ def test_adaptive_depth_trains_like_one_device(make: Any, plan: str) -> None:
     data = (X[by_depth], Y[by_depth])
     how: dict[str, Any] = {"data": data, "shuffle": False, "valid": data, "valid_every": 1, "optimizer": SGD}
     assert_alike(make, plan, **how)
+
+
+class Chance(Uneven):
+    """Drops layers at random, by Python's own generator."""
+
+    def between(self, i: int, block: nn.Module, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < 0.4 else block(x)
+
+
+@distributed(world=2)
+def test_layers_dropped_by_pythons_random_numbers() -> None:
+    """Ranks that share no samples draw their own, as copies do. Those that share them would have to draw the same, in
+    the proof that they compute the same, too: refused."""
+    want, got = (trained(built(Chance), each)[0].placed.tensors() for each in ("data=2", "shard=2"))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    with pytest.raises(PlanError, match="random numbers of Python"):
+        trained(built(Chance), "tensor=2")
 
 
 def test_early_exits_in_evaluation_and_prediction_under_zero_3() -> None:

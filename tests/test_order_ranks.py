@@ -49,7 +49,7 @@ def recorded(case: zoo.Case, plan: str, **asked: Any) -> list[list[Operation]]:
         job = Job.of({"model": case.build(), "plan": plan, **asked, **how}).training()
         run = Run(job.settled(count=world.size, kind="cpu"), world)
         if run.placed.shards is not None:
-            run.placed.shards.prefetch = True
+            run.placed.shards.lockstep.ahead = True
         assert len(list(train(run))) == 2
         run.settle()
         run.close()

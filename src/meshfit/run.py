@@ -5,6 +5,7 @@ is in ``fit.py``.
 """
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -121,6 +122,8 @@ class Run:
         self.staleness: int | None = None
         """Updates by which the last gradient was late, where ranks step apart."""
         torch.manual_seed(self._stream)
+        random.seed(self._stream)  # a model may draw from these too: ranks that share samples must draw the same
+        np.random.seed(self._stream % 2**32)
         self.step = self.samples = 0
         self.position = Position()
         self.started = time.perf_counter()

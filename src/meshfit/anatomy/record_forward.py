@@ -82,7 +82,7 @@ class Recorder(TorchFunctionMode, Known):
 
     def start(self) -> None:
         """Take switches and random state as they are now for those of the start."""
-        self.start_mode, self.draws = current_mode(), _draws()
+        self.start_mode, self.draws = current_mode(), draws()
 
     # Steps
 
@@ -118,7 +118,7 @@ class Recorder(TorchFunctionMode, Known):
         if self.meta:
             args, kwargs = on_meta(args), on_meta(kwargs)
         result = self._run(step.number, call, args, kwargs, module)
-        self.draws = _draws()  # a module may draw as it likes: at replay it does so again
+        self.draws = draws()  # a module may draw as it likes: at replay it does so again
         if self.looked and module is not None and any(isinstance(leaf, int | float) for leaf in tree.leaves(result)):
             self.fail(f"{name} returns numbers that it reads from tensors")  # another batch has others
         found = made(result, (args, kwargs), {id(tensor) for tensor in given})
@@ -342,7 +342,7 @@ class Recorder(TorchFunctionMode, Known):
                     self.dark[storage(tensor)] = str(func)
 
     def check_draws(self) -> None:
-        now = _draws()
+        now = draws()
         if now != self.draws:
             self.draws = now
             self.dynamic[Dynamic(self.inside, line_of_call(), "random number in Python", "random")] = None
@@ -381,7 +381,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:160]
 
 
-def _draws() -> tuple[Any, ...]:
+def draws() -> tuple[Any, ...]:
     """State of the random numbers that are not torch's."""
     state: Any = numpy.random.get_state(legacy=False)
     return random.getstate(), state["state"]["pos"], state["state"]["key"][:4].tobytes()

@@ -5,8 +5,9 @@ runs. Usually a unit is a block and its own entrance; what the model's own code 
 belongs to the whole (entrance ""). A parameter that two blocks use (an embedding tied to the head) is a unit with two
 entrances: it need not be there between them.
 
-Every rank must gather the same units in the same order. So inside a module that looks at a tensor's value, or at a
-random number, to decide what to run, nothing is an entrance: the parameters in it come with that module.
+Ranks gather fastest where all gather the same units in the same order. So inside a module that looks at a tensor's
+value, or at a random number, to decide what to run, nothing is an entrance: the parameters in it come with that module.
+Where a trace does not show it, ranks serve each other (lockstep.py).
 """
 
 from collections.abc import Callable, Container, Iterable
