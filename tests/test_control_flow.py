@@ -45,7 +45,7 @@ class Loops(Uneven):
     """One rank runs the blocks more often, and in the second step more often than in the first."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.__dict__["steps"] = steps = self.__dict__.get("steps", 0) + 1
+        self.__dict__["steps"] = steps = self.__dict__.get("steps", 0) + torch.is_grad_enabled()
         x = self.first(x)
         for _ in range(1 + dist.get_rank() % 2 * steps):
             for block in list(self.blocks)[: 4 - dist.get_rank()]:
