@@ -101,7 +101,7 @@ def test_verify_names_what_differs(tmp_path: Path):
 
 
 def test_verify_says_when_it_cannot_tell(tmp_path: Path):
-    script = WRONG.replace("DO", "x * float(np.random.default_rng().random())").replace("F.mse_loss", "nn.MSELoss()")
+    script = WRONG.replace("DO", "x * float(np.random.default_rng().random())").replace("F.mse_loss", "F.cross_entropy")
     done = meshfit(tmp_path, script, "verify", "train.py", "--plan", "data=2")
     assert done.returncode == 3, done.stdout + done.stderr
     assert "data=2 may train like one device or not" in done.stdout
