@@ -36,6 +36,7 @@ REFUSED = {
     "MVAPICH": {"MV2_COMM_WORLD_SIZE": "2"},
     "Kubeflow": {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "head"},
     "an elastic job": {"PET_NNODES": "1:3"},
+    "a pod of several ranks": WORLD | {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "4"},
     "a size alone": {"WORLD_SIZE": "2"},
     "without an address": {"WORLD_SIZE": "2", "RANK": "0"},
     "a rank alone": {"RANK": "0"},

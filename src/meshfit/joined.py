@@ -103,7 +103,8 @@ class Joined(Ranked):
         assert isinstance(self.job.devices, Devices)
         count = self.job.devices.count or 1
         work = Join(self.job, self.key, self._lockstep, self._tap)
-        with Ranks(work, size=count, devices=self.job.devices, joined=False, spare=range(count)) as ranks:
+        how: dict[str, Any] = {"devices": self.job.devices, "timeout": self.job.timeout}
+        with Ranks(work, size=count, joined=False, spare=range(count), **how) as ranks:
             yield ranks
 
 

@@ -94,7 +94,13 @@ def check(*, independent: bool = False, devices: int | None = None, environ: Map
     found = launched(environ)
     agents = number(environ, "GROUP_WORLD_SIZE")  # torchrun's own processes that joined; one a node
     if whole:
-        size = number(environ, "WORLD_SIZE") or 1
+        size, each = number(environ, "WORLD_SIZE") or 1, number(environ, "PET_NPROC_PER_NODE") or 1
+        if each > 1 and "LOCAL_RANK" not in environ:
+            raise JobError(
+                f"this is the one process of a pod that is to have {each} ranks",
+                f"{_values(environ, ('PET_NPROC_PER_NODE', 'WORLD_SIZE', 'RANK'))}, and no LOCAL_RANK",
+                f"torchrun starts them, and reads these variables: {shlex.join(['torchrun', *_script()])}",
+            )
         if found is not None and (agents == 1 if agents is not None else size == 1):
             told = f"torchrun was told of one node: {_values(environ, ('GROUP_WORLD_SIZE', 'WORLD_SIZE'))}"
             raise _refusal(found, devices, environ, told if agents is not None else f"WORLD_SIZE={size}")

@@ -45,8 +45,7 @@ def from_environment() -> World | None:
 def _local_rank(size: int, gpus: int) -> int:
     """Which rank of its host this is: not guessed where ranks would then share a GPU."""
     local = twins.local_rank()
-    each = twins.number(os.environ, "PET_NPROC_PER_NODE") or 1
-    if local is None and (each > 1 or (size > 1 and gpus > 1)):
+    if local is None and size > 1 and gpus > 1:
         raise JobError(
             f"LOCAL_RANK is not set, and this rank sees {gpus} GPUs: it cannot tell which one is its own",
             "torchrun sets it; where ranks are started otherwise, export LOCAL_RANK, or show each rank one GPU",
