@@ -33,6 +33,7 @@ from torch import Tensor, nn
 import meshfit
 from meshfit.errors import MeshfitError, NonFiniteError, RankError
 from meshfit.layout.batchnorm import batch_norms
+from meshfit.layout.experts.balance import balanced
 from meshfit.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up under the name benchmarks.zoo
@@ -256,7 +257,8 @@ def judge(case: Case, trial: Trial, train: Callable[[Case, Trial], Trained]) -> 
             got = dict(train(case, trial)[1].named_parameters())
             off, seconds = distance(got, state, list(state)), time.perf_counter() - start
             return Outcome(model=case.name, plan=trial.plan, loss=0.0, weights=off, seconds=seconds)
-        parts = trial.microbatches if batch_norms(case.build()) else 1
+        alone = case.build()
+        parts = trial.microbatches if batch_norms(alone) or balanced(alone) else 1  # of each microbatch by itself
         losses, state = reference(case.name, trial.samples, trial.batch_size, trial.steps, parts)
         start = time.perf_counter()
         got_losses, model = train(case, trial)

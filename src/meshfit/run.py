@@ -39,6 +39,7 @@ from meshfit.launch.world import World
 from meshfit.layout import batchnorm
 from meshfit.layout.buffers.watch import Frozen
 from meshfit.layout.compile import Compile, expected_step_seconds
+from meshfit.layout.experts.balance import balanced
 from meshfit.layout.mesh import Mesh
 from meshfit.layout.offload import Offload
 from meshfit.layout.place import place
@@ -99,6 +100,8 @@ class Run:
         if self.valid is not None:
             self.notes += [note for note in self.valid.notes if note not in self.notes]
         scale = LossScale(world.device) if self.plan.precision == "fp16" else None
+        if self.plan.microbatches > 1 and balanced(self.model):
+            self.notes.append("load-balancing loss: of each microbatch by itself, where the model has one")
         self.over = self.over or self._find_over(self.placed.inside)
         self.notes += batch_loss.notes(self.plan, self.over, self.loader.batch_size) if self._splits else []
 
@@ -419,10 +422,10 @@ class Run:
         device = self.world.device
         if inside is None:
             device = next((p.device for p in self.model.parameters()), device)
-        few, balanced = self.loader.source.few(), not self.plan.apart or self.plan.shares == 1
+        few, auxiliary = self.loader.source.few(), self.plan.apart and self.plan.shares > 1
         try:
             with Frozen.around(self.model):
-                over = find_over(self.job.objective, self.model, few, device, inside, auxiliary=not balanced)
+                over = find_over(self.job.objective, self.model, few, device, inside, auxiliary=auxiliary)
         except Exception:
             if self._splits:
                 raise
