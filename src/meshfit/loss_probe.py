@@ -18,17 +18,16 @@ from math import isfinite
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import TorchFunctionMode
 
 from meshfit.data import tree
 from meshfit.gathering import gathering
 from meshfit.generators import Generators
 from meshfit.layout.experts import balance
 from meshfit.loss_draws import Composing, Incomparable, Noting
+from meshfit.loss_parts import CrossEntropies, cut_rows, cuts_of, finders, part_of, size_of
 from meshfit.objective import Objective, Over, call, check_scalar, split, stated
 from meshfit.schedule.batch_loss import whole_outputs
 
@@ -136,27 +135,6 @@ def _as_it_is(model: nn.Module, how: _How, *, training: bool) -> Iterator[tuple[
                 buffer.copy_(value)
 
 
-def size_of(batch: Any) -> int:
-    """Samples in a batch."""
-    return next((len(t) for t in tree.tensors(batch) if t.dim()), 0)
-
-
-def part_of(batch: Any, cut: slice | Tensor, samples: int) -> Any:
-    """Some of the samples of a batch; what does not hold one row a sample stays as it is."""
-    if isinstance(batch, list) and len(batch) == samples and not any(True for _ in tree.tensors(batch)):
-        return batch[cut] if isinstance(cut, slice) else [batch[i] for i in cut.tolist()]  # words
-    if isinstance(batch, dict):
-        return type(batch)({key: part_of(value, cut, samples) for key, value in batch.items()})
-    if type(batch) in (tuple, list):
-        return type(batch)(part_of(value, cut, samples) for value in batch)
-    return tree.map_tensors(lambda t: t[cut] if t.dim() and len(t) == samples else t, batch)
-
-
-def cuts_of(samples: int) -> list[tuple[int, int]]:
-    """Ways to cut some samples into two parts, of different sizes where that can be."""
-    return list(dict.fromkeys((first, samples - first) for first in (max(1, (samples - 1) // 2), max(1, samples // 4))))
-
-
 @dataclass
 class _Side:
     """What came of one run."""
@@ -247,7 +225,7 @@ class _Trial:
             if not isinstance(x, Tensor):
                 return x
             x = _double(x.detach()) if self.how.exact else x.detach()
-            x = x if dim is None else _cut(x, dim, cut, self.samples)
+            x = x if dim is None else cut_rows(x, dim, cut, self.samples)
             if x.is_floating_point():
                 given.append(x := x.clone().requires_grad_())
             return x
@@ -259,7 +237,7 @@ class _Trial:
         return loss(tree.map_leaves(leaf, outputs), tree.map_tensors(torch.clone, targets)), given
 
     def _side(self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], cut: slice) -> _Side:
-        with torch.set_grad_enabled(self.how.gradients), _CrossEntropies() as heard:
+        with torch.set_grad_enabled(self.how.gradients), CrossEntropies() as heard:
             loss, given = run(cut)
             pair = isinstance(loss, tuple | list)
             total = check_scalar(loss[0] if pair else loss)
@@ -350,7 +328,7 @@ class _Trial:
         for result, target, ignore, weight in whole.seen:
             if target.is_floating_point() or float(result.detach()) != whole.value:
                 continue
-            for find in _finders(self.batch):
+            for find in finders(self.batch):
                 found = find(self.batch)
                 if torch.equal(found[found != ignore].flatten(), target[target != ignore].flatten()):
                     unit = target.numel() / self.samples
@@ -441,15 +419,9 @@ class _Trial:
         if not scaled:
             raise _Unfit(f"output {i} of the model, of shape {shape} for {self.samples} samples, has no dim of samples")
         for part, cut in zip(parts, cuts, strict=True) if compare else ():
-            if not _same(part, _cut(whole, scaled[0], cut, self.samples), limit):
+            if not _same(part, cut_rows(whole, scaled[0], cut, self.samples), limit):
                 raise _Unfit(f"what the model returns for a sample (output {i}) depends on the others in its batch")
         return scaled[0]
-
-
-def _cut(whole: Tensor, dim: int, cut: slice, samples: int) -> Tensor:
-    """The rows of some samples; there may be several for each."""
-    each = whole.shape[dim] // samples
-    return whole.narrow(dim, cut.start * each, (cut.stop - cut.start) * each)
 
 
 def _same(a: Tensor, b: Tensor, limit: float) -> bool:
@@ -477,39 +449,3 @@ def _moved(outputs: Any, dims: tuple[int | None, ...], targets: Any, samples: in
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-class _CrossEntropies(TorchFunctionMode):
-    """Notes every mean cross entropy computed below it: (result, targets, ignored index, class weights)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Tensor, Tensor, int, Tensor | None]] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func in (F.cross_entropy, F.nll_loss):
-            given: dict[str, Any] = dict(
-                zip(("input", "target", "weight", "size_average", "ignore_index"), args, strict=False)
-            )
-            given |= kwargs or {}
-            if given.get("reduction", "mean") == "mean":
-                self.seen.append((result, given["target"], given.get("ignore_index", -100), given.get("weight")))
-        return result
-
-
-def _finders(batch: Any) -> list[Callable[[Any], Tensor]]:
-    """Ways to find integer targets in a batch: each of its tensors, as it is or less its first position
-    (a language model's own loss predicts each next token)."""
-    finders: list[Callable[[Any], Tensor]] = []
-    for place, leaf in enumerate(tree.leaves(batch)):
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point():
-            finders.append(partial(_leaf, place=place, skip=0))
-            if leaf.dim() > 1:
-                finders.append(partial(_leaf, place=place, skip=1))
-    return finders
-
-
-def _leaf(batch: Any, *, place: int, skip: int) -> Tensor:
-    leaf = list(tree.leaves(batch))[place]
-    return leaf[..., skip:]
