@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.record_forward import Recorder
 from meshfit.anatomy.record_known import Source, objects_in, storage
-from meshfit.anatomy.record_program import Ref, Step, references
+from meshfit.anatomy.record_program import Part, Ref, Step, references
 from meshfit.anatomy.replay import Recording, fact
 from meshfit.anatomy.trace import Cost, Dynamic, Event, Parameter, Trace, Value
 from meshfit.data import tree
@@ -50,10 +50,11 @@ def _event(model: nn.Module, index: int, step: Step, ties: dict[str, str], costs
     buffers = [h.name for h in held if h.kind == "buffer"]
     if step.kind == "assign" and step.target.kind == "buffer":
         buffers.append(step.target.name)
-    if step.kind == "module":
-        module = model.get_submodule(step.target)
-        parameters += [f"{step.target}.{name}" for name, _ in module.named_parameters()]
-        buffers += [f"{step.target}.{name}" for name, _ in module.named_buffers()]
+    used = [r.path for r in references((step.args, step.kwargs)) if isinstance(r, Part)]  # modules as arguments
+    for path in (step.target, *used) if step.kind == "module" else used:
+        module, prefix = model.get_submodule(path), f"{path}." if path else ""
+        parameters += [f"{prefix}{name}" for name, _ in module.named_parameters()]
+        buffers += [f"{prefix}{name}" for name, _ in module.named_buffers()]
     made = (*(id for id in step.outs if id >= 0), *(id for _, id in step.attributes))
     return Event(
         index=index,

@@ -137,6 +137,14 @@ def _experts(found: Found, plan: Plan, model: nn.Module, objective: Objective, b
     if experts.mixtures:
         return replace(found, experts=experts, notes=(*found.notes, *experts.explain()))
     elsewhere = f"{replace(plan, expert=1, data=plan.data * plan.expert)} works"
+    if not experts.why and experts.batched:
+        raise PlanError(
+            f"{plan}: the model has no experts that could be spread",
+            *experts.batched[:2],
+            "if these are experts: slices that one batched product multiplies are spread only where their module is"
+            " given rows, the experts chosen for each, and their weights",
+            elsewhere,
+        )
     if not experts.why:
         raise PlanError(
             f"{plan}: the model has no experts to spread",
@@ -144,7 +152,9 @@ def _experts(found: Found, plan: Plan, model: nn.Module, objective: Objective, b
             " a list",
             elsewhere,
         )
-    fitting = [n for n in range(2, min(experts.counts) + 1) if all(count % n == 0 for count in experts.counts)]
+    fitting = [
+        n for n in range(2, min(experts.counts, default=0) + 1) if all(count % n == 0 for count in experts.counts)
+    ]
     degrees = " or ".join(f"expert={n}" for n in fitting)
     raise PlanError(
         f"{plan}: expert={plan.expert} spreads nothing of this model",

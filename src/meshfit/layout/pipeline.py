@@ -125,6 +125,9 @@ class Pipeline:
         if split.stages != self.stages:
             raise PlanError(f"the split has {split.stages} stages, the plan {self.stages}")
         skeleton = twin(model, meta=True)
+        for name in split.looked_at:  # what the model decides by must have its value there, too
+            path, _, attribute = name.rpartition(".")
+            skeleton.get_submodule(path)._buffers[attribute] = model.get_buffer(name)
         parameters = {name for stage in own for name in split.parameters[stage]}
         buffers = {name for stage in own for name in split.buffers[stage]}
         part = part_of(model, parameters, buffers)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.experts.check import Given, check
@@ -42,6 +43,25 @@ class _Seen:
     readers: dict[str, frozenset[str]] = field(default_factory=dict)
     """Of each parameter, the modules under way whenever something read it."""
     uses: dict[int, int] = field(default_factory=dict)
+    batched: dict[str, None] = field(default_factory=dict)
+    """Parameters of which one product uses all slices at once, and what product that is."""
+
+
+class _Batched(TorchFunctionMode):
+    """Notes batched products with parameters of three dims."""
+
+    def __init__(self, model: nn.Module, seen: _Seen):
+        super().__init__()
+        self.names, self.seen = {id(p): name for name, p in model.named_parameters() if p.dim() == 3}, seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "").strip("_")
+        if name in ("bmm", "baddbmm", "matmul", "einsum"):
+            for x in tree_leaves((args, kwargs)):
+                of = x if id(x) in self.names or not isinstance(x, Tensor) else x._base
+                if id(of) in self.names and isinstance(of, Tensor) and isinstance(x, Tensor) and x.dim() >= 3:
+                    self.seen.batched[f"{self.names[id(of)]}: {name} takes all of its {len(of)} slices at once"] = None
+        return func(*args, **(kwargs or {}))
 
 
 def plan_experts(model: nn.Module, step: Step, ways: int, samples: int = 0) -> ExpertPlan:
@@ -51,7 +71,11 @@ def plan_experts(model: nn.Module, step: Step, ways: int, samples: int = 0) -> E
     seen, shared, kinds = _watched(twin, step), _shared(twin), kinds_of(twin)
     every = (*_slices(twin, seen, ways), *_lists(twin, seen, ways, kinds))
     found: list[Mixture] = []
-    why: dict[str, str] = {}
+    why = {
+        path: "it holds one module several times"
+        for path, module in twin.named_modules()
+        if _is_list(module) and _repeats(module) and "expert" in path.rpartition(".")[2]
+    }
     tried: dict[tuple[int, int], str] = {}
     """What came of those of a kind: one of them is checked."""
     for mixture in every:
@@ -65,7 +89,9 @@ def plan_experts(model: nn.Module, step: Step, ways: int, samples: int = 0) -> E
         else:
             found.append(mixture)
     counts = tuple(mixture.count for mixture in every)
-    return ExpertPlan(ways=ways, mixtures=tuple(found), samples=samples, why=why, counts=counts)
+    return ExpertPlan(
+        ways=ways, mixtures=tuple(found), samples=samples, why=why, counts=counts, batched=tuple(seen.batched)
+    )
 
 
 def _refused(twin: nn.Module, mixture: Mixture, given: Given) -> str:
@@ -111,6 +137,7 @@ def _watched(twin: nn.Module, step: Step) -> _Seen:
             ):
                 stack.callback(hook.remove)
         stack.enter_context(Uses(twin, (), seen, under_way))
+        stack.enter_context(_Batched(twin, seen))
         step(twin)
     return seen
 
@@ -147,6 +174,12 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
+def _repeats(module: nn.Module) -> bool:
+    """Whether a list holds one module several times."""
+    there = [each for each in module._modules.values() if each is not None]
+    return len({id(each) for each in there}) < len(there)
+
+
 def _even(count: int, ways: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(((rank * count // ways, (rank + 1) * count // ways),) for rank in range(ways))
 
@@ -156,7 +189,9 @@ def _lists(twin: nn.Module, seen: _Seen, ways: int, kinds: dict[str, int]) -> li
     for path, module in twin.named_modules():
         if not _is_list(module):
             continue
-        experts = [f"{path}.{name}" if path else name for name in module._modules]
+        experts = [f"{path}.{name}" if path else name for name, each in module._modules.items() if each is not None]
+        if _repeats(module):
+            continue
         callers = set().union(*(seen.callers[e] for e in experts)) if experts else set()
         trained = [list(twin.get_submodule(e).named_parameters()) for e in experts]
         if len(experts) < 2 or len({kinds[e] for e in experts}) > 1 or len(callers) != 1 or not all(trained):

@@ -50,6 +50,9 @@ class ExpertPlan:
     counts: tuple[int, ...] = ()
     """Of experts, in all mixtures that there are."""
 
+    batched: tuple[str, ...] = ()
+    """Parameters of which one batched product uses all slices: those may be experts, which cannot be spread."""
+
     def holds(self, path: str) -> bool:
         """Whether a module lies inside one that meets other ranks."""
         return any(path != each.module and f"{path}.".startswith(f"{each.module}.") for each in self.mixtures)

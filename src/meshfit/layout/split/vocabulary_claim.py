@@ -78,6 +78,9 @@ def of_vocabulary(model: nn.Module, found: Candidates, seen: Watched, ways: int)
         if size % ways:
             why[name] = f"{size} entries: {as_degrees(divisors(size))}"
             continue
+        if unseen := [path for path in paths if not seen.shapes.get(path)]:
+            why[name] = f"{unseen[0]} is given no tensor: it makes its own indices"
+            continue
         own = {id(p) for path in paths for p in model.get_submodule(path).parameters(recurse=False)}
         if any(seen.uses.get(p) != sum(seen.times[path] for path in paths if _holds(model, path, p)) for p in own):
             why[name] = "used by other code than its layers too"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshfit.anatomy.cuts import Stages, cuts, stages_at
+from meshfit.anatomy.cuts import Stages, cuts, stages_at, storage_of
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.errors import PlanError
 
@@ -29,6 +29,9 @@ class Split:
     buffers: tuple[tuple[str, ...], ...]
     landmarks: tuple[tuple[tuple[str, int], ...], ...]
     """Of each cut: the events that follow it, each by what it is and how many like it came before."""
+
+    looked_at: tuple[str, ...] = ()
+    """Buffers by whose values the model decides what to run: every rank holds them."""
 
     @property
     def stages(self) -> int:
@@ -48,6 +51,14 @@ def split_of(trace: Trace, found: Stages, *, branches: bool) -> Split:
     """``branches`` says that the forward may take other ways than the one recorded: what this one did not use may be
     used by any stage, and is held by all."""
     used = {name for event in trace.events for name in event.buffers}
+    looked_at = dict.fromkeys(name for i in decided(trace) for name in trace.events[i].buffers)
+    if changed := [e for e in trace.events if looked_at.keys() & {*e.changes}]:
+        name = next(name for name in changed[0].changes if name in looked_at)
+        raise PlanError(
+            f"the model decides by its buffer {name} what to run, and changes it in its forward",
+            f"at {changed[0].line}: only the rank of that stage would know, and no rank could tell what the others do",
+            "data= and shard= take the model as it is",
+        )
     parameters, buffers = [], []
     for stage, events in enumerate(found.ranges):
         extra = found.unused if branches or stage == 0 else ()
@@ -55,10 +66,28 @@ def split_of(trace: Trace, found: Stages, *, branches: bool) -> Split:
         own = dict.fromkeys(name for i in events for name in trace.events[i].buffers)
         idle = [name for name in trace.buffers if name not in used] if branches or stage == 0 else []
         again = (name for i in found.recomputed[stage] for name in trace.events[i].buffers)
-        buffers.append(tuple(dict.fromkeys((*own, *again, *idle))))
+        buffers.append(tuple(dict.fromkeys((*own, *again, *idle, *looked_at))))
     names = counted(trace.events)
     landmarks = tuple(tuple(names[cut.after + 1 : cut.after + 1 + LANDMARKS]) for cut in found.cuts)
-    return Split(parameters=tuple(parameters), buffers=tuple(buffers), landmarks=landmarks)
+    return Split(parameters=tuple(parameters), buffers=tuple(buffers), landmarks=landmarks, looked_at=tuple(looked_at))
+
+
+def decided(trace: Trace) -> tuple[int, ...]:
+    """Events that say which way a forward goes, and those that compute what they look at: as far as no parameter has a
+    part in it. Every rank can run these, before anything else. What looks further is checked where it runs."""
+    learnt: set[int] = set()
+    for event in trace.events:
+        if event.parameters or learnt.intersection(storage_of(trace, v) for v in event.reads):
+            learnt.update(storage_of(trace, v) for v in (*event.writes, *event.mutates))
+    needed: set[int] = set()
+    found = []
+    for event in reversed(trace.events):
+        looks = event.name.startswith("guard ") and not event.parameters
+        looks = looks and not learnt.intersection(storage_of(trace, v) for v in event.reads)
+        if looks or needed.intersection((*event.writes, *event.mutates)):
+            found.append(event.index)
+            needed.update(event.reads)
+    return tuple(found[::-1])
 
 
 def counted(events: Iterable[Event]) -> list[tuple[str, int]]:
@@ -97,18 +126,27 @@ def stages_like(split: Split, trace: Trace) -> Stages:
             if choices and (k < last or place == end):
                 row[place] = min(choices)
         if not row:
-            event = trace.events[max(reach[start] for start in before)]
-            raise PlanError(
-                f"stage {k} of the model cannot be cut as it was for the first batch",
-                f"for this one it also runs {event.name} in {event.inside or 'the model itself'} ({event.line})",
-                f"which needs {', '.join((*event.parameters, *event.changes)[:3])}, held by another stage",
-                "cut elsewhere with cut=, or use fewer stages",
-            )
+            raise _unlike(trace, k, trace.events[max(reach[start] for start in before)], held)
         rows.append(row)
     chosen = [end]
     for row in reversed(rows[1:]):
         chosen.append(row[chosen[-1]][1])
     return stages_at(trace, [place - 1 for place in chosen[-2:0:-1]])
+
+
+def _unlike(trace: Trace, stage: int, event: Event, held: tuple[Sequence[str], Sequence[str]]) -> PlanError:
+    """Of a stage that would have to run ``event`` with what it ``held`` for the first batch."""
+    missing = [name for name in event.parameters if name not in held[0]]
+    missing += [name for name in event.changes if name not in held[1]]
+    what, path = event.name or "the model", f"model.{event.name}" if event.name else "model"
+    whole = [note.partition(": ")[2] for note in trace.notes if note.startswith(f"{path} taken as a whole: ")]
+    return PlanError(
+        f"stage {stage} of the model cannot be cut as it was for the first batch",
+        f"for this one it also runs {what} in {event.inside or 'the model itself'} ({event.line}),"
+        f" which needs {', '.join(missing[:3])}, held by another stage",
+        f"{what} is run as a whole: {whole[0]}" if whole else "",
+        "cut elsewhere with cut=, or use fewer stages",
+    )
 
 
 def _reach(trace: Trace, parameters: Sequence[str], buffers: Sequence[str]) -> list[int]:

@@ -21,7 +21,7 @@ from meshfit.anatomy.record import Recording, record
 from meshfit.anatomy.record_program import decode
 from meshfit.anatomy.replay import Environment, bind, fact, replay_range, run
 from meshfit.data import tree
-from meshfit.layout.stages.cut import Split, stages_like
+from meshfit.layout.stages.cut import Split, decided, stages_like
 from meshfit.layout.units import Whole, _relative
 
 REMEMBERED = 64
@@ -58,16 +58,9 @@ class Recorded:
         return any(step.checkpoint is not None for step in self.recording.steps)
 
     @cached_property
-    def _looks(self) -> list[int]:
+    def _looks(self) -> tuple[int, ...]:
         """Steps that look at values of the inputs, and those that compute what they look at."""
-        needed: set[int] = set()
-        found = []
-        for i in reversed(range(len(self.recording.steps))):
-            step = self.recording.steps[i]
-            if step.kind == "guard" or needed.intersection((*step.outs, *step.mutates)):
-                found.append(i)
-                needed.update(step.reads)
-        return found[::-1]
+        return decided(self.recording.trace)
 
     def fits(self, content: Any, root: nn.Module, device: torch.device) -> bool:
         """Whether the forward would go this way for ``content``: every rank can tell, from the inputs alone."""

@@ -1,0 +1,226 @@
+"""Models of other libraries in small: what they do that a plan must take, or must refuse for its true reason."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshfit
+from meshfit.errors import PlanError
+
+WORDS, LENGTH, WIDTH = 12, 6, 8
+IDS = torch.randint(WORDS, (8, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def loss(out: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, -2), targets.flatten())
+
+
+def fit(model: nn.Module, plan: str, data: Any = (IDS, IDS), **more: Any) -> meshfit.Result:
+    given = {"loss": loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.2), "batch_size": 4, "steps": 2} | more
+    return meshfit.fit(model, data, plan=plan, devices="cpu", progress=False, seed=0, **given)
+
+
+def built(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def check(build: Callable[[], nn.Module], plan: str, **more: Any) -> meshfit.Result:
+    """Weights are those of one device."""
+    one, many = built(build), built(build)
+    fit(one, "data=1", **more)
+    result = fit(many, plan, **more)
+    theirs = dict(one.named_parameters())
+    for name, weight in many.named_parameters():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    return result
+
+
+def refused(build: Callable[[], nn.Module], plan: str, **more: Any) -> str:
+    with pytest.raises(PlanError) as error:
+        fit(built(build), plan, **more)
+    return str(error.value)
+
+
+PIPELINE = "pipeline=2 microbatches=2"
+
+
+class Stack(nn.Module):
+    """Layers in a row; what goes beside them is its subclasses'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+# Layers over stages
+
+
+class Routed(nn.Module):
+    """Rows by a choice of the layer's own: how many there are of each depends on activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, out = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
+        for expert in range(2):
+            mine = (rows[:, :2].argmax(-1) == expert).nonzero().squeeze(1)
+            out = out.index_add(0, mine, rows[mine] @ self.weight[expert])
+        return out.view(x.shape)
+
+
+class ShapesAfterRouting(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x).view(x.shape[0], x.shape[1], WIDTH)
+        return self.head(x)
+
+
+class Backwards(torch.autograd.Function):
+    """Keeps no activations: a list of layers is its argument, and backward runs them again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: Any) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = x + layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            start = out = x.detach().requires_grad_()
+            for layer in ctx.layers:
+                out = out + layer(out)
+        torch.autograd.backward(out, grads)  # into the parameters, which the function was not given
+        return start.grad, None
+
+
+class ListAsArgument(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = Backwards.apply(self.embed(ids), self.more)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class DecidesByBuffer(Stack):
+    """By one that stays as it is, and that the last stage alone would hold."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = super().forward(ids)
+        return x * 2 if self.scale.item() > 1 else -x
+
+
+@pytest.mark.parametrize("build", [ShapesAfterRouting, ListAsArgument, DecidesByBuffer])
+def test_stages_of_odd_models(build: Callable[[], nn.Module]) -> None:
+    check(build, PIPELINE)
+
+
+# Experts
+
+
+class Listed(Stack):
+    """Experts in a list, of which each row takes one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        experts: list[Any] = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        extra = {"none": [None], "twice": experts[:1] * 2, "plain": []}[kind]
+        self.experts = nn.ModuleList(experts) if kind != "twice" else nn.ModuleList(extra)
+        self.others = nn.ModuleList([nn.Identity(), *extra])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        rows, out = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
+        weights = self.router(rows).softmax(-1)
+        best = weights.argmax(-1)
+        for i, expert in enumerate(self.experts):
+            mine = (best == i).nonzero().squeeze(1)
+            out = out.index_add(0, mine, expert(rows[mine]) * weights[mine, i, None])
+        return self.head(x + out.view(x.shape))
+
+
+class Bank(Stack):
+    """Experts as slices of one parameter, all multiplied at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.bank = nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        rows = x.flatten(0, 1)
+        every = torch.bmm(rows.expand(4, *rows.shape), self.bank)
+        out = (every * self.router(rows).softmax(-1).T[..., None]).sum(0)
+        return self.head(out.view(x.shape))
+
+
+def test_a_list_beside_the_experts_may_hold_none() -> None:
+    check(lambda: Listed("none"), "expert=2")
+
+
+def test_one_module_twice_in_a_list_is_said() -> None:
+    assert "experts: it holds one module several times" in refused(lambda: Listed("twice"), "expert=2")
+
+
+def test_experts_of_one_batched_product_are_said() -> None:
+    said = refused(Bank, "expert=2")
+    assert "bank: bmm takes all of its 4 slices at once" in said
+    assert "data=2 works" in said
+
+
+# Embeddings that make their own indices
+
+
+class Positions(nn.Embedding):
+    """Called with a shape, as those of BART are."""
+
+    def forward(self, shape: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.arange(shape[1]))
+
+
+class WithPositions(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions(32, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions(ids.shape)
+        return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+def test_tensor_takes_an_embedding_that_is_given_a_shape() -> None:
+    check(WithPositions, "tensor=2")
