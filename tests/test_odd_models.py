@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import meshfit
 from meshfit.errors import PlanError
+from meshfit.layout.find import find
+from meshfit.plan import Plan
 
 WORDS, LENGTH, WIDTH = 12, 6, 8
 IDS = torch.randint(WORDS, (8, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -147,6 +149,29 @@ def test_stages_of_odd_models(build: Callable[[], nn.Module]) -> None:
     check(build, PIPELINE)
 
 
+class TakesRows(Stack):
+    """As many as values say."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        rows = (ids > 2 if self.by == "inputs" else x[..., 0] > 0).flatten().nonzero().squeeze(1)
+        return self.head(x).flatten(0, 1).index_add(0, rows, self.head(x.flatten(0, 1)[rows])).view(*ids.shape, WORDS)
+
+
+@pytest.mark.parametrize(("by", "says"), [("inputs", "values of its inputs"), ("activations", "its own activations")])
+def test_the_reason_names_the_values_that_decide(by: str, says: str) -> None:
+    said = refused(lambda: TakesRows(by), PIPELINE)
+    assert "how many rows it takes depends on" in said
+    assert says in said
+    assert "nonzero in" in said
+
+
 # Experts
 
 
@@ -224,3 +249,107 @@ class WithPositions(Stack):
 
 def test_tensor_takes_an_embedding_that_is_given_a_shape() -> None:
     check(WithPositions, "tensor=2")
+
+
+# Caches
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_block_computed_again_does_not_fill_its_cache_twice(asked: bool | None) -> None:
+    """Of an encoder and a decoder; the cache is the model's default, or what the step asks for."""
+    hf = pytest.importorskip("transformers")
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 2, "vocab_size": WORDS}
+    config = hf.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    step = lambda model, batch: model(input_ids=batch[0], labels=batch[1], use_cache=asked).loss
+    result = check(lambda: hf.T5ForConditionalGeneration(config), "recompute=full", loss=None, step=step)
+    assert result.model.config.use_cache  # type: ignore[union-attr]  # on again
+
+
+# Recurrences
+
+
+class Recurrent(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(WIDTH, 4 * WIDTH, batch_first=True), nn.Linear(4 * WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(ids))[0])
+
+
+def mamba(second: bool) -> nn.Module:
+    hf = pytest.importorskip("transformers")
+    sizes = {"vocab_size": WORDS, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "use_cache": False}
+    if not second:
+        return hf.MambaForCausalLM(hf.MambaConfig(**sizes))
+    return hf.Mamba2ForCausalLM(hf.Mamba2Config(**sizes, num_heads=2, head_dim=8, n_groups=1, chunk_size=4))
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (Recurrent, "rnn is a GRU"),
+        (lambda: mamba(False), f"mixer loops over {LENGTH} positions, and 1 more like it"),
+        (lambda: mamba(True), "mixer takes cumsum over positions, and 1 more like it"),
+    ],
+    ids=["layer", "loop", "scan"],
+)
+def test_a_recurrence_is_said_to_be_one(build: Callable[[], nn.Module], says: str) -> None:
+    with pytest.raises(PlanError) as error:
+        find(Plan(context=2), built(build), stepped, (IDS, IDS), "cpu")
+    said = str(error.value)
+    assert "carries a state from position to position" in said
+    assert says in said
+    assert "data=2 works" in said
+
+
+def stepped(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    out = model(batch[0])
+    return loss(getattr(out, "logits", out), batch[1])
+
+
+# Copies
+
+
+class Computed(WithPositions):
+    """Weights that a hook computes, as torch.nn.utils.weight_norm leaves them, and a tensor kept from the last step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with pytest.warns(FutureWarning):
+            nn.utils.weight_norm(self.down)
+        self.last = self.embed.weight.sum()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out = super().forward(ids)
+        self.last = out.mean()
+        return out
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "context=2", "server=1 data=1 tensor=2"])
+def test_a_model_with_computed_tensors_can_be_copied(plan: str) -> None:
+    one: Any = built(Computed)
+    many: Any = built(Computed)
+    fit(one, "data=1")
+    fit(many, plan)
+    torch.testing.assert_close(many.head.weight, one.head.weight, rtol=1e-4, atol=1e-6)
+
+
+class Spectral(Stack):
+    """Complex weights, over frequencies of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) * 0.3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + torch.fft.irfft(torch.fft.rfft(x, dim=1) @ self.weight, n=x.shape[1], dim=1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("plan", ["context=2", PIPELINE])
+def test_complex_weights(plan: str) -> None:
+    check(Spectral, plan)

@@ -287,11 +287,16 @@ def test_a_server_killed_goes_on_from_its_snapshot() -> None:
     assert_same(spread, alone)
 
 
-def test_a_model_that_cannot_be_copied_is_refused() -> None:
-    model = Net()
-    model.made = model.norm.weight * 2  # type: ignore[assignment]
-    with pytest.raises(PlanError, match="the model cannot be copied"):
-        stand_in(model)
+def test_a_model_that_cannot_be_copied_is_refused_with_its_own_reason() -> None:
+    class Guarded(Net):
+        def __deepcopy__(self, memo: Any) -> "Guarded":
+            raise ValueError("there is but one of me")
+
+    computed: Any = Net()
+    computed.made = computed.norm.weight * 2
+    assert isinstance(stand_in(computed), Net)
+    with pytest.raises(PlanError, match="ValueError: there is but one of me"):
+        stand_in(Guarded())
 
 
 def test_plans_of_crews() -> None:

@@ -98,6 +98,9 @@ def record(
                 failures.append(error)
                 continue
             if attempt.largest() <= LARGEST:
+                if real:
+                    failed = [f"{error.why} ({error.line})" for error in failures[:1]]
+                    attempt.before = failed or list(coarse.whole.values() if coarse else ())
                 return attempt.finish(meter)
             coarse = coarse or attempt
         if coarse is not None:
@@ -124,6 +127,7 @@ class _Attempt:
         self.model, self.inputs, self.training = model, inputs, training
         self.forced, self.share, self.way, self.real = set(atoms), share, way, real
         self.whole: dict[str, str] = {}  # modules taken as a whole because their code failed, and why
+        self.before: list[str] = []  # why earlier ways, on meta, did not do
         self.dynamic: dict[Dynamic, None] = {}
         self.not_on_meta: set[str] = set()
         self.proven: tuple[Recorder, Any, dict[int, Cost]] | None = None
@@ -159,6 +163,7 @@ class _Attempt:
         assert self.proven is not None
         recorder, outputs, costs = self.proven if meter is None else self.once(self.copy(), 11, meter)
         notes = ["real tensors" if self.real else "meta tensors"]
+        notes += [f"not on meta tensors: {why}" for why in self.before[:1]]
         notes += [] if self.way == "plain" else [WAYS_IN_WORDS[self.way]]
         notes += [f"{module} taken as a whole: {why}" for module, why in self.whole.items()]
         notes += [note for note in recorder.notes if note not in notes]

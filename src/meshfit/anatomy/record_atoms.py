@@ -62,6 +62,12 @@ def twin(model: nn.Module, *, meta: bool) -> nn.Module:
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             raise TraceError("the model has lazy modules", "run it once on a batch, so that its shapes are known")
         memo[id(tensor)] = _like(tensor, meta=meta)
+    return copied(model, memo)
+
+
+def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy, in which ``memo`` says what stands for which tensor: also of a model whose attributes hold tensors
+    that were computed, which Python's own refuses. What cannot be copied is shared."""
     for module in model.modules():
         for thing in vars(module).values():
             if not isinstance(thing, PLAIN) and id(thing) not in memo:

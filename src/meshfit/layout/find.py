@@ -23,6 +23,7 @@ from meshfit.layout.pipeline import Found as FoundStages
 from meshfit.layout.pipeline import Pipeline, part_of_trace
 from meshfit.layout.sequence.find import ContextPlan
 from meshfit.layout.split.region import TensorPlan, joined
+from meshfit.layout.split.twin import Uncopied
 from meshfit.layout.stages.cut import Shell
 from meshfit.layout.units import Unit, traced, units
 from meshfit.plan import Plan
@@ -84,8 +85,8 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
     by_rows = plan.rows == "cut" or (plan.rows == "auto" and device == "cuda" and plan.pipeline == plan.context == 1)
     try:
         split = plan_tensor(model, lambda twin: as_number(objective(twin, batch)), plan.tensor, by_rows=by_rows)
-    except RuntimeError as error:
-        raise (_uncopied(plan) if "deepcopy" in str(error) else error) from error.__cause__
+    except Uncopied as error:
+        raise _uncopied(plan, error) from error.__cause__
     if not split.regions:
         raise PlanError(
             f"{plan}: tensor={plan.tensor} splits nothing of this model",
@@ -96,11 +97,11 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
     return replace(found, tensor=split, notes=tuple(split.explain()))
 
 
-def _uncopied(plan: Plan) -> PlanError:
+def _uncopied(plan: Plan, error: Exception) -> PlanError:
     return PlanError(
         f"{plan}: the model cannot be copied, and what can be split is found by trying",
-        "some attribute of a module is a tensor that was computed, as torch.nn.utils.weight_norm leaves them",
-        "torch.nn.utils.parametrizations has the same without; data= and shard= take the model as it is",
+        str(error),
+        "data= and shard= take the model as it is",
     )
 
 
@@ -110,8 +111,8 @@ def _cut_sequences(found: Found, plan: Plan, model: nn.Module, objective: Object
     instead = f"{replace(plan, context=1, data=plan.data * plan.context)} works"
     try:
         sequence = plan_context(model, lambda twin, some: as_number(objective(twin, some)), batch, plan.context)
-    except RuntimeError as error:
-        raise (_uncopied(plan) if "deepcopy" in str(error) else error) from error.__cause__
+    except Uncopied as error:
+        raise _uncopied(plan, error) from error.__cause__
     except Differs as differs:
         raise PlanError(
             f"{plan}: cut over {plan.context} devices this model does not compute what it does on one",
@@ -119,12 +120,8 @@ def _cut_sequences(found: Found, plan: Plan, model: nn.Module, objective: Object
             instead,
         ) from differs
     if not sequence.beginnings:
-        raise PlanError(
-            f"{plan}: this model has no sequence that could be cut",
-            "whichever dim of its activations is cut, a device would have to keep nearly as much as one alone",
-            sequence.why,
-            instead,
-        )
+        headline, *facts = sequence.refusal()
+        raise PlanError(f"{plan}: {headline}", *facts, instead)
     return replace(found, context=sequence, notes=(*found.notes, *sequence.explain()))
 
 
@@ -133,7 +130,10 @@ def _experts(found: Found, plan: Plan, model: nn.Module, objective: Objective, b
 
     batch = _first(batch, TRIED)
     samples = max((len(t) for t in tree.tensors(batch) if t.dim()), default=0)
-    experts = plan_experts(model, lambda twin: objective(twin, batch), plan.expert, samples)
+    try:
+        experts = plan_experts(model, lambda twin: objective(twin, batch), plan.expert, samples)
+    except Uncopied as error:
+        raise _uncopied(plan, error) from error.__cause__
     if experts.mixtures:
         return replace(found, experts=experts, notes=(*found.notes, *experts.explain()))
     elsewhere = f"{replace(plan, expert=1, data=plan.data * plan.expert)} works"

@@ -197,7 +197,11 @@ def _copied(thing: Any) -> Any:
         return {key: _copied(item) for key, item in thing.items()}
     if _is_cache(thing):
         new = copy.copy(thing)
-        new.layers = [copy.copy(layer) for layer in thing.layers]
+        for name, value in vars(thing).items():  # of layers, or of other caches: an encoder's and a decoder's
+            if isinstance(value, list):
+                setattr(new, name, [copy.copy(each) for each in value])
+            elif isinstance(value, dict) or _is_cache(value):
+                setattr(new, name, _copied(value))
         return new
     if _carries_tensors(thing):
         new = copy.copy(thing)
@@ -215,7 +219,7 @@ def _carries_tensors(thing: Any) -> bool:
 
 def _is_cache(thing: Any) -> bool:
     """Of keys and values, as transformers hand them through their blocks."""
-    return hasattr(thing, "get_seq_length") and hasattr(thing, "layers")
+    return hasattr(thing, "get_seq_length") and not isinstance(thing, nn.Module)
 
 
 def is_empty_cache(thing: Any) -> bool:

@@ -1,6 +1,5 @@
 """The whole model in memory that the ranks of a worker share, and what of it each of them holds."""
 
-import copy
 import os
 import socket
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.anatomy.record_atoms import copied
 from meshfit.checkpoint.box import volume
 from meshfit.checkpoint.pieces import Piece, lie
 from meshfit.errors import PlanError, RankError
@@ -47,16 +47,15 @@ class Whole:
 
 def stand_in(model: nn.Module) -> nn.Module:
     """A copy of what is trained of ``model``, and of its statistics; the rest is left without memory."""
+    memo = {id(p): nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in model.parameters()}
     try:
-        made = copy.deepcopy(model)
-    except RuntimeError as error:
-        if "deepcopy" not in str(error):
-            raise
+        made = copied(model, dict(memo))
+    except Exception as error:
         raise PlanError(
             "the model cannot be copied, and a worker of several ranks keeps a copy for its servers",
-            "some attribute of a module is a tensor that was computed, as torch.nn.utils.weight_norm leaves them",
-            "torch.nn.utils.parametrizations has the same without; server= and data= alone take the model as it is",
-        ) from None
+            f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+            "server= and data= alone take the model as it is",
+        ) from error
     kept = {id(buffer) for buffer in statistics(made).values()}
     for tensor in (*made.parameters(), *made.buffers()):
         if not tensor.requires_grad and id(tensor) not in kept:

@@ -7,5 +7,6 @@ local    functions that a rank computes on its own positions
 shapes   functions that move dims, or take some positions
 mix      functions in which positions meet: products, attention, sums, losses
 find     where in a model cutting begins
+recurrence  what carries a state from position to position
 check    the proof, before anything is trained
 """

@@ -21,7 +21,7 @@ from meshfit.layout.sequence.find import ContextPlan, Step, begin, length_of, sh
 from meshfit.layout.sequence.piece import Piece, guarded, name_of, whole
 from meshfit.layout.split.check import DRAWS, first_line
 from meshfit.layout.split.ops import Meeting, Threads
-from meshfit.layout.split.twin import converted, sharing
+from meshfit.layout.split.twin import converted, sharing, to_precision
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 """Of a gradient, relative to the largest element of its tensor, or to a small part of the largest of all."""
@@ -50,12 +50,14 @@ def check(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
         refused: Exception | None = None
         for dtype, tolerance in TOLERANCE.items():
             twin = twins[dtype] = twins.get(dtype) or converted(model, dtype)
-            cast = tree.map_tensors(lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t, each)
+            cast = tree.map_tensors(lambda t, dtype=dtype: to_precision(t, dtype), each)
             try:
                 way = _way(twin, step, cast, dtype)
                 if place >= ALWAYS and (way in proven or len(proven) >= WAYS):
                     break
                 want = _gradients(twin, step, cast, 1, dtype)
+                if lost := [name for name, grad in want[1].items() if grad is not None and not grad.isfinite().all()]:
+                    raise ValueError(f"the gradient of {lost[0]} is not finite on one device")
             except Exception as error:  # of the model's own
                 refused = error
                 continue

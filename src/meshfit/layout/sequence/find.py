@@ -23,6 +23,7 @@ from meshfit.layout.forward import unwrap, wrap
 from meshfit.layout.sequence import local, mix, shapes  # noqa: F401  # their rules
 from meshfit.layout.sequence.ops import Imagined
 from meshfit.layout.sequence.piece import Piece, gathered, guarded
+from meshfit.layout.sequence.recurrence import recurrences
 from meshfit.layout.sequence.span import Span
 from meshfit.layout.split.ops import Group
 from meshfit.layout.split.region import Traffic
@@ -77,13 +78,42 @@ class ContextPlan:
     why: str = ""
     """What kept it from being cut, if anything raised."""
 
+    nearest: tuple[Beginning, ...] = ()
+    """Where least would be kept, of a model that is not worth cutting; ``kept`` and ``gathered`` are of that."""
+    recurrences: tuple[str, ...] = ()
+    """What carries a state from position to position in such a model."""
+
     def explain(self) -> list[str]:
         where = ", ".join(f"{b.module or 'the model'} (dim {b.dim})" for b in self.beginnings)
         notes = [f"context: sequences are cut from {where} on; a rank keeps {self.kept:.2f} of the activations"]
         if self.gathered:
-            named = ", ".join(f"{name} {times} x" for name, times in self.gathered[:6])
-            notes.append(f"context: computed on whole sequences by every rank: {named}")
+            notes.append(f"context: computed on whole sequences by every rank: {self._on_wholes}")
         return notes
+
+    @property
+    def _on_wholes(self) -> str:
+        return ", ".join(f"{name} {times} x" for name, times in self.gathered[:6])
+
+    def refusal(self) -> tuple[str, ...]:
+        """Why nothing is gained, in words: a headline and facts."""
+        if self.nearest:
+            (each,) = self.nearest
+            kept = (
+                f"cut from {each.module or 'the model'} (dim {each.dim}) on, a device would keep {self.kept:.2f} of it"
+            )
+            kept += f": computed on whole sequences: {self._on_wholes}" if self.gathered else " of the activations"
+        else:
+            kept = "no module returns activations that could be cut"
+        if self.recurrences:
+            return (
+                "its sequences cannot be cut: the model carries a state from position to position",
+                *self.recurrences[:3],
+                "a device would need the state of the one before it, one after another",
+            )
+        if self.length or self.kept < LESS:
+            return "cutting its sequences would save too little", kept, self.why
+        none = "whichever dim of its activations is cut, a device would have to keep nearly as much as one alone"
+        return "this model has no sequence that could be cut", none, kept, self.why
 
 
 def begin(model: nn.Module, beginnings: tuple[Beginning, ...], group: Group) -> None:
@@ -121,7 +151,7 @@ def find(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
     few, more = (some(shortened(batch, length), samples) for samples in SAMPLES)
     whole, _, _ = _tried(model, step, few, (), ways)
     plan = ContextPlan(ways=ways)
-    best, why = whole, ""
+    best, why, nearest = whole, "", ()
     for _ in range(BEGINNINGS):
         found: list[tuple[int, Beginning]] = []
         for each in _candidates(model, step, few, more, plan.beginnings, ways):
@@ -134,6 +164,7 @@ def find(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
             if kept <= whole / ways * 1.1:
                 break
         least, each = min(found, key=lambda one: one[0], default=(best, None))
+        nearest = nearest or ((each,) if each else ())
         if each is None or least > LESS * best:
             break
         best = least
@@ -141,7 +172,8 @@ def find(model: nn.Module, step: Step, batch: Any, ways: int) -> ContextPlan:
         if best <= whole / ways * 1.25:
             break
     if best > WORTH * whole:
-        return ContextPlan(ways=ways, why=why)
+        tried = _planned(model, step, few, nearest, ways, whole) if nearest else plan
+        return replace(tried, beginnings=(), nearest=nearest, why=why, recurrences=tuple(recurrences(model, step, few)))
     return _lengthened(plan, model, step, batch, length) if length else plan
 
 

@@ -3,15 +3,20 @@
 Which modules are alike, and which of them are blocks that a model repeats.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.record_atoms import copied
+
 LAYERS_OF_A_BLOCK = 2
 """A module with fewer weights than this in it is no block: nothing in it could be a pair."""
+
+
+class Uncopied(Exception):
+    """A model of which there can be no copy: why not."""
 
 
 def study(model: nn.Module) -> nn.Module:
@@ -28,7 +33,10 @@ def study(model: nn.Module) -> nn.Module:
             weight = weight.clone()
         # a parameter of its own: autograd remembers the shape of one that was used, and this one will be cut
         memo[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-    twin = copy.deepcopy(model, memo).cpu().train()
+    try:
+        twin = copied(model, memo).cpu().train()
+    except Exception as error:
+        raise Uncopied(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
     for module in twin.modules():
         if getattr(module, "inplace", None) is True:
             module.inplace = False  # type: ignore[assignment]
@@ -46,26 +54,31 @@ def _is_flat(weight: Tensor) -> bool:
 
 
 def converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in another precision."""
+    """A copy in another precision; what is complex stays so."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        weight = parameter.detach()
-        weight = weight.to(dtype, copy=True) if weight.is_floating_point() else weight.clone()
+        weight = to_precision(parameter.detach(), dtype).clone()
         memo[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(module, memo).to(dtype)
+    return copied(module, memo)._apply(lambda t: to_precision(t, dtype))
+
+
+def to_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.is_complex():
+        return x.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def sharing(module: nn.Module) -> nn.Module:
     """A copy with parameters of its own that lie in the same memory."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 def replaced(model: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
     """A copy with the same parameters, and other modules at the paths ``others``."""
     memo: dict[int, Any] = {id(p): p for p in model.parameters()}
     memo |= {id(model.get_submodule(path)): module for path, module in others.items()}
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
 
 
 def kinds_of(model: nn.Module) -> dict[str, int]:

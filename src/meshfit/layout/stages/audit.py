@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfit.anatomy.cuts import storage_of
 from meshfit.anatomy.record import Recording, TraceError, record
 from meshfit.anatomy.record_atoms import twin
-from meshfit.anatomy.record_program import decode, tensors
+from meshfit.anatomy.record_program import Ref, Step, decode, references, tensors
 from meshfit.anatomy.replay import Environment, bind, run
+from meshfit.anatomy.trace import Event, Trace
 from meshfit.data import tree
 from meshfit.errors import PlanError
+from meshfit.layout.stages.cut import learnt
 from meshfit.layout.units import Whole
 
 LARGEST = 8 * 2**30
@@ -83,8 +86,7 @@ def faithful(
             error = TraceError(whole_model[0].removeprefix("model taken as a whole: "), *looks[:2])
             raise refusal("the model can be run only as a whole", error)
         if "real tensors" in notes:
-            error = TraceError("it decides by values of its own activations what to do", *looks[:2])
-            raise refusal("no rank could tell what the others do", error)
+            raise refusal("no rank could tell what the others do", _undecided(recording))
         try:
             audit(recording, whole, batch)
             return tuple(path.removeprefix("model.") for path in taken), recording
@@ -92,3 +94,53 @@ def faithful(
             if misfit.module in ("", "model", *taken):
                 raise refusal("the model cannot be run in parts", misfit.error) from misfit.error
             taken.append(misfit.module)
+
+
+OF_VALUES = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "where", "getitem")
+"""Functions that may make as many rows as values say."""
+
+WORDS = {
+    "activations": "values of its own activations",
+    "random": "random numbers",
+    "buffers": "values of its buffers",
+    "inputs": "values of its inputs",
+}
+
+
+OF_INPUTS = f"it decides by {WORDS['inputs']} what to do"
+"""The last of all reasons: every rank can look at the inputs."""
+
+
+def _undecided(recording: Recording) -> TraceError:
+    """Why a model was recorded on real tensors: by what values it decides what to run, or how many rows."""
+    trace, found = recording.trace, dict[str, list[str]]()
+    for each in trace.dynamic:
+        if each.depends_on in WORDS and not each.what.startswith("size of a tensor"):
+            place = f"{each.what} in {each.module or 'the model itself'}, {each.line}"
+            found.setdefault(f"it decides by {WORDS[each.depends_on]} what to do", []).append(place)
+    activations = learnt(trace)
+    for step, event in zip(recording.steps, trace.events, strict=True):
+        chosen = _rows_by(step, event, trace)
+        if chosen:
+            by = "activations" if activations.intersection(storage_of(trace, v) for v in chosen) else "inputs"
+            place = f"{event.name} in {event.inside or 'the model itself'}, {event.line}"
+            found.setdefault(f"how many rows it takes depends on {WORDS[by]}", []).append(place)
+    for headline in sorted(found, key=lambda text: ("activations" not in text, text == OF_INPUTS)):
+        return TraceError(headline, *list(dict.fromkeys(found[headline]))[:2])
+    why = [note.partition(": ")[2] for note in trace.notes if note.startswith("not on meta tensors: ")]
+    return TraceError("it can be recorded on real tensors only, and a rank has no others' weights", *why)
+
+
+def _rows_by(step: Step, event: Event, trace: Trace) -> tuple[int, ...]:
+    """The values that say how many rows ``event`` makes; none if its sizes follow from those of its inputs."""
+    if event.kind != "glue" or event.name not in OF_VALUES:
+        return ()
+    if event.name == "where":
+        return event.reads if len(step.args) == 1 else ()
+    if event.name == "getitem":
+        return tuple(
+            r.id
+            for r in references(step.args[1:])
+            if isinstance(r, Ref) and r.id in trace.values and trace.values[r.id].dtype in ("bool", "uint8")
+        )
+    return event.reads

@@ -72,18 +72,24 @@ def split_of(trace: Trace, found: Stages, *, branches: bool) -> Split:
     return Split(parameters=tuple(parameters), buffers=tuple(buffers), landmarks=landmarks, looked_at=tuple(looked_at))
 
 
+def learnt(trace: Trace) -> set[int]:
+    """Memory of values that depend on parameters: activations."""
+    found: set[int] = set()
+    for event in trace.events:
+        if event.parameters or found.intersection(storage_of(trace, v) for v in event.reads):
+            found.update(storage_of(trace, v) for v in (*event.writes, *event.mutates))
+    return found
+
+
 def decided(trace: Trace) -> tuple[int, ...]:
     """Events that say which way a forward goes, and those that compute what they look at: as far as no parameter has a
     part in it. Every rank can run these, before anything else. What looks further is checked where it runs."""
-    learnt: set[int] = set()
-    for event in trace.events:
-        if event.parameters or learnt.intersection(storage_of(trace, v) for v in event.reads):
-            learnt.update(storage_of(trace, v) for v in (*event.writes, *event.mutates))
+    activations = learnt(trace)
     needed: set[int] = set()
     found = []
     for event in reversed(trace.events):
         looks = event.name.startswith("guard ") and not event.parameters
-        looks = looks and not learnt.intersection(storage_of(trace, v) for v in event.reads)
+        looks = looks and not activations.intersection(storage_of(trace, v) for v in event.reads)
         if looks or needed.intersection((*event.writes, *event.mutates)):
             found.append(event.index)
             needed.update(event.reads)
