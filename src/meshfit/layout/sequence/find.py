@@ -98,10 +98,10 @@ class ContextPlan:
         """Why nothing is gained, in words: a headline and facts."""
         if self.nearest:
             (each,) = self.nearest
-            kept = (
-                f"cut from {each.module or 'the model'} (dim {each.dim}) on, a device would keep {self.kept:.2f} of it"
+            kept = f"cut from {each.module or 'the model'} (dim {each.dim}) on, a device would keep {self.kept:.2f}"
+            kept += " of the activations" + (
+                f"; computed on whole sequences: {self._on_wholes}" if self.gathered else ""
             )
-            kept += f": computed on whole sequences: {self._on_wholes}" if self.gathered else " of the activations"
         else:
             kept = "no module returns activations that could be cut"
         if self.recurrences:
@@ -110,7 +110,7 @@ class ContextPlan:
                 *self.recurrences[:3],
                 "a device would need the state of the one before it, one after another",
             )
-        if self.length or self.kept < LESS:
+        if self.length:
             return "cutting its sequences would save too little", kept, self.why
         none = "whichever dim of its activations is cut, a device would have to keep nearly as much as one alone"
         return "this model has no sequence that could be cut", none, kept, self.why
