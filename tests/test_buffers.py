@@ -273,6 +273,24 @@ class Twice(nn.Module):
         return self.inner(self.inner(x))
 
 
+class TwoNames(nn.Module):
+    """Writes, too, to a buffer of a module that it knows by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Refused("plain")
+        self.other = self.one
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.other(x)
+        self.one.held.mul_(0.99)
+        return out
+
+
+def test_a_module_with_two_names_is_one() -> None:
+    assert found(Net(TwoNames())).combined == ("middle.0.one.held",)
+
+
 REFUSED = {
     "variance": "neither a sum nor a mean",
     "queue": "neither a sum nor a mean",

@@ -138,7 +138,7 @@ class _Search:
         def listen(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 own = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
-                copied = lambda t: t if id(t) in own else t.detach().clone()
+                copied = lambda t: t if id(t) in own else t.detach().clone().requires_grad_(t.requires_grad)
                 heard.setdefault(path, tree.map_tensors(copied, (args, kwargs)))
                 return forward(*args, **kwargs)
 
@@ -173,7 +173,8 @@ class _Search:
                 continue
             if not any(update.exchanged for update in updates):
                 return None
-            if later := [name for name in states if name in self.seen.read_later]:
+            reads = self.seen.read_later
+            if later := [name for name in states if any(path not in stack for stack in reads.get(name, ()))]:
                 raise Uncombined(f"{later[0]} is read again, by another module, after it was written")
             if self.seen.calls[path] > 1:
                 raise Uncombined(f"it is called {self.seen.calls[path]} times in one forward")
@@ -189,11 +190,13 @@ def _inside(path: str, outer: str) -> bool:
 def _opaque(module: nn.Module, path: str, states: tuple[str, ...]) -> tuple[str, ...]:
     """The largest modules inside that hold none of the buffers."""
     found: list[str] = []
+    prefix = f"{path}." if path else ""
+    owners = {module.get_submodule(state.removeprefix(prefix).rpartition(".")[0]) for state in states}
 
     def visit(inner: nn.Module, at: str) -> None:
         for name, child in inner.named_children():
             place = f"{at}.{name}" if at else name
-            if isinstance(child, nn.ModuleList | nn.ModuleDict) or any(_inside(state, place) for state in states):
+            if isinstance(child, nn.ModuleList | nn.ModuleDict) or owners & set(child.modules()):
                 visit(child, place)
             else:
                 found.append(place)

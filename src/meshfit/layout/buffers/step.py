@@ -139,7 +139,8 @@ class Buffers:
             except Differs:
                 raise JobError(
                     f"{writer.path or 'the model'} updates {', '.join(writer.states)} in another way than when tried",
-                    "what it does depends on the samples, or on how many steps were taken",
+                    f"in a microbatch of {self._samples}: what it does depends on the samples, or on the steps taken",
+                    "if by how many samples there are (a last batch of few?), another batch_size= may do",
                     "buffers=local in the plan lets every rank keep its own",
                 ) from None
             totals = self._totals.setdefault(writer.path, Totals(done.update))

@@ -57,7 +57,7 @@ class Call:
             dim = next(dims)
             if not isinstance(value, Tensor):
                 return value
-            value = value.detach()
+            given, value = value, value.detach()
             if dim is not None:
                 if noise and value.is_floating_point():
                     value = value * (torch.rand(value.shape, generator=draws) + 0.5).to(value.device, value.dtype)
@@ -65,9 +65,17 @@ class Call:
                 at = (torch.tensor(rows)[:, None] * each + torch.arange(each)).flatten()
                 value = value.index_select(dim, at.to(value.device))
             floats = dtype is not None and value.is_floating_point()
-            return value.to(device=device, dtype=dtype if floats else None, copy=True)
+            made = _laid_out(value.to(device=device, dtype=dtype if floats else None, copy=True), given)
+            return made.requires_grad_().clone() if given.requires_grad else made  # no leaf: it may be written to
 
         return tree.map_leaves(leaf, self.given)
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` with its dims in the order in memory that ``like`` has them: what reshapes it may have to copy."""
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    back = [order.index(d) for d in range(like.dim())]
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def _alike(call: Any, other: Any) -> bool:
@@ -144,6 +152,9 @@ class Trial:
                 raise Uncombined("what it does depends on the samples")
             groups.append((records[0], records[1:], sizes))
         update = update_of(groups, limit)
+        for whole, parts, _ in groups if not update.exchanged else ():
+            for part in parts:
+                self._compare(part.finals, whole, limit)
         if update.exchanged:
             for (rows, sizes, noise), (whole, _, _) in zip(cases, groups, strict=True):
                 self._check(update, start, rows, sizes, noise, whole, dtype, limit)
@@ -161,6 +172,9 @@ class Trial:
         for each, samples in collected:
             totals.add(each, samples)
         made = totals.made({name: t.clone() for name, t in start.items()})
+        self._compare(made, whole, limit)
+
+    def _compare(self, made: dict[str, Tensor], whole: Record, limit: float) -> None:
         for name, want in whole.finals.items():
             got = made[name]
             scale = want.double().abs().amax().item() if want.numel() else 0.0

@@ -5,7 +5,7 @@ the tensor's memory, ``.data`` or not; a new tensor put in a buffer's place is s
 """
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,8 +31,8 @@ class Writes:
     """By parameter or buffer: the innermost module in whose forward it is written; None: outside of all."""
     replaced: set[str] = field(default_factory=set)
     """Those in whose place another tensor was put."""
-    read_later: set[str] = field(default_factory=set)
-    """Those read by others after they were written."""
+    read_later: dict[str, set[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(set))
+    """After they were written, and out of the module that did: in the calls of which modules, one in the other."""
     calls: Counter[str] = field(default_factory=Counter)
     """Of each module."""
 
@@ -111,7 +111,7 @@ class _Watch(TorchDispatchMode):
         for name in seen & self.found.writers.keys():
             writer = self.found.writers[name]
             if writer is None or writer not in self.stack:
-                self.found.read_later.add(name)
+                self.found.read_later[name].add(tuple(self.stack))
         for tensor in written(func, args, kwargs):
             if storage(tensor) in self.names and tensor.numel():
                 innermost = self.stack[-1] if self.stack else None
