@@ -28,7 +28,7 @@ Objective = Callable[[nn.Module, Any], Any]
 @dataclass
 class Writes:
     writers: dict[str, str | None] = field(default_factory=dict)
-    """By parameter or buffer: the innermost module in whose forward it is written; None: outside of all."""
+    """By parameter or buffer: the innermost module in whose forward all of it is written; None: outside of all."""
     replaced: set[str] = field(default_factory=set)
     """Those in whose place another tensor was put."""
     read_later: dict[str, set[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(set))
@@ -104,6 +104,8 @@ class _Watch(TorchDispatchMode):
     def __init__(self, names: dict[int, str], stack: list[str], found: Writes):
         super().__init__()
         self.names, self.stack, self.found = names, stack, found
+        self.calls: dict[str, tuple[str, ...]] = {}
+        """The modules in whose calls each of them was written, one in the other."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,9 +116,16 @@ class _Watch(TorchDispatchMode):
                 self.found.read_later[name].add(tuple(self.stack))
         for tensor in written(func, args, kwargs):
             if storage(tensor) in self.names and tensor.numel():
-                innermost = self.stack[-1] if self.stack else None
-                self.found.writers.setdefault(self.names[storage(tensor)], innermost)
+                name = self.names[storage(tensor)]
+                calls = self.calls[name] = _shared(self.calls.get(name, tuple(self.stack)), tuple(self.stack))
+                self.found.writers[name] = calls[-1] if calls else None
         return func(*args, **kwargs)
+
+
+def _shared(calls: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    """What both have in common, from the outermost on."""
+    same = [a == b for a, b in zip(calls, others, strict=False)]
+    return calls[: same.index(False) if False in same else len(same)]
 
 
 def _in(tensor: Tensor, watch: _Watch) -> bool:
