@@ -5,10 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from meshfit.checkpoint import CheckpointError
+from meshfit.checkpoint import CheckpointError, Saver
+from meshfit.checkpoint.manifest import standing
 from meshfit.events import Events
 from meshfit.observe import folder as folders
+from meshfit.step import Step
+from tests.test_checkpoint import begun
 from tests.test_resume import fit
 
 
@@ -55,21 +59,29 @@ def test_no_half_line_is_left(tmp_path: Path) -> None:
         folders._append(tmp_path / "full", "x\n")
 
 
-def test_a_checkpoint_that_fails_is_the_error_and_what_it_says_is_true(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_fails_is_the_error(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
-    def gone(step: object) -> None:
-        if list(run.glob("checkpoints/*-step-*/manifest.json")) and step.step > 3:  # type: ignore[attr-defined]
-            shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    def gone(step: Step) -> None:
+        if step.step == 5:
             blocked(run / "metrics.jsonl")
+            shutil.rmtree(run / "checkpoints", ignore_errors=True)
 
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="could not be written"):
         fit(run, steps=100, checkpoint=2, callbacks=[gone])
-    assert "could not be written" in str(caught.value)
+
+
+def test_what_is_said_of_the_checkpoint_before_is_true(tmp_path: Path) -> None:
+    folder, run = tmp_path / "checkpoints", begun(lambda: nn.Linear(8, 4))
+    saver = Saver(folder)
+    saver.save(run, wait=True)
+    assert standing(saver.files, "0001-step-0") == "0001-step-0, the one before, is complete"
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError) as caught:
+        saver.save(run, wait=True)
+    assert "0001-step-0, the one before, is gone or damaged" in str(caught.value)
     assert "intact" not in str(caught.value)
-    assert "the one before, is gone or damaged" in str(caught.value)
+    saver.close()
 
 
 def test_a_weight_file_that_cannot_be_written_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

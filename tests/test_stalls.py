@@ -170,11 +170,13 @@ def test_the_line_of_the_model_is_in_the_error() -> None:
 def test_one_that_works_for_long_is_not_reported(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(heartbeat, "SILENCE", 0.7)
-    result = fit(Slow(2, busy=True, at=1), plan="data=2", timeout=60)
+    monkeypatch.setattr(heartbeat, "SILENCE", 1.0)
+    result = fit(Slow(2.5, busy=True, at=1), plan="data=2", timeout=60)
     assert result.steps == 12
-    fit(nn.Linear(4, 1), plan="data=2", callbacks=[lambda step: time.sleep(2 if step.step == 3 else 0)])
-    assert "stood still" not in capfd.readouterr().err
+    fit(nn.Linear(4, 1), plan="data=2", callbacks=[lambda step: time.sleep(2.5 if step.step == 3 else 0)])
+    said = capfd.readouterr().err  # on a busy machine one may not be heard from for a second
+    for words in ("neither computes nor waits", "longer than with any step", "none of them is behind", "is stopped"):
+        assert words not in said
 
 
 def test_a_stopped_worker_of_a_server_is_named(

@@ -142,6 +142,7 @@ class Heart:
         self._progress: object = None
         self._since = self._active = self._looked = time.monotonic()
         self._used, self._was_active = 0.0, True
+        self._place, self._placed = "", self._since
         self._steps, self._step_at, self._slowest = 0, self._since, 0.0
 
     def start(self) -> None:
@@ -193,12 +194,15 @@ class Heart:
             self._active = now
         self._used, self._looked, self._was_active = used, now, active
         place = where(self.main)
-        if place == "elsewhere" and now - self._active > 1.5 * self.each:
-            return "idle", now - self._active
-        if place == "elsewhere" and not evaluates(self.main):
-            return "busy", now - self._since
+        if place != self._place:  # one that waited, and waits no longer, gets on
+            self._place, self._placed = place, now
+        idle, there = now - max(self._active, self._placed), now - max(self._since, self._placed)
         if place == "waits":
-            return "waits", now - self._since
+            return "waits", there
+        if place == "elsewhere" and idle > 1.5 * self.each:
+            return "idle", idle
+        if place == "elsewhere" and not evaluates(self.main):
+            return "busy", there
         self._since = self._active = now
         return "excused", 0.0
 
