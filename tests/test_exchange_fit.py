@@ -252,8 +252,9 @@ def dying(at: int, mark: Path) -> Any:
     calls: list[None] = []
 
     def loss(outputs: Tensor, targets: Tensor) -> Any:
-        calls.extend([None] * outputs.requires_grad)
-        if len(calls) == at and outputs.requires_grad:
+        trains = outputs.requires_grad and outputs.dtype == torch.float32  # a loss is first tried in double precision
+        calls.extend([None] * trains)
+        if len(calls) == at and trains:
             with contextlib.suppress(FileExistsError):
                 mark.touch(exist_ok=False)
                 os.kill(os.getpid(), signal.SIGKILL)
