@@ -169,6 +169,12 @@ class Frozen:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever runs within leaves the model (weights, buffers, attributes) and all random numbers as they were."""
     vars_of = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    hooks = [
+        (found, dict(found))
+        for m in model.modules()
+        for key, found in vars(m).items()
+        if "_hooks" in key and isinstance(found, dict)
+    ]
     kept = {id(b): (b, b.detach().clone()) for b in model.buffers()}
     names: dict[int, Tensor] = {storage(p): p for p in model.parameters()}
     gpus = list({t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
@@ -188,6 +194,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module._parameters.update(parameters)
             module._buffers.clear()
             module._buffers.update(buffers)
+        for found, own in hooks:  # transformers installs its own in the first forward: else a second time in the next
+            found.clear()
+            found.update(own)
         with torch.no_grad():
             for tensor, value in (*kept.values(), *before.kept.values()):
                 tensor.data.copy_(value)
