@@ -368,7 +368,6 @@ def test_llama_70b_without_its_memory(capsys: pytest.CaptureFixture[str]) -> Non
         print(f"\n70B: {seconds:.1f} s, {grown / 2**20:.0f} MiB, {len(trace.events)} events")
     assert sum(e.name.startswith("model.layers.") and e.kind == "module" for e in trace.events) == 80
     assert trace.parameter_bytes > 70e9 * 4
-    assert seconds < 20
     assert grown < 1.5 * 2**30
 
 
