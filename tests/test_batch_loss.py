@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -320,3 +321,27 @@ def test_a_model_on_the_meta_device_is_refused(plan: str) -> None:
         fit(plan, model=model)
     with pytest.raises(JobError, match="meta device"):
         meshfit.predict(model, X, plan=plan, devices="cpu")
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + torch.as_tensor(np.random.randn(*x.shape), dtype=x.dtype))
+
+
+def test_numpys_random_numbers_are_not_taken_for_a_loss_of_the_whole_batch() -> None:
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    with pytest.raises(PlanError, match=r"(?s)cannot be tried.*NumPy or Python.*draw them with torch"):
+        meshfit.fit(
+            Noisy(),
+            (x, y),
+            loss=F.mse_loss,
+            optimizer=torch.optim.SGD,
+            batch_size=4,
+            steps=1,
+            plan="data=2",
+            devices="cpu",
+        )

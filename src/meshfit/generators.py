@@ -28,6 +28,13 @@ class Generators:
         """Whether torch's have been drawn from since."""
         return any(not torch.equal(a, b) for a, b in zip(self._torch, self._states(), strict=True))
 
+    @property
+    def moved_others(self) -> bool:
+        """Whether NumPy's or Python's have been drawn from since."""
+        _, keys, at, *_ = np.random.get_state()
+        _, was, stood, *_ = self._others[0]
+        return random.getstate() != self._others[1] or at != stood or not np.array_equal(keys, was)
+
     def _states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
         if self._gpu is not None:

@@ -188,6 +188,8 @@ class _Trial:
             over, why = self._compared(run, along)
         except Incomparable:
             over, why = None, "it draws random numbers in a way that depends on the number of samples"
+        if over is None and self.start.moved_others:  # the draws of a part are not those of the whole
+            return Over(kind="batch", untried=True)
         if over is None:
             targets = [leaf for leaf in tree.leaves(split(self.batch)[1]) if leaf is not None]
             if not unfit and not all(isinstance(leaf, Tensor) for leaf in targets):

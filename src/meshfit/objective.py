@@ -130,6 +130,8 @@ class Over:
     """... the numbers that say that it is no mean."""
     unfit: str = ""
     """... why outputs and targets cannot be gathered; empty if they can."""
+    untried: bool = False
+    """... whether that could not be tried: it draws random numbers of NumPy or Python."""
     gathers: bool = False
     """Whether it calls ``meshfit.gather``."""
 

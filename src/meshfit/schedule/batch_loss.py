@@ -185,9 +185,16 @@ def check(plan: Plan, over: Over, objective: Objective) -> None:
         raise PlanError(f"{plan}: the loss calls meshfit.gather, which does not work here", *why)
     if over.kind != "batch":
         return
+    whole = "plans that leave batches whole take it as it is: no data=, shard=, expert= or microbatches="
+    if over.untried:
+        raise PlanError(
+            f"{plan}: whether this loss is a mean over samples cannot be tried",
+            "the model or the loss draws random numbers of NumPy or Python, others for a part than for the whole",
+            "draw them with torch, whose draws are followed",
+            whole,
+        )
     headline = f"{plan}: this loss is not a mean over samples, and cannot be put together from parts of a batch"
     gather = "gather what it compares: meshfit.gather(features) in step= gives the rows of all devices"
-    whole = "plans that leave batches whole take it as it is: no data=, shard=, expert= or microbatches="
     if objective.step is not None:
         raise PlanError(headline, over.why, gather, "or give loss=, a function of outputs and targets", whole)
     if objective.loss is None:
