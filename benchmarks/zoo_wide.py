@@ -885,7 +885,9 @@ class First(nn.Module):
 def medical_unet() -> nn.Module:
     from monai.networks.nets import UNet
 
-    return UNet(spatial_dims=3, in_channels=1, out_channels=1, channels=(8, 16, 32), strides=(2, 2), num_res_units=1)
+    return UNet(
+        spatial_dims=3, in_channels=1, out_channels=1, channels=(8, 16, 32), strides=(2, 2), num_res_units=1
+    ).double()
 
 
 @seeded
@@ -901,7 +903,7 @@ def medical_transformer() -> nn.Module:
         mlp_dim=32,
         num_heads=4,
         norm_name="instance",
-    )
+    ).double()
 
 
 class FourierOperator(nn.Module):
@@ -1322,7 +1324,7 @@ WIDE = (
         build=quantised("ema"),
         data=copies,
         loss=committed,
-        axes=frozenset(),
+        axes=REPLICATED,
         structure="a codebook moved by averages of the batch",
     ),
     WideCase(
@@ -1426,16 +1428,18 @@ WIDE = (
     WideCase(
         name="monai-unet",
         build=medical_unet,
-        data=volumes,
+        data=double(volumes),
         loss=F.mse_loss,
+        dtype=torch.float64,
         axes=LAYERED,
         structure="skip connections in three dimensions, instance norm",
     ),
     WideCase(
         name="monai-unetr",
         build=medical_transformer,
-        data=volumes,
+        data=double(volumes),
         loss=F.mse_loss,
+        dtype=torch.float64,
         axes=LAYERED,
         structure="a transformer with skips into convolutions",
     ),
@@ -1472,4 +1476,4 @@ WIDE = (
         structure="a cell called at every position, experts",
     ),
 )
-"""Of 67, those with no axis are there to be refused: they are not means over samples."""
+"""The one without an axis may be refused everywhere: its samples depend on each other."""

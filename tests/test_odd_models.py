@@ -353,3 +353,64 @@ class Spectral(Stack):
 @pytest.mark.parametrize("plan", ["context=2", PIPELINE])
 def test_complex_weights(plan: str) -> None:
     check(Spectral, plan)
+
+
+class Taking(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight).tanh()
+
+
+class Handing(nn.Module):
+    """Hands a parameter of its own to a submodule, as generated code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), Taking()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, self.weight)
+
+
+def handing() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), Handing(), Handing(), nn.Linear(WIDTH, WORDS))
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2 pipeline=2 microbatches=2"])
+def test_a_parameter_handed_to_a_submodule_is_whole(plan: str) -> None:
+    check(handing, plan)
+
+
+class Caching(Stack):
+    """Makes a table of positions in its first forward, and keeps it as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < ids.shape[1]:
+            self.register_buffer("table", torch.arange(ids.shape[1]).float().view(-1, 1) / LENGTH, persistent=False)
+        x = self.embed(ids) * self.scale + self.table[: ids.shape[1]]
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2 microbatches=2"])
+def test_a_buffer_that_a_forward_makes_as_a_cache_is_no_statistic(plan: str) -> None:
+    check(Caching, plan)
+
+
+class Seen(Stack):
+    """Layers that are known by two names, with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_buffer("scale", torch.full((WIDTH,), 0.5))
+        self.also = nn.ModuleList(self.layers)
+
+
+def test_a_buffer_with_two_names_comes_back_from_its_stage() -> None:
+    check(Seen, PIPELINE)

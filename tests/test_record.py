@@ -414,3 +414,24 @@ def test_numbers_that_a_module_reads_from_tensors_are_not_taken_for_constants():
     assert [e.name for e in recording.trace.events if e.kind == "module"] == ["body.0", "body.1"]
     other = torch.randn(6, 8)
     torch.testing.assert_close(replay(recording, model, other), model(other))
+
+
+class Importing(nn.Module):
+    """Imports in its forward a file that makes a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from constants_of_a_forward import SCALE  # pyright: ignore
+
+        return self.linear(x) * SCALE
+
+
+def test_a_file_that_a_forward_imports_makes_its_constants_for_everybody(tmp_path, monkeypatch):
+    (tmp_path / "constants_of_a_forward.py").write_text("import torch\nSCALE = torch.full((4,), 2.0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = Importing()
+    record(model, torch.randn(2, 4))
+    assert not model(torch.randn(2, 4)).is_meta

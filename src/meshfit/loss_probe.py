@@ -429,7 +429,7 @@ class _Trial:
 def _same(a: Tensor, b: Tensor, limit: float) -> bool:
     if not a.is_floating_point() or not a.numel():  # a number that is rounded may be another
         return True
-    scale = float(b.nan_to_num().abs().max())
+    scale = float(b.detach().nan_to_num().abs().max())
     return bool(torch.isclose(a, b, rtol=0.0, atol=limit * max(scale, 1e-30), equal_nan=True).all())
 
 

@@ -4,8 +4,10 @@ nn.Module.__call__        modules, with their hooks inside
 nn.Module.__setattr__     what the glue leaves in them
 autograd.Function.apply   gradients of the user's own, which the operators inside do not have
 operators                 below all: which calls draw random numbers, and what is computed where nobody looks
+import                    a module that a forward imports makes its constants for everybody, not on meta
 """
 
+import builtins
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,6 +77,13 @@ def watched(recorder: Recorder) -> Iterator[None]:
             recorder.set(path, name, value)
         module_set(module, name, value)
 
+    import_module = builtins.__import__
+
+    def imported(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # nor is meta the default device here
+            return import_module(*args, **kwargs)
+
+    builtins.__import__ = imported
     nn.Module.__call__ = call
     nn.Module.__setattr__ = set_attribute  # type: ignore[assignment]
     try:
@@ -82,6 +91,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         nn.Module.__call__, nn.Module.__setattr__ = module_call, module_set
+        builtins.__import__ = import_module
 
 
 def line_of(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 What they need to know of the model is found before: see find.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -123,11 +123,7 @@ class Placed:
         """All weights and buffers, whole, on the CPU. All ranks call it together; those that do not ``keep`` them get
         none, and hold one at a time."""
         found, seen = {}, {}
-        named = (
-            *self.model.named_parameters(remove_duplicate=False),
-            *self.model.named_buffers(remove_duplicate=False),
-        )
-        for name, tensor in named:
+        for name, tensor in _named(self.model):
             if tensor not in seen:
                 whole = self._whole(tensor, tensor.detach())
                 seen[tensor] = whole.cpu().clone() if keep or self.apart is not None else None
@@ -135,7 +131,9 @@ class Placed:
         if self.apart is not None:
             every = self._collected({name: {"": tensor} for name, tensor in found.items()}, keep)
             found = {name: many[""] for name, many in every.items()}
-            found |= {name: found[first] for name, first in tied(self.apart.skeleton).items() if first in found}
+            names = [*_named(self.apart.skeleton)]  # also those under which no rank holds it
+            known = {tensor: found[name] for name, tensor in names if name in found}
+            found |= {name: known[tensor] for name, tensor in names if tensor in known}
         return found if keep else {}
 
     def wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
@@ -201,6 +199,12 @@ class Placed:
         if self.transport is not None:
             self.transport.close()
         self.mesh.close()
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer, under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 class Forwards:

@@ -111,9 +111,14 @@ def units(trace: Trace, names: tuple[str, ...]) -> tuple[Unit, ...]:
     may_enter = _may_enter(trace)
     dynamic = {place.module for place in trace.dynamic if place.depends_on in VARYING}
     found: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, first in trace.ties.items():
+        aliases.setdefault(first, []).append(name)
     for event in trace.events:
-        entrance = entrance_of(event, may_enter, dynamic)
         for name in event.parameters:
+            own = event.kind != "module" or any(n.startswith(f"{event.name}.") for n in (name, *aliases.get(name, ())))
+            # one that a module is given as an argument is read before the module is called
+            entrance = entrance_of(event if own else replace(event, kind="glue"), may_enter, dynamic)
             entrances = found.setdefault(name, [])
             if entrance not in entrances:
                 entrances.append(entrance)

@@ -21,7 +21,7 @@ from meshfit.layout.batchnorm import batch_norms
 from meshfit.layout.buffers.record import Uncombined
 from meshfit.layout.buffers.trace import Update
 from meshfit.layout.buffers.trial import FEWER, TRIED, Call, Trial
-from meshfit.layout.buffers.watch import Objective, Writes, may_write, undisturbed, writes
+from meshfit.layout.buffers.watch import Objective, Writes, may_write, named_state, undisturbed, writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,12 @@ class _Search:
         paths = {path for path in self.seen.writers.values() if path is not None}
         outermost = {p: min((o for o in paths if _inside(p, o)), key=len) for p in paths}
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        made = self._made([name for name in self.seen.writers if name not in named_state(self.model)])
         for name, writer in self.seen.writers.items():
-            if writer is None or not _inside(name, outermost[writer]):
+            if name in made:
+                if not made[name]:
+                    refused[name] = "the forward makes it, from the samples"
+            elif writer is None or not _inside(name, outermost[writer]):
                 refused[name] = "it is written by code outside of the module that holds it"
             elif name in trained:
                 refused[name] = "it is a weight that is trained, and the forward changes it by itself"
@@ -123,6 +127,23 @@ class _Search:
                 writers.append(writer)
         held = tuple(name for name, _ in self.model.named_parameters() if name in self.seen.writers)
         return Written(kept=tuple(kept), writers=tuple(writers), refused=refused, parameters=held)
+
+    def _made(self, names: list[str]) -> dict[str, bool]:
+        """Buffers that are not there before the forward: whether they are the same for other samples, as caches of
+        positions and masks are. Those every rank makes for itself."""
+        if not names:
+            return {}
+        found = []
+        for samples in (TRIED, FEWER):
+            some = tree.map_tensors(
+                lambda t, n=samples: t[:n].clone() if t.dim() and len(t) == TRIED else t, self.batch
+            )
+            with undisturbed(self.model):
+                self.objective(self.model, some)
+                there = dict(self.model.named_buffers(remove_duplicate=False))
+                found.append({name: there[name].detach().clone() for name in names if name in there})
+        one, other = found
+        return {name: name in one and name in other and torch.equal(one[name], other[name]) for name in names}
 
     def _calls(self, paths: list[str]) -> dict[str, tuple[Any, Any]]:
         """What each module is first called with, for all samples and for some."""
