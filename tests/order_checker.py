@@ -16,7 +16,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
@@ -83,27 +82,58 @@ def _blocked(logs: Sequence[Sequence[Operation]]) -> list[str]:
     return [f"rank {rank} waits for ever in {logs[rank][i]}" for rank, i in enumerate(at) if i < len(logs[rank])]
 
 
-class Recorder(TorchDispatchMode):
-    """Logs what this rank issues while it is entered."""
+METHODS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "alltoall_base": "all_to_all",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "send",
+}
+"""Of process groups, and what each does."""
+
+
+class Recorder:
+    """Logs what this rank issues while it is entered. Not a dispatch mode: those change what autograd does."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.log: list[Operation] = []
+        self._real: dict[str, Any] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._note(func._opname, args)
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> "Recorder":
+        for method in METHODS:
+            if method in vars(dist.ProcessGroup):
+                self._real[method] = vars(dist.ProcessGroup)[method]
+                setattr(dist.ProcessGroup, method, self._noted(method))
+        return self
 
-    def _note(self, name: str, args: Any) -> None:
-        group = next(dist.ProcessGroup.unbox(arg) for arg in args if "ProcessGroup" in str(type(arg)) + str(arg))
-        ranks = tuple(dist.get_process_group_ranks(group))
+    def __exit__(self, *error: object) -> None:
+        for method, real in self._real.items():
+            setattr(dist.ProcessGroup, method, real)
+
+    def _noted(self, method: str) -> Any:
+        real = getattr(dist.ProcessGroup, method)
+
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            self._note(method, group, args)
+            return real(group, *args, **kwargs)
+
+        return call
+
+    def _note(self, method: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> None:
+        ranks, kind = tuple(dist.get_process_group_ranks(group)), METHODS[method]
         sides = [[t for t in tree_leaves(arg) if isinstance(t, Tensor)] for arg in args]
-        elements = max(sum(t.numel() for t in side) for side in sides)
-        elements *= not name.startswith("alltoall")  # there each rank says another size, as agreed before
+        elements = max((sum(t.numel() for t in side) for side in sides), default=0)
+        elements *= kind != "all_to_all"  # there each rank says another size, as agreed before
         dtype = str(next((t.dtype for side in sides for t in side), ""))
-        if name in ("send", "recv_"):
-            peer, own = ranks[args[2]], ranks[group.rank()]
-            ranks = (own, peer) if name == "send" else (peer, own)
-            name = "send"
-        self.log.append(Operation(group.group_name, name, ranks, elements, dtype))
+        if kind == "send":
+            peer, own = ranks[args[1]], ranks[group.rank()]
+            ranks = (own, peer) if method == "send" else (peer, own)
+        self.log.append(Operation(group.group_name, kind, ranks, elements, dtype))
