@@ -293,7 +293,9 @@ class Job:
 
 
 def _refuse_meta(model: nn.Module) -> None:
-    """Weights without values cannot be trained, nor sent to ranks."""
+    """Weights without values cannot be trained, nor sent to ranks; but they can be inspected."""
+    if torch.get_default_device().type == "meta":
+        return
     named = (*model.named_parameters(), *model.named_buffers())
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty:
