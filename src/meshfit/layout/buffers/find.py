@@ -103,10 +103,11 @@ class _Search:
         paths = {path for path in self.seen.writers.values() if path is not None}
         outermost = {p: min((o for o in paths if _inside(p, o)), key=len) for p in paths}
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        made = self._made([name for name in self.seen.writers if name not in named_state(self.model)])
+        before = named_state(self.model)
+        made = self._alike([name for name in self.seen.writers if name not in before])
         for name, writer in self.seen.writers.items():
-            if name in made:
-                if not made[name]:
+            if name not in before:
+                if not made.get(name):
                     refused[name] = "the forward makes it, from the samples"
             elif writer is None or not _inside(name, outermost[writer]):
                 refused[name] = "it is written by code outside of the module that holds it"
@@ -119,7 +120,9 @@ class _Search:
             try:
                 writer = self._writer(path, tuple(names), *calls[path])
             except Uncombined as error:
-                refused |= dict.fromkeys(names, f"{path or 'the model'}: {error}")
+                counters = self._alike([name for name in names if before[name].numel() == 1])
+                kept += [name for name in names if counters.get(name)]
+                refused |= {name: f"{path or 'the model'}: {error}" for name in names if not counters.get(name)}
                 continue
             if writer is None:
                 kept += names
@@ -128,22 +131,22 @@ class _Search:
         held = tuple(name for name, _ in self.model.named_parameters() if name in self.seen.writers)
         return Written(kept=tuple(kept), writers=tuple(writers), refused=refused, parameters=held)
 
-    def _made(self, names: list[str]) -> dict[str, bool]:
-        """Buffers that are not there before the forward: whether they are the same for other samples, as caches of
-        positions and masks are. Those every rank makes for itself."""
+    def _alike(self, names: list[str]) -> dict[str, bool]:
+        """Whether a forward leaves the same in these buffers for other samples: caches of positions and masks that it
+        makes, counters of forwards."""
         if not names:
             return {}
         found = []
-        for samples in (TRIED, FEWER):
-            some = tree.map_tensors(
-                lambda t, n=samples: t[:n].clone() if t.dim() and len(t) == TRIED else t, self.batch
+        for some in (slice(0, TRIED), slice(0, FEWER), slice(FEWER, TRIED)):
+            batch = tree.map_tensors(
+                lambda t, some=some: t[some].clone() if t.dim() and len(t) == TRIED else t, self.batch
             )
             with undisturbed(self.model):
-                self.objective(self.model, some)
+                self.objective(self.model, batch)
                 there = dict(self.model.named_buffers(remove_duplicate=False))
                 found.append({name: there[name].detach().clone() for name in names if name in there})
-        one, other = found
-        return {name: name in one and name in other and torch.equal(one[name], other[name]) for name in names}
+        first, *others = found
+        return {n: all(n in each and torch.equal(each[n], first[n]) for each in others) for n in names if n in first}
 
     def _calls(self, paths: list[str]) -> dict[str, tuple[Any, Any]]:
         """What each module is first called with, for all samples and for some."""
