@@ -47,10 +47,10 @@ class Opened:
         return {"value": super().compute(), **joined}  # type: ignore[misc]
 
 
-class F1(Opened, MulticlassF1Score): ...
+class F1(Opened, MulticlassF1Score): ...  # type: ignore[misc]
 
 
-class AUROC(Opened, MulticlassAUROC): ...
+class AUROC(Opened, MulticlassAUROC): ...  # type: ignore[misc]
 
 
 class Encoder(nn.Module):
