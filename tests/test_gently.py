@@ -19,7 +19,11 @@ from pathlib import Path
 from tests.test_resume import fit
 
 if __name__ == "__main__":
-    fit(Path({out!r}), steps=3000, plan={plan!r}, checkpoint=100_000, callbacks=[lambda step: time.sleep(0.02)])
+    def began(step):
+        Path({out!r}, "began").touch()
+        time.sleep(0.02)
+
+    fit(Path({out!r}), steps=3000, plan={plan!r}, checkpoint=100_000, callbacks=[began])
     print("to the end")
 """
 
@@ -30,9 +34,8 @@ def started(tmp_path: Path, plan: str) -> tuple[subprocess.Popen, Path]:
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1]), out=str(out), plan=plan))
     process = subprocess.Popen([sys.executable, str(script)], stdout=-1, stderr=-1, text=True)
     until = time.monotonic() + 120
-    while not list(out.glob("events/*")) and time.monotonic() < until:
+    while not (out / "began").exists() and time.monotonic() < until:
         time.sleep(0.05)
-    time.sleep(1.0)
     return process, out
 
 
