@@ -1,4 +1,4 @@
-"""A wider zoo: models of fifteen more libraries, and architectures of transformers that the first zoo lacks.
+"""A wider zoo: models of eighteen more libraries, and architectures of transformers that the first zoo lacks.
 
 Chosen for their structure: reversible layers, one layer called many times, tied encoders and decoders, adaptive depth,
  vector quantisation, complex weights, CTC, spectral and weight norm, graphs, flows, solvers,
