@@ -537,9 +537,10 @@ class Outcomes:
             self.of[report.nodeid].append(report.outcome)
 
     def passed(self, test: str) -> bool:
-        """Whether ``test`` ran, with all its parameters, and passed."""
-        found = [o for name, all in self.of.items() if name == test or name.startswith(f"{test}[") for o in all]
-        return bool(found) and all(outcome == "passed" for outcome in found)
+        """Whether ``test`` (with all its parameters), or all of a file, ran and passed; what is skipped shows nothing."""
+        inside = (f"{test}[", f"{test}::")
+        found = {o for name, some in self.of.items() if name == test or name.startswith(inside) for o in some}
+        return found - {"skipped"} == {"passed"}
 
 
 def show(item: str, was: str, now: str, verdict: str) -> None:
@@ -548,7 +549,7 @@ def show(item: str, was: str, now: str, verdict: str) -> None:
     for i in range(max(len(left), len(right))):
         cells = [column[i] if i < len(column) else "" for column in (left, right)]
         print(
-            f"{item if i == 0 else '':10} {cells[0]:{width}}  {cells[1]:{width}}  {verdict if i == 0 else ''}".rstrip()
+            f"{item if i == 0 else '':13} {cells[0]:{width}}  {cells[1]:{width}}  {verdict if i == 0 else ''}".rstrip()
         )
 
 
