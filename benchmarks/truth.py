@@ -537,7 +537,7 @@ class Outcomes:
             self.of[report.nodeid].append(report.outcome)
 
     def passed(self, test: str) -> bool:
-        """Whether ``test`` (with all its parameters), or all of a file, ran and passed; what is skipped shows nothing."""
+        """Whether ``test`` (with all its parameters), or all of a file, ran and passed. Skipped tests show nothing."""
         inside = (f"{test}[", f"{test}::")
         found = {o for name, some in self.of.items() if name == test or name.startswith(inside) for o in some}
         return found - {"skipped"} == {"passed"}
