@@ -38,7 +38,7 @@ from meshfit.anatomy.record import record
 from meshfit.anatomy.replay import replay
 from meshfit.data import tree
 from meshfit.errors import MeshfitError
-from meshfit.objective import call, split
+from meshfit.loss.objective import call, split
 
 KEPT_GOAL = 0.03
 

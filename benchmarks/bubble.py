@@ -33,6 +33,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from meshfit.axes.pipeline.axis import Pipeline
+from meshfit.axes.precision import Precision
+from meshfit.comm.transport import Transport
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.errors import PlanError
 from meshfit.exchange.across import Across, Spread
@@ -40,14 +43,11 @@ from meshfit.exchange.allreduce import AllReduce
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
 from meshfit.launch.world import World, cores
-from meshfit.layout.pipeline import Pipeline
-from meshfit.layout.precision import Precision
-from meshfit.objective import Objective, Over
+from meshfit.loss.objective import Objective, Over
 from meshfit.schedule.gantt import gantt
 from meshfit.schedule.issue import pairs
 from meshfit.schedule.pipeline import Pipelined
 from meshfit.schedule.simulate import Simulated, formula, simulate
-from meshfit.schedule.transport import Transport
 
 POINTS, RATIO = 5.0, 1.6
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -111,7 +111,7 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
         staged.part,
         CPU,
         copies=1,
-        tellers=1,
+        loss_replicas=1,
     )
     run = Pipelined(
         staged,

@@ -126,9 +126,9 @@ class Work:
                 loss = loss_of(model, train, mine) / world.size
                 exchange.arm(loss.item(), float(own), stop=False, broken=False)
                 loss.backward()
-                riders = exchange.finish()
+                scalars = exchange.finish()
                 correction = 1.0 if isinstance(exchange, AllReduce) else world.size
-                update(exchange.gradients, riders.loss, correction, exchange.norm)
+                update(exchange.gradients, scalars.loss, correction, exchange.norm)
                 exchange.clear()
             if isinstance(exchange, Local):
                 exchange.settle()

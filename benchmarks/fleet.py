@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from benchmarks.served import SECRET, Training, Work
-from meshfit.exchange.serving.server import Terms
-from meshfit.exchange.serving.worker import Worker
+from meshfit.server.server import Terms
+from meshfit.server.worker import Worker
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "benchmarks.fleet"])

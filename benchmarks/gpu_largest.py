@@ -1,7 +1,7 @@
-"""The largest GPT that trains on one GPU: plain torch, torch's own ways to save memory, and meshfit's.
+"""The largest GPT that trains on one GPU: plain torch, torch's own degree to save memory, and meshfit's.
 
     python benchmarks/gpu_largest.py
-    python benchmarks/gpu_largest.py --ways "torch;offload=optimizer recompute=full" --layers 20,24
+    python benchmarks/gpu_largest.py --degree "torch;offload=optimizer recompute=full" --layers 20,24
 
 A GPT of width 5120 (0.315 billion parameters a layer), sequences of 2,048 tokens, one sequence a step, AdamW with fp32
 weights and states, bf16 arithmetic. For every way the number of layers goes up by four until three steps no longer
@@ -158,7 +158,7 @@ def billions(layers: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The largest GPT that trains on one GPU.")
-    parser.add_argument("--ways", default=";".join(WAYS))
+    parser.add_argument("--degree", default=";".join(WAYS))
     parser.add_argument("--layers", default="", help="numbers of layers to try, instead of going up by four")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one number of layers")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -166,7 +166,7 @@ def main() -> None:
     if given.one:
         print("RESULT" + json.dumps(tried(given.one[0], int(given.one[1]))))
         return
-    for way in given.ways.split(";"):
+    for way in given.degree.split(";"):
         start = WAYS.get(way, 16)
         ladder = [int(n) for n in given.layers.split(",")] if given.layers else range(start, start + 40, 4)
         best = "nothing fitted"

@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import meshfit
 from benchmarks.zoo import CASES, Case, batches, mean_loss, take
+from meshfit.axes.shard.axis import Shard
+from meshfit.axes.shard.units import traced, units
 from meshfit.data import tree
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.update import Update
-from meshfit.layout.shard import Shard
-from meshfit.layout.units import traced, units
-from meshfit.objective import Objective
+from meshfit.loss.objective import Objective
 
 SAMPLES, BATCH, STEPS, LEARNING_RATE = 30, 8, 20, 1e-3
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4
@@ -99,8 +99,8 @@ def over_nccl(case: Case, zero: int) -> tuple[list[float], dict[str, Tensor]]:
             loss = mean_loss(case, model, take(data, index.cuda()))
         exchange.arm(loss.detach(), 1.0, stop=False, broken=False)
         loss.backward()
-        riders = exchange.finish()
-        update(exchange.gradients, riders.loss, 1.0, exchange.norm)
+        scalars = exchange.finish()
+        update(exchange.gradients, scalars.loss, 1.0, exchange.norm)
         exchange.clear()
         losses.append(loss.item())
     shards.undo(torch.device("cpu"))

@@ -77,7 +77,7 @@ def cells() -> list[Cell]:
     found = []
     for n in (2, 3, 4):
         found += [Cell(f"data={n}"), Cell(f"shard={n}"), Cell(f"shard={n} zero=2"), Cell(f"shard={n} zero=1")]
-        found += [Cell(f"tensor={n} rows=whole"), Cell(f"tensor={n} rows=cut"), Cell(f"context={n}")]
+        found += [Cell(f"tensor={n} sequence=whole"), Cell(f"tensor={n} sequence=split"), Cell(f"context={n}")]
         found += [Cell(f"expert={n}", "mixture")] if n != 3 else []  # it has four experts
         found += [Cell(f"branch={n}", "ensemble")] if n < 4 else []  # and that three members
     found += [Cell("data=2", "batchnorm"), Cell("shard=2 recompute=full"), Cell("shard=2 offload=optimizer")]

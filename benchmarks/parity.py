@@ -31,9 +31,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import meshfit
+from meshfit.axes.data.batchnorm import batch_norms
+from meshfit.axes.expert.balance import balanced
 from meshfit.errors import MeshfitError, NonFiniteError, RankError
-from meshfit.layout.batchnorm import batch_norms
-from meshfit.layout.experts.balance import balanced
 from meshfit.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up under the name benchmarks.zoo
@@ -118,7 +118,7 @@ TRIALS = (
     Trial(axis="tensor", plan="tensor=4", samples=18),
     Trial(axis="tensor", plan="data=2 tensor=2", samples=30),
     Trial(axis="tensor", plan="shard=2 tensor=2", samples=30),
-    Trial(axis="tensor", plan="tensor=2 rows=cut", samples=18),
+    Trial(axis="tensor", plan="tensor=2 sequence=split", samples=18),
     *(Trial(axis="schedule", plan=f"pipeline=2 schedule={word} microbatches=4") for word in SCHEDULES),
     *(Trial(axis="schedule", plan=f"pipeline=4 schedule={word} microbatches=8") for word in SCHEDULES),
     Trial(axis="schedule", plan="data=2 pipeline=2 microbatches=2"),
@@ -409,7 +409,7 @@ def main() -> int:
         console.print(summary(outcomes), highlight=False, soft_wrap=True)
     if options.axes == "tensor" and not (options.json or options.plans):
         zoo = [case for case in cases if case.name in ZOO]
-        for plan in map(Plan.parse, ("tensor=2", "tensor=2 rows=cut")):
+        for plan in map(Plan.parse, ("tensor=2", "tensor=2 sequence=split")):
             console.print(tensor_table.table(tensor_table.rows(zoo, plan), plan))
     return 0 if kept(outcomes) else 1
 

@@ -1,6 +1,6 @@
 """How long does it take to find what ``tensor=n`` splits of a large model?
 
-    python benchmarks/planning.py --ways 2,8
+    python benchmarks/planning.py --degree 2,8
 
 A Llama of 32 layers, 2,048 wide, with 8 heads of keys and values for 32 of queries: 1.6 billion parameters in fp32, in
 host memory. Goal: under 5 s at two ways, with less memory beside the model than the model takes.
@@ -20,7 +20,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.zoo import transformers
-from meshfit.layout.split.plan import plan_tensor
+from meshfit.axes.tensor.plan import plan_tensor
 
 GOAL = 5.0
 
@@ -55,18 +55,18 @@ def peak() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--ways", default="2,8")
+    parser.add_argument("--degree", default="2,8")
     parser.add_argument("--rows", action="store_true", help="share out what lies between regions too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     model, tokens = llama(), torch.randint(0, 32000, (2, 8), generator=torch.Generator().manual_seed(1))
     before, good = peak(), True
-    for ways in map(int, options.ways.split(",")):
+    for degree in map(int, options.degree.split(",")):
         began, worked = time.perf_counter(), time.process_time()
-        plan = plan_tensor(model, lambda twin: twin(input_ids=tokens, labels=tokens).loss, ways, by_rows=options.rows)
+        plan = plan_tensor(model, lambda twin: twin(input_ids=tokens, labels=tokens).loss, degree, by_rows=options.rows)
         took, busy = time.perf_counter() - began, time.process_time() - worked
-        good &= took < GOAL or ways > 2
-        print(f"tensor={ways}: {took:.1f} s ({busy:.1f} s of CPU), at most {peak() - before:.1f} GiB beside the model")
+        good &= took < GOAL or degree > 2
+        print(f"tensor={degree}: {took:.1f} s ({busy:.1f} s of CPU), {peak() - before:.1f} GiB beside the model")
         print("\n".join(f"  {line}" for line in plan.explain()[:5]))
     return 0 if good else 1
 

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.axes.data import batchnorm
+from meshfit.axes.precision import Precision
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.source import open_source
-from meshfit.exchange.serving.build import keep
-from meshfit.exchange.serving.server import Server, Terms
-from meshfit.exchange.serving.worker import Again, Served, Worker
-from meshfit.layout import batchnorm
-from meshfit.layout.precision import Precision
-from meshfit.loss_probe import find_over
-from meshfit.objective import Objective
+from meshfit.loss.objective import Objective
+from meshfit.loss.probe import find_denominator
 from meshfit.schedule.passes import Passes
+from meshfit.server.build import keep
+from meshfit.server.server import Server, Terms
+from meshfit.server.worker import Again, Served, Worker
 
 CPU = torch.device("cpu")
 SECRET = b"a secret of tests and benchmarks"
@@ -93,7 +93,7 @@ class Work:
         objective = Objective(self.training.loss, None)
         source = self.training.loader((0, 1)).source
         with torch.random.fork_rng(devices=[]):
-            over = find_over(objective, self.model, source.few(), CPU)
+            over = find_denominator(objective, self.model, source.few(), CPU)
         self.schedule = Passes(self.model, objective, over, Precision("fp32"), None, self.worker, CPU)  # type: ignore[arg-type]
         self.update = Served(self.worker, ema=self.training.ema is not None)
         self._loader = functools.cache(lambda share: self.training.loader(share, self.batch_size))
@@ -117,16 +117,16 @@ class Work:
                 worker.forget()
             try:
                 self.schedule(batch, stop)
-                riders = worker.finish()
-                if riders.stop:
+                scalars = worker.finish()
+                if scalars.stop:
                     worker.clear()
                     return
-                correction = self.correction(batch, riders.count)
-                updated = self.update(worker.gradients, riders.loss * correction, correction, worker.norm)
+                correction = self.correction(batch, scalars.count)
+                updated = self.update(worker.gradients, scalars.loss * correction, correction, worker.norm)
             except Again:
                 continue
             worker.clear()
-            self.losses.append(float(riders.loss * correction))
+            self.losses.append(float(scalars.loss * correction))
             self.norms.append(float(updated.norm))
             self.taken.append(bool(updated.taken))
             self.tickets.append(ticket)

@@ -23,10 +23,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.served import SECRET
-from meshfit.exchange.serving.build import keep
-from meshfit.exchange.serving.keeper import Keeper
-from meshfit.exchange.serving.server import Server, Terms
-from meshfit.exchange.serving.worker import Worker
+from meshfit.server.build import keep
+from meshfit.server.keeper import Keeper
+from meshfit.server.server import Server, Terms
+from meshfit.server.worker import Worker
 
 LIMIT = 1.5
 

@@ -50,13 +50,13 @@ from benchmarks.overhead import Clock, in_turns
 from benchmarks.zoo import CASES, CLASSES, ZOO, Case, batches, mean_loss, points, seeded, take
 from meshfit.anatomy.flops import tensors
 from meshfit.anatomy.record import TraceError
+from meshfit.axes.data import batchnorm
+from meshfit.axes.shard.units import traced, units
 from meshfit.data.loader import shares
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
 from meshfit.launch.world import World
-from meshfit.layout import batchnorm
-from meshfit.layout.units import traced, units
 from meshfit.run import Run
 
 DEVICES = Devices("cpu", None)

@@ -34,11 +34,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look things up under the name benchmarks.tensor_speed
 
+from meshfit.axes.tensor.axis import Tensor as TensorAxis
+from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
 from meshfit.launch.world import World
-from meshfit.layout.split.plan import plan_tensor
-from meshfit.layout.tensor import Tensor as TensorAxis
 
 DEVICES = Devices("cpu", None)
 GOAL = 0.97

@@ -18,13 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.collectives import Collectives
 from benchmarks.zoo import Case
 from meshfit.anatomy.record import TraceError
+from meshfit.axes.costs import cost
+from meshfit.axes.shard.units import traced
 from meshfit.data import tree
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
 from meshfit.launch.world import World
-from meshfit.layout.costs import cost
-from meshfit.layout.units import traced
 from meshfit.plan import Plan
 from meshfit.run import Run
 
@@ -48,13 +48,13 @@ def rows(cases: list[Case], plan: Plan) -> dict[str, Row]:
 
 
 def row_of(case: Case, plan: Plan) -> Row:
-    ways = plan.tensor
+    degree = plan.tensor
     alone = replace(_job(case, Plan()), plan=Plan())
     spread = _job(case, plan)
     flops, memory = _flops(Run(alone, World(0, 1, torch.device("cpu"))))
-    with Ranks(lambda world, _: _watched(spread, world), size=ways, devices=DEVICES) as ranks:
+    with Ranks(lambda world, _: _watched(spread, world), size=degree, devices=DEVICES) as ranks:
         found = ranks.results[0]
-    shared = min(1.0, (1 - found["flops"] / flops) * ways / (ways - 1)) if flops else 0.0
+    shared = min(1.0, (1 - found["flops"] / flops) * degree / (degree - 1)) if flops else 0.0
     return Row(
         parameters=found["parameters"],
         flops=shared,
@@ -84,8 +84,8 @@ def _flops(run: Run) -> tuple[int, int]:
     batch = next(iter(run.batches()))
     with FlopCounterMode(display=False) as counter:
         run.schedule(batch)
-    riders = run.exchange.finish()
-    run.update(run.exchange.gradients, riders.loss, 1.0, run.exchange.norm)
+    scalars = run.exchange.finish()
+    run.update(run.exchange.gradients, scalars.loss, 1.0, run.exchange.norm)
     held = [*run.model.parameters(), *run.exchange.gradients, *tree.tensors(dict(run.optimizer.state))]
     return counter.get_total_flops(), sum(t.nbytes for t in held)
 

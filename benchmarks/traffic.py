@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.collectives import Collectives
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.costs import cost
+from meshfit.axes.find import pipeline_of, traced
 from meshfit.drive import begin
 from meshfit.job import Job
-from meshfit.layout.costs import cost
-from meshfit.layout.find import pipeline_of, traced
 from meshfit.plan import Plan
 from meshfit.run import Run
-from meshfit.served import ServedRun
+from meshfit.server.run import ServedRun
 
 STEPS, EVERY, SAMPLES = 17, 8, 12
 """Steps are counted from the first to the last: a multiple of EVERY between them."""

@@ -414,7 +414,7 @@ class WritesInPlace(Plain):
         return F.relu_(x)
 
 
-# Other ways to compute
+# Other degree to compute
 
 
 class Parametrized(Plain):

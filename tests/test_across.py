@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import meshfit
 from benchmarks.zoo import ZOO
-from meshfit.layout.mesh import Mesh
+from meshfit.axes.mesh import Mesh
 from meshfit.plan import Plan
 from tests import ranked, traps
 from tests.distributed import distributed

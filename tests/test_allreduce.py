@@ -45,12 +45,12 @@ def test_sums_like_one_device(bucket: int) -> None:
     for _ in range(2):  # the second time over the same buckets
         exchange.arm(1.0 + dist.get_rank(), 2.0, stop=False, broken=False)
         model(x[dist.get_rank()][None]).sum().backward()
-        riders = exchange.finish()
+        scalars = exchange.finish()
         for want, got in zip(alone, model.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad)
-        assert riders.loss == 6.0
-        assert riders.count == 6.0
-        assert not riders.stop
+        assert scalars.loss == 6.0
+        assert scalars.count == 6.0
+        assert not scalars.stop
         exchange.clear()
 
 
@@ -60,9 +60,9 @@ def test_riders_tell_who_broke_and_who_stops() -> None:
     exchange = exchange_of(model)
     exchange.arm(float("nan"), 1.0, stop=dist.get_rank() == 1, broken=dist.get_rank() == 1)
     model(torch.ones(1, 2)).sum().backward()
-    riders = exchange.finish()
-    assert riders.stop
-    assert riders.broken == [0.0, 1.0]
+    scalars = exchange.finish()
+    assert scalars.stop
+    assert scalars.broken == [0.0, 1.0]
 
 
 @distributed(world=2)

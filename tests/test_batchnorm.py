@@ -6,8 +6,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from meshfit.layout import batchnorm
-from meshfit.layout.forward import unwrap
+from meshfit.axes.data import batchnorm
+from meshfit.axes.forward import unwrap
 from tests.distributed import distributed
 
 

@@ -12,14 +12,14 @@ import meshfit
 from benchmarks.collectives import Collectives
 from benchmarks.zoo_branches import BRANCHES
 from meshfit.anatomy.record import record
+from meshfit.axes.branch.assign import deal
+from meshfit.axes.branch.axis import Branch
+from meshfit.axes.branch.flow import ALL, Flow
+from meshfit.axes.branch.groups import even
+from meshfit.axes.costs import cost
 from meshfit.errors import PlanError
 from meshfit.job import Job
 from meshfit.launch.world import World
-from meshfit.layout.branch import Branch
-from meshfit.layout.branches.assign import deal
-from meshfit.layout.branches.flow import ALL, Flow
-from meshfit.layout.branches.groups import even
-from meshfit.layout.costs import cost
 from meshfit.plan import Plan
 from meshfit.run import Run
 from tests.distributed import distributed

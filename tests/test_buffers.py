@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
+from meshfit.axes.buffers.find import Written, find
 from meshfit.errors import PlanError
-from meshfit.layout.buffers.find import Written, find
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(3))
 Y = (X[:, 0] > 0).long()
@@ -331,7 +331,7 @@ def test_a_refusal_names_the_buffer_and_the_remedy() -> None:
 
 @pytest.mark.parametrize("plan", ["data=2 exchange=local every=2", "server=1 data=2 staleness=2", "context=2"])
 def test_plans_that_do_not_step_like_one_device_refuse_it(plan: str) -> None:
-    from meshfit.layout.buffers.check import check
+    from meshfit.axes.buffers.check import check
     from meshfit.plan import Plan
 
     with pytest.raises(PlanError, match=r"middle\.0\."):

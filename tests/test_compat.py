@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshfit import torch_compat
+from meshfit import torch_private
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
 from meshfit.launch.world import World
@@ -17,7 +17,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def test_fused_optimizers_take_what_they_are_told_on_the_device() -> None:
     """Set after construction; ``found_inf`` skips the step, ``grad_scale`` divides the gradient."""
-    for kind in torch_compat.FUSED_OPTIMIZERS:
+    for kind in torch_private.FUSED_OPTIMIZERS:
         weight = nn.Parameter(torch.ones(3))
         optimizer = kind([weight], lr=0.1)
         optimizer.param_groups[0]["fused"] = True
@@ -34,7 +34,7 @@ def test_fused_optimizers_take_what_they_are_told_on_the_device() -> None:
 
 
 def test_gather_is_there() -> None:
-    assert callable(torch_compat.all_gather_single)
+    assert callable(torch_private.all_gather_single)
 
 
 def test_loss_scale_kernel_is_there() -> None:
@@ -62,7 +62,7 @@ def test_functions_are_watched_however_they_are_called() -> None:
         return apply(*args, **kwargs)
 
     x = torch.ones(2, requires_grad=True)
-    with torch_compat.watched_functions(watch), torch_compat.watched_functions(watch):
+    with torch_private.watched_functions(watch), torch_private.watched_functions(watch):
         (_double(x) + _Double.apply(x)).sum().backward()  # type: ignore[operator]
     _double(x)
     assert seen == [_Double] * 4
@@ -74,7 +74,7 @@ def test_a_node_knows_whether_backward_will_come_to_another() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     beside = x.clone()
     product = y * beside
-    product.grad_fn.register_hook(lambda *_: said.append(torch_compat.will_run(beside.grad_fn)))  # type: ignore[union-attr]
+    product.grad_fn.register_hook(lambda *_: said.append(torch_private.will_run(beside.grad_fn)))  # type: ignore[union-attr]
     torch.autograd.grad(product.sum(), y, retain_graph=True)
     product.sum().backward()
     assert said == [False, True]
@@ -85,7 +85,7 @@ def _in_a_world_of_two(world: World, _: object) -> list[object]:
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     own, other = pairs[world.rank // 2], across[world.rank % 2]
-    torch_compat.become_world(own, other)  # type: ignore[arg-type]
+    torch_private.become_world(own, other)  # type: ignore[arg-type]
     within, both = dist.new_group([1, 0]), dist.get_process_group_ranks(dist.group.WORLD)  # type: ignore[arg-type]
     sums = [torch.tensor(10.0**world.rank) for _ in range(3)]
     for each, group in zip(sums, (None, within, other), strict=True):

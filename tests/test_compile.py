@@ -9,9 +9,9 @@ import torch
 
 import meshfit
 from benchmarks.zoo import ZOO
-from meshfit.layout.compile import compilable
-from meshfit.layout.units import traced
-from meshfit.objective import Objective
+from meshfit.axes.compile import compilable
+from meshfit.axes.shard.units import traced
+from meshfit.loss.objective import Objective
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at what it warns of itself

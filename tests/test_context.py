@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshfit.layout.sequence.piece import Piece, gathered, gathered_output, guarded
-from meshfit.layout.sequence.span import Span
-from meshfit.layout.split.ops import Meeting, Threads
+from meshfit.axes.context.piece import Piece, gathered, gathered_output, guarded
+from meshfit.axes.context.span import Span
+from meshfit.axes.tensor.ops import Meeting, Threads
 
 SAMPLES, LENGTH, WIDTH, RANKS = 2, 7, 6, 3  # 7 positions over 3 ranks: 2, 2 and 3
 

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 import meshfit
 from benchmarks import parity, zoo
+from meshfit.axes.context import find
+from meshfit.axes.context.axis import Context, Differs, plan_context
+from meshfit.axes.context.find import ContextPlan, begin
+from meshfit.axes.context.ops import Imagined
+from meshfit.axes.context.piece import RULES, Piece, whole
+from meshfit.axes.context.span import Span
+from meshfit.axes.find import as_number
+from meshfit.axes.shard.units import traced
+from meshfit.axes.tensor.ops import Ranks
 from meshfit.errors import PlanError
-from meshfit.layout.context import Context, Differs, plan_context
-from meshfit.layout.find import as_number
-from meshfit.layout.sequence import find
-from meshfit.layout.sequence.find import ContextPlan, begin
-from meshfit.layout.sequence.ops import Imagined
-from meshfit.layout.sequence.piece import RULES, Piece, whole
-from meshfit.layout.sequence.span import Span
-from meshfit.layout.split.ops import Ranks
-from meshfit.layout.units import traced
-from meshfit.objective import Objective
+from meshfit.loss.objective import Objective
 from tests.distributed import distributed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -153,7 +153,7 @@ def test_a_model_without_sequences_is_refused() -> None:
     assert "data=2 works" in str(error.value)
 
 
-@pytest.mark.parametrize("beside", ["pipeline=2", "tensor=2 rows=cut"])
+@pytest.mark.parametrize("beside", ["pipeline=2", "tensor=2 sequence=split"])
 def test_plans_that_do_not_go_together(beside: str) -> None:
     with pytest.raises(PlanError, match=r"sequences are not cut beside") as error:
         fit(f"context=2 {beside}", built())
@@ -178,8 +178,8 @@ def step(model: nn.Module, batch: Any) -> Tensor:
     return as_number(Objective(loss=loss)(model, batch))
 
 
-def planned(ways: int) -> ContextPlan:
-    return plan_context(built(), step, text(), ways)
+def planned(degree: int) -> ContextPlan:
+    return plan_context(built(), step, text(), degree)
 
 
 def forgets_the_offset(func: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:

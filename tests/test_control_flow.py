@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
+from meshfit.axes.shard.lockstep import GATHER, SCATTER, Lockstep, Meeting, _ahead
 from meshfit.errors import PlanError
-from meshfit.layout.lockstep import GATHER, SCATTER, Lockstep, Meeting, _ahead
 from tests import traps
 from tests.distributed import distributed
 from tests.ranked import SGD, X, Y, assert_alike, built, trained

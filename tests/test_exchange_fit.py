@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
+from meshfit.axes.data import batchnorm
 from meshfit.checkpoint.files import open_files
 from meshfit.checkpoint.manifest import folders
 from meshfit.checkpoint.write import Part
 from meshfit.data.order import Ids, share
 from meshfit.errors import DataError, NonFiniteError, PlanError, RankError
-from meshfit.layout import batchnorm
 from meshfit.plan import Plan
 from meshfit.step import Step
 from meshfit.verify import Verdict

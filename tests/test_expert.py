@@ -17,13 +17,13 @@ import meshfit
 from benchmarks import parity, zoo_experts
 from benchmarks.zoo import Case, mean_loss, train_alone
 from meshfit.anatomy import trace
+from meshfit.axes import check, costs
+from meshfit.axes.expert import balance, spread, travel
+from meshfit.axes.expert.axis import Expert
+from meshfit.axes.expert.find import plan_experts
+from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.errors import PlanError
 from meshfit.events import Events
-from meshfit.layout import check, costs
-from meshfit.layout.expert import Expert
-from meshfit.layout.experts import balance, spread, travel
-from meshfit.layout.experts.find import plan_experts
-from meshfit.layout.experts.mixture import ExpertPlan
 from meshfit.plan import Plan
 from tests.distributed import distributed
 
@@ -35,12 +35,12 @@ def case_of(name: str) -> Case:
     return parity.EVERY[name]
 
 
-def plan_of(name: str, ways: int = 2) -> ExpertPlan:
+def plan_of(name: str, degree: int = 2) -> ExpertPlan:
     case = case_of(name)
     batch = case.data(SAMPLES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return plan_experts(case.build().train(), lambda twin: mean_loss(case, twin, batch), ways, SAMPLES)
+        return plan_experts(case.build().train(), lambda twin: mean_loss(case, twin, batch), degree, SAMPLES)
 
 
 # What is found
@@ -94,9 +94,9 @@ class Routed(nn.Module):
         return out
 
 
-def found(model: nn.Module, ways: int = 2) -> ExpertPlan:
+def found(model: nn.Module, degree: int = 2) -> ExpertPlan:
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
-    return plan_experts(model, lambda twin: twin(x).square().mean(), ways, 64)
+    return plan_experts(model, lambda twin: twin(x).square().mean(), degree, 64)
 
 
 @pytest.mark.parametrize(

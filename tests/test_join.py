@@ -23,13 +23,13 @@ from servers import free_port, wait_for
 from torch import Tensor, nn
 
 import meshfit
-from meshfit import joined
-from meshfit.alike import differences, facts_of
 from meshfit.data.source import open_source
 from meshfit.errors import JobError, MeshfitError, PlanError, RankError
-from meshfit.exchange.serving.wire import connect
 from meshfit.job import Job
 from meshfit.launch.listen import addresses
+from meshfit.server import join as joined
+from meshfit.server.fingerprint import differences, facts_of
+from meshfit.server.wire import connect
 from meshfit.step import Step
 
 SCRIPT = """
@@ -243,7 +243,7 @@ def test_another_version_is_told_so(host: Host, key: None, monkeypatch: pytest.M
     assert "here" in (found := refusal(join=host.at))
     assert found.startswith(f"the run at {host.at} is of another version")
     wire = connect(f"tcp:{host.at}", host.key.encode())
-    monkeypatch.setattr("meshfit.exchange.serving.wire.PROTOCOL", 9)
+    monkeypatch.setattr("meshfit.server.wire.PROTOCOL", 9)
     wire.send("join")
     with pytest.raises(MeshfitError, match="speaks protocol 1, this one 9"):
         wire.recv(timeout=5)

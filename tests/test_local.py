@@ -44,10 +44,10 @@ def train(exchange: Any, model: nn.Module, update: Update, steps: int, *, uneven
         loss = F.mse_loss(model(x), y) * (count / whole)
         exchange.arm(loss.item(), float(count), stop=False, broken=False)
         loss.backward()
-        riders = exchange.finish()
-        correction = 1.0 if summed else whole / riders.count
-        update(exchange.gradients, riders.loss * correction, correction, exchange.norm)
-        losses.append(float(riders.loss * correction))
+        scalars = exchange.finish()
+        correction = 1.0 if summed else whole / scalars.count
+        update(exchange.gradients, scalars.loss * correction, correction, exchange.norm)
+        losses.append(float(scalars.loss * correction))
         exchange.clear()
     return losses
 

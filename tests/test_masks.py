@@ -10,9 +10,9 @@ import transformers as hf
 from torch import Tensor, nn
 
 import meshfit
-from meshfit.layout.context import Differs, plan_context
-from meshfit.layout.sequence.mix import attention
-from meshfit.layout.sequence.piece import RULES
+from meshfit.axes.context.axis import Differs, plan_context
+from meshfit.axes.context.mix import attention
+from meshfit.axes.context.piece import RULES
 
 VOCABULARY, LENGTH, ROWS = 48, 12, 8
 SIZES: dict[str, Any] = {

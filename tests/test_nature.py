@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshfit.data import tree
-from meshfit.exchange.nature import Nature, nature, state_bytes
+from meshfit.exchange.probe_optimizer import Nature, nature, state_bytes
 
 
 class Plain(Optimizer):

@@ -9,8 +9,8 @@ from torch import nn
 
 from meshfit.data import tree
 from meshfit.errors import JobError
-from meshfit.loss_probe import find_over
-from meshfit.objective import Objective, Over, call, split
+from meshfit.loss.objective import Objective, Over, call, split
+from meshfit.loss.probe import find_denominator
 
 CPU = torch.device("cpu")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -52,7 +52,7 @@ def classes(x: torch.Tensor = X) -> nn.Module:
     ],
 )
 def test_found(loss, kind: str) -> None:
-    assert find_over(Objective(loss), classes(), (X, Y), CPU).kind == kind
+    assert find_denominator(Objective(loss), classes(), (X, Y), CPU).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_found(loss, kind: str) -> None:
 def test_counted_parts_make_the_whole(loss) -> None:
     """The weighted mean of the parts' losses is the loss of the whole."""
     model, objective = classes(), Objective(loss)
-    over = find_over(objective, model, (X, Y), CPU)
+    over = find_denominator(objective, model, (X, Y), CPU)
     whole = objective(model, (X, Y))
     parts = [(X[:3], Y[:3]), (X[3:5], Y[3:5]), (X[5:], Y[5:])]
     counts = [over.count(part) for part in parts]
@@ -74,7 +74,7 @@ def test_a_models_own_loss(shift: int) -> None:
     torch.manual_seed(1)
     ids = torch.randint(0, 11, (8, 7))
     labels = ids.masked_fill(torch.rand(8, 7) < 0.4, -100)
-    over = find_over(Objective(), Labelled(shift), {"ids": ids, "labels": labels}, CPU)
+    over = find_denominator(Objective(), Labelled(shift), {"ids": ids, "labels": labels}, CPU)
     assert over.kind == "targets"
     assert over.count({"ids": ids, "labels": labels}) == (labels[:, shift:] != -100).sum()
 
@@ -113,7 +113,7 @@ WHOLE = [contrastive, statistics, ranking, slightly, normalised, broadcast]
 
 @pytest.mark.parametrize("loss", WHOLE)
 def test_a_loss_of_the_whole_batch_is_found(loss) -> None:
-    over = find_over(Objective(loss), classes(), (X, Y), CPU)
+    over = find_denominator(Objective(loss), classes(), (X, Y), CPU)
     assert over.kind == "batch"
     assert over.dims == (0,)
     assert "samples it is" in over.why
@@ -121,13 +121,13 @@ def test_a_loss_of_the_whole_batch_is_found(loss) -> None:
 
 @pytest.mark.parametrize("loss", WHOLE)
 def test_as_a_step_too(loss) -> None:
-    assert find_over(Objective(step=lambda m, b: loss(m(b[0]), b[1])), classes(), (X, Y), CPU).kind == "batch"
+    assert find_denominator(Objective(step=lambda m, b: loss(m(b[0]), b[1])), classes(), (X, Y), CPU).kind == "batch"
 
 
 def test_ignored_targets_in_a_mixed_loss() -> None:
     """No one weight is right for both."""
     mixed = lambda out, y: F.cross_entropy(out, y) + out.square().mean()
-    assert find_over(Objective(mixed), classes(), (X, Y), CPU).kind == "batch"
+    assert find_denominator(Objective(mixed), classes(), (X, Y), CPU).kind == "batch"
 
 
 def noisy(model: nn.Module, batch):
@@ -145,21 +145,22 @@ def one_by_one(model: nn.Module, batch):
 
 @pytest.mark.parametrize("step", [noisy, one_by_one])
 def test_a_mean_that_draws_random_numbers(step) -> None:
-    assert find_over(Objective(step=step), classes(), (X, Y), CPU).kind == "samples"
+    assert find_denominator(Objective(step=step), classes(), (X, Y), CPU).kind == "samples"
 
 
 def test_random_numbers_do_not_hide_a_loss_of_the_whole_batch() -> None:
     step = lambda model, batch: contrastive(model(batch[0] + torch.randn_like(batch[0])), batch[1])
-    assert find_over(Objective(step=step), classes(), (X, Y), CPU).kind == "batch"
+    assert find_denominator(Objective(step=step), classes(), (X, Y), CPU).kind == "batch"
     loss = lambda out, y: contrastive(out * torch.rand(()), y)
-    over = find_over(Objective(loss), classes(), (X, Y), CPU)
+    over = find_denominator(Objective(loss), classes(), (X, Y), CPU)
     assert over.kind == "batch"
     assert over.draws
 
 
 def test_a_pair_that_does_not_add_up() -> None:
     assert (
-        find_over(Objective(lambda o, y: (contrastive(o, y) * len(o), len(o))), classes(), (X, Y), CPU).kind == "batch"
+        find_denominator(Objective(lambda o, y: (contrastive(o, y) * len(o), len(o))), classes(), (X, Y), CPU).kind
+        == "batch"
     )
 
 
@@ -171,15 +172,15 @@ def test_a_loss_that_needs_gradients() -> None:
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         return gradient.square().sum(-1).mean()
 
-    assert find_over(Objective(step=step), classes(), (X, Y), CPU).kind == "samples"
+    assert find_denominator(Objective(step=step), classes(), (X, Y), CPU).kind == "samples"
 
 
 def test_what_the_user_did_wrong_is_said_as_torch_says_it() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        find_over(Objective(lambda o, y: o.mean()), classes(), (X[:, :4], Y), CPU)
+        find_denominator(Objective(lambda o, y: o.mean()), classes(), (X[:, :4], Y), CPU)
     with pytest.raises(KeyError, match="nowhere"):
-        find_over(Objective(step=lambda m, b: {}["nowhere"]), classes(), (X, Y), CPU)
-    floats = find_over(Objective(F.cross_entropy), classes(), (X, Y.float()), CPU)  # which training then says
+        find_denominator(Objective(step=lambda m, b: {}["nowhere"]), classes(), (X, Y), CPU)
+    floats = find_denominator(Objective(F.cross_entropy), classes(), (X, Y.float()), CPU)  # which training then says
     assert floats.kind == "targets"
 
 
@@ -188,7 +189,7 @@ def test_outputs_that_cannot_be_gathered_are_told() -> None:
         def forward(self, x):
             return x @ x.T
 
-    over = find_over(Objective(lambda o, y: F.cross_entropy(o, torch.arange(len(o)))), Matrix(), (X, Y), CPU)
+    over = find_denominator(Objective(lambda o, y: F.cross_entropy(o, torch.arange(len(o)))), Matrix(), (X, Y), CPU)
     assert over.kind == "batch"
     assert "(8, 8)" in over.unfit
 
@@ -197,9 +198,10 @@ def test_samples_without_a_loss_are_left_out_of_the_trial() -> None:
     broken = X.clone()
     broken[2] = torch.nan
     assert (
-        find_over(Objective(step=lambda m, b: m(b[0]).square().mean()), classes(), (broken, Y), CPU).kind == "samples"
+        find_denominator(Objective(step=lambda m, b: m(b[0]).square().mean()), classes(), (broken, Y), CPU).kind
+        == "samples"
     )
-    assert find_over(Objective(contrastive), classes(), (broken, Y), CPU).kind == "batch"
+    assert find_denominator(Objective(contrastive), classes(), (broken, Y), CPU).kind == "batch"
 
 
 def test_a_model_that_has_a_loss_only_in_training() -> None:
@@ -211,7 +213,7 @@ def test_a_model_that_has_a_loss_only_in_training() -> None:
         def forward(self, x):
             return {"loss": self.head(x).square().mean()} if self.training else [self.head(x)]
 
-    assert find_over(Objective(step=lambda m, b: m(b[0])["loss"]), Detector(), (X, Y), CPU).kind == "samples"
+    assert find_denominator(Objective(step=lambda m, b: m(b[0])["loss"]), Detector(), (X, Y), CPU).kind == "samples"
 
 
 def test_nothing_changes() -> None:
@@ -222,7 +224,7 @@ def test_nothing_changes() -> None:
     torch.manual_seed(3)
     want = torch.rand(1)
     torch.manual_seed(3)
-    find_over(Objective(lambda o, y: F.cross_entropy(o, y)), model, (X, Y), CPU)
+    find_denominator(Objective(lambda o, y: F.cross_entropy(o, y)), model, (X, Y), CPU)
     assert torch.equal(torch.rand(1), want)
     assert model.training
     assert not model[2].training
@@ -231,7 +233,7 @@ def test_nothing_changes() -> None:
 
 def test_unreduced_is_refused() -> None:
     with pytest.raises(JobError, match="reduction"):
-        find_over(Objective(nn.CrossEntropyLoss(reduction="none")), classes(), (X, Y), CPU)
+        find_denominator(Objective(nn.CrossEntropyLoss(reduction="none")), classes(), (X, Y), CPU)
 
 
 def test_inputs_and_targets() -> None:

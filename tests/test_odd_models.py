@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
+from meshfit.axes.find import find
 from meshfit.errors import PlanError
-from meshfit.layout.find import find
 from meshfit.plan import Plan
 
 WORDS, LENGTH, WIDTH = 12, 6, 8

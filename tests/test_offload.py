@@ -17,13 +17,13 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfit.anatomy.trace import Parameter, Trace
+from meshfit.axes import offload
+from meshfit.axes.offload import SMALL, Offload, Offloaded, cut
+from meshfit.axes.precision import LossScale
 from meshfit.data import tree
 from meshfit.errors import PlanError
-from meshfit.exchange.nature import state_bytes
+from meshfit.exchange.probe_optimizer import state_bytes
 from meshfit.exchange.update import Update
-from meshfit.layout import offload
-from meshfit.layout.offload import SMALL, Offload, Offloaded, cut
-from meshfit.layout.precision import LossScale
 from tests.test_nature import (
     CountsInGroup,
     CountsInItself,

@@ -12,17 +12,17 @@ from torch import nn
 from torch.distributed.distributed_c10d import _world
 
 from benchmarks import zoo, zoo_branches, zoo_experts
+from meshfit.axes.data.axis import Replicate
+from meshfit.axes.mesh import Mesh
+from meshfit.comm.transport import Transport
 from meshfit.job import Job
 from meshfit.launch.world import World
-from meshfit.layout.mesh import Mesh
-from meshfit.layout.replicate import Replicate
 from meshfit.loop import train
 from meshfit.plan import Plan
 from meshfit.run import Run
 from meshfit.schedule.actions import schedule
 from meshfit.schedule.issue import pairs
-from meshfit.schedule.transport import Transport
-from meshfit.torch_compat import timeout_of
+from meshfit.torch_private import timeout_of
 from tests.distributed import distributed
 from tests.order_checker import Operation, Recorder, check
 from tests.ranked import ADAMW, X, Y
@@ -84,7 +84,7 @@ def test_layers_and_shards(plan: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
-        ("data=2 tensor=2 rows=cut", "tied-gpt"),
+        ("data=2 tensor=2 sequence=split", "tied-gpt"),
         ("shard=2 tensor=2", "tied-gpt"),
         ("tensor=2 pipeline=2 microbatches=2", "tied-gpt"),
         ("shard=2 context=2", "tied-gpt"),

@@ -37,7 +37,7 @@ def prove(model: nn.Module, inputs: Any, pair: Pair, dtype: torch.dtype = torch.
     twin, inputs = generic(model, dtype), cast(inputs, dtype)
     held = dict(twin.named_parameters()) | dict(twin.named_buffers())
     whole = run(twin, inputs, {})
-    for rank in range(pair.ways):
+    for rank in range(pair.degree):
         cut = {row.parameter: with_share(held[row.parameter], row, rank, torch.zeros_like) for row in pair.rows}
         noise = {s.parameter: with_share(held[s.parameter], s, rank, noisy) for s in pair.columns + pair.others}
         without = run(twin, inputs, cut)
@@ -46,8 +46,8 @@ def prove(model: nn.Module, inputs: Any, pair: Pair, dtype: torch.dtype = torch.
         assert close(run(twin, inputs, cut | noise), without, dtype), f"{pair.module}: rank {rank} shows elsewhere"
     for shard in pair.shards:
         size = held[shard.parameter].shape[shard.dim]
-        assert sorted(i for rank in range(pair.ways) for i in shard.index(rank)) == list(range(size))
-        assert len({len(shard.index(rank)) for rank in range(pair.ways)}) == 1
+        assert sorted(i for rank in range(pair.degree) for i in shard.index(rank)) == list(range(size))
+        assert len({len(shard.index(rank)) for rank in range(pair.degree)}) == 1
     add_up(twin, inputs, pair)
 
 
@@ -60,7 +60,7 @@ def add_up(model: nn.Module, inputs: Any, pair: Pair) -> None:
         channel = 1 if isinstance(layer, nn.Conv2d) else x.dim() - 1
         bias = layer(torch.zeros_like(x))
         total = bias.clone()
-        for rank in range(pair.ways):
+        for rank in range(pair.degree):
             index = torch.tensor(row.index(rank))
             total += layer(torch.zeros_like(x).index_copy(channel, index, x.index_select(channel, index))) - bias
         torch.testing.assert_close(total, out, rtol=1e-4 if x.dtype == torch.float32 else 1e-9, atol=1e-6)
@@ -140,11 +140,11 @@ class Host(nn.Module):
         return self.leave(self.after(x + self.block(self.before(x))))
 
 
-def found(block: type[nn.Module] | Callable[[], nn.Module], ways: int = 2) -> Split:
+def found(block: type[nn.Module] | Callable[[], nn.Module], degree: int = 2) -> Split:
     """The split of a block, with every pair proven."""
     torch.manual_seed(0)
     model, x = Host(block()), torch.randn(3, 7, 8)
-    split = find_pairs(model, x, ways=ways)
+    split = find_pairs(model, x, degree=degree)
     for pair in split.pairs:
         prove(model, x, pair)
     return split
@@ -308,9 +308,9 @@ def test_mlp() -> None:
     assert pair.bytes == 4 * (64 * WIDTH * 2 + 64)
 
 
-@pytest.mark.parametrize("ways", [2, 4, 3])
-def test_gated_mlp(ways: int) -> None:
-    pair = only(found(Gated, ways))
+@pytest.mark.parametrize("degree", [2, 4, 3])
+def test_gated_mlp(degree: int) -> None:
+    pair = only(found(Gated, degree))
     assert (names(pair.columns), names(pair.rows)) == (["gate.weight", "up.weight"], ["down.weight"])
     assert names(pair.others) == ["gate.bias", "up.bias"]
 
@@ -321,9 +321,9 @@ def test_fused_gate_is_cut_in_both_halves() -> None:
     assert pair.rows[0].ranges == (((0, 24),), ((24, 48),))
 
 
-@pytest.mark.parametrize("ways", [2, 4])
-def test_attention(ways: int) -> None:
-    pair = only(found(Attention, ways))
+@pytest.mark.parametrize("degree", [2, 4])
+def test_attention(degree: int) -> None:
+    pair = only(found(Attention, degree))
     assert (names(pair.columns), names(pair.rows)) == (["q.weight", "k.weight", "v.weight"], ["o.weight"])
     assert sorted(names(pair.others)) == ["k.bias", "q.bias", "v.bias"]
     assert (pair.kind, pair.limit) == ("attention", HEADS)
@@ -347,7 +347,7 @@ def test_grouped_queries() -> None:
     for sliced in (False, True):
         pair = only(found(lambda sliced=sliced: FusedAttention(keys=2, sliced=sliced)))
         assert pair.columns[0].ranges[1] == ((16, 32), (40, 48), (56, 64))
-    assert found(lambda: Attention(keys=2), ways=4).pairs == ()
+    assert found(lambda: Attention(keys=2), degree=4).pairs == ()
 
 
 def test_one_head_of_keys_stays_whole() -> None:
@@ -535,12 +535,12 @@ def _held(model: nn.Module, split: Split) -> list[str]:
 def test_four_ways_need_four_heads() -> None:
     vit, llama = ZOO["vit"], ZOO["llama"]
     model, inputs = vit.build(), vit.data(3)
-    split = find_pairs(model, inputs, ways=4)
+    split = find_pairs(model, inputs, degree=4)
     assert [pair.kind for pair in split.pairs] == ["attention", "mlp"] * 3
     prove(model, inputs, split.pairs[0])
-    assert {pair.kind for pair in find_pairs(llama.build(), llama.data(3), ways=4).pairs} == {"mlp"}
+    assert {pair.kind for pair in find_pairs(llama.build(), llama.data(3), degree=4).pairs} == {"mlp"}
     with pytest.raises(ValueError, match="two ways or more"):
-        find_pairs(model, inputs, ways=1)
+        find_pairs(model, inputs, degree=1)
 
 
 def test_equal_layers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import zoo
+from meshfit.axes.pipeline.axis import Pipeline, Staged
+from meshfit.axes.pipeline.weights import collect, deliver, whole_state
+from meshfit.axes.precision import LossScale, Precision
+from meshfit.comm.transport import Transport, header, layouts_of, packed, packed_size, read_header, unpacked
 from meshfit.data.loader import Loader
 from meshfit.data.source import open_source
 from meshfit.exchange.across import Across, Spread
 from meshfit.exchange.allreduce import AllReduce
-from meshfit.layout.pipeline import Pipeline, Staged
-from meshfit.layout.precision import LossScale, Precision
-from meshfit.layout.stages.weights import collect, deliver, whole_state
-from meshfit.loss_probe import find_over
-from meshfit.objective import Objective, call, split
+from meshfit.loss.objective import Objective, call, split
+from meshfit.loss.probe import find_denominator
 from meshfit.schedule.actions import WORDS
 from meshfit.schedule.backward import input_gradients
 from meshfit.schedule.gantt import gantt
 from meshfit.schedule.issue import pairs
 from meshfit.schedule.passes import Passes
 from meshfit.schedule.pipeline import Forward, Pipelined
-from meshfit.schedule.transport import Transport, header, layouts_of, packed, packed_size, read_header, unpacked
 from tests.distributed import distributed
 from tests.order_checker import Recorder
 from tests.ranked import X, Y, built
@@ -79,14 +79,14 @@ def train(run: Any, exchange: Any, model: nn.Module, loader: Loader, steps: int,
     while len(losses) < steps:
         for batch in loader.epoch(epoch):
             run(batch)
-            riders = exchange.finish()
-            correction = float(run.correction(batch, riders.count))
+            scalars = exchange.finish()
+            correction = float(run.correction(batch, scalars.count))
             for gradient in exchange.gradients:
                 gradient.mul_(correction / scale)
             if optimizer is not None:
                 optimizer.step()
             exchange.clear()
-            losses.append(float(riders.loss) * correction)
+            losses.append(float(scalars.loss) * correction)
             if len(losses) == steps:
                 break
         epoch += 1
@@ -97,7 +97,7 @@ def alone(model: nn.Module, objective: Objective, loader: Loader, *, steps: int,
     """One device over the same microbatches."""
     device = loader.device
     model.to(device)
-    over = find_over(objective, model, loader.source.few(), device)
+    over = find_denominator(objective, model, loader.source.few(), device)
     exchange = AllReduce(model.parameters(), None, device)
     run = Passes(model, objective, over, Precision(word), None, exchange, device)
     return train(run, exchange, model.train(), loader, steps)
@@ -118,7 +118,7 @@ def pipelined(
     """This rank's part of it; ``mesh`` is (the pipeline's group, that of the copies)."""
     along, copies = mesh or (dist.group.WORLD, None)
     assert along is not None
-    over = find_over(objective, model, loader.source.few(), CPU)
+    over = find_denominator(objective, model, loader.source.few(), CPU)
     found = pipeline.find(model.train(), objective, loader.source.few(), device="cpu").to_send()
     staged = pipeline.apply(model, found, dist.get_rank(along))
     device = loader.device
@@ -129,7 +129,7 @@ def pipelined(
         staged.part,
         device,
         copies=1 if copies is None else dist.get_world_size(copies),
-        tellers=1,
+        loss_replicas=1,
     )
     run = Pipelined(
         staged,

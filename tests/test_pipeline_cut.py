@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import zoo
+from meshfit.axes.data.axis import tied
+from meshfit.axes.pipeline.axis import Found, Pipeline, Staged, part_of_trace
+from meshfit.axes.pipeline.cut import Shell
 from meshfit.errors import PlanError
-from meshfit.layout.pipeline import Found, Pipeline, Staged, part_of_trace
-from meshfit.layout.replicate import tied
-from meshfit.layout.stages.cut import Shell
-from meshfit.objective import Objective
+from meshfit.loss.objective import Objective
 from tests.ranked import built
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from torch import nn
 import meshfit
 from benchmarks.collectives import Collectives
 from benchmarks.zoo import ZOO
+from meshfit.axes.costs import cost
+from meshfit.axes.find import pipeline_of
 from meshfit.job import Job
 from meshfit.launch.world import World
-from meshfit.layout.costs import cost
-from meshfit.layout.find import pipeline_of
 from meshfit.plan import Plan
 from meshfit.run import Run
 from tests import ranked, traps

@@ -29,11 +29,11 @@ from meshfit.anatomy.cost import Meter, worth_keeping
 from meshfit.anatomy.flops import FORMULAS
 from meshfit.anatomy.record import record
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.data import batchnorm
+from meshfit.axes.forward import unwrap
+from meshfit.axes.recompute.axis import Recompute
 from meshfit.data import tree
-from meshfit.layout import batchnorm
-from meshfit.layout.forward import unwrap
-from meshfit.layout.recompute import Recompute
-from meshfit.objective import call, split
+from meshfit.loss.objective import call, split
 from tests import hostile
 from tests.distributed import distributed
 

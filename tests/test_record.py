@@ -18,7 +18,7 @@ from meshfit.anatomy.record_program import tensors
 from meshfit.anatomy.replay import Environment, bind, replay, replay_range
 from meshfit.anatomy.trace import Cost
 from meshfit.data import tree
-from meshfit.objective import call
+from meshfit.loss.objective import call
 from tests import hostile
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries and of torch.jit, not ours

@@ -16,16 +16,16 @@ from benchmarks import zoo
 from benchmarks.parity import distance
 from benchmarks.served import SECRET, Training, Work, join_batchnorms
 from meshfit.errors import PlanError, RankError
-from meshfit.exchange.nature import state_bytes
-from meshfit.exchange.serving import cost as server_cost
-from meshfit.exchange.serving.build import keep
-from meshfit.exchange.serving.cost import Payload
-from meshfit.exchange.serving.keeper import shortened
-from meshfit.exchange.serving.running import Running
-from meshfit.exchange.serving.server import Terms
-from meshfit.exchange.serving.snapshot import put_down
-from meshfit.exchange.serving.wire import WireError
-from meshfit.exchange.serving.worker import Worker
+from meshfit.exchange.probe_optimizer import state_bytes
+from meshfit.server import cost as server_cost
+from meshfit.server.build import keep
+from meshfit.server.cost import Payload
+from meshfit.server.keeper import shortened
+from meshfit.server.running_statistics import Running
+from meshfit.server.server import Terms
+from meshfit.server.snapshot import put_down
+from meshfit.server.wire import WireError
+from meshfit.server.worker import Worker
 from tests.distributed import distributed
 
 CASES = {  # (workers, servers, samples): batches of 8; 18 leave a last one of two, and with three workers one has none

@@ -13,8 +13,8 @@ from torch import nn
 
 from benchmarks.fleet import Fleet, as_tensors, longest_pause, merged
 from benchmarks.served import Training
-from meshfit.exchange.serving.clocks import Clocks, Tickets
-from meshfit.exchange.serving.snapshot import common, newest, write
+from meshfit.server.clocks import Clocks, Tickets
+from meshfit.server.snapshot import common, newest, write
 
 SAMPLES, BATCH = 96, 12
 

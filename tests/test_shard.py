@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from benchmarks import zoo
 from benchmarks.collectives import Collectives
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.mesh import Mesh
+from meshfit.axes.place import Placed, place
+from meshfit.axes.precision import DTYPES
+from meshfit.axes.shard.axis import Shard
+from meshfit.axes.shard.units import traced, units
+from meshfit.comm.flat import Flat
 from meshfit.cost import Cost
 from meshfit.exchange.scatter import Scatter
-from meshfit.layout.flat import Flat
-from meshfit.layout.mesh import Mesh
-from meshfit.layout.place import Placed, place
-from meshfit.layout.precision import DTYPES
-from meshfit.layout.shard import Shard
-from meshfit.layout.units import traced, units
-from meshfit.objective import Objective
+from meshfit.loss.objective import Objective
 from meshfit.plan import Plan
 from tests import traps
 from tests.distributed import distributed

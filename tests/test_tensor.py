@@ -17,13 +17,13 @@ from torch import nn
 
 from benchmarks.zoo import ZOO, Case, mean_loss, seeded, train_alone, transformers, unpadded_text
 from meshfit.anatomy import trace
-from meshfit.layout.split import plan as tensor_plan
-from meshfit.layout.split.check import Refused, check, reference
-from meshfit.layout.split.plan import plan_tensor
-from meshfit.layout.split.region import VOCABULARY, Cut, Region, TensorPlan
-from meshfit.layout.split.twin import study
-from meshfit.layout.split.watch import watch
-from meshfit.layout.tensor import Parts, Tensor
+from meshfit.axes.tensor import plan as tensor_plan
+from meshfit.axes.tensor.axis import Parts, Tensor
+from meshfit.axes.tensor.check import Refused, check, reference
+from meshfit.axes.tensor.plan import plan_tensor
+from meshfit.axes.tensor.region import VOCABULARY, Cut, Region, TensorPlan
+from meshfit.axes.tensor.twin import study
+from meshfit.axes.tensor.watch import watch
 from tests import odd_blocks
 from tests.distributed import distributed
 
@@ -58,13 +58,13 @@ def wide(case: Case, dtype: torch.dtype) -> Case:
     return replace(case, build=lambda: case.build().to(dtype), data=lambda n: cast(case.data(n)), dtype=dtype)
 
 
-def plan_of(case: Case, ways: int) -> TensorPlan:
+def plan_of(case: Case, degree: int) -> TensorPlan:
     batch = case.data(SAMPLES)
-    return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), ways)
+    return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), degree)
 
 
 def spread(model: nn.Module, plan: TensorPlan) -> Parts:
-    return Tensor(degree=plan.ways, plan=plan).apply(model, dist.group.WORLD)
+    return Tensor(degree=plan.degree, plan=plan).apply(model, dist.group.WORLD)
 
 
 def trained(case: Case, plan: TensorPlan) -> tuple[list[float], dict[str, Array], nn.Module]:
@@ -123,13 +123,13 @@ def assert_alike(jobs: dict[str, tuple], cases: dict[str, Case]) -> None:
 
 
 def jobs_of(
-    cases: dict[str, Case], ways: int, dtype: torch.dtype, limits: tuple[float, float], share: dict[str, float]
+    cases: dict[str, Case], degree: int, dtype: torch.dtype, limits: tuple[float, float], share: dict[str, float]
 ) -> dict[str, tuple]:
     """Losses inside models are computed in single precision, whatever these are in: that is their rounding."""
     jobs = {}
     for name, least in share.items():
         case = wide(cases[name], dtype)
-        plan = plan_of(case, ways)
+        plan = plan_of(case, degree)
         assert cut_share(case.build(), plan) >= least, (name, cut_share(case.build(), plan), str(plan))
         want = train_alone(case, samples=SAMPLES, batch_size=SAMPLES, steps=STEPS)
         loose = (max(limits[0], 2e-6), max(limits[1], 2e-6)) if case.loss is None else limits
@@ -264,11 +264,11 @@ def odd_case(block: type[nn.Module]) -> Case:
 ODD = {block.__name__: odd_case(block) for block in (*odd_blocks.PAIRED, *odd_blocks.OTHERS)}
 
 
-@pytest.mark.parametrize("ways", [2, 4])
-def test_odd_blocks_train_like_one_device(ways: int) -> None:
+@pytest.mark.parametrize("degree", [2, 4])
+def test_odd_blocks_train_like_one_device(degree: int) -> None:
     least = {name: 0.45 if name in ("Latents", "MultiQuery") else 0.8 for name in ODD}
-    jobs = jobs_of(ODD, ways, torch.float64, (1e-9, 1e-7), least)
-    {2: assert_two_train_alike, 4: assert_four_train_alike}[ways](jobs=jobs, cases=ODD)
+    jobs = jobs_of(ODD, degree, torch.float64, (1e-9, 1e-7), least)
+    {2: assert_two_train_alike, 4: assert_four_train_alike}[degree](jobs=jobs, cases=ODD)
 
 
 @pytest.mark.parametrize("block", odd_blocks.PAIRED)
@@ -276,10 +276,10 @@ def test_odd_blocks_are_split_in_pairs(block: type[nn.Module]) -> None:
     assert any(region.kind != "gather" and region.module.startswith("block") for region in odd_plan(block).regions)
 
 
-def odd_plan(block: type[nn.Module], ways: int = 2) -> TensorPlan:
+def odd_plan(block: type[nn.Module], degree: int = 2) -> TensorPlan:
     torch.manual_seed(0)
     x, y = odd_data(SAMPLES)
-    return plan_tensor(odd_blocks.Host(block()), lambda model: F.mse_loss(model(x), y), ways)
+    return plan_tensor(odd_blocks.Host(block()), lambda model: F.mse_loss(model(x), y), degree)
 
 
 # The check

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from benchmarks.anatomy_live import LiveBytes
 from benchmarks.zoo import ZOO, mean_loss
 from meshfit.anatomy import trace
-from meshfit.layout.split.plan import plan_tensor
-from meshfit.layout.tensor import Tensor
+from meshfit.axes.tensor.axis import Tensor
+from meshfit.axes.tensor.plan import plan_tensor
 from tests.distributed import distributed
 
 NEAR = 0.2

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.zoo import ZOO, mean_loss
-from meshfit.layout.split import find as tensor_find
-from meshfit.layout.split.plan import plan_tensor
-from meshfit.layout.split.region import Cut, TensorPlan
+from meshfit.axes.tensor import find as tensor_find
+from meshfit.axes.tensor.plan import plan_tensor
+from meshfit.axes.tensor.region import Cut, TensorPlan
 from tests.odd_blocks import NormedHeads
 
 
@@ -27,10 +27,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def plan_of(name: str, ways: int = 2) -> TensorPlan:
+def plan_of(name: str, degree: int = 2) -> TensorPlan:
     case = ZOO[name]
     batch = case.data(4)
-    return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), ways)
+    return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), degree)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "tied-gpt", "mixtral", "bert"])

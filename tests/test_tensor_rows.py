@@ -13,14 +13,14 @@ from torch import nn
 
 import meshfit
 from benchmarks.zoo import ZOO, mean_loss
+from meshfit.axes.tensor import plan as planning
+from meshfit.axes.tensor import rows
+from meshfit.axes.tensor.axis import Parts, Tensor
+from meshfit.axes.tensor.ops import Ranks
+from meshfit.axes.tensor.plan import plan_tensor
+from meshfit.axes.tensor.region import TensorPlan
+from meshfit.axes.tensor.vocabulary import Slice
 from meshfit.errors import PlanError
-from meshfit.layout.split import plan as planning
-from meshfit.layout.split import rows
-from meshfit.layout.split.ops import Ranks
-from meshfit.layout.split.plan import plan_tensor
-from meshfit.layout.split.region import TensorPlan
-from meshfit.layout.split.vocabulary import Slice
-from meshfit.layout.tensor import Parts, Tensor
 from tests import test_tensor_step
 from tests.distributed import distributed
 from tests.test_tensor_step import WIDTH, Model, built, error, gradients, loss_of, text
@@ -28,12 +28,12 @@ from tests.test_tensor_step import WIDTH, Model, built, error, gradients, loss_o
 cloudpickle.register_pickle_by_value(test_tensor_step)
 
 
-def plan_of(name: str, ways: int = 2) -> TensorPlan:
+def plan_of(name: str, degree: int = 2) -> TensorPlan:
     case = ZOO[name]
     batch = case.data(4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), ways, by_rows=True)
+        return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), degree, by_rows=True)
 
 
 def spread(model: nn.Module) -> Parts:
@@ -165,7 +165,7 @@ def test_collectives_and_their_derivatives() -> None:
     torch.testing.assert_close(x.grad, weight)
 
 
-@pytest.mark.parametrize("plan", ["tensor=2 rows=cut", "data=2 tensor=2 rows=cut"])
+@pytest.mark.parametrize("plan", ["tensor=2 sequence=split", "data=2 tensor=2 sequence=split"])
 def test_training_and_predicting(plan: str) -> None:
     case = ZOO["vit"]  # 17 rows
     data = case.data(10)
@@ -179,11 +179,12 @@ def test_training_and_predicting(plan: str) -> None:
 
 
 def test_what_a_plan_may_say() -> None:
-    with pytest.raises(PlanError, match="tensor=1 shares nothing"):
+    assert meshfit.Plan.parse("tensor=2 rows=cut") == meshfit.Plan(tensor=2, sequence="split")
+    with pytest.raises(PlanError, match="tensor=1 splits nothing"):
         meshfit.Plan.parse("data=2 rows=cut")
-    with pytest.raises(PlanError, match="tensor=2 rows=whole pipeline=2"):
+    with pytest.raises(PlanError, match="tensor=2 sequence=whole pipeline=2"):
         meshfit.fit(
             nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.randn(8, 4), torch.randint(2, (8,))),
             loss=nn.functional.cross_entropy, optimizer=torch.optim.SGD, batch_size=4, steps=1,
-            plan="pipeline=2 tensor=2 rows=cut", devices="cpu:4",
+            plan="pipeline=2 tensor=2 sequence=split", devices="cpu:4",
         )  # fmt: skip

@@ -12,9 +12,9 @@ from torch import Tensor as Array
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshfit.layout.split.plan import plan_tensor
-from meshfit.layout.split.vocabulary import Slice, whole_output
-from meshfit.layout.tensor import Parts, Tensor
+from meshfit.axes.tensor.axis import Parts, Tensor
+from meshfit.axes.tensor.plan import plan_tensor
+from meshfit.axes.tensor.vocabulary import Slice, whole_output
 from tests import odd_blocks
 from tests.distributed import distributed
 

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshfit.layout.split.ops import Meeting, Threads, enter
-from meshfit.layout.split.vocabulary import Slice, whole_output
+from meshfit.axes.tensor.ops import Meeting, Threads, enter
+from meshfit.axes.tensor.vocabulary import Slice, whole_output
 
 CLASSES = 12
 
 
-def on_threads(work: Callable[[Threads], Any], ways: int = 2) -> list[Any]:
-    meeting, results = Meeting(ways), [None] * ways
+def on_threads(work: Callable[[Threads], Any], degree: int = 2) -> list[Any]:
+    meeting, results = Meeting(degree), [None] * degree
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -26,7 +26,7 @@ def on_threads(work: Callable[[Threads], Any], ways: int = 2) -> list[Any]:
             errors.append(error)
             meeting.barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ways)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(degree)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -36,7 +36,7 @@ def on_threads(work: Callable[[Threads], Any], ways: int = 2) -> list[Any]:
     return results
 
 
-def assert_same(shape: tuple[int, ...], use: Callable[[Tensor], Tensor], *, gathers: bool, ways: int = 2) -> None:
+def assert_same(shape: tuple[int, ...], use: Callable[[Tensor], Tensor], *, gathers: bool, degree: int = 2) -> None:
     """``use`` of cut logits gives the result and the gradient of ``use`` of whole ones, with or without a gather."""
     base = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = base.clone().requires_grad_()
@@ -45,7 +45,7 @@ def assert_same(shape: tuple[int, ...], use: Callable[[Tensor], Tensor], *, gath
 
     def work(group: Threads) -> tuple[Tensor, Tensor, bool]:
         own = base.clone().requires_grad_()
-        part = shape[-1] // ways
+        part = shape[-1] // degree
         cut = Slice.of(enter(own, group).narrow(-1, group.rank * part, part), group)
         assert cut.shape == base.shape
         assert cut.size(-1) == shape[-1]
@@ -56,7 +56,7 @@ def assert_same(shape: tuple[int, ...], use: Callable[[Tensor], Tensor], *, gath
         out.sum().backward()
         return out.detach(), own.grad, gathered
 
-    for out, grad, gathered in on_threads(work, ways):
+    for out, grad, gathered in on_threads(work, degree):
         torch.testing.assert_close(out, want.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-12)
         assert gathered == gathers
@@ -93,7 +93,7 @@ STAYS = {
 @pytest.mark.parametrize("use", STAYS.values(), ids=STAYS)
 def test_cross_entropy_gathers_nothing(use: Callable[[Tensor], Tensor]) -> None:
     assert_same((2, 5, CLASSES), use, gathers=False)
-    assert_same((2, 5, CLASSES), use, gathers=False, ways=4)
+    assert_same((2, 5, CLASSES), use, gathers=False, degree=4)
 
 
 def changed(x: Tensor) -> Tensor:

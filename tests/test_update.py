@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from meshfit.axes.precision import LossScale
 from meshfit.exchange.update import Average, Update, fuse, total_norm
-from meshfit.layout.precision import LossScale
 from meshfit.step import Reading
 
 CPU = torch.device("cpu")

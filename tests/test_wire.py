@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from meshfit.exchange.serving import wire
-from meshfit.exchange.serving.compress import Codec, Feedback
-from meshfit.exchange.serving.parcel import Parcel, shares, split
-from meshfit.exchange.serving.region import Region, view
-from meshfit.exchange.serving.wire import HEADER, KINDS, MAGIC, PROTOCOL, Gone, Listener, Wire, WireError, connect
+from meshfit.server import wire
+from meshfit.server.compress import Codec, Feedback
+from meshfit.server.packing import Parcel, shares, split
+from meshfit.server.shared_memory import Region, view
+from meshfit.server.wire import HEADER, KINDS, MAGIC, PROTOCOL, Gone, Listener, Wire, WireError, connect
 
 SECRET = b"0123456789abcdef"
 

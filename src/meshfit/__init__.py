@@ -9,8 +9,8 @@ from meshfit import data
 from meshfit.errors import CheckpointError, DataError, JobError, MeshfitError, NonFiniteError, PlanError, RankError
 from meshfit.evaluate import evaluate, predict
 from meshfit.fit import fit, steps
-from meshfit.gathering import gather
 from meshfit.job import Job
+from meshfit.loss.gather import gather
 from meshfit.plan import Plan
 from meshfit.result import Result
 from meshfit.step import Step

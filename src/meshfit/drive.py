@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit import layout, serve, served
-from meshfit.checkpoint.gently import Gently, ends_gently
-from meshfit.checkpoint.going_on import folder_to_resume, saved
+from meshfit import axes as layout
+from meshfit.axes.data.axis import tensors_of
+from meshfit.axes.tensor.axis import Parts
+from meshfit.axes.tensor.region import TensorPlan
+from meshfit.checkpoint.graceful_stop import GracefulStop, graceful_stop
+from meshfit.checkpoint.resume import folder_to_resume, saved
 from meshfit.errors import JobError, MeshfitError, NonFiniteError
 from meshfit.feed import Begun, Feed, Late
 from meshfit.job import Job
@@ -28,14 +31,13 @@ from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.stalls import watched
 from meshfit.launch.world import World, connect, from_environment
-from meshfit.layout.replicate import tensors_of
-from meshfit.layout.split.region import TensorPlan
-from meshfit.layout.tensor import Parts
 from meshfit.local import LocalRun
 from meshfit.observe.folder import new_folder
 from meshfit.observe.rank import observed
-from meshfit.plan import Plan
+from meshfit.plan import Plan, renamed
 from meshfit.run import Run
+from meshfit.server import process as serve
+from meshfit.server import run as served
 from meshfit.step import Step
 
 RANK_MODULES = ("torch._dynamo", "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
@@ -65,7 +67,7 @@ Tap = Callable[[Run], None]
 def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
     if job.join is not None:
-        from meshfit.joined import Joined
+        from meshfit.server.join import Joined
 
         return Joined(job, lockstep, tap)
     twins.check(independent=job.independent, devices=_named(job.plan))
@@ -77,6 +79,7 @@ def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     listen.check(settled.listen, _plan(settled))
     alone = _plan(settled).devices == 1 and not _plan(settled).server
     training = (Here if alone else Ranked)(settled, lockstep, tap)
+    training.said += renamed(str(job.plan))
     if isinstance(job.batch_size, str):
         training.said.append(
             f"batch_size: {job.batch_size} is {settled.batch_size} over {_plan(settled).devices} devices"
@@ -162,7 +165,7 @@ class Here(Training):
 
         saves = self.folder if self.job.checkpoint is not None else None
         watching = watched(self.world.rank, self.world.size, self.job.timeout)
-        with ends_gently(saves, first=self.writes) as gently, _as_found(self.model, self.world), watching:
+        with graceful_stop(saves, first=self.writes) as gently, _as_found(self.model, self.world), watching:
             kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
             run = kind(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
             self.notes, self.last_step = [*self.said, *run.notes], run.last_step
@@ -213,12 +216,12 @@ class Ranked(Training):
 
     def _steps(self) -> Generator[Step, None, None]:
         try:
-            with ends_gently(self.folder if self.job.checkpoint is not None else None) as gently:
+            with graceful_stop(self.folder if self.job.checkpoint is not None else None) as gently:
                 yield from self._heard(gently)
         except KeyboardInterrupt:  # where this process waited for its ranks helps nobody
             raise KeyboardInterrupt from None
 
-    def _heard(self, gently: Gently) -> Generator[Step, None, None]:
+    def _heard(self, gently: GracefulStop) -> Generator[Step, None, None]:
         seen: set[int] = set()
         with self._ranks() as ranks:
             for rank, message in ranks.messages():
@@ -272,7 +275,7 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
             work = replace(work, job=replace(work.job, model=job.model))
             ranks = stack.enter_context(Ranks(work, **how))
         if serves and isinstance(work, Work):
-            from meshfit.launch.servers import Servers
+            from meshfit.server.launch import Servers
 
             serving = serve.Serve(work.job, work.secret, work.folder, work.key)
             ranks.beside = stack.enter_context(

@@ -11,6 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshfit.axes.buffers.watch import Frozen
+from meshfit.axes.mesh import Mesh
+from meshfit.axes.place import Placed, place
+from meshfit.axes.precision import Precision
 from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.source import open_source
@@ -19,14 +23,10 @@ from meshfit.errors import JobError, clearly, did_you_mean
 from meshfit.evaluation import measure, outputs_of
 from meshfit.job import Job
 from meshfit.launch.world import World, from_environment
-from meshfit.layout.buffers.watch import Frozen
-from meshfit.layout.mesh import Mesh
-from meshfit.layout.place import Placed, place
-from meshfit.layout.precision import Precision
-from meshfit.loss_probe import LARGEST, find_over
-from meshfit.objective import TARGETS, Objective, Over, call, split
+from meshfit.loss import batch_loss
+from meshfit.loss.objective import TARGETS, Objective, Over, call, split
+from meshfit.loss.probe import LARGEST, find_denominator
 from meshfit.plan import Plan
-from meshfit.schedule import batch_loss
 
 
 @clearly
@@ -106,7 +106,7 @@ def _over(
     auxiliary = _plan(job).apart and _plan(job).shares > 1
     try:
         with Frozen.around(model):
-            return find_over(objective, model, few, device, inside, auxiliary=auxiliary)
+            return find_denominator(objective, model, few, device, inside, auxiliary=auxiliary)
     except Exception:
         if loader.ranks > 1:
             raise

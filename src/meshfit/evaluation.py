@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.axes.buffers.watch import Frozen
+from meshfit.axes.data.batchnorm import counting
+from meshfit.axes.place import Placed
+from meshfit.axes.precision import Precision
 from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.order import share
 from meshfit.errors import DataError
-from meshfit.gathering import gathering
-from meshfit.gathering import over as rows_over
-from meshfit.layout.batchnorm import counting
-from meshfit.layout.buffers.watch import Frozen
-from meshfit.layout.place import Placed
-from meshfit.layout.precision import Precision
+from meshfit.loss.batch_loss import BatchLoss
+from meshfit.loss.gather import gathering
+from meshfit.loss.gather import over as rows_over
+from meshfit.loss.objective import Objective, Over, call, check_scalar, split
 from meshfit.metrics import Metrics, measures
-from meshfit.objective import Objective, Over, call, check_scalar, split
-from meshfit.schedule.batch_loss import BatchLoss
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshfit.launch.channel import Channel
 from meshfit.run import Run
-from meshfit.served import ServedRun
+from meshfit.server.run import ServedRun
 from meshfit.step import Step
 
 LATE_STEPS = 200  # that may go untold when the rank that tells of them is killed

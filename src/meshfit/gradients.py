@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_atoms import twin
+from meshfit.axes.find import as_number
 from meshfit.data import tree
 from meshfit.data.loader import Batch
 from meshfit.errors import PlanError
-from meshfit.layout.find import as_number
 
 if TYPE_CHECKING:
     from meshfit.run import Run

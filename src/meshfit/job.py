@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from meshfit.arguments import check_arguments
+from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.cadence import Cadence
 from meshfit.data.reading import Readers
 from meshfit.data.source import sample_count
 from meshfit.errors import JobError, PlanError, did_you_mean
+from meshfit.hugging_face import complete
 from meshfit.launch.devices import Devices, find
-from meshfit.layout.batchnorm import batch_norms
+from meshfit.loss.objective import Objective, stated
 from meshfit.metrics import check as check_metric
 from meshfit.metrics import measures
-from meshfit.objective import Objective, stated
 from meshfit.plan import Plan, settle
 from meshfit.schedule.actions import schedule
-from meshfit.unpickled import complete
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ losses told are those of the first rank's share.
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.exchange.local import Local, Outer
 from meshfit.job import Job
 from meshfit.launch.world import World
-from meshfit.layout.batchnorm import batch_norms
 from meshfit.run import Run
 
 

@@ -7,10 +7,10 @@ whoever iterates.
 import time
 from collections.abc import Callable, Iterator
 
-from meshfit.exchange.serving.worker import Again
 from meshfit.nonfinite import Watch
 from meshfit.observe.rank import tell_batch
 from meshfit.run import Run
+from meshfit.server.worker import Again
 from meshfit.step import Reading, Step
 
 
@@ -33,20 +33,20 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             with events.span("forward_backward"):
                 run.schedule(batch, stop)
             with events.span("exchange"):
-                riders = run.exchange.finish()
-            if run.may_stop and riders.stop:
+                scalars = run.exchange.finish()
+            if run.may_stop and scalars.stop:
                 run.placed.buffers.drop()
                 run.statistics.restore(statistics)
                 run.exchange.clear()
                 break
             run.guard(batch)
             with events.span(run.update.span):
-                correction = run.schedule.correction(batch, riders.count)
-                loss, lr = riders.loss * correction, run.update.learning_rate
+                correction = run.schedule.correction(batch, scalars.count)
+                loss, lr = scalars.loss * correction, run.update.learning_rate
                 run.tap(correction)
                 updated = run.update(run.exchange.gradients, loss, correction, run.exchange.norm)
                 run.placed.buffers.commit()
-                reading = Reading(loss, updated.norm, updated.taken, *riders.broken)
+                reading = Reading(loss, updated.norm, updated.taken, *scalars.broken)
                 run.exchange.clear()
         except Again:  # a model server, or a worker of it, was lost in the middle of the step
             run.placed.buffers.drop()

@@ -29,7 +29,7 @@ from meshfit.errors import PlanError, did_you_mean
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPILES = ("auto", "none", "whole", "block")
-ROWS = ("auto", "whole", "cut")
+SEQUENCES = ("auto", "whole", "split")
 BATCHNORMS = ("global", "local")
 BUFFERS = ("exact", "local")
 RECOMPUTES = ("none", "selective", "full")
@@ -41,10 +41,10 @@ COMPRESSIONS = ("none", "fp16", "bf16", "int8")
 LATES = ("none", "damp", "shorten")
 LOSTS = ("redo", "average")
 DEGREES = ("pipeline", "data", "shard", "expert", "context", "branch", "tensor")
-"""From outer to inner: see layout/mesh.py."""
+"""From outer to inner: see axes/mesh.py."""
 
 WORDS = {
-    "rows": ROWS,
+    "sequence": SEQUENCES,
     "schedule": SCHEDULES,
     "precision": PRECISIONS,
     "recompute": RECOMPUTES,
@@ -57,6 +57,15 @@ WORDS = {
     "late": LATES,
     "lost": LOSTS,
 }
+
+
+RENAMED = {"rows=cut": "sequence=split", "rows=whole": "sequence=whole", "rows=auto": "sequence=auto"}
+"""Words of earlier versions, and what they are now."""
+
+
+def renamed(text: str) -> list[str]:
+    """A note for each word of an earlier version in a plan's text."""
+    return [f"plan: {word} is now written {RENAMED[word]}" for word in text.split() if word in RENAMED]
 
 
 ELSEWHERE = {
@@ -111,9 +120,9 @@ class Plan:
     tensor: int = 1
     """Devices that share each operation: of most weights each holds a part of the channels. On the same samples."""
 
-    rows: str = "auto"
-    """What lies between such operations, norms and sums: "whole" on each of them, or "cut", each its share of the rows
-    (tokens); "auto": cut on GPUs, where that costs no time and saves memory."""
+    sequence: str = "auto"
+    """Sequence parallelism between such operations (norms, dropout, residual sums): "split", each device computes its
+    share of the tokens; "whole", every device all of them; "auto" splits on GPUs: it costs no time and saves memory."""
 
     branch: int = 1
     """Devices that compute parts of the model which do not need each other, at once. On the same samples."""
@@ -192,9 +201,9 @@ class Plan:
                 raise PlanError(f"{key}={word} is not known", did_you_mean(str(word), words))
         if not isinstance(self.chunks, int) or self.chunks < 0:
             raise PlanError(f"chunks={self.chunks} is not a number of stages", "chunks=2, say")
-        if self.rows != "auto" and self.tensor == 1:
+        if self.sequence != "auto" and self.tensor == 1:
             raise PlanError(
-                f"rows={self.rows} says what tensor= shares out, but tensor=1 shares nothing", "tensor=2, say"
+                f"sequence={self.sequence} says how tensor= works, but tensor=1 splits nothing", "tensor=2, say"
             )
         of_pipeline = [f for f in fields(self) if f.name in ("schedule", "chunks", "cut")]
         stated = [f"{f.name}={getattr(self, f.name)}" for f in of_pipeline if getattr(self, f.name) != f.default]
@@ -263,7 +272,7 @@ class Plan:
             )
         known = [field.name for field in fields(cls)]
         given: dict[str, float | str] = {}
-        for word in text.split():
+        for word in (RENAMED.get(word, word) for word in text.split()):
             key, equals, value = word.partition("=")
             if "," in word and key != "cut":
                 spaced = " ".join(part for part in word.split(",") if part)

@@ -1,6 +1,6 @@
 """One rank's training, assembled from a job: model, batches, schedule, exchange, update.
 
-The parts are put together in the order that ``layout/__init__.py`` gives. What the loop then does with them
+The parts are put together in the order that ``axes/__init__.py`` gives. What the loop then does with them
 is in ``fit.py``.
 """
 
@@ -16,6 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfit.axes.buffers.watch import Frozen
+from meshfit.axes.compile import Compile, expected_step_seconds
+from meshfit.axes.data import batchnorm
+from meshfit.axes.expert.balance import balanced
+from meshfit.axes.mesh import Mesh
+from meshfit.axes.offload import Offload
+from meshfit.axes.place import place
+from meshfit.axes.precision import LossScale, Precision
 from meshfit.best import Best
 from meshfit.data import tree
 from meshfit.data.loader import Batch, Loader
@@ -28,27 +36,19 @@ from meshfit.evaluation import measure
 from meshfit.events import Events
 from meshfit.exchange.across import Across, Spread, share_state
 from meshfit.exchange.allreduce import AllReduce
-from meshfit.exchange.apart import Apart
+from meshfit.exchange.expert_gradients import Apart
 from meshfit.exchange.scatter import Scatter, cut_state
 from meshfit.exchange.update import Average, Update
-from meshfit.gathering import gathering, refusing
-from meshfit.gathering import over as rows_over
 from meshfit.gradients import Guard, blank_of
 from meshfit.job import Job
 from meshfit.launch.world import World
-from meshfit.layout import batchnorm
-from meshfit.layout.buffers.watch import Frozen
-from meshfit.layout.compile import Compile, expected_step_seconds
-from meshfit.layout.experts.balance import balanced
-from meshfit.layout.mesh import Mesh
-from meshfit.layout.offload import Offload
-from meshfit.layout.place import place
-from meshfit.layout.precision import LossScale, Precision
-from meshfit.loss_probe import LARGEST, find_over
-from meshfit.objective import Over
+from meshfit.loss import batch_loss
+from meshfit.loss.batch_loss import BatchLoss, Outputs
+from meshfit.loss.gather import gathering, refusing
+from meshfit.loss.gather import over as rows_over
+from meshfit.loss.objective import Over
+from meshfit.loss.probe import LARGEST, find_denominator
 from meshfit.plan import Plan
-from meshfit.schedule import batch_loss
-from meshfit.schedule.batch_loss import BatchLoss, Outputs
 from meshfit.schedule.passes import Passes
 from meshfit.schedule.pipeline import Pipelined
 
@@ -184,8 +184,8 @@ class Run:
             partial=placed.partial,
             alike={} if placed.branched is None else placed.branched.alike,
         )
-        copies, tellers = self.copies * self.plan.context, self.plan.tensor * self.plan.branch
-        return Across(inner, spread, self.model, device, copies=copies, tellers=tellers)
+        copies, loss_replicas = self.copies * self.plan.context, self.plan.tensor * self.plan.branch
+        return Across(inner, spread, self.model, device, copies=copies, loss_replicas=loss_replicas)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
         placed, objective, device = self.placed, self.job.objective, self.world.device
@@ -205,7 +205,7 @@ class Run:
                 self.exchange,
                 device,
                 placed.inside,
-                tellers=self.plan.context,
+                loss_replicas=self.plan.context,
                 batch_loss=whole,
                 gather=self._gather,
                 buffers=placed.buffers,
@@ -425,7 +425,7 @@ class Run:
         few, auxiliary = self.loader.source.few(), self.plan.apart and self.plan.shares > 1
         try:
             with Frozen.around(self.model):
-                over = find_over(self.job.objective, self.model, few, device, inside, auxiliary=auxiliary)
+                over = find_denominator(self.job.objective, self.model, few, device, inside, auxiliary=auxiliary)
         except Exception:
             if self._splits:
                 raise

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.drive import begin
 from meshfit.errors import PlanError, clearly
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
-from meshfit.layout.batchnorm import batch_norms
 from meshfit.plan import Plan
 from meshfit.proof.double import doubled
 from meshfit.proof.modules import first_that_differs, keeps_modules

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshfit.anatomy import kernels
 from meshfit.anatomy.flops import backward_flops, forward_flops, has_flops, known_as, tensors
 from meshfit.anatomy.trace import Cost, Use
-from meshfit.torch_compat import watched_functions
+from meshfit.torch_private import watched_functions
 
 aten = torch.ops.aten
 

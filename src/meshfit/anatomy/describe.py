@@ -122,7 +122,7 @@ def describe(
 
 def _pair(pair: Pair) -> dict[str, Any]:
     columns, rows = ([shard.parameter for shard in side] for side in (pair.columns, pair.rows))
-    return {"module": pair.module, "kind": pair.kind, "columns": columns, "rows": rows, "ways": pair.limit}
+    return {"module": pair.module, "kind": pair.kind, "columns": columns, "rows": rows, "degree": pair.limit}
 
 
 def _size(parameter: Any) -> int:

@@ -98,7 +98,7 @@ class Pair:
     summed: int
     """Elements that the rows return, for the traced batch: what is summed over devices."""
 
-    ways: int
+    degree: int
     limit: int
     """The largest number of ways; every divisor of it is possible."""
 
@@ -113,15 +113,15 @@ class Pair:
         """The shard that limits the number of ways."""
         return min(self.columns + self.others, key=lambda shard: shard.limit)
 
-    def allows(self, ways: int) -> bool:
-        return self.limit % ways == 0
+    def allows(self, degree: int) -> bool:
+        return self.limit % degree == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """What of a model can be split, and how."""
 
-    ways: int
+    degree: int
     pairs: tuple[Pair, ...]
     gathered: tuple[str, ...]
     """Weights of Linear, Conv and Embedding that can be cut by output channels only, with the output gathered."""
@@ -141,19 +141,19 @@ class Split:
         return math.gcd(*(pair.limit for pair in self.pairs)) or 1
 
 
-def find_pairs(model: nn.Module, inputs: Any, *, ways: int = 2, copies: bool = False) -> Split:
-    """Find what can be split over ``ways`` devices, from one forward on ``inputs``; ``model`` stays as it is.
+def find_pairs(model: nn.Module, inputs: Any, *, degree: int = 2, copies: bool = False) -> Split:
+    """Find what can be split over ``degree`` devices, from one forward on ``inputs``; ``model`` stays as it is.
 
     ``inputs`` is a small batch: a tensor, a tuple of arguments, or a dict of keyword arguments. With ``copies`` several
     devices may hold the same share of a column: heads of keys and values that are fewer than the devices.
     """
-    if ways < 2:
-        raise ValueError(f"a split has two ways or more, not {ways}")
+    if degree < 2:
+        raise ValueError(f"a split has two ways or more, not {degree}")
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     modules = dict(model.named_modules())
     with torch.random.fork_rng(devices=[]):
         trace = AtenTrace.of(model, inputs)
-        finder = _Finder(trace, ways, copies)
+        finder = _Finder(trace, degree, copies)
         found = finder.pairs(sizes)
     pairs = _chosen(found, modules, sizes)
     held = {shard.parameter for pair in pairs for shard in pair.shards}
@@ -166,12 +166,17 @@ def find_pairs(model: nn.Module, inputs: Any, *, ways: int = 2, copies: bool = F
         why[name] = finder.reason(name, dim, found, pairs)
         layer = modules[name.rpartition(".")[0]]
         plain = isinstance(layer, LAYERS) or type(layer).__name__ == "Conv1D"
-        if plain and name not in entries and dim is not None and trace.model.get_parameter(name).shape[dim] % ways == 0:
+        if (
+            plain
+            and name not in entries
+            and dim is not None
+            and trace.model.get_parameter(name).shape[dim] % degree == 0
+        ):
             gathered.append(name)
         else:
             whole.append(name)
     return Split(
-        ways=ways,
+        degree=degree,
         pairs=pairs,
         gathered=tuple(gathered),
         whole=tuple(whole),
@@ -242,7 +247,7 @@ class _Finder(Walker):
     def _coarsened(self, members: dict[tuple[str, int], Reach]) -> dict[tuple[str, int], Reach] | None:
         """Members that disagree with the largest one cut in fewer parts, as heads of keys and values that are fewer
         than the devices; None if that does not help."""
-        full = [key for key, reach in members.items() if reach.shares == self.ways]
+        full = [key for key, reach in members.items() if reach.shares == self.degree]
         if not full or not self.copies:
             return None
         base = members[max(full, key=lambda key: self._elements(key[0]))]
@@ -250,7 +255,7 @@ class _Finder(Walker):
         for (name, dim), reach in members.items():
             tried = [reach]
             if not agreeing(base, reach):
-                tried = [self.again(name, dim, reach.sizes, n) for n in divisors(self.ways) if 1 < n < reach.shares]
+                tried = [self.again(name, dim, reach.sizes, n) for n in divisors(self.degree) if 1 < n < reach.shares]
             fitting = [each for each in reversed(tried) if each is not None and agreeing(base, each)]
             if not fitting:
                 return None
@@ -271,7 +276,7 @@ class _Finder(Walker):
         names = [name for name, _ in members]
         largest = max((self._elements(name) for (name, _), reach in members.items() if reach.column), default=0)
         for (name, _), reach in members.items():
-            if reach.column and reach.shares < self.ways and self._elements(name) == largest:
+            if reach.column and reach.shares < self.degree and self._elements(name) == largest:
                 raise Mixed(f"can be shared by {reach.shares} devices at most")
         if len(set(names)) < len(names):
             raise Mixed("would be cut in two dims")
@@ -300,7 +305,7 @@ class _Finder(Walker):
             summed=sum(
                 math.prod(trace.ops[i].outs[0].size) for i in sorted({r.op for m in members.values() for r in m.rows})
             ),
-            ways=self.ways,
+            degree=self.degree,
             limit=math.gcd(*(shard.limit for shard in columns + others)),
             bytes=sum(sizes.get(name, 0) for name in held),
         )
@@ -317,7 +322,7 @@ class _Finder(Walker):
                 owners = filled_up(owners, reach.shares)
                 if owners is None or len(set(torch.bincount(owners, minlength=reach.shares).tolist())) > 1:
                     raise Mixed("meets {}, of which devices read parts that are no cut", name)
-                shard = Shard(name, dim, held_alike(runs_of(owners, reach.shares), self.ways), len(owners))
+                shard = Shard(name, dim, held_alike(runs_of(owners, reach.shares), self.degree), len(owners))
                 if found.setdefault(name, shard) != shard:
                     raise Mixed("meets {}, which would be cut in two ways", name)
                 if not inside.issuperset(trace.users[trace.value_of[name]]):
@@ -340,11 +345,11 @@ class _Finder(Walker):
         for row in found.values():
             read = {trace.source[w.value] for w in trace.ops[row.op].reads if w.value in trace.source}
             self.added.setdefault(row.weight, set()).update(read)
-            if row.shares < self.ways:
+            if row.shares < self.degree:
                 raise Mixed("{} has input from {} devices at most", row.weight, str(row.shares))
             if row.weight in names:
                 raise Mixed("{} would be both column and row", row.weight)
-            owners = filled_up(row.owners, self.ways)
+            owners = filled_up(row.owners, self.degree)
             if owners is None:
                 raise Mixed("some input channels of {} come from elsewhere", row.weight)
             size = trace.whole[trace.value_of[row.weight]].size[row.dim]
@@ -352,9 +357,9 @@ class _Finder(Walker):
             by_index[row.index] = owners
             if bool((by_index[row.index] != owners).any()) or bool((by_index < 0).any()):
                 raise Mixed("{} is read by more than one rank at one index", row.weight)
-            if len(set(torch.bincount(by_index, minlength=self.ways).tolist())) > 1:
+            if len(set(torch.bincount(by_index, minlength=self.degree).tolist())) > 1:
                 raise Mixed("{} would be cut unevenly", row.weight)
-            shard = Shard(row.weight, row.dim, runs_of(by_index, self.ways), size)
+            shard = Shard(row.weight, row.dim, runs_of(by_index, self.degree), size)
             if shards.setdefault(row.weight, shard) != shard:
                 raise Mixed("{} would be cut in two ways", row.weight)
         for weight in shards:
@@ -419,7 +424,9 @@ class _Finder(Walker):
             for shard in shards:
                 held = list(dict.fromkeys(shard.ranges))
                 if len(held) >= shares:
-                    parts = [torch.tensor(shard.index(rank)) for rank in range(0, self.ways, self.ways // len(held))]
+                    parts = [
+                        torch.tensor(shard.index(rank)) for rank in range(0, self.degree, self.degree // len(held))
+                    ]
                     times = len(held) // shares
                     cuts[shard.parameter] = shard.dim, [torch.cat(parts[i * times :][:times]) for i in range(shares)]
             self._spread(cuts, joint)
@@ -430,23 +437,23 @@ class _Finder(Walker):
 
     def _shard(self, name: str, dim: int, reach: Reach) -> Shard:
         ranges = [as_ranges(share.tolist()) for share in cut_into(reach.sizes, reach.shares)]
-        limit = self._limit(name, dim, reach) if reach.shares == self.ways else self.ways
-        return Shard(name, dim, held_alike(ranges, self.ways), limit)
+        limit = self._limit(name, dim, reach) if reach.shares == self.degree else self.degree
+        return Shard(name, dim, held_alike(ranges, self.degree), limit)
 
     def _limit(self, name: str, dim: int, reach: Reach) -> int:
         """The largest number of ways for which two neighbouring shares still stay apart."""
         key = id(reach.first or reach), dim
         if key not in self.limits:
             size = math.gcd(*reach.sizes)
-            ways = [n for n in range(size, self.ways, -1) if size % n == 0] if reach.column else []
-            self.limits[key] = next((n for n in ways if self._apart(name, dim, reach.sizes, n)), self.ways)
+            finer = [n for n in range(size, self.degree, -1) if size % n == 0] if reach.column else []
+            self.limits[key] = next((n for n in finer if self._apart(name, dim, reach.sizes, n)), self.degree)
             if not reach.column:
                 self.limits[key] = size
         return self.limits[key]
 
-    def _apart(self, name: str, dim: int, sizes: tuple[int, ...], ways: int) -> bool:
+    def _apart(self, name: str, dim: int, sizes: tuple[int, ...], degree: int) -> bool:
         try:
-            self._spread({name: (dim, cut_into(sizes, ways)[:2])}, Reach())
+            self._spread({name: (dim, cut_into(sizes, degree)[:2])}, Reach())
         except Mixed:
             return False
         return True
@@ -471,7 +478,7 @@ class _Finder(Walker):
             return str(why[dim] if dim in why else next(iter(why.values())))
         if self.reached.get(name):
             return "meets an activation that is not cut along with it"
-        return f"too small or odd to be cut in {self.ways}"
+        return f"too small or odd to be cut in {self.degree}"
 
     def output_dim(self, name: str) -> int | None:
         """The dim of output channels of a weight that is used in products, convolutions or look-ups only."""

@@ -34,7 +34,7 @@ from meshfit.anatomy.record_watch import line_of, watched
 from meshfit.anatomy.replay import Recording
 from meshfit.anatomy.trace import Cost, Dynamic
 from meshfit.data import tree
-from meshfit.objective import call
+from meshfit.loss.objective import call
 
 __all__ = ["Meter", "Recording", "TraceError", "record"]
 

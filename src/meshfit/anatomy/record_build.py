@@ -10,8 +10,8 @@ from meshfit.anatomy.record_known import Source, objects_in, storage
 from meshfit.anatomy.record_program import Part, Ref, Step, references
 from meshfit.anatomy.replay import Recording, fact
 from meshfit.anatomy.trace import Cost, Dynamic, Event, Parameter, Trace, Value
+from meshfit.axes.data.axis import tied
 from meshfit.data import tree
-from meshfit.layout.replicate import tied
 
 
 def built(

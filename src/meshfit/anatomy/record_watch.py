@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshfit.anatomy.record_forward import Recorder, first_line
 from meshfit.anatomy.record_known import OWN, GlueError
 from meshfit.anatomy.record_program import Apply
-from meshfit.torch_compat import watched_functions
+from meshfit.torch_private import watched_functions
 
 
 class Operators(TorchDispatchMode):

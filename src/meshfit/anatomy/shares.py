@@ -24,11 +24,11 @@ CONTRACTIONS = {  # the two factors among the positional arguments, and the dim 
 }
 
 
-def cut_into(sizes: Sequence[int], ways: int) -> list[Tensor]:
-    """The indices of each rank when every block is cut in ``ways`` equal parts."""
+def cut_into(sizes: Sequence[int], degree: int) -> list[Tensor]:
+    """The indices of each rank when every block is cut in ``degree`` equal parts."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    parts = [torch.arange(size).view(ways, -1) + start for size, start in zip(sizes, starts, strict=True)]
-    return [torch.cat([part[rank] for part in parts]) for rank in range(ways)]
+    parts = [torch.arange(size).view(degree, -1) + start for size, start in zip(sizes, starts, strict=True)]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(degree)]
 
 
 def divisors(size: int) -> list[int]:
@@ -47,13 +47,13 @@ def as_ranges(index: Iterable[int]) -> Ranges:
     return tuple((start, stop) for start, stop in runs)
 
 
-def runs_of(owners: Tensor, ways: int) -> tuple[Ranges, ...]:
-    return tuple(as_ranges(owners.eq(rank).nonzero().flatten().tolist()) for rank in range(ways))
+def runs_of(owners: Tensor, degree: int) -> tuple[Ranges, ...]:
+    return tuple(as_ranges(owners.eq(rank).nonzero().flatten().tolist()) for rank in range(degree))
 
 
-def held_alike(shares: Sequence[Ranges], ways: int) -> tuple[Ranges, ...]:
-    """For each of ``ways`` ranks its share, where neighbours hold the same one if there are fewer."""
-    return tuple(shares[rank * len(shares) // ways] for rank in range(ways))
+def held_alike(shares: Sequence[Ranges], degree: int) -> tuple[Ranges, ...]:
+    """For each of ``degree`` ranks its share, where neighbours hold the same one if there are fewer."""
+    return tuple(shares[rank * len(shares) // degree] for rank in range(degree))
 
 
 WIDE = 2**18
@@ -142,13 +142,13 @@ def factors_of(op: Op) -> tuple[tuple[Window, int], tuple[Window, int]] | None:
     return (arguments[one], one_dim), (arguments[two], two_dim)
 
 
-def filled_up(owners: Tensor, ways: int) -> Tensor | None:
+def filled_up(owners: Tensor, degree: int) -> Tensor | None:
     """Owners with channels that are always zero given to whom an even cut would give them."""
     if bool((owners == -1).any()):
         return None
     if bool((owners >= 0).all()):
         return owners
-    even = torch.arange(len(owners)) * ways // len(owners)
+    even = torch.arange(len(owners)) * degree // len(owners)
     known = owners >= 0
     return even if torch.equal(owners[known], even[known]) else None
 

@@ -122,10 +122,10 @@ class Walk:
 
 
 class Walker:
-    """Walks from every parameter of a recorded forward, for ``ways`` devices."""
+    """Walks from every parameter of a recorded forward, for ``degree`` devices."""
 
-    def __init__(self, trace: AtenTrace, ways: int, copies: bool = False):
-        self.trace, self.ways, self.copies = trace, ways, copies
+    def __init__(self, trace: AtenTrace, degree: int, copies: bool = False):
+        self.trace, self.degree, self.copies = trace, degree, copies
         self.why: dict[str, dict[int, Mixed]] = {}
         self.reached: dict[str, bool] = {}
         self.added: dict[str, set[str]] = {}
@@ -197,8 +197,8 @@ class Walker:
     def _blocks(self, size: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Ways to see a dim as fused blocks, each to be cut in equal parts: in as many as there are ranks, or in fewer,
         which several ranks hold alike."""
-        fewer = [n for n in reversed(divisors(self.ways)) if 1 < n < self.ways] if self.copies else []
-        for shares in (self.ways, *fewer):
+        fewer = [n for n in reversed(divisors(self.degree)) if 1 < n < self.degree] if self.copies else []
+        for shares in (self.degree, *fewer):
             for count in (1, 3, 2):
                 if size and size % (count * shares) == 0:
                     yield shares, (size // count,) * count

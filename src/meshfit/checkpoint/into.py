@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meshfit.axes.data.axis import tensors_of
 from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import sizes, whole
 from meshfit.checkpoint.manifest import Manifest, Stored
-from meshfit.checkpoint.pieces import Lie, lie, uncut
+from meshfit.checkpoint.pieces import ShardLayout, lie, uncut
 from meshfit.checkpoint.read import Tensors, Wanted, fill_all
 from meshfit.checkpoint.state import KERNELS, buffers, canonical, kind_of, nested, set_random_states
 from meshfit.data.order import mix
 from meshfit.data.position import Position
 from meshfit.errors import MeshfitError
-from meshfit.layout.replicate import tensors_of
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -41,7 +41,7 @@ class Loading:
     then: list[Callable[[], None]] = field(default_factory=list)
     """What puts things in place."""
 
-    def want(self, key: str, lies: Lie, mine: Tensor, name: str, *, needed: bool = True) -> None:
+    def want(self, key: str, lies: ShardLayout, mine: Tensor, name: str, *, needed: bool = True) -> None:
         """Read the tensor ``key`` into a copy of ``mine``, and from there into it."""
         self.used.add(key)
         stored = self.tensors.stored.get(key)
@@ -69,10 +69,10 @@ class Loading:
 
         self.then.append(put)
 
-    def _read(self, key: str, lies: Lie, room: Tensor) -> None:
+    def _read(self, key: str, lies: ShardLayout, room: Tensor) -> None:
         self.wanted += [Wanted(key, piece.box, piece.of(room)) for piece in lies.pieces if all(sizes(piece.box))]
 
-    def fresh(self, key: str, stored: Stored, lies: Lie, like: Tensor | None, device: torch.device) -> Tensor:
+    def fresh(self, key: str, stored: Stored, lies: ShardLayout, like: Tensor | None, device: torch.device) -> Tensor:
         """A new tensor that will hold ``key``: as ``like`` lies, or all of it."""
         self.used.add(key)
         if like is None:
@@ -127,7 +127,7 @@ def want_all(loading: Loading, found: Manifest) -> None:
 
 
 def _want_optimizer(
-    loading: Loading, found: Manifest, parameters: dict[str, nn.Parameter], lies: dict[str, Lie]
+    loading: Loading, found: Manifest, parameters: dict[str, nn.Parameter], lies: dict[str, ShardLayout]
 ) -> None:
     run, state = loading.run, found.body["state"]
     optimizer, held = run.optimizer, state["optimizer"]
@@ -260,7 +260,7 @@ def _want_random(loading: Loading, found: Manifest) -> None:
     same = body["plan"] == str(run.plan) and body["world"] == run.world.size and body["seed"] == run.job.seed
     if same and run.saves and "torch" in kinds and ("cuda" in kinds) == (run.world.device.type == "cuda"):
         states = {
-            kind: loading.fresh(own + kind, found.tensors[own + kind], Lie((), ()), None, torch.device("cpu"))
+            kind: loading.fresh(own + kind, found.tensors[own + kind], ShardLayout((), ()), None, torch.device("cpu"))
             for kind in kinds
         }
         loading.then.append(lambda: set_random_states(run, states))

@@ -15,8 +15,8 @@ from math import prod
 
 from torch import Tensor
 
+from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, runs, whole
-from meshfit.layout.place import Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Lie:
+class ShardLayout:
     """How a tensor lies over the ranks, as one of them sees it."""
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Lie:
     """Of this rank; none if it has nothing of it."""
 
 
-def lie(placed: Placed, tensor: Tensor) -> Lie:
+def lie(placed: Placed, tensor: Tensor) -> ShardLayout:
     """How ``tensor``, a parameter or buffer of the placed model, lies."""
     found = placed.shards.place.get(tensor) if placed.shards is not None else None  # type: ignore[arg-type]
     cut = placed.parts.cuts.get(tensor) if placed.parts is not None else None
@@ -66,18 +66,18 @@ def lie(placed: Placed, tensor: Tensor) -> Lie:
         shape, taken = tuple(flat.shapes[i]), flat.slices(i)[1]
         local = list(_row_pieces(shape, flat.strides[i], taken.start, taken.stop))
     if cut is None:
-        return Lie(shape, tuple(local))
+        return ShardLayout(shape, tuple(local))
     assert placed.parts is not None
     ranges = cut.ranges[placed.parts.ranks.rank]
     full = sum(stop - start for each in cut.ranges for start, stop in each)
     pieces = [part for piece in local for part in _within(piece, cut.dim, ranges)]
-    return Lie((*shape[: cut.dim], full, *shape[cut.dim + 1 :]), tuple(pieces))
+    return ShardLayout((*shape[: cut.dim], full, *shape[cut.dim + 1 :]), tuple(pieces))
 
 
-def uncut(tensor: Tensor) -> Lie:
+def uncut(tensor: Tensor) -> ShardLayout:
     """How a tensor lies that no strategy knows of."""
     shape = tuple(tensor.shape)
-    return Lie(shape, (Piece(whole(shape), tuple(slice(0, n) for n in shape)),))
+    return ShardLayout(shape, (Piece(whole(shape), tuple(slice(0, n) for n in shape)),))
 
 
 def _row_pieces(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Piece]:

@@ -32,7 +32,7 @@ from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
 from meshfit.checkpoint.write import Described, Part, assign, copied, describe
 from meshfit.errors import CheckpointError, JobError
-from meshfit.exchange.nature import state_bytes
+from meshfit.exchange.probe_optimizer import state_bytes
 
 if TYPE_CHECKING:
     from meshfit.run import Run

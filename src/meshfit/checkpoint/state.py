@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meshfit.axes.data.axis import tied
 from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import Box, whole
-from meshfit.checkpoint.pieces import Lie, lie, uncut
+from meshfit.checkpoint.pieces import ShardLayout, lie, uncut
 from meshfit.errors import CheckpointError
-from meshfit.layout.replicate import tied
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -82,7 +82,7 @@ def items_of(run: "Run") -> list[Item]:
     return found
 
 
-def canonical(run: "Run") -> tuple[dict[str, nn.Parameter], dict[str, Lie]]:
+def canonical(run: "Run") -> tuple[dict[str, nn.Parameter], dict[str, ShardLayout]]:
     """Parameters by the name they are first known by, and how each lies."""
     parameters = dict(run.model.named_parameters())
     return parameters, {name: lie(run.placed, p) for name, p in parameters.items()}
@@ -99,7 +99,7 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         yield "extra" if name in extra else "model", name, buffer
 
 
-def _items(key: str, lies: Lie, mine: Tensor, *, first: bool = False) -> list[Item]:
+def _items(key: str, lies: ShardLayout, mine: Tensor, *, first: bool = False) -> list[Item]:
     if type(mine) not in (Tensor, nn.Parameter, nn.Buffer) or mine.layout is not torch.strided:
         raise CheckpointError(
             f"{key} cannot be saved: it is a {type(mine).__name__} of layout {mine.layout}".replace("torch.", ""),

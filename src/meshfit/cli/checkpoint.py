@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from meshfit.axes.precision import DTYPES
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.compare import differences
 from meshfit.checkpoint.export import SHARD
@@ -25,7 +26,6 @@ from meshfit.checkpoint.manifest import Manifest
 from meshfit.checkpoint.outside import open_weights
 from meshfit.checkpoint.read import verify as verify_bytes
 from meshfit.errors import CheckpointError
-from meshfit.layout.precision import DTYPES
 
 app = typer.Typer(help="List, show, verify, compare, export and prune checkpoints.", no_args_is_help=True)
 

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
+from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.cli.script import run as run_script
 from meshfit.drive import begin
 from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
-from meshfit.layout.batchnorm import batch_norms
 from meshfit.observe import compare as side_by_side
 from meshfit.observe.folder import Folder, new_folder
 from meshfit.observe.reading import Recording, read

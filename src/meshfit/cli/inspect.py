@@ -31,7 +31,7 @@ from meshfit.data import tree
 from meshfit.data.source import open_source
 from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
-from meshfit.objective import call, split
+from meshfit.loss.objective import call, split
 
 SAMPLES = 4  # of a script's data that are traced: more than one, so that nothing broadcasts by accident
 LENGTH = 128  # tokens, where nothing else is said
@@ -84,8 +84,8 @@ class Subject:
 
     def split(self, model: nn.Module) -> list[str]:
         """What ``tensor=2`` would split how, each split checked; nothing where it cannot be tried."""
-        from meshfit.layout.find import as_number
-        from meshfit.layout.split.plan import plan_tensor
+        from meshfit.axes.find import as_number
+        from meshfit.axes.tensor.plan import plan_tensor
 
         if sum(p.numel() for p in model.parameters()) > MOST_TRIED:
             return []

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.axes.expert.axis import Owned
+from meshfit.axes.mesh import destroy, groups
+from meshfit.axes.tensor.axis import Parts
 from meshfit.cost import Cost
 from meshfit.events import current
-from meshfit.exchange.allreduce import AllReduce, Riders
-from meshfit.exchange.apart import Apart
+from meshfit.exchange.allreduce import AllReduce, StepScalars
+from meshfit.exchange.expert_gradients import Apart
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.update import total_norm
-from meshfit.layout.expert import Owned
-from meshfit.layout.mesh import destroy, groups
-from meshfit.layout.tensor import Parts
 
 RIDERS = 4  # squared norm, stop, loss, count; then a slot a share for broken losses, one a parameter of many ranks
 
@@ -57,7 +57,7 @@ class Spread:
 
 class Across:
     """``inner`` sums over samples, ``spread`` says what else there is to sum. ``copies``: of the whole model, in the
-    world; ``tellers``: ranks that know the loss, for each share of a batch."""
+    world; ``loss_replicas``: ranks that know the loss, for each share of a batch."""
 
     summed = True
 
@@ -69,9 +69,15 @@ class Across:
         device: torch.device,
         *,
         copies: int,
-        tellers: int,
+        loss_replicas: int,
     ):
-        self.inner, self.spread, self.device, self.copies, self.tellers = inner, spread, device, copies, tellers
+        self.inner, self.spread, self.device, self.copies, self.loss_replicas = (
+            inner,
+            spread,
+            device,
+            copies,
+            loss_replicas,
+        )
         self.norm: Tensor | None = None
         """Of all gradients together, after ``finish``."""
         named = dict(model.named_parameters())
@@ -97,9 +103,9 @@ class Across:
         """The next backward is the last of this step. Ranks that do not know the loss say zero."""
         self.inner.arm(loss, count, stop=stop, broken=broken)
 
-    def finish(self) -> Riders:
+    def finish(self) -> StepScalars:
         """Wait until every gradient is summed, and hear what the other ranks have to say."""
-        riders = self.inner.finish()
+        scalars = self.inner.finish()
         reached = [p is not None and p.grad is not None for p in self._shared]
         for p in self._shared:  # one that this rank did not reach adds nothing to what the others have
             if p is not None and p.requires_grad and p.numel() and p.grad is None:
@@ -112,10 +118,10 @@ class Across:
                 dist.all_reduce(summed, group=self._lines[ranks])
                 if summed is not p.grad:
                     p.grad.copy_(summed)
-        tellers = self.degree * self.tellers
-        known = [riders.loss / tellers, riders.count / tellers, *riders.broken]
+        loss_replicas = self.degree * self.loss_replicas
+        known = [scalars.loss / loss_replicas, scalars.count / loss_replicas, *scalars.broken]
         numbers = torch.zeros(2 + len(known) + len(reached), dtype=torch.float64, device=self.device)
-        numbers[0], numbers[1] = self._square() / self.copies, riders.stop
+        numbers[0], numbers[1] = self._square() / self.copies, scalars.stop
         for i, number in enumerate((*known, *reached), start=2):
             numbers[i] = number
         current().moved("all_reduce", numbers.nbytes)
@@ -124,7 +130,7 @@ class Across:
         gradients = self.gradients
         self.norm = numbers[0].sqrt().to(gradients[0].device if gradients else self.device)
         _, stop, loss, count, *broken = numbers[: 2 + len(known)].tolist() if numbers.is_cpu else numbers.unbind()
-        return Riders(loss, count, stop, broken[: len(riders.broken)])
+        return StepScalars(loss, count, stop, broken[: len(scalars.broken)])
 
     def _drop_unreached(self, reached: list[bool], anywhere: Tensor) -> None:
         """Where no rank reached a parameter it has no gradient, as on one device."""

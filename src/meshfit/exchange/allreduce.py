@@ -48,7 +48,7 @@ class _Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Riders:
+class StepScalars:
     """What travelled with the gradients, summed over ranks: numbers on CPUs, tensors on GPUs."""
 
     loss: Tensor | float
@@ -72,7 +72,7 @@ class AllReduce:
         self.norm: Tensor | None = None
         """Every rank holds all gradients, and can see for itself."""
         self.numbers = torch.zeros(RIDERS + self.degree, device=device)
-        self._alone = Riders(0.0, 0.0, 0.0, [0.0])
+        self._alone = StepScalars(0.0, 0.0, 0.0, [0.0])
         self._buckets: list[_Bucket] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._reached: set[int] = set()
@@ -84,15 +84,15 @@ class AllReduce:
             self._build(device)
 
     def _build(self, device: torch.device) -> None:
-        riders = self.numbers.numel() + len(self.parameters)
+        scalars = self.numbers.numel() + len(self.parameters)
         grouped = _grouped(self.parameters)
         for group in grouped:
             dtype = group[0].dtype if group else torch.float32
-            extra = riders if group is grouped[-1] else 0
+            extra = scalars if group is grouped[-1] else 0
             flat = torch.zeros(sum(p.numel() for p in group) + extra, dtype=dtype, device=device)
             self._buckets.append(_Bucket(flat, group, _views(flat, group)))
         last = self._buckets[-1].flat
-        self.numbers, self._reached_flags = last[-riders:].split([self.numbers.numel(), len(self.parameters)])
+        self.numbers, self._reached_flags = last[-scalars:].split([self.numbers.numel(), len(self.parameters)])
         for bucket in self._buckets:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 parameter.grad = gradient
@@ -118,7 +118,7 @@ class AllReduce:
         """The next backward is the last of this step: gradients that it completes may go."""
         mine = [0.0] * self.degree
         if self.group is None:
-            self._alone = Riders(loss, count, float(stop), [broken])
+            self._alone = StepScalars(loss, count, float(stop), [broken])
             return
         if self.numbers.is_cpu:
             mine[self.rank] = float(broken)
@@ -140,7 +140,7 @@ class AllReduce:
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
             self._next += 1
 
-    def finish(self) -> Riders:
+    def finish(self) -> StepScalars:
         """Wait until every gradient is summed. Call after the backward that ``arm`` announced."""
         self._armed = False
         if self.group is None:
@@ -159,7 +159,7 @@ class AllReduce:
             if not self._reached_flags[i]:
                 self.parameters[i].grad = None
         loss, count, stop, *broken = self.numbers.tolist() if self.numbers.is_cpu else self.numbers
-        return Riders(loss, count, stop, broken)
+        return StepScalars(loss, count, stop, broken)
 
     @property
     def _behind(self) -> bool:
@@ -213,7 +213,7 @@ def cost(parameters: list[nn.Parameter], degree: int) -> Cost:
 
 
 def _grouped(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters by bucket; the last has room for the riders, or is theirs alone."""
+    """Parameters by bucket; the last has room for the scalars, or is theirs alone."""
     grouped = split_buckets(parameters)
     if not grouped or grouped[-1][0].dtype not in (torch.float32, torch.float64):
         grouped.append([])

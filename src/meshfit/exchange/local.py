@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.events import current
-from meshfit.exchange.allreduce import Riders, split_buckets
-from meshfit.exchange.serving.parcel import statistics
+from meshfit.exchange.allreduce import StepScalars, split_buckets
+from meshfit.server.packing import statistics
 
 NUMBERS = 2  # count, stop: at the end of the last bucket
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = 1.0, 0.5  # DiLoCo's own, 0.7 and 0.9, need hundreds of rounds: docs/LOG.md
@@ -134,7 +134,7 @@ class Local:
         """The next backward is the last of this step."""
         self._armed = (loss, count, float(stop), broken)
 
-    def finish(self) -> Riders:
+    def finish(self) -> StepScalars:
         """This rank's own words. Only whether to stop is agreed on, when weights are averaged: it then shows here, in
         the next step. A rank without samples has no gradient: its step changes nothing."""
         loss, count, stop, broken = self._armed
@@ -146,7 +146,7 @@ class Local:
             for p in self.parameters:
                 p.grad = None
             loss, count = 0.0, 1.0
-        return Riders(loss, count, stop if self.group is None else self._stopping, flags)
+        return StepScalars(loss, count, stop if self.group is None else self._stopping, flags)
 
     @property
     def gradients(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ whose loss was not finite, the squared norm of each rank's part, and which param
 [Note: the same order everywhere]
 Gradients may be complete in another order, or not at all, on one rank. With zero=3 each use of a unit is a scatter, as
 soon as its gradient is complete: no whole gradient waits for the next. Ranks that use other units take part in each
-other's (layout/lockstep.py). With zero=1 and 2 each unit is scattered once a pass, used or not, in one order on all
+other's (axes/shard/lockstep.py). With zero=1 and 2 each unit is scattered once a pass, used or not, in one order on all
 ranks: the reverse of the forward, or once all ranks had the same order in a step, that. What a backward did not reach
 is sent as zeros at its end. As in allreduce.py, a parameter that no rank reached is left without a gradient.
 
@@ -30,15 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfit.axes.shard.gather import Shards
+from meshfit.axes.shard.lockstep import SCATTER
+from meshfit.axes.shard.open_unit import OpenUnit
+from meshfit.comm.flat import Flat, as_real
 from meshfit.errors import JobError, RankError
 from meshfit.events import current
-from meshfit.exchange.allreduce import Riders
+from meshfit.exchange.allreduce import StepScalars
 from meshfit.exchange.update import total_norm
-from meshfit.layout.flat import Flat, as_real
-from meshfit.layout.gather import Shards
-from meshfit.layout.lockstep import SCATTER
-from meshfit.layout.open_unit import OpenUnit
-from meshfit.torch_compat import reduce_scatter_single
+from meshfit.torch_private import reduce_scatter_single
 
 RIDERS = 4  # loss, count, stop, squared norm; then a slot a rank for broken losses and for orders, one a parameter
 FLYING = 2  # scatters under way at a time: their rows are memory
@@ -293,7 +293,7 @@ class Scatter:
         numbers = self._numbers.zero_()
         numbers[0], numbers[1], numbers[2], numbers[RIDERS + self.rank] = loss, count, float(stop), broken
 
-    def finish(self) -> Riders:
+    def finish(self) -> StepScalars:
         """Wait until every gradient is summed, and hear what the other ranks have to say."""
         self._end_pass()
         while self._flying:
@@ -307,7 +307,7 @@ class Scatter:
             torch.cuda.current_stream(self.shards.device).synchronize()
         return self._heard()
 
-    def _heard(self) -> Riders:
+    def _heard(self) -> StepScalars:
         numbers, degree = self._numbers, self.degree
         copies = 1 if self.copies is None else dist.get_world_size(self.copies)
         other = [flat.gradient for flat in self._flats if flat.filled and flat not in self._squares]
@@ -338,8 +338,8 @@ class Scatter:
         self.norm = numbers[3].sqrt().to(self.gradients[0].device if self.gradients else numbers.device)
         if numbers.is_cpu:
             loss, count, stop, _, *broken = numbers[: RIDERS + degree].tolist()
-            return Riders(loss, count, stop, broken)
-        return Riders(numbers[0], numbers[1], numbers[2], numbers[RIDERS : RIDERS + degree].unbind())
+            return StepScalars(loss, count, stop, broken)
+        return StepScalars(numbers[0], numbers[1], numbers[2], numbers[RIDERS : RIDERS + degree].unbind())
 
     def _reached_flags(self, behind: bool) -> list[float]:
         """Which parameters any rank reached: those this rank did, or, if it lacks some, what the others say."""

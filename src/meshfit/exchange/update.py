@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.layout.offload import Offloaded
-from meshfit.layout.precision import LossScale
+from meshfit.axes.offload import Offloaded
+from meshfit.axes.precision import LossScale
 from meshfit.step import Reading
-from meshfit.torch_compat import FUSED_OPTIMIZERS
+from meshfit.torch_private import FUSED_OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Where workers of other hosts join a run, and how people are told of it.
 
 ``listen="10.0.0.5:7000"`` opens one port for each server, from that one upward. Nothing else of a run can be reached
-from outside. The connection is authenticated, not encrypted: see exchange/serving/wire.py.
+from outside. The connection is authenticated, not encrypted: see server/wire.py.
 """
 
 import shlex
@@ -10,9 +10,9 @@ import sys
 from contextlib import closing
 
 from meshfit.errors import JobError, PlanError
-from meshfit.exchange.serving.wire import WireError, parse
 from meshfit.launch import key
 from meshfit.plan import Plan
+from meshfit.server.wire import WireError, parse
 
 
 def addresses(at: str, servers: int) -> list[str]:

@@ -34,7 +34,7 @@ from meshfit.launch.stalls import Stall, Stalls
 from meshfit.launch.world import World
 
 if TYPE_CHECKING:
-    from meshfit.launch.servers import Servers
+    from meshfit.server.launch import Servers
 
 SECOND_THOUGHT = 0.3  # seconds in which the true cause of a lost connection may still show
 

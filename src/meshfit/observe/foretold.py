@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.costs import cost
+from meshfit.axes.find import pipeline_of
+from meshfit.axes.shard.units import traced
 from meshfit.data import tree
 from meshfit.data.source import Stream, open_source
 from meshfit.launch.devices import Devices
-from meshfit.layout.costs import cost
-from meshfit.layout.find import pipeline_of
-from meshfit.layout.units import traced
 from meshfit.observe.figures import size
 from meshfit.observe.reading import Recording
 from meshfit.plan import Plan

@@ -14,10 +14,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
 from meshfit.data.loader import Batch
 from meshfit.events import Events
-from meshfit.layout.batchnorm import batch_norms
 from meshfit.observe.sampler import Sampler, cores
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.drive import begin
 from meshfit.job import Job
-from meshfit.layout.batchnorm import batch_norms
 from meshfit.proof.modules import Watched
 from meshfit.run import Run
-from meshfit.served import ServedRun
+from meshfit.server.run import ServedRun
 from meshfit.step import Step
 
 

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.axes.buffers.step import Buffers
+from meshfit.axes.data.batchnorm import counting
+from meshfit.axes.precision import LossScale, Precision
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.events import current
 from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.local import Local
 from meshfit.exchange.scatter import Scatter
-from meshfit.exchange.serving.worker import Worker
-from meshfit.gathering import gathering
 from meshfit.generators import Generators
-from meshfit.layout.batchnorm import counting
-from meshfit.layout.buffers.step import Buffers
-from meshfit.layout.precision import LossScale, Precision
-from meshfit.objective import Over, check_scalar
-from meshfit.schedule.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
+from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
+from meshfit.loss.gather import gathering
+from meshfit.loss.objective import Over, check_scalar
+from meshfit.server.worker import Worker
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Passes:
     device: torch.device
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around what runs the model: see layout."""
-    tellers: int = 1
+    loss_replicas: int = 1
     """Ranks that compute the loss of the same samples: each goes backward from its part of it."""
     batch_loss: BatchLoss | None = None
     """Of a loss of the whole batch; ``objective`` then gives the model's outputs."""
@@ -66,8 +66,8 @@ class Passes:
                 with self._around(i, part), gathering(self.gather):
                     loss = self.objective(self.model, part.content)
                 share, count = self._share(loss, part, batch)
-                if self.tellers > 1:
-                    share, count = share / self.tellers, count / self.tellers
+                if self.loss_replicas > 1:
+                    share, count = share / self.loss_replicas, count / self.loss_replicas
                 if part.samples:
                     value = share.detach()
                     if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
@@ -127,7 +127,7 @@ class Passes:
         return check_scalar(loss) * (self.counted_samples(batch) / batch.size)
 
     def counted_samples(self, batch: Batch) -> float:
-        return sum(part.samples for part in batch.microbatches) / self.tellers
+        return sum(part.samples for part in batch.microbatches) / self.loss_replicas
 
     def _arm(self, total: Tensor | float, counted: Tensor | float, stop: Callable[[], bool]) -> None:
         self.buffers.combine()
@@ -160,7 +160,7 @@ class Passes:
 
     def _alone(self, batch: Batch) -> bool:
         """The whole batch goes through at once here: its loss needs no weight."""
-        return self.exchange.degree == self.tellers and len(batch.microbatches) == 1
+        return self.exchange.degree == self.loss_replicas and len(batch.microbatches) == 1
 
     def _nominal(self, batch: Batch) -> float:
         """What the mean would be over if every sample had its usual number of targets."""

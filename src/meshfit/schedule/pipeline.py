@@ -21,22 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshfit.data.loader import Batch, Microbatch
-from meshfit.data.order import mix
-from meshfit.errors import JobError
-from meshfit.layout.batchnorm import counting
-from meshfit.layout.buffers.step import Buffers
-from meshfit.layout.pipeline import Staged
-from meshfit.layout.precision import LossScale, Precision
-from meshfit.layout.stages.program import Layout, Program
-from meshfit.objective import Over
-from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, short
-from meshfit.schedule.backward import Owed, input_gradients
-from meshfit.schedule.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
-from meshfit.schedule.clock import Clock
-from meshfit.schedule.issue import Transfer, issued
-from meshfit.schedule.passes import Passes
-from meshfit.schedule.transport import (
+from meshfit.axes.buffers.step import Buffers
+from meshfit.axes.data.batchnorm import counting
+from meshfit.axes.pipeline.axis import Staged
+from meshfit.axes.pipeline.program import Layout, Program
+from meshfit.axes.precision import LossScale, Precision
+from meshfit.comm.transport import (
     Pending,
     Transport,
     header,
@@ -47,6 +37,16 @@ from meshfit.schedule.transport import (
     read_header,
     unpacked,
 )
+from meshfit.data.loader import Batch, Microbatch
+from meshfit.data.order import mix
+from meshfit.errors import JobError
+from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
+from meshfit.loss.objective import Over
+from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, short
+from meshfit.schedule.backward import Owed, input_gradients
+from meshfit.schedule.clock import Clock
+from meshfit.schedule.issue import Transfer, issued
+from meshfit.schedule.passes import Passes
 
 
 @dataclass(eq=False, slots=True)

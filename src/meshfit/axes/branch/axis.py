@@ -1,0 +1,259 @@
+"""Branch parallelism: parts of the model that do not need each other, each on its own rank, at once.
+
+Two towers, the arms of an Inception block, heads, the members of an ensemble. They are found in one recorded step of
+training, loss included, and dealt out so that the ranks finish together. What is in no branch, the trunk, is computed
+by all ranks alike, on the same samples; so whatever they compute from what they have all been handed, they agree.
+
+    memory    the trunk's parameters and the rank's own branches', with their activations
+    traffic   what branches hand to the trunk, to all ranks; gradients of what they take from it, summed over them;
+              for each microbatch. Gradients of parameters that branches of several ranks use, once a step
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshfit.anatomy.branches import branches
+from meshfit.anatomy.cost import Meter
+from meshfit.anatomy.record import TraceError
+from meshfit.anatomy.record_atoms import twin
+from meshfit.anatomy.trace import Trace
+from meshfit.axes.branch.assign import Dealt, deal
+from meshfit.axes.branch.flow import Flow, Phase, detached
+from meshfit.axes.branch.ops import Line
+from meshfit.axes.branch.program import Program
+from meshfit.axes.pipeline.audit import faithful
+from meshfit.axes.pipeline.axis import only
+from meshfit.axes.pipeline.cut import hollow, part_of
+from meshfit.axes.pipeline.program import Layout, Programs
+from meshfit.axes.precision import Precision
+from meshfit.axes.shard.units import Whole, _relative
+from meshfit.axes.tensor.ops import Stream
+from meshfit.comm.transport import packed_size
+from meshfit.cost import Cost
+from meshfit.errors import PlanError
+
+SHARES = (0.05, 0.0)
+"""Of all parameters, what a module may hold and still be taken as a whole: finer only if that helps."""
+
+WORTH = 0.95
+"""Most time of a step, over that on one device, that makes branches worth a device."""
+
+Objective = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """Deal out the model's branches over the ``branch`` axis."""
+
+    degree: int
+
+    atoms: tuple[str, ...] = ()
+    """Paths of modules that must not be opened, since something acts where they are called."""
+
+    def find(self, model: nn.Module, objective: Objective, batch: Any, *, device: str = "cuda") -> "Found":
+        """Who runs what, from one step recorded on ``batch``: on one rank, for all of them."""
+        meter, found, trace = partial(Meter, target=device), [], None
+        for share in SHARES:
+            atoms, recording = faithful(
+                model, objective, batch, meter=meter, share=share, atoms=self.atoms, refusal=self._refusal
+            )
+            trace = _relative(recording.trace)
+            self._check(trace)
+            flow = Flow(replace(recording, trace=trace))
+            if (dealt := deal(flow, self.degree)) is not None:
+                phases = flow.phases(list(dealt.owners.values()), self.degree, late=dealt.late)
+                found.append(Found(dealt, share, atoms, trace, phases))
+                if dealt.time < 1.1 / self.degree:
+                    break
+        best = min(found, key=lambda each: each.dealt.time, default=None)
+        assert trace is not None
+        if best is None or best.dealt.time > WORTH or not all(best.dealt.loads):
+            raise self._nothing(trace, best)
+        return best
+
+    def _check(self, trace: Trace) -> None:
+        asks = [e for e in trace.events if e.kind == "glue" and e.name in ("grad", "backward") and e.reads]
+        if asks:
+            error = TraceError(f"{asks[0].name} at {asks[0].line} asks for gradients in the middle of the forward")
+            raise self._refusal("no rank has all that it looks back on", error)
+
+    def _refusal(self, what: str, error: TraceError) -> PlanError:
+        return PlanError(
+            f"branch={self.degree}: {what}",
+            error.headline,
+            *error.facts,
+            f"data={self.degree} takes the model as it is",
+        )
+
+    def _nothing(self, trace: Trace, best: "Found | None") -> PlanError:
+        """The refusal of a model without branches that are worth a device each."""
+        groups = [[b for b in branches(trace) if b.group == number] for number in range(3)]
+        facts = [
+            f"found: {len(group)} parts of {' and '.join(f'{b.share:.0%}' for b in group[:4])} of the cost, "
+            f"before {trace.events[group[0].join].name if group[0].join < len(trace.events) else 'its end'}"
+            for group in groups
+            if group
+        ]
+        if best is not None and all(best.dealt.loads):
+            facts.append(f"side by side, traffic included, a step would take {best.dealt.time:.0%} of the time")
+        elif best is not None:
+            most = sum(load > 0 for load in best.dealt.loads)
+            facts.append(f"at most {most} of them can run at once: branch={most} would use all of its devices")
+        return PlanError(
+            f"branch={self.degree}: this model has no parts that are worth {self.degree} devices",
+            *(facts or ["each of its larger parts needs what another one makes"]),
+            f"data={self.degree} shares the samples out; pipeline={self.degree} cuts it into layers",
+        )
+
+    def apply(self, model: nn.Module, found: "Found", group: dist.ProcessGroup) -> "Branched":
+        """Keep this rank's part of ``model``, and let go of the rest: those parameters have no elements any more."""
+        rank, dealt = dist.get_rank(group), found.dealt
+        skeleton = twin(model, meta=True)
+        parameters = [name for name, _ in model.named_parameters() if rank in dealt.parameters.get(name, (rank,))]
+        buffers = [name for name, _ in model.named_buffers() if dealt.buffers.get(name, rank) == rank]
+        part = part_of(model, parameters, buffers)
+        hollow(model, part)
+        return Branched(self, found, group, part, skeleton, model)
+
+    def cost(self, found: "Found", rank: int, *, microbatches: int = 1) -> tuple[Trace, Cost]:
+        """What ``rank`` runs of the trace (of one microbatch), and what it says to others."""
+        trace, calls, moved = found.trace, {"broadcast": 0, "all_reduce": 0}, {"broadcast": 0, "all_reduce": 0}
+        assert trace is not None
+        own = {event for phase in found.phases for events in phase.own for event in events}
+        for phase in found.phases if any(any(phase.own) for phase in found.phases) else ():
+            for ids in phase.joins:
+                size = packed_size(_layout(trace, id) for id in ids)
+                calls["broadcast"] += bool(size)
+                moved["broadcast"] += size
+            back = [id for id in phase.enters if trace.values[id].needs_grad and not detached(trace, id, own)]
+            entered = [_layout(trace, id) for id in back]
+            calls["all_reduce"] += len({layout.dtype for layout in entered})
+            moved["all_reduce"] += sum((_count(layout) + 1) * layout.dtype.itemsize for layout in entered)
+        calls, moved = ({k: n * microbatches for k, n in many.items() if n} for many in (calls, moved))
+        tied = [trace.parameters[name] for name, ranks in found.dealt.parameters.items() if len(ranks) > 1]
+        tied = [p for p in tied if p.trained and rank in found.dealt.parameters[p.name]]
+        summed = {"all_reduce": sum(p.bytes for p in tied)} if tied else {}
+        shared = Cost(calls={"all_reduce": len(tied)} if tied else {}, moved=summed)
+        return found.part(rank), Cost(calls=calls, moved=moved) + shared
+
+
+def _layout(trace: Trace, id: int) -> Layout:
+    value = trace.values[id]
+    return Layout(value.shape, getattr(torch, value.dtype), value.needs_grad)
+
+
+def _count(layout: Layout) -> int:
+    return torch.Size(layout.shape).numel()
+
+
+@dataclass(frozen=True)
+class Found:
+    """Who runs what; ``dealt``, ``share`` and ``atoms`` are what other ranks need of it."""
+
+    dealt: Dealt
+    share: float
+    """How finely it was recorded."""
+    atoms: tuple[str, ...] = ()
+    """Modules that had to be taken as a whole."""
+    trace: Trace | None = None
+    phases: tuple[Phase, ...] = ()
+
+    def to_send(self) -> "Found":
+        return replace(self, trace=None, phases=())
+
+    def part(self, rank: int) -> Trace:
+        """What ``rank`` runs."""
+        assert self.trace is not None
+        mine = only(self.trace, (e for phase in self.phases for e in (*phase.trunk, *phase.own[rank])))
+        idle = {name for name in self.trace.parameters if not any(name in e.parameters for e in self.trace.events)}
+        held = {n: p for n, p in self.trace.parameters.items() if n in mine.parameters or n in idle}
+        return replace(mine, parameters=held)
+
+    @property
+    def note(self) -> str:
+        loads = " and ".join(f"{load:.0%}" for load in self.dealt.loads)
+        return (
+            f"branch: ranks run {loads} of the model's cost on their own and {self.dealt.trunk:.0%} alike; "
+            f"a step should take {self.dealt.time:.0%} of one device's"
+        )
+
+
+class Branched:
+    """One rank's part of a model in branches."""
+
+    def __init__(
+        self,
+        branch: Branch,
+        found: Found,
+        group: dist.ProcessGroup,
+        part: nn.Module,
+        skeleton: nn.Module,
+        model: nn.Module,
+    ):
+        self.branch, self.found, self.group, self.model = branch, found, group, model
+        self.part, self.skeleton = part, skeleton
+        self.rank = dist.get_rank(group)
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """The rank whose word counts, for every parameter and buffer of the model."""
+        dealt = self.found.dealt
+        found = {name: dealt.parameters.get(name, (0,))[0] for name, _ in self.skeleton.named_parameters()}
+        return found | {name: dealt.buffers.get(name, 0) for name, _ in self.skeleton.named_buffers()}
+
+    @property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that branches of several ranks use, and those ranks: each has a part of their gradients."""
+        trained = {name for name, p in self.skeleton.named_parameters() if p.requires_grad}
+        return {
+            name: ranks for name, ranks in self.found.dealt.parameters.items() if len(ranks) > 1 and name in trained
+        }
+
+    @property
+    def alike(self) -> dict[str, int]:
+        """Parameters of the trunk, and how many ranks hold each, with the same gradient."""
+        own = self.found.dealt.parameters
+        return {name: self.branch.degree for name, _ in self.skeleton.named_parameters() if name not in own}
+
+    def objective(self, objective: Objective, precision: Precision, device: torch.device) -> Objective:
+        """``objective(model, content)`` by the branches of all ranks, which call it together: the result is on all."""
+        return _Objective(self, objective, precision, device)
+
+    def undo(self, whole: Mapping[str, Tensor]) -> None:
+        """Give the model back what other ranks held of it: ``whole`` has all weights and buffers by name."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if tensor.shape != whole[name].shape:
+                tensor.data = whole[name].to(tensor.device)
+
+
+class _Objective:
+    def __init__(self, branched: Branched, objective: Objective, precision: Precision, device: torch.device):
+        found = branched.found
+        self.branched, self.precision, self.device = branched, precision, device
+        self.root, self.line = Whole(branched.part, objective), Line(branched.group, device)
+        self.stream = Stream(self.line.ranks)
+        cut = partial(Program.like, found.dealt, branched.rank)
+        self.programs = Programs(branched.skeleton, objective, cut, share=found.share, atoms=found.atoms)
+
+    def __call__(self, model: nn.Module, content: Any) -> Any:
+        _same_modes(self.branched.skeleton, model)
+        self.programs.whole.training = model.training
+        with self.precision.arithmetic(self.device):
+            program = self.programs.of(content, self.root, self.device, training=model.training)
+        return program.run(content, self.root, self.line, self.stream)
+
+
+def _same_modes(skeleton: nn.Module, part: nn.Module) -> None:
+    """Recordings are made in the modes that the modules are in."""
+    for module, other in zip(_modules(skeleton), _modules(part), strict=True):
+        module.training = other.training
+
+
+def _modules(model: nn.Module) -> Iterable[nn.Module]:
+    return (module for _, module in model.named_modules(remove_duplicate=False))

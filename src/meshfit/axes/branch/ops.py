@@ -1,0 +1,158 @@
+"""Where the ranks of a branch group part, and where they meet; and the derivatives.
+
+    enter    values as they are; backward sums their gradients over the ranks, each of which used them for its own
+    join     each rank's values to all; backward is the gradient as it is: from there on all ranks compute alike
+
+A *token* of no value goes through all of them in turn and ends in the result: so backward comes to each of them on
+every rank, in one order, whether or not the rank's own branch leads there.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshfit.axes.pipeline.program import Layout
+from meshfit.axes.tensor.ops import Ranks
+from meshfit.comm.transport import layouts_of, packed, packed_size, unpacked
+from meshfit.errors import JobError
+from meshfit.events import current
+
+Layouts = tuple[tuple[Layout, ...], ...]
+"""Of what each rank hands to all."""
+
+
+class Line:
+    """The ranks of a branch group, and when the own work of this one began in backward."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.ranks, self.device, self.began = Ranks(group), device, None
+        self.memory = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+
+    def agree(self, mine: Sequence[Tensor]) -> Layouts:
+        """What all ranks have to hand out: what autocast makes of it shows only when it runs."""
+        every: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(every, layouts_of(mine), group=self.ranks.group)
+        return tuple(every)
+
+    def hand_out(self, mine: Sequence[Tensor], layouts: Layouts) -> list[list[Tensor]]:
+        """What each rank has, on all; this rank's own is left out."""
+        buffers, works = [], []
+        for rank, theirs in enumerate(layouts):
+            own = rank == self.ranks.rank
+            size = packed_size(theirs)
+            buffer = packed(mine).to(self.memory) if own else torch.empty(size, dtype=torch.uint8, device=self.memory)
+            buffers.append(buffer)
+            if size:
+                current().moved("broadcast", buffer.nbytes)
+                works.append(dist.broadcast(buffer, group=self.ranks.group, group_src=rank, async_op=True))
+        for work in works:
+            work.wait()
+        return [
+            [] if rank == self.ranks.rank else unpacked(buffer.to(self.device), layouts[rank])
+            for rank, buffer in enumerate(buffers)
+        ]
+
+    def sum(
+        self, grads: Sequence[Tensor | None], like: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> list[Tensor | None]:
+        """Over the ranks, one call a dtype; None where no rank has any."""
+        found: list[Tensor | None] = list(grads)
+        for dtype in dict.fromkeys(kind for _, kind in like):
+            some = [i for i, (_, kind) in enumerate(like) if kind == dtype]
+            parts = [_flat(grads[i], *like[i], self.device) for i in some]
+            reached = torch.tensor([grads[i] is not None for i in some], dtype=dtype, device=self.device)
+            flat = torch.cat([*parts, reached])
+            current().moved("all_reduce", flat.nbytes)
+            dist.all_reduce(flat, group=self.ranks.group)
+            *sums, reached = flat.split([*(part.numel() for part in parts), len(some)])
+            for i, total, there in zip(some, sums, reached, strict=True):
+                nobody = grads[i] is None and not there
+                found[i] = None if nobody else total.view(like[i][0])
+        return found
+
+
+def _flat(grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape.numel(), dtype=dtype, device=device) if grad is None else grad.to(dtype).reshape(-1)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, line: Line, token: Tensor, copies: Sequence[bool], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.line, ctx.like = line, [(value.shape, value.dtype) for value in values]
+        ctx.set_materialize_grads(False)
+        return token.clone(), *(v.clone() if copy else v.view_as(v) for v, copy in zip(values, copies, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, of_token: Tensor, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        line, events = ctx.line, current()
+        if line.began is not None:
+            events.between("branch", line.began, events.mark())
+            line.began = None
+        with events.span("join"):
+            summed = line.sum(grads, ctx.like) if grads else []
+        return None, of_token, None, *summed
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, line: Line, layouts: Layouts, copies: Sequence[bool], token: Tensor, *mine: Tensor
+    ) -> tuple[Tensor, ...]:
+        every = line.hand_out(mine, layouts)
+        every[line.ranks.rank] = [t.view_as(t) for t in mine]
+        flat = [t.clone() if copy else t for t, copy in zip(chain(*every), copies, strict=True)]
+        fixed = [t for t, kind in zip(flat, chain(*layouts), strict=True) if not kind.needs_grad]
+        ctx.line, ctx.start, ctx.count = line, sum(map(len, layouts[: line.ranks.rank])), len(mine)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*fixed)
+        return token.clone(), *flat
+
+    @staticmethod
+    def backward(ctx: Any, of_token: Tensor, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.line.began = current().mark()
+        return None, None, None, of_token, *grads[ctx.start : ctx.start + ctx.count]
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, token: Tensor) -> Tensor:
+        ctx.like = token
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, torch.zeros_like(ctx.like)
+
+
+def enter(line: Line, token: Tensor, values: Sequence[Tensor], copies: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+    """``copies`` says which of the values the rank's own work will change in place."""
+    plain = [v.clone() if copy and not v.requires_grad else v for v, copy in zip(values, copies, strict=True)]
+    some = [i for i, value in enumerate(values) if value.requires_grad]
+    token, *entered = _Enter.apply(line, token, [copies[i] for i in some], *(values[i] for i in some))  # type: ignore
+    for i, value in zip(some, entered, strict=True):
+        plain[i] = value
+    return token, plain
+
+
+def join(
+    line: Line, token: Tensor, mine: Sequence[Tensor], layouts: Layouts, copies: Sequence[bool]
+) -> tuple[Tensor, list[Tensor]]:
+    """What every rank has, rank after rank; ``copies`` says what of it the trunk will change in place."""
+    if layouts[line.ranks.rank] != (said := layouts_of(mine)):
+        i = next(i for i, (a, b) in enumerate(zip(layouts[line.ranks.rank], said, strict=True)) if a != b)
+        raise JobError(
+            f"what a branch hands on has another size than before: {said[i].shape}",
+            f"it was {layouts[line.ranks.rank][i].shape}, for a microbatch of the same shape: it depends on the values",
+            "data= takes the model as it is",
+        )
+    token, *every = _Join.apply(line, layouts, copies, token, *mine)  # type: ignore[misc]
+    return token, every
+
+
+def tie(result: Tensor, token: Tensor) -> Tensor:
+    """``result``, from which backward comes to the token too."""
+    return _Tie.apply(result, token)  # type: ignore[return-value]

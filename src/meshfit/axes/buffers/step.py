@@ -1,0 +1,190 @@
+"""Buffers that a forward writes, in training: each step updates them once, from the whole batch.
+
+with buffers.forward(microbatch, samples):     a forward; it starts from the values of the step's beginning
+    ...
+buffers.combine()                              after the last forward: over microbatches and ranks
+buffers.commit()                               the step is taken; or drop()
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.axes.buffers.find import Writer, Written
+from meshfit.axes.buffers.totals import Totals
+from meshfit.axes.buffers.trace import Collect, Differs, look_away
+from meshfit.axes.forward import wrap
+from meshfit.comm import meeting
+from meshfit.errors import JobError
+
+
+@dataclass(eq=False, slots=True)
+class _State:
+    """A buffer, or a parameter that is not trained."""
+
+    name: str
+    module: nn.Module
+    own: str
+    tensor: Tensor
+    """What is in its place between forwards, with the values of the step's beginning."""
+
+    start: Tensor
+    """Those values; of a buffer the same object."""
+
+    @property
+    def now(self) -> Tensor:
+        found = self.module._parameters.get(self.own, self.module._buffers.get(self.own))
+        assert found is not None
+        return found
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.own in self.module._parameters
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.tensor = self.start = self.now
+        if self.is_parameter:
+            self.start = self.tensor.detach().clone()
+
+    def enter(self, values: Tensor | None) -> None:
+        """A forward begins, with ``values`` or those of the step's beginning. It has a buffer to itself: what autograd
+        keeps of it is not changed by the next. A parameter is known to others as an object, and stays it."""
+        if self.is_parameter:
+            self.tensor.data.copy_(self.start if values is None else values)
+        else:
+            self.module._buffers[self.own] = self.start.detach().clone() if values is None else values
+
+    def leave(self) -> Tensor:
+        """What the forward has made of it."""
+        made = self.now
+        if self.is_parameter:
+            made = made.detach().clone()
+            self.module._parameters[self.own] = self.tensor  # type: ignore[assignment]
+            self.tensor.data.copy_(self.start)
+        else:
+            self.module._buffers[self.own] = self.tensor
+        return made
+
+
+class Buffers:
+    """Of one rank's part of a model; ``group``: the ranks that share a batch. ``kept`` ones need no care where a batch
+    goes through in one microbatch."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        written: Written | None = None,
+        group: meeting.Group | None = None,
+        *,
+        microbatches: int = 1,
+    ):
+        model, written = model or nn.Module(), written or Written()
+        self.model = model
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.group = group
+        self.writers = [w for w in written.writers if all(name in named for name in w.states)]
+        wanted = [*(written.kept if microbatches > 1 else ()), *(n for w in self.writers for n in w.states)]
+        self.states: list[_State] = []
+        for name in wanted:
+            if name in named:
+                path, _, own = name.rpartition(".")
+                self.states.append(_State(name, model.get_submodule(path), own, named[name], named[name]))
+        self._carried: dict[int, dict[str, Tensor]] = {}
+        """By microbatch: buffers as its forwards have left them."""
+        self._totals: dict[str, Totals] = {}
+        self._samples: int | None = None
+        """Of the microbatch in whose forward we are."""
+        self._made: dict[str, Tensor] = {}
+        self._begun = False
+        for writer in self.writers:
+            module = model.get_submodule(writer.path)
+            wrap(module, lambda forward, module=module, w=writer: self._collected(forward, module, w))
+
+    def __bool__(self) -> bool:
+        return bool(self.states)
+
+    @contextmanager
+    def forward(self, microbatch: int, samples: int | None) -> Iterator[None]:
+        """A forward of a microbatch; with ``samples=0`` it adds nothing, with None it is one that does not count."""
+        if not self.states:
+            yield
+            return
+        if not self._begun:
+            self._begun = True
+            for state in self.states:
+                state.begin()
+        carried = self._carried.get(microbatch, {})
+        for state in self.states:
+            state.enter(carried.get(state.name))
+        self._samples = samples
+        try:
+            yield
+        finally:
+            self._samples = None
+            self._carried[microbatch] = {state.name: state.leave() for state in self.states}
+
+    def _collected(self, forward: Callable[..., Any], module: nn.Module, writer: Writer) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._samples is None or not module.training:
+                return forward(*args, **kwargs)
+            with Collect(writer.updates).watching() as collect:
+                result = forward(*args, **kwargs)
+            try:
+                done = collect.done
+            except Differs:
+                raise JobError(
+                    f"{writer.path or 'the model'} updates {', '.join(writer.states)} in another way than when tried",
+                    f"in a microbatch of {self._samples}: what it does depends on the samples, or on the steps taken",
+                    "if by how many samples there are (a last batch of few?), another batch_size= may do",
+                    "buffers=local in the plan lets every rank keep its own",
+                ) from None
+            totals = self._totals.setdefault(writer.path, Totals(done.update))
+            totals.add(done, self._samples)
+            return result
+
+        return torch.compiler.disable(run)
+
+    def combine(self) -> None:
+        """After the step's last forward; all ranks of the group call it together."""
+        if not self.states:
+            return
+        first = self._carried.get(min(self._carried), {}) if self._carried else {}
+        self._made = {name: tensor.detach() for name, tensor in first.items()}
+        for writer in self.writers:
+            totals = self._totals.pop(writer.path, None)
+            if totals is None:
+                raise JobError(
+                    f"{writer.path or 'the model'}, which updates {', '.join(writer.states)}, was not called in a step",
+                    "buffers=local in the plan lets every rank keep its own",
+                )
+            if self.group is not None:
+                totals.over(self.group, self.states[0].tensor.device)
+            mine = [state for state in self.states if state.name in writer.states]
+            self._made |= totals.made({state.name: state.start.detach().clone() for state in mine})
+        self._carried.clear()
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Have the buffers as the step leaves them."""
+        for state in self.states:
+            if state.name in self._made:
+                state.tensor.data.copy_(self._made[state.name])
+        self.drop()
+
+    def drop(self) -> None:
+        """The step is not taken: they stay as they were."""
+        self._made, self._totals, self._begun = {}, {}, False
+        self._carried.clear()
+
+
+def look_away_from(buffers: Buffers) -> None:
+    """Call when all else that acts inside modules is put around them: what it does is not the writers' doing."""
+    paths = dict(buffers.model.named_modules())
+    for path in {path for writer in buffers.writers for path in writer.opaque}:
+        if path in paths:
+            wrap(paths[path], look_away)

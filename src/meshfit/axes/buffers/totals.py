@@ -1,0 +1,101 @@
+"""Statistics of a batch, added up over its parts: microbatches first, then ranks."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfit.axes.buffers.trace import MAX, MEAN, MIN, Collected, Update, replay
+from meshfit.comm import meeting
+from meshfit.events import current
+from meshfit.server.workers import Workers
+
+
+@dataclass
+class Totals:
+    update: Update
+    calls: dict[int, tuple[Any, list[Any], Any]] = field(default_factory=dict)
+    """Settings, of a call that counts if there is one."""
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    """Sums, and of means the sum over samples."""
+    extremes: dict[int, Tensor] = field(default_factory=dict)
+    numbers: dict[tuple[int, int], float] = field(default_factory=dict)
+    samples: float = 0.0
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    """Of the statistics, as the update takes them."""
+    integers: dict[tuple[int, int], bool] = field(default_factory=dict)
+    """Whether each of the numbers is one."""
+
+    def add(self, call: Collected, samples: int) -> None:
+        """``samples=0``: a stand-in, which adds nothing."""
+        if call.update is not self.update and call.update != self.update:
+            raise ValueError("the parts of a batch were updated in different ways")
+        if not self.calls or not self.samples:
+            self.calls = call.calls
+        for at, tensor in call.statistics.items():
+            kind = self.update.statistics[at].kind
+            if kind in (MAX, MIN):
+                tensor = tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor
+                if not samples:
+                    tensor = torch.full_like(tensor, _nothing(tensor.dtype, kind))
+                if at in self.extremes:
+                    pick = torch.maximum if kind == MAX else torch.minimum
+                    tensor = pick(self.extremes[at], tensor)
+                self.extremes[at] = tensor
+                continue
+            wide = tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+            if not samples:
+                wide = torch.zeros_like(wide)  # not times 0: it may be NaN
+            elif kind == MEAN:
+                wide = wide * samples
+            self.sums[at] = self.sums[at] + wide if at in self.sums else wide
+        for at, number in call.numbers.items():
+            self.numbers[at] = self.numbers.get(at, 0.0) + (number if samples else 0.0)
+        self.samples += samples
+        self.dtypes = {at: tensor.dtype for at, tensor in call.statistics.items()}
+        self.integers = {at: isinstance(number, int) for at, number in call.numbers.items()}
+
+    def over(self, group: meeting.Group, device: torch.device) -> None:
+        """Those of all ranks of ``group``. They call it together."""
+        counts = torch.tensor([self.samples, *self.numbers.values()], dtype=torch.float64, device=device)
+        counts = _added(counts, group)
+        self.samples, *numbers = counts.tolist()
+        self.numbers = dict(zip(self.numbers, numbers, strict=True))
+        kinds: dict[torch.dtype, list[int]] = defaultdict(list)
+        for at, tensor in self.sums.items():
+            kinds[tensor.dtype].append(at)
+        for places in kinds.values():
+            flat = _added(torch.cat([self.sums[at].reshape(-1) for at in places]), group)
+            parts = flat.split([self.sums[at].numel() for at in places])
+            self.sums |= {at: part.view(self.sums[at].shape) for at, part in zip(places, parts, strict=True)}
+        for at, tensor in self.extremes.items():
+            every = meeting.gather(tensor.reshape(1, -1).contiguous(), group).reshape(-1, tensor.numel())
+            if not isinstance(group, Workers):
+                current().moved("all_gather", every.nbytes)
+            best = every.amax(0) if self.update.statistics[at].kind == MAX else every.amin(0)
+            self.extremes[at] = best.view(tensor.shape)
+
+    def made(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers of the whole batch; ``states`` are those of before, and are changed."""
+        statistics = {at: self._whole(at, tensor) for at, tensor in (self.sums | self.extremes).items()}
+        numbers = {at: int(number) if self.integers[at] else number for at, number in self.numbers.items()}
+        return replay(self.update, self.calls, statistics, numbers, states)
+
+    def _whole(self, at: int, tensor: Tensor) -> Tensor:
+        if self.update.statistics[at].kind == MEAN:
+            tensor = tensor / self.samples
+        return tensor.to(self.dtypes[at])
+
+
+def _added(mine: Tensor, group: meeting.Group) -> Tensor:
+    if not isinstance(group, Workers):  # which count for themselves
+        current().moved("all_reduce", mine.nbytes)
+    return meeting.add(mine, group)
+
+
+def _nothing(dtype: torch.dtype, kind: str) -> float:
+    if dtype.is_floating_point:
+        return float("-inf") if kind == MAX else float("inf")
+    return torch.iinfo(dtype).min if kind == MAX else torch.iinfo(dtype).max

@@ -1,0 +1,280 @@
+"""One module's call, tried on all samples and on parts of them: see find.py."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.axes.buffers.record import Record, Uncombined, update_of
+from meshfit.axes.buffers.totals import Totals
+from meshfit.axes.buffers.trace import Collect, Differs, Opaque, Update, look_away, storage
+from meshfit.axes.buffers.watch import named_state, undisturbed
+from meshfit.axes.data.batchnorm import batch_norms
+from meshfit.data import tree
+
+TRIED, FEWER = 13, 5
+"""Samples, and fewer of them. Primes: dims that go with them are those of samples."""
+PARTITIONS = ((6, 7), (2, 4, 7))
+FP64, FP32, ROUNDED = 1e-6, 1e-4, 3e-2
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a module is called with: ``dims`` tells along which dim samples lie, by leaf; None: it has none."""
+
+    given: Any
+    dims: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, call: Any, other: Any, held: set[int]) -> "Call":
+        dims: list[int | None] = []
+        theirs = list(tree.leaves(other))
+        for leaf, again in zip(tree.leaves(call), theirs, strict=True) if _alike(call, other) else ():
+            if not isinstance(leaf, Tensor):
+                if isinstance(leaf, int | float) and leaf != again:
+                    raise Uncombined(f"it is given a number that depends on the batch ({leaf})")
+                dims.append(None)
+            elif (leaf is again and id(leaf) in held) or (leaf.shape == again.shape and torch.equal(leaf, again)):
+                dims.append(None)
+            else:
+                dims.append(_samples_dim(leaf, again))
+        if len(dims) != len(theirs):
+            raise Uncombined("what it is called with depends on the number of samples")
+        return cls(call, tuple(dims))
+
+    @property
+    def samples(self) -> bool:
+        return any(dim is not None for dim in self.dims)
+
+    def rows(self, rows: list[int], dtype: torch.dtype | None, device: torch.device, noise: bool = False) -> Any:
+        dims = iter(self.dims)
+        draws = torch.Generator().manual_seed(0)
+
+        def leaf(value: Any) -> Any:
+            dim = next(dims)
+            if not isinstance(value, Tensor):
+                return value
+            given, value = value, value.detach()
+            if dim is not None:
+                if noise and value.is_floating_point():
+                    value = value * (torch.rand(value.shape, generator=draws) + 0.5).to(value.device, value.dtype)
+                each = value.shape[dim] // TRIED
+                at = (torch.tensor(rows)[:, None] * each + torch.arange(each)).flatten()
+                value = value.index_select(dim, at.to(value.device))
+            floats = dtype is not None and value.is_floating_point()
+            made = _laid_out(value.to(device=device, dtype=dtype if floats else None, copy=True), given)
+            return made.requires_grad_().clone() if given.requires_grad else made  # no leaf: it may be written to
+
+        return tree.map_leaves(leaf, self.given)
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` with its dims in the order in memory that ``like`` has them: what reshapes it may have to copy."""
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    back = [order.index(d) for d in range(like.dim())]
+    return tensor.permute(order).contiguous().permute(back)
+
+
+def _alike(call: Any, other: Any) -> bool:
+    return len(list(tree.leaves(call))) == len(list(tree.leaves(other)))
+
+
+def _samples_dim(leaf: Tensor, again: Tensor) -> int:
+    if leaf.dim() == again.dim():
+        found = [d for d in range(leaf.dim()) if leaf.shape[d] * FEWER == again.shape[d] * TRIED]
+        rest = [d for d in range(leaf.dim()) if leaf.shape[d] != again.shape[d]]
+        if found == rest and len(found) == 1:
+            return found[0]
+    raise Uncombined(f"it is given a tensor of shape {tuple(leaf.shape)} that depends on all samples at once")
+
+
+class Trial:
+    """The trials of one module's call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        path: str,
+        states: tuple[str, ...],
+        given: Call,
+        opaque: tuple[str, ...],
+        device: torch.device,
+    ):
+        self.model, self.module, self.path, self.states, self.given = model, module, path, states, given
+        self.opaque, self.device = opaque, device
+
+    def updates(self) -> tuple[Update, ...]:
+        try:
+            proven = self._tried(torch.float64)
+        except (Uncombined, Differs):
+            raise
+        except Exception:  # not every code runs in double precision
+            proven = None
+        found = self._tried(None)
+        if proven is not None and [_kinds(u) for u in found] != [_kinds(u) for u in proven]:
+            raise Uncombined("its statistics are not the same in double precision")
+        return found
+
+    def _tried(self, dtype: torch.dtype | None) -> tuple[Update, ...]:
+        """By the values it starts from: as they are now, and after one update."""
+        found: list[Update] = []
+        with self._borrowed(dtype) as states:
+            limit = _limit(states, dtype, self.device)
+            start = {name: t.detach().clone() for name, t in states.items()}
+            for trial in range(2):
+                again = [i % 7 for i in range(TRIED)]
+                cases = [(list(range(TRIED)), p, False) for p in PARTITIONS]
+                cases += [(again, PARTITIONS[0], False), (list(range(TRIED)), PARTITIONS[0], True)]
+                if not self.given.samples:
+                    cases = cases[:1]
+                update = self._update(start, cases[: 4 if trial == 0 else 3], dtype, limit)
+                if update not in found:
+                    found.append(update)
+                start = self._result(start, list(range(TRIED)), dtype)
+                if not self.given.samples:
+                    break
+        return tuple(found)
+
+    def _update(self, start: dict[str, Tensor], cases: list, dtype: torch.dtype | None, limit: float) -> Update:
+        groups = []
+        first, parts, _ = cases[0]
+        shapes = [self._record(start, rows, dtype, keep=None) for rows in (first, *_cut(first, parts))]
+        if len({tuple(each.names) for each in shapes}) > 1:
+            raise Uncombined("what it does depends on the samples")
+        keep = {i for i in range(len(shapes[0].names)) if len({each.shapes[i] for each in shapes}) == 1}
+        for rows, sizes, noise in cases:
+            records = [self._record(start, r, dtype, keep, noise) for r in (rows, *_cut(rows, sizes))]
+            if any(each.names != shapes[0].names for each in records):
+                raise Uncombined("what it does depends on the samples")
+            groups.append((records[0], records[1:], sizes))
+        update = update_of(groups, limit)
+        for whole, parts, _ in groups if not update.exchanged else ():
+            for part in parts:
+                self._compare(part.finals, whole, limit)
+        if update.exchanged:
+            for (rows, sizes, noise), (whole, _, _) in zip(cases, groups, strict=True):
+                self._check(update, start, rows, sizes, noise, whole, dtype, limit)
+        return update
+
+    def _check(self, update, start, rows, sizes, noise, whole: Record, dtype, limit: float) -> None:
+        """The update from parts must be that of the whole."""
+        collected = []
+        for part in _cut(rows, sizes):
+            self._set(start)
+            collect = Collect([update], dropout=False)
+            self._run(self.given.rows(part, dtype, self.device, noise), collect)
+            collected.append((collect.done, len(part)))
+        totals = Totals(update)
+        for each, samples in collected:
+            totals.add(each, samples)
+        made = totals.made({name: t.clone() for name, t in start.items()})
+        self._compare(made, whole, limit)
+
+    def _compare(self, made: dict[str, Tensor], whole: Record, limit: float) -> None:
+        for name, want in whole.finals.items():
+            got = made[name]
+            scale = want.double().abs().amax().item() if want.numel() else 0.0
+            alike = got.shape == want.shape
+            far = (got.double() - want.double()).abs().amax().item() if alike and want.numel() else 0.0
+            if not alike or not far <= limit * (scale + limit):
+                raise Uncombined(f"made from parts of a batch, {name} is not that of the whole")
+
+    def _record(
+        self, start: dict[str, Tensor], rows: list[int], dtype: Any, keep: set[int] | None, noise: bool = False
+    ) -> Record:
+        self._set(start)
+        call = self.given.rows(rows, dtype, self.device, noise)
+        record = Record(self._named(), self._pure(call), self._samples(call), keep=keep)
+        outputs = self._run(call, record)
+        record.finish(self._named(), outputs)
+        return record
+
+    def _result(self, start: dict[str, Tensor], rows: list[int], dtype: Any) -> dict[str, Tensor]:
+        self._set(start)
+        self._run(self.given.rows(rows, dtype, self.device))
+        return {name: t.detach().clone() for name, t in self._named().items()}
+
+    def _run(self, call: Any, watch: Opaque | None = None) -> Any:
+        args, kwargs = call
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            with nullcontext() if watch is None else watch.watching():
+                return self.module.forward(*args, **kwargs)
+
+    def _named(self) -> dict[str, Tensor]:
+        every = named_state(self.model)
+        return {name: every[name] for name in self.states}
+
+    def _set(self, start: dict[str, Tensor]) -> None:
+        """Have the buffers as at the start, each a tensor of its own."""
+        for name, tensor in start.items():
+            path, _, own = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            new = tensor.clone()
+            if own in module._parameters:
+                module._parameters[own] = nn.Parameter(new, requires_grad=False)
+            else:
+                module._buffers[own] = new
+
+    def _pure(self, call: Any) -> set[int]:
+        """Memory whose content does not depend on samples."""
+        found = {storage(t) for t in named_state(self.model).values()}
+        for module in self.module.modules():
+            found |= {storage(t) for t in vars(module).values() if isinstance(t, Tensor)}
+        dims = iter(self.given.dims)
+        for leaf in tree.leaves(call):
+            if next(dims) is None and isinstance(leaf, Tensor):
+                found.add(storage(leaf))
+        return found
+
+    def _samples(self, call: Any) -> set[int]:
+        leaves = zip(self.given.dims, tree.leaves(call), strict=True)
+        return {storage(leaf) for dim, leaf in leaves if dim is not None and isinstance(leaf, Tensor)}
+
+    @contextmanager
+    def _borrowed(self, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
+        """The module with tensors of its own, where it will train; BatchNorms inside it take samples one by one."""
+        with undisturbed(self.model):
+            memo: dict[int, Tensor] = {}
+            for module in self.module.modules():
+                tensors: list[dict[str, Any]] = [module._parameters, module._buffers]
+                for held, name, tensor in [(one, *item) for one in tensors for item in one.items()]:
+                    if tensor is not None:
+                        held[name] = memo.setdefault(id(tensor), _copied(tensor, dtype, self.device))
+                if module in batch_norms(self.module):
+                    module.training = False
+            for path in self.opaque:
+                module = self.model.get_submodule(path)
+                module.eval()  # no dropout: so that parts can be compared with the whole
+                module.__dict__["forward"] = look_away(module.forward)
+            yield self._named()
+
+
+def _limit(states: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device) -> float:
+    """How far apart two ways of computing the same may be, of the largest element."""
+    kinds = {t.dtype for t in states.values() if t.is_floating_point()}
+    if dtype is None and (torch.is_autocast_enabled(device.type) or kinds & {torch.float16, torch.bfloat16}):
+        return ROUNDED
+    return FP32 if dtype is None and torch.float32 in kinds else FP64
+
+
+def _copied(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    floats = dtype is not None and tensor.is_floating_point()
+    new = tensor.detach().to(device=device, dtype=dtype if floats else None, copy=True)
+    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def _cut(rows: list[int], sizes: tuple[int, ...]) -> list[list[int]]:
+    found, at = [], 0
+    for size in sizes:
+        found.append(rows[at : at + size])
+        at += size
+    return found
+
+
+def _kinds(update: Update) -> list[str]:
+    return [update.statistics[at].kind for at in sorted(update.statistics)]

@@ -1,0 +1,218 @@
+"""Which parameters and buffers a forward writes, and in the call of which module. The model is left as it was.
+
+Tried on a copy without memory (meta) where the model runs there, else on two samples. Writes are seen as operations on
+the tensor's memory, ``.data`` or not; a new tensor put in a buffer's place is seen when the module returns.
+"""
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshfit.anatomy.record_atoms import twin
+from meshfit.axes.buffers.trace import storage, written
+from meshfit.axes.data.batchnorm import batch_norms
+from meshfit.data import tree
+
+Objective = Callable[[nn.Module, Any], Any]
+
+
+@dataclass
+class Writes:
+    writers: dict[str, str | None] = field(default_factory=dict)
+    """By parameter or buffer: the innermost module in whose forward all of it is written; None: outside of all."""
+    replaced: set[str] = field(default_factory=set)
+    """Those in whose place another tensor was put."""
+    read_later: dict[str, set[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(set))
+    """After they were written, and out of the module that did: in the calls of which modules, one in the other."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Of each module."""
+
+
+def may_write(model: nn.Module) -> bool:
+    """Whether there is anything to look for: a buffer that is not BatchNorm's, or a parameter that is not trained."""
+    known = {id(b) for norm in batch_norms(model) for b in norm.buffers(recurse=False)}
+    return any(id(b) not in known for b in model.buffers()) or any(not p.requires_grad for p in model.parameters())
+
+
+def writes(model: nn.Module, objective: Objective, batch: Any, device: torch.device) -> Writes:
+    """Of one forward in training, but for BatchNorm's own."""
+    two = tree.map_tensors(lambda t: t[:2] if t.dim() else t, batch)
+    try:
+        with undisturbed(model):
+            copy = twin(model, meta=True)
+            found = _watched(copy, objective, tree.map_tensors(lambda t: t.to("meta"), two))
+    except Exception:  # it looks at values, or makes tensors elsewhere
+        with undisturbed(model):
+            found = _watched(model, objective, tree.map_tensors(torch.clone, tree.to_device(two, device)))
+    norms = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if module in batch_norms(model)
+        for name, _ in module.named_buffers(recurse=False)
+    }
+    found.writers = {name: writer for name, writer in found.writers.items() if name not in norms}
+    return found
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _watched(model: nn.Module, objective: Objective, batch: Any) -> Writes:
+    found, stack = Writes(), []
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__dict__["forward"] = _told(module.forward, path, module, stack, found)
+    held = named_state(model)
+    with _Watch({storage(t): name for name, t in held.items()}, stack, found):
+        objective(model, batch)
+    now = named_state(model)
+    for name, tensor in held.items():
+        if now.get(name) is not tensor:
+            found.replaced.add(name)
+            found.writers.setdefault(name, "")
+    return found
+
+
+def _told(forward: Callable[..., Any], path: str, module: nn.Module, stack: list[str], found: Writes) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found.calls[path] += 1
+        own = {**module._buffers, **module._parameters}
+        stack.append(path)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            stack.pop()
+            now = {**module._buffers, **module._parameters}
+            for name, tensor in own.items():
+                if now.get(name) is not tensor:
+                    found.writers.setdefault(f"{path}.{name}" if path else name, path)
+
+    return run
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, names: dict[int, str], stack: list[str], found: Writes):
+        super().__init__()
+        self.names, self.stack, self.found = names, stack, found
+        self.calls: dict[str, tuple[str, ...]] = {}
+        """The modules in whose calls each of them was written, one in the other."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        seen = {self.names[storage(t)] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and _in(t, self)}
+        for name in seen & self.found.writers.keys():
+            writer = self.found.writers[name]
+            if writer is None or writer not in self.stack:
+                self.found.read_later[name].add(tuple(self.stack))
+        for tensor in written(func, args, kwargs):
+            if storage(tensor) in self.names and tensor.numel():
+                name = self.names[storage(tensor)]
+                calls = self.calls[name] = _shared(self.calls.get(name, tuple(self.stack)), tuple(self.stack))
+                self.found.writers[name] = calls[-1] if calls else None
+        return func(*args, **kwargs)
+
+
+def _shared(calls: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    """What both have in common, from the outermost on."""
+    same = [a == b for a, b in zip(calls, others, strict=False)]
+    return calls[: same.index(False) if False in same else len(same)]
+
+
+def _in(tensor: Tensor, watch: _Watch) -> bool:
+    return tensor.layout is torch.strided and storage(tensor) in watch.names
+
+
+class Frozen:
+    """Buffers as they are now, whatever forwards write to them in eval mode: ``restore`` after each."""
+
+    def __init__(self, model: nn.Module):
+        norms = set(batch_norms(model))
+        self._kept = [
+            (module, name, tensor, tensor.detach().clone())
+            for module in model.modules()
+            if module not in norms
+            for name, tensor in module._buffers.items()
+            if tensor is not None
+        ]
+        self._known = False
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        if not self._known:  # which are written shows in the first forward
+            self._kept = [k for k in self._kept if k[0]._buffers[k[1]] is not k[2] or not torch.equal(k[2], k[3])]
+            self._known = True
+        for module, name, tensor, value in self._kept:
+            module._buffers[name] = tensor
+            tensor.data.copy_(value)
+
+    @classmethod
+    @contextmanager
+    def around(cls, model: nn.Module) -> Iterator[None]:
+        frozen = cls(model)
+        try:
+            yield
+        finally:
+            frozen.restore()
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever runs within leaves the model (weights, buffers, attributes) and all random numbers as they were."""
+    vars_of = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    hooks = [
+        (found, dict(found))
+        for m in model.modules()
+        for key, found in vars(m).items()
+        if "_hooks" in key and isinstance(found, dict)
+    ]
+    kept = {id(b): (b, b.detach().clone()) for b in model.buffers()}
+    names: dict[int, Tensor] = {storage(p): p for p in model.parameters()}
+    gpus = list({t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
+    python, arrays = random.getstate(), numpy.random.get_state()
+    before = _Before(names)
+    try:
+        with torch.random.fork_rng(gpus), before:
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+        for module, own, parameters, buffers in vars_of:
+            for name in [name for name in module.__dict__ if name not in own]:
+                del module.__dict__[name]
+            module.__dict__.update(own)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for found, own in hooks:  # transformers installs its own in the first forward: else a second time in the next
+            found.clear()
+            found.update(own)
+        with torch.no_grad():
+            for tensor, value in (*kept.values(), *before.kept.values()):
+                tensor.data.copy_(value)
+
+
+class _Before(TorchDispatchMode):
+    """Keeps what parameters were before an operation wrote to them."""
+
+    def __init__(self, parameters: dict[int, Tensor]):
+        super().__init__()
+        self.parameters = parameters
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        for tensor in written(func, args, kwargs or {}):
+            if tensor.layout is torch.strided and (at := storage(tensor)) in self.parameters:
+                whole = self.parameters[at]
+                self.kept.setdefault(at, (whole, whole.detach().clone()))
+        return func(*args, **(kwargs or {}))

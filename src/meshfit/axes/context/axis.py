@@ -1,0 +1,95 @@
+"""Context parallelism: sequences over several devices. Each has some positions of every sample, and all weights.
+
+What is computed of each position by itself (norms, MLPs, heads, losses) a rank does for its own. In attention its
+queries meet the keys and values of all positions, gathered for that. What positions share otherwise is summed or
+gathered where it is needed, and computed on the whole where nothing else is known to be right: see ``sequence``.
+
+    memory    activations about 1/n; keys and values of the layer at hand whole; weights, gradients and optimizer whole
+    traffic   keys and values of every layer: gathered forward, their gradients scattered backward, a microbatch; and
+              gradients are summed over these ranks as over copies
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from meshfit.anatomy.trace import Trace
+from meshfit.axes.context.check import Differs, check
+from meshfit.axes.context.find import ContextPlan, Step, begin, find
+from meshfit.axes.tensor.ops import Ranks
+from meshfit.axes.tensor.twin import study
+from meshfit.cost import Cost
+
+
+def plan_context(model: nn.Module, step: Step, batch: Any, degree: int) -> ContextPlan:
+    """Where to cut ``model``, which stays as it is; proven on samples of the data. Raises ``Differs`` if not right."""
+    twin = study(model)
+    found = find(twin, step, batch, degree)
+    if found.beginnings:
+        check(quiet(twin), step, batch, found)
+    return found
+
+
+def quiet(model: nn.Module) -> nn.Module:
+    """Without dropout: ranks draw other numbers than one device. In place."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout):
+            module.p = 0.0
+    return model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """Spread sequences over the ``context`` axis."""
+
+    degree: int
+    plan: ContextPlan
+
+    def apply(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        """In place: from the beginnings on, what ``model`` computes is cut. Parameters stay whole."""
+        ranks = Ranks(group)
+        if ranks.size != self.degree or self.plan.degree != self.degree:
+            raise ValueError(f"a plan for {self.plan.degree} ranks, context={self.degree} and a group of {ranks.size}")
+        begin(model, self.plan.beginnings, ranks)
+
+    def cost(self, trace: Trace, *, microbatches: int = 1) -> tuple[Trace, Cost]:
+        """Of a step on one rank, beside the sum of the gradients. Collectives are those counted when the plan was made,
+        for a batch of the size of the trace's; activations are its share of those of one device."""
+        part = self.plan.kept
+
+        def less(number: int) -> int:
+            return round(number * part)
+
+        events = tuple(
+            replace(
+                event,
+                cost=replace(
+                    event.cost,
+                    flops=event.cost.flops // self.degree,
+                    flops_backward=event.cost.flops_backward // self.degree,
+                    kept=less(event.cost.kept),
+                    uses=tuple(replace(use, bytes=less(use.bytes)) for use in event.cost.uses),
+                ),
+            )
+            for event in trace.events
+        )
+        wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
+        samples = max((trace.values[v].shape[0] for v in trace.inputs if trace.values[v].shape), default=1)
+        grown = samples / (self.plan.samples or samples)
+        calls: dict[str, int] = defaultdict(int)
+        moved: dict[str, float] = defaultdict(float)
+        for each in self.plan.traffic:
+            calls[each.op] += microbatches
+            times = grown if each.grows(self.plan.samples) else 1
+            moved[each.op] += microbatches * each.elements * wide * times
+        after = replace(trace, events=events)
+        return after, Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
+
+
+__all__ = ["Context", "ContextPlan", "Differs", "plan_context"]

@@ -1,0 +1,230 @@
+"""A tensor of which each rank has some positions, and which shows the shape of the whole.
+
+A model's own code runs on pieces as it is: it reads whole shapes, and makes masks and positions for the whole. What
+each function does to pieces is in tables by its name (``RULES``): most compute on the rank's own positions, and make
+a piece again. Where a rule does not hold, and for whatever is in no table, the whole is gathered and the function
+computed on it, by every rank alike: exact, differentiable, and the same as on one device; and noted in ``gathered``.
+
+Nothing reads a piece by mistake: below the functions of torch it has no elements, and says so.
+"""
+
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.functional
+import torch.nn.functional
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshfit.axes.context.ops import gather
+from meshfit.axes.context.span import Span
+from meshfit.axes.tensor.ops import Group, _Enter, _Leave
+from meshfit.axes.tensor.vocabulary import with_wholes
+from meshfit.torch_private import watched_functions
+
+RULES: dict[str, Callable[..., Any]] = {}
+"""By the name of a function: given it and its arguments, what it makes of pieces; NotImplemented: gather."""
+
+OF_THE_WHOLE = {
+    "shape",
+    "size",
+    "dim",
+    "ndim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "__len__",
+    "dtype",
+    "device",
+}
+OF_THE_WHOLE |= {
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "itemsize",
+    "nbytes",
+    "get_device",
+    "layout",
+    "names",
+}
+OF_THE_WHOLE |= {
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+}
+OF_THE_WHOLE |= {"is_signed", "is_conj", "is_neg", "is_inference", "is_same_size", "is_contiguous", "__hash__"}
+"""Asked of a piece, and answered for the whole."""
+
+OF_THE_LOCAL = {"requires_grad", "grad_fn", "is_leaf", "register_hook", "retain_grad", "grad", "_version", "output_nr"}
+OF_THE_LOCAL |= {"requires_grad_", "_backward_hooks", "retains_grad"}
+
+CHANGES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__"}
+CHANGES |= {"__ior__", "__ixor__", "__ifloordiv__", "__imod__"}
+"""Functions that change a tensor in place, beside those whose names end with "_"."""
+
+
+class Piece(Tensor):
+    local: Tensor
+    """What this rank has: a plain tensor, which autograd knows."""
+    span: Span
+    group: Group
+    known: tuple[Tensor, int] | None
+    """The whole, once it was gathered, and of which version."""
+
+    @staticmethod
+    def __new__(cls, local: Tensor, span: Span, group: Group) -> "Piece":
+        shape = [span.size if dim == span.dim else size for dim, size in enumerate(local.shape)]
+        out = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        out.local, out.span, out.group, out.known = local, span, group, None
+        return out
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name in OF_THE_WHOLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in OF_THE_LOCAL or name == "__set__":
+            if name == "__set__" and func.__self__.__name__ not in OF_THE_LOCAL:
+                raise TypeError(f"{func.__self__.__name__} of a tensor that is cut over ranks cannot be set")
+            return func(args[0].local, *args[1:], **kwargs)
+        if name == "__repr__":
+            return f"Piece({tuple(args[0].shape)}, rank {args[0].group.rank} of {args[0].group.size})"
+        rule = RULES.get(name) if kwargs.get("out") is None else None
+        if rule is not None:
+            made = rule(func, *args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        elif (inside := opened(func)) is not None:
+            return inside(*args, **kwargs)
+        return on_wholes(func, name, args, kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Which torch asks nobody about: a whole."""
+        return whole(self).as_subclass(cls)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"{func} was called on a tensor that is cut over ranks, past the functions of torch")
+
+
+def name_of(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
+def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For ``RULES``."""
+
+    def put(function: Callable[..., Any]) -> Callable[..., Any]:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return put
+
+
+def whole(x: Piece) -> Tensor:
+    """All positions, gathered from all ranks. All ranks call it together."""
+    if x.known is not None and x.known[1] == _version(x.local):
+        known = x.known[0]
+        if known.requires_grad or not (torch.is_grad_enabled() and x.local.requires_grad):
+            return known
+    made = gather(x.local, x.span, x.group)
+    x.known = made, _version(x.local)
+    return made
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+gathered: Counter[str] = Counter()
+"""Functions that were computed on wholes, and how often."""
+
+
+def on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """``func`` as on one device; a piece that it changes in place takes over what became of it."""
+    gathered[name] += 1
+    target = args[0] if args and isinstance(args[0], Piece) else kwargs.get("out")
+    if not isinstance(target, Piece) or not (changes(name) or kwargs.get("out") is not None):
+        return func(*wholes(args), **wholes(kwargs))
+    fresh = whole(target).clone()
+    swap = lambda x: fresh if x is target else whole(x) if isinstance(x, Piece) else x
+    func(*tree_map(swap, args), **tree_map(swap, kwargs))
+    if fresh.shape != target.shape:
+        raise TypeError(f"{name} gave a tensor that is cut over ranks another shape in place")
+    target.local.copy_(target.span.of(fresh, target.group.rank))
+    return target
+
+
+def changes(name: str) -> bool:
+    return name in CHANGES or (name.endswith("_") and not name.endswith("__"))
+
+
+def wholes(tree: Any) -> Any:
+    return tree_map(lambda x: whole(x) if isinstance(x, Piece) else x, tree)
+
+
+def gathered_output(tree: Any) -> Any:
+    """``tree``, what a model returned, with every piece made whole. All ranks call it together."""
+    return with_wholes(tree, Piece, whole)
+
+
+def pieces(tree: Any) -> list[Piece]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Piece)]
+
+
+# torch's functions that are written in Python run as they are: what they call is met in turn
+
+_SEEN_THROUGH = dict.fromkeys(
+    ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False
+)
+_opened: dict[Any, Any] = {}
+
+
+def opened(func: Any) -> Any:
+    """The same function, which does not ask whether its arguments are ordinary tensors; None if it is not Python's."""
+    homes = torch.nn.functional.__dict__, torch.functional.__dict__
+    if not isinstance(func, types.FunctionType) or not any(func.__globals__ is home for home in homes):
+        return None
+    if func not in _opened:
+        inside = types.FunctionType(
+            func.__code__, {**func.__globals__, **_SEEN_THROUGH}, func.__name__, func.__defaults__, func.__closure__
+        )
+        inside.__kwdefaults__ = func.__kwdefaults__
+        _opened[func] = inside
+    return _opened[func]
+
+
+ALIKE = (_Enter, _Leave)
+"""Of what the ranks of a tensor group say to each other, what is the same for every position."""
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Around whatever runs a model on pieces: an ``autograd.Function`` is given wholes. What it does inside is not
+    known, and gradients of pieces would pass it by."""
+
+    def applied(cls: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Piece) and cls in ALIKE:
+            x, *rest = args
+            return Piece(apply(x.local, *rest, **kwargs), x.span, x.group)
+        if any(isinstance(x, Piece) for x in args):
+            gathered[cls.__name__] += 1
+            args = tuple(whole(x) if isinstance(x, Piece) else x for x in args)
+        return apply(*args, **kwargs)
+
+    with watched_functions(applied):
+        yield

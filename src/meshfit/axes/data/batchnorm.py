@@ -1,0 +1,152 @@
+"""BatchNorm over the samples of all ranks, on any device: forward gathers each rank's mean, variance and
+count in one collective; backward sums two vectors in another. Exactly the BatchNorm of the whole batch.
+
+Within one rank it normalises each microbatch by itself, as one device does. torch's SyncBatchNorm does the
+same on GPUs alone.
+
+    traffic per BatchNorm and microbatch: all_gather of 2C+1 floats, all_reduce of 2C
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshfit.anatomy.trace import Trace
+from meshfit.axes.forward import wrap
+from meshfit.comm import meeting
+from meshfit.cost import Cost
+from meshfit.events import current
+from meshfit.server.workers import Workers
+
+_counted = True  # whether the samples in flight count; False while a rank runs a stand-in
+
+
+@contextmanager
+def counting(counted: bool) -> Iterator[None]:
+    """Within it, samples are (not) part of the batch's statistics."""
+    global _counted
+    before, _counted = _counted, counted
+    try:
+        yield
+    finally:
+        _counted = before
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+class Statistics:
+    """Running statistics, and other buffers that a forward writes, as they were before a step, for a step that is then
+    not taken."""
+
+    def __init__(self, model: nn.Module, others: Collection[str] = ()):
+        buffers = [buffer for norm in batch_norms(model) for buffer in norm.buffers()]
+        buffers += [buffer for name, buffer in model.named_buffers() if name in others]
+        kinds = {buffer.dtype for buffer in buffers}
+        self._buffers = [[buffer for buffer in buffers if buffer.dtype is kind] for kind in kinds]
+
+    def snapshot(self) -> list[list[Tensor]]:
+        return [list(torch._foreach_add(same, 0)) for same in self._buffers]
+
+    def restore(self, snapshot: list[list[Tensor]]) -> None:
+        for same, kept in zip(self._buffers, snapshot, strict=True):
+            torch._foreach_copy_(same, kept)
+
+
+def apply(model: nn.Module, group: meeting.Group) -> None:
+    """Make every BatchNorm of ``model`` global over ``group``, in place.
+
+    A module's own forward still runs (momentum, tracking, subclasses with an activation inside); only the
+    ``F.batch_norm`` that it calls is another one. Wrapping the forward, not the step, keeps recomputation right.
+    """
+    for module in batch_norms(model):
+        wrap(module, lambda forward: _globally(forward, group))
+
+
+def cost(trace: Trace, ranks: int, microbatches: int, *, served: bool = False) -> Cost:
+    """Of a step, on one of ``ranks``; ``served``: they meet through a model server."""
+    widths = [b.shape[0] for name, b in trace.buffers.items() if name.endswith("running_mean")]
+    wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
+    times = len(widths) * microbatches
+    gathered = sum(ranks * (2 * width + 1) * wide for width in widths) * microbatches
+    summed = sum(2 * width * wide for width in widths) * microbatches
+    if not times:
+        return Cost()
+    if served:  # what is said goes up, what all have said comes down
+        said = sum((4 * width + 1) * wide for width in widths) * microbatches
+        return Cost(calls={"meet": 2 * times}, moved={"meet": (1 + ranks) * said})
+    return Cost(calls={"all_gather": times, "all_reduce": times}, moved={"all_gather": gathered, "all_reduce": summed})
+
+
+def _globally(forward: Any, group: meeting.Group) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        local = F.batch_norm
+
+        def batch_norm(input, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+            if not training:
+                return local(input, mean, var, weight, bias, training, momentum, eps)
+            return _GlobalBatchNorm.apply(input, mean, var, weight, bias, momentum, eps, group)
+
+        F.batch_norm = batch_norm
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            F.batch_norm = local
+
+    return run
+
+
+class _GlobalBatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, running_mean, running_var, weight, bias, momentum, eps, group):
+        axes = [0, *range(2, x.dim())]
+        channels = x.shape[1]
+        full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        var, mean = torch.var_mean(full, axes, correction=0)
+        mine = torch.cat([mean, var, mean.new_full((1,), full.numel() / channels * _counted)])
+        if not isinstance(group, Workers):  # which count for themselves
+            current().moved("all_gather", mine.nbytes * meeting.place(group)[1])
+        every = meeting.gather(mine, group)
+        means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
+        total = counts.sum()
+        mean = (means * counts).sum(0) / total
+        var = ((variances + (means - mean).square()) * counts).sum(0) / total
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((var * (total / (total - 1))).to(running_var.dtype), momentum)
+        inverse = (var + eps).rsqrt()
+        ctx.save_for_backward(x, mean, inverse, weight, total)
+        ctx.group, ctx.axes, ctx.counted = group, axes, _counted
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)  # one kernel, given statistics
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]
+        x, mean, inverse, weight, total = ctx.saved_tensors
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        dy = dy.float() if dy.dtype in (torch.float16, torch.bfloat16) else dy
+        normal = (x - mean.view(shape)) * inverse.view(shape)
+        d_bias, d_weight = dy.sum(ctx.axes), (dy * normal).sum(ctx.axes)
+        sums = torch.cat([d_bias, d_weight])
+        if not isinstance(ctx.group, Workers):
+            current().moved("all_reduce", sums.nbytes)
+        sums = meeting.add(sums, ctx.group)
+        mean_dy, mean_dy_normal = (sums / total).view(2, *shape)
+        dx = dy - (mean_dy + normal * mean_dy_normal) * ctx.counted
+        scale = inverse if weight is None else inverse * weight
+        dx = (dx * scale.view(shape)).to(x.dtype)
+        return (
+            dx,
+            None,
+            None,
+            (None if weight is None else d_weight),
+            (None if weight is None else d_bias),
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,112 @@
+"""Auxiliary losses of Hugging Face's mixtures over the samples of all ranks.
+
+A load-balancing loss is a product of two means over tokens (how often an expert was chosen, how likely it was): the
+mean of the ranks' losses is not the loss of their batch. So the router's logits of all ranks are gathered where
+``load_balancing_loss_func`` is called, and each computes the loss of the whole batch. Each then counts it by its share
+of the samples; shares add up to one, and backward sums over ranks what came to each rank's logits.
+
+Of several microbatches each has an auxiliary loss of its own, as on one device.
+
+    traffic   an all_gather of the logits of all layers a forward, an all_reduce of their gradients a backward
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.axes.data import batchnorm
+from meshfit.axes.forward import wrap
+from meshfit.comm import meeting
+
+NAME = "load_balancing_loss_func"
+
+_running: set[Callable[..., Any]] = set()
+"""Functions that stand in for a library's while a forward runs."""
+
+
+@contextmanager
+def left_out(model: nn.Module) -> Iterator[None]:
+    """Within it, the auxiliary losses of ``model`` are zero: whether the rest of a loss is a mean can then be tried."""
+    scopes = [scope for module in balanced(model) if (scope := _scope(module)) is not None]
+    kept = [(scope, scope[NAME]) for scope in scopes]
+    for scope, local in kept:
+        scope[NAME] = partial(_none, local)
+    try:
+        yield
+    finally:
+        for scope, local in reversed(kept):
+            scope[NAME] = local
+
+
+def _logits(given: Any) -> bool:
+    return isinstance(given, tuple) and bool(given) and isinstance(given[0], Tensor)
+
+
+def _none(local: Callable[..., Any], logits: Any, *args: Any, **kwargs: Any) -> Any:
+    return logits[0].new_zeros(()) if _logits(logits) else local(logits, *args, **kwargs)
+
+
+def balanced(model: nn.Module) -> list[nn.Module]:
+    """Modules whose forward may compute an auxiliary loss."""
+    return [module for module in model.modules() if _scope(module) is not None]
+
+
+def _scope(module: nn.Module) -> dict[str, Any] | None:
+    """Where the forward of a module looks the function up."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or NAME not in code.co_names:
+        return None
+    scope = forward.__globals__  # type: ignore[union-attr]
+    return scope if callable(scope.get(NAME)) else None
+
+
+def apply(model: nn.Module, group: meeting.Group) -> bool:
+    """Whether there is any such loss in ``model``; it is one over ``group`` then."""
+    found = balanced(model)
+    for module in found:
+        scope = _scope(module)
+        assert scope is not None
+        wrap(module, lambda forward, scope=scope: _over_all(forward, scope, group))
+    return bool(found)
+
+
+def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: meeting.Group) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        local = scope[NAME]
+        if local in _running:  # a module around this one sees to it
+            return forward(*args, **kwargs)
+
+        def loss(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None, **more: Any):
+            if not _logits(gate_logits):
+                return local(gate_logits, num_experts, top_k, attention_mask, **more)
+            gathered = _gathered([logits for logits in gate_logits if logits is not None], attention_mask, group)
+            return local(gathered[0], num_experts, top_k, gathered[1], **more)
+
+        scope[NAME] = loss
+        _running.add(loss)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            scope[NAME] = local
+            _running.discard(loss)
+
+    return run
+
+
+def _gathered(
+    logits: list[Tensor], mask: Tensor | None, group: meeting.Group
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Rows of all ranks; a rank that runs a stand-in has none."""
+    device = logits[0].device
+    rows = [each.reshape(-1, each.shape[-1]).to(device) for each in logits]
+    if mask is not None:
+        rows.append(mask.reshape(-1, 1).to(device, rows[0].dtype))
+    mine = torch.cat(rows, 1)[: None if batchnorm._counted else 0]
+    parts = meeting.rows(mine, group).split([each.shape[1] for each in rows], 1)
+    return parts[: len(logits)], None if mask is None else parts[-1].detach().to(mask.dtype)

@@ -1,0 +1,70 @@
+"""Mixtures of experts in a model, and how they lie over ranks, as values."""
+
+from dataclasses import dataclass, field, replace
+
+from meshfit.axes.tensor.region import Cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Experts that get rows by a router's choice: ``count`` of them, each rank has as many."""
+
+    module: str
+    """Path of the module whose forward meets the other ranks: the experts as one, or what calls them one by one."""
+
+    count: int
+    listed: tuple[str, ...] = ()
+    """Paths of the experts, where each is a module; else they are slices of ``module``'s own parameters."""
+
+    numbers: tuple[str, ...] = ()
+    """Attributes of ``module`` that say how many there are."""
+
+    cuts: tuple[Cut, ...] = ()
+    """By the names that the whole model knows. Of experts that are modules a rank has all, or nothing."""
+
+    rows: int = 0
+    """Sent to experts in the call that it was found by."""
+    width: int = 0
+    made: int = 0
+    """Elements of a row, and of what an expert makes of it."""
+    calls: int = 1
+    """In one forward of the model."""
+
+    def relative(self) -> "Mixture":
+        """The same, as ``module`` itself knows it."""
+        prefix = f"{self.module}." if self.module else ""
+        cuts = tuple(replace(cut, name=cut.name.removeprefix(prefix)) for cut in self.cuts)
+        listed = tuple(path.removeprefix(prefix) for path in self.listed)
+        return replace(self, module="", listed=listed, cuts=cuts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlan:
+    degree: int
+    mixtures: tuple[Mixture, ...] = ()
+    samples: int = 0
+    """Of the batch that they were found by."""
+    why: dict[str, str] = field(default_factory=dict)
+    """Mixtures that are left whole, and why."""
+
+    counts: tuple[int, ...] = ()
+    """Of experts, in all mixtures that there are."""
+
+    batched: tuple[str, ...] = ()
+    """Parameters of which one batched product uses all slices: those may be experts, which cannot be spread."""
+
+    def holds(self, path: str) -> bool:
+        """Whether a module lies inside one that meets other ranks."""
+        return any(path != each.module and f"{path}.".startswith(f"{each.module}.") for each in self.mixtures)
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        return {cut.name: cut for mixture in self.mixtures for cut in mixture.cuts}
+
+    def explain(self) -> list[str]:
+        """What was found, in words."""
+        counts = sorted({mixture.count for mixture in self.mixtures})
+        of = " or ".join(map(str, counts))
+        count = len(self.mixtures)
+        found = [f"expert: {count} mixture{'s' * (count != 1)} of {of} experts, each over {self.degree} devices"]
+        return found + [f"expert: {path} is left whole: {why}" for path, why in self.why.items()]

@@ -1,0 +1,188 @@
+"""Modules whose experts are spread over ranks: their forward is put around in place.
+
+Experts that are slices of one module's parameters, given rows, an expert's number and its weight for each choice: the
+choices are sorted by expert and sent off, the module's own code runs on those that came, with numbers that count from
+zero and weights of one, and what comes back is weighed and summed where the tokens are.
+
+Experts that are modules of their own, called one by one by whatever code: that code runs twice. The first time every
+call is noted and answered with zeros; then all rows travel at once; the second time each call gets what came back. So
+the code must ask the same both times, and must not ask for what depends on an answer: the check sees to it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from meshfit.axes.expert.mixture import Mixture
+from meshfit.axes.expert.travel import Travel
+from meshfit.axes.forward import wrap
+from meshfit.axes.tensor.cut import Undo
+from meshfit.errors import JobError
+
+
+def spread(model: nn.Module, mixture: Mixture, travel: Travel) -> list[Undo]:
+    """Cut the parameters of ``mixture`` to the rank's own, and let its rows travel. Returns what undoes the rest."""
+    undo: list[Undo] = []
+    module, rank = model.get_submodule(mixture.module), travel.group.rank
+    named = dict(model.named_parameters())
+    for cut in mixture.cuts:
+        parameter = named[cut.name]
+        start, stop = bounds(cut.ranges[rank])
+        parameter.data = parameter.data[start:stop].clone(memory_format=torch.contiguous_format)
+        parameter.grad = None
+    for name in mixture.numbers:
+        undo.append(partial(setattr, module, name, getattr(module, name)))
+        setattr(module, name, travel.share)
+    if mixture.listed:
+        Listed(model, mixture, travel).apply(module)
+    else:
+        own = [named[cut.name] for cut in mixture.cuts]
+        wrap(module, lambda forward: partial(_fused, forward, travel, own))
+    return undo
+
+
+def bounds(ranges: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    return ranges[0] if ranges else (0, 0)
+
+
+# Slices of one module
+
+
+def roles(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """Where a call holds rows, the experts chosen for each, and their weights; None if it is another kind of call."""
+    given = [*enumerate(args), *kwargs.items()]
+    tensors = [(at, value) for at, value in given if isinstance(value, Tensor)]
+    if len(tensors) != 3 or any(value.dim() != 2 for _, value in tensors):
+        return None
+    chosen = [at for at, value in tensors if value.dtype in (torch.int64, torch.int32)]
+    real = [(at, value) for at, value in tensors if value.is_floating_point()]
+    if len(chosen) != 1 or len(real) != 2:
+        return None
+    (rows, x), (weights, w) = real
+    shape = dict(tensors)[chosen[0]].shape
+    return (rows, chosen[0], weights) if w.shape == shape and len(x) == len(w) else None
+
+
+def _fused(forward: Callable[..., Any], travel: Travel, own: list[nn.Parameter], *args: Any, **kwargs: Any) -> Tensor:
+    found = roles(args, kwargs)
+    if found is None:
+        raise JobError("experts were called in another way than when they were found", f"with {len(args)} arguments")
+    given: dict[Any, Any] = dict(enumerate(args)) | kwargs
+    x, chosen, weights = (given[at] for at in found)
+    choices = chosen.shape[1]
+    order = torch.argsort(chosen.flatten(), stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=travel.count)[: travel.count]  # beyond: chosen by nobody
+    sent = order[: int(counts.sum())] if chosen.numel() else order
+    journey = travel.meet(x[sent // choices], counts, (counts > 0).long())
+    assert journey is not None
+    arrived = journey.arrived
+    if len(arrived):
+        new = {found[0]: arrived, found[1]: journey.experts()[:, None].to(chosen.dtype)}
+        given |= new | {found[2]: weights.new_ones(len(arrived), 1)}
+        made = forward(*(given[i] for i in range(len(args))), **{key: given[key] for key in kwargs})
+    else:  # no row for the experts here: a gradient of zero, not none, as on one device
+        made = arrived + sum(p[:0].sum() for p in own if p.requires_grad)
+    back = journey.back(made.to(arrived.dtype))
+    each = back.new_zeros(chosen.numel(), back.shape[1]).index_copy(0, sent, back)
+    summed = (each.view(*chosen.shape, each.shape[1]) * weights[..., None]).sum(1)
+    return summed.to(x.dtype)
+
+
+# Modules of their own
+
+
+class Listed:
+    """Experts that some module's code calls one by one."""
+
+    def __init__(self, model: nn.Module, mixture: Mixture, travel: Travel):
+        self.travel = travel
+        self.experts = [model.get_submodule(path) for path in mixture.listed]
+        self._forwards: list[Callable[..., Any]] = []
+        """Their own."""
+        self._asked: list[tuple[int, Tensor]] | None = None
+        """Calls that are noted; None: they are answered."""
+        self._answers: list[tuple[int, Tensor]] = []
+
+    def apply(self, module: nn.Module) -> None:
+        for number, expert in enumerate(self.experts):
+            self._forwards.append(expert.forward)
+            wrap(expert, lambda forward, number=number: partial(self._expert, number))
+        wrap(module, lambda forward: partial(self._run, forward))
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        if self._asked is not None:
+            self._asked.append((number, x))
+            with torch.no_grad():
+                like = self._forwards[self.travel.own.start](x.reshape(-1, x.shape[-1])[:0])
+            return like.new_zeros(*x.shape[:-1], like.shape[-1])
+        expected, answer = self._answers.pop(0) if self._answers else (-1, x)
+        if expected != number or answer.shape[:-1] != x.shape[:-1]:
+            raise JobError(
+                f"expert {number} was called with {tuple(x.shape)}, which it was not a moment ago",
+                "what calls the experts ran twice, and asked for something else the second time",
+            )
+        return answer
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        gpu = next((leaf.device for leaf in leaves if leaf.is_cuda), None)
+        drawn = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
+        self._asked = []
+        try:
+            forward(*args, **kwargs)
+        finally:
+            asked, self._asked = self._asked, None
+        back = self._answered(asked, leaves[0].device)
+        torch.set_rng_state(drawn[0])
+        if gpu is not None and drawn[1] is not None:
+            torch.cuda.set_rng_state(drawn[1], gpu)
+        result = forward(*args, **kwargs)
+        if self._answers:
+            self._answers = []
+            raise JobError("what calls the experts ran twice, and asked for less the second time")
+        return result if back is None else _depending(result, back)
+
+    def _answered(self, asked: list[tuple[int, Tensor]], device: torch.device) -> Tensor | None:
+        """Answers to what was asked, in that order; all that came back, as one."""
+        count = self.travel.count
+        counts, calls = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+        for number, x in asked:
+            counts[number] += x[..., 0].numel()
+            calls[number] += 1
+        order = sorted(range(len(asked)), key=lambda i: asked[i][0])
+        rows = [asked[i][1].reshape(-1, asked[i][1].shape[-1]) for i in order]
+        journey = self.travel.meet(torch.cat(rows) if rows else None, counts.to(device), calls.to(device))
+        if journey is None:
+            self._answers = []
+            return None
+        own = self._forwards[self.travel.own.start : self.travel.own.stop]
+        made = [
+            forward(given) if called else None
+            for forward, given, called in zip(own, journey.by_expert(), journey.called, strict=True)
+        ]
+        real = next((each for each in made if each is not None), None)
+        if real is None:
+            with torch.no_grad():
+                real = own[0](journey.arrived[:0])
+        back = journey.back(journey.in_order([real[:0] if each is None else each for each in made]))
+        parts = back.split([len(each) for each in rows])
+        answers: list[Any] = [None] * len(asked)
+        for place, part in zip(order, parts, strict=True):
+            number, x = asked[place]
+            answers[place] = number, part.view(*x.shape[:-1], part.shape[1])
+        self._answers = answers
+        return back
+
+
+def _depending(result: Any, back: Tensor) -> Any:
+    """``result``, so that a gradient that comes to it comes to ``back``: all ranks must go back together."""
+    leaves, spec = tree_flatten(result)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaves[i] = leaf + back[:0].sum().to(leaf.dtype)
+            break
+    return tree_unflatten(leaves, spec)

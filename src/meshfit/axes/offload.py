@@ -1,0 +1,358 @@
+"""Optimizer state in host memory: it is on the device only while its parameters are stepped.
+
+Parameters are stepped chunk by chunk. While one chunk is stepped, the state of the next is copied in and that of the
+one before is copied out, each on a stream of its own. Weights and gradients stay on the device.
+
+    memory   the state of three chunks while a step runs, none of it between steps; all of it on the host, pinned
+    traffic  all state once in and once out a step, over the bus; the device waits for it where stepping is faster
+
+State tensors remain the objects they are. While they are away their storage is empty, and reading them reads nothing:
+``present`` and ``read`` give them whole. What is smaller than 4 KiB (counters of steps) stays on the device.
+"""
+
+import mmap
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.anatomy.trace import Trace
+from meshfit.cost import Cost
+from meshfit.data import tree
+from meshfit.errors import PlanError
+from meshfit.exchange.probe_optimizer import NOT_COPIED, NOT_SETTINGS, StateBytes, bare_copy, nature, own, state_bytes
+
+CHUNK = 256 * 2**20
+SMALL = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offload:
+    word: str = "optimizer"
+
+    chunk: int = CHUNK
+    """Bytes of state that are stepped at a time; a parameter with more is a chunk of its own."""
+
+    state: StateBytes | None = None
+    """What the optimizer keeps for a parameter; ``cost`` needs it."""
+
+    def apply(self, optimizer: torch.optim.Optimizer, device: torch.device) -> "Offloaded":
+        """Send what state there is to the host. From then on ``Offloaded.step`` steps the optimizer."""
+        if not (found := nature(optimizer)).separate:
+            raise PlanError(
+                f"offload={self.word}: {type(optimizer).__name__} cannot be stepped one part after another",
+                found.why,
+                "offload=none works; so does an optimizer that treats each parameter by itself (AdamW, say)",
+            )
+        return Offloaded(optimizer, device, chunk=self.chunk)
+
+    def cost(self, trace: Trace) -> tuple[Trace, Cost]:
+        assert self.state is not None, "cost needs Offload(state=state_bytes(optimizer))"
+        sizes = [self.state.of(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
+        away = [[size for size in each if size >= SMALL] for each in sizes]
+        chunks = [sum(sum(away[i]) for i in part) for part in cut([sum(each) for each in away], self.chunk)]
+        here = max((sum(chunks[i : i + 3]) for i in range(len(chunks))), default=0)
+        stays = sum(size for each in sizes for size in each if size < SMALL)
+        copies, moved = sum(map(len, away)), sum(map(sum, away))
+        return trace, Cost(
+            held={"optimizer": stays + here},
+            host={"optimizer": moved},
+            calls={"host_to_device": copies, "device_to_host": copies},
+            moved={"host_to_device": moved, "device_to_host": moved},
+        )
+
+
+def cut(sizes: list[int], limit: int) -> list[range]:
+    """Neighbours of ``limit`` in sum at most, and one of them at least."""
+    parts, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > limit:
+            parts.append(range(start, i))
+            start, total = i, 0
+        total += size
+    return [*parts, range(start, len(sizes))] if sizes else []
+
+
+class Offloaded:
+    """An optimizer whose state is away. It stays the one that schedulers change and whose ``state`` holds everything;
+    each chunk is stepped by a copy of it that has fewer parameters and the same state."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        chunk: int = CHUNK,
+        move: bool | None = None,
+    ):
+        """``move``: whether state really goes away. On CPUs there is nowhere to go, but tests ask for it."""
+        self.optimizer = optimizer
+        self.move = device.type == "cuda" if move is None else move
+        self._kind = device.type
+        self._in, self._out = _Lane(device), _Lane(device)
+        kept = state_bytes(optimizer)
+        every = [(g, p) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        sizes = [
+            sum(size for size in kept.of(tuple(p.shape), str(p.dtype).removeprefix("torch.")) if size >= SMALL)
+            if p.requires_grad
+            else 0
+            for _, p in every
+        ]
+        self.chunks = [_Chunk(optimizer, [every[i] for i in part]) for part in cut(sizes, chunk)]
+        self._chunk_of: dict[Tensor, _Chunk] = {p: chunk for chunk in self.chunks for p in chunk.parameters}
+        copies = [chunk.optimizer for chunk in self.chunks]
+        self._followed = [_Followed(lambda: vars(optimizer), [vars(c) for c in copies], NOT_COPIED)]
+        for g in range(len(optimizer.param_groups)):
+            groups = [chunk.groups[g] for chunk in self.chunks if g in chunk.groups]
+            if groups:
+                self._followed.append(_Followed(lambda g=g: optimizer.param_groups[g], groups, NOT_SETTINGS))
+        for one in self.chunks:  # state that the optimizer has already
+            self._send(one)
+
+    def step(self) -> None:
+        """As ``optimizer.step()``. On a GPU the host waits for all but the last two chunks to be on their way out:
+        running further ahead, it would take memory for states that others have not left yet."""
+        optimizer: Any = self.optimizer
+        optimizer._opt_called = True  # or schedulers warn that nobody steps
+        for hook in (*optimizer._optimizer_step_pre_hooks.values(),):
+            hook(optimizer, (optimizer,), {})
+        for followed in self._followed:
+            followed.down()
+        for i, chunk in enumerate(self.chunks):
+            if i == 0:
+                self._fetch(chunk)
+            if i >= 2:
+                self.chunks[i - 2].sent.settle()
+            if i + 1 < len(self.chunks):
+                self._fetch(self.chunks[i + 1])
+            chunk.fetched.wait()
+            chunk.optimizer.state = optimizer.state
+            chunk.optimizer.step()
+            self._send(chunk)
+        for followed in self._followed:
+            followed.up()
+        for hook in (*optimizer._optimizer_step_post_hooks.values(),):
+            hook(optimizer, (optimizer,), {})
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Within it all state is on the device: for ``optimizer.state_dict()`` and ``load_state_dict``."""
+        self.fetch()
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                self._send(chunk)
+
+    def fetch(self) -> None:
+        """Bring all state back, until the next step: before the optimizer is used without this."""
+        for chunk in self.chunks:
+            self._fetch(chunk)
+            chunk.fetched.wait()
+
+    def read(self, parameter: Tensor) -> Any:
+        """A copy on the host of what ``optimizer.state[parameter]`` holds."""
+        chunk = self._chunk_of[parameter]
+        chunk.sent.settle()
+
+        def whole(tensor: Tensor) -> Tensor:
+            if not _has_storage(tensor) or (away := chunk.away.get(tensor.untyped_storage()._cdata)) is None:
+                return tensor.detach().to("cpu", copy=True)
+            like = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            return like.set_(away.host.untyped_storage(), *place).clone()
+
+        return tree.map_tensors(whole, self.optimizer.state.get(parameter, {}))
+
+    @torch.no_grad()
+    def _fetch(self, chunk: "_Chunk") -> None:
+        if not chunk.away:
+            return
+        coming = [chunk.away[key] for key in self._storages(chunk) if key in chunk.away]  # not what was replaced since
+        chunk.spare += [one.host for one in chunk.away.values()]
+        chunk.away = {}
+        for one in coming:
+            one.storage.resize_(one.host.numel())  # the memory is the main stream's, so the copies wait for it
+        with self._in.copying(after=chunk.sent) as chunk.fetched:
+            for one in coming:
+                _bytes(one.storage).copy_(one.host, non_blocking=True)
+
+    @torch.no_grad()
+    def _send(self, chunk: "_Chunk") -> None:
+        if not self.move:
+            return
+        with self._out.copying() as chunk.sent:
+            for key, storage in self._storages(chunk).items():
+                if key in chunk.away:
+                    continue
+                host, there = chunk.host(storage), _bytes(storage)
+                host.copy_(there, non_blocking=True)
+                self._out.uses(there)
+                chunk.away[key] = _Away(storage, host)
+                storage.resize_(0)
+
+    def _storages(self, chunk: "_Chunk") -> dict[int, torch.UntypedStorage]:
+        """What is (or goes) away of a chunk's state: not what it shares with weights or gradients."""
+        near = (t for p in chunk.parameters for t in (p, p.grad) if t is not None and _has_storage(t))
+        stays = {tensor.untyped_storage()._cdata for tensor in near}
+        found = {}
+        for p in chunk.parameters:
+            for tensor in tree.tensors(self.optimizer.state.get(p, {})):
+                if not _has_storage(tensor) or tensor.device.type != self._kind:
+                    continue
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in stays and (key in chunk.away or storage.nbytes() >= SMALL):
+                    found[key] = storage
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    storage: torch.UntypedStorage
+    host: Tensor
+    """Its bytes."""
+
+
+class _Mark:
+    """A point in the work of a lane. On CPUs work is done when it is called, and there is nothing to wait for."""
+
+    def __init__(self, event: torch.cuda.Event | None = None):
+        self.event = event
+
+    def wait(self) -> None:
+        """Let the device's current stream wait; not the host."""
+        if self.event is not None:
+            self.event.wait()
+
+    def settle(self) -> None:
+        """Let the host wait."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class _Lane:
+    """A stream of copies beside the device's work."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def copying(self, after: _Mark | None = None) -> Iterator[_Mark]:
+        """Within it, copies run in this lane, after all that the device was given until now. Yields their end."""
+        if self.stream is None:
+            yield _Mark()
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        end = torch.cuda.Event()
+        with torch.cuda.stream(self.stream):
+            if after is not None:
+                after.wait()
+            yield _Mark(end)
+            end.record()
+
+    def uses(self, tensor: Tensor) -> None:
+        """Once ``tensor`` is freed, keep its memory from others until the copies until now are done."""
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
+
+class _Chunk:
+    """Parameters stepped together: their copy of the optimizer, and where their state is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, members: list[tuple[int, nn.Parameter]]):
+        self.parameters = [p for _, p in members]
+        self.groups: dict[int, dict[str, Any]] = {}
+        """By their place in the optimizer's own groups."""
+        for g, p in members:
+            self.groups.setdefault(g, {"params": []})["params"].append(p)
+        self.optimizer: Any = bare_copy(optimizer, list(self.groups.values()), optimizer.state)
+        self.away: dict[int, _Away] = {}
+        """By storage."""
+        self.spare: list[Tensor] = []
+        """Host memory for what goes away next."""
+        self.fetched, self.sent = _Mark(), _Mark()
+
+    def host(self, storage: torch.UntypedStorage) -> Tensor:
+        """Room for ``storage`` in host memory: what it had before, as a rule."""
+        for i, spare in enumerate(self.spare):
+            if spare.numel() == storage.nbytes():
+                return self.spare.pop(i)
+        return _host_memory(storage.nbytes(), pinned=storage.device.type == "cuda")
+
+
+@dataclass
+class _Followed:
+    """One dict of the optimizer's (a group, or its attributes) and the chunks' own versions of it.
+
+    What somebody changes in the optimizer's (a schedule the learning rate, ``Update`` the loss scale) goes down to all
+    of them before a step. What they change themselves (an optimizer that counts its steps in its group) goes up after
+    it, from the first: they all count alike.
+    """
+
+    whole: Callable[[], dict[str, Any]]
+    """Loading a state dict replaces the groups, so they are looked up every time."""
+    parts: list[dict[str, Any]]
+    skip: Collection[str]
+    _seen: dict[str, Any] = field(default_factory=dict)
+    _given: dict[str, Any] = field(default_factory=dict)
+
+    def down(self) -> None:
+        whole = self.whole()
+        for key in [key for key in self._seen if key not in whole]:
+            del self._seen[key], self._given[key]
+            for part in self.parts:
+                part.pop(key, None)
+        for key, value in whole.items():
+            if key in self.skip or (key in self._seen and _same(self._seen[key], value)):
+                continue
+            self._seen[key] = _stamp(value)
+            for part in self.parts:
+                part[key] = own(value)
+            self._given[key] = _stamp(self.parts[0][key])
+
+    def up(self) -> None:
+        whole = self.whole()
+        for key, value in self.parts[0].items():
+            if key in self.skip or (key in self._given and _same(self._given[key], value)):
+                continue
+            whole[key] = own(value)
+            self._given[key], self._seen[key] = _stamp(value), _stamp(whole[key])
+
+
+def _stamp(value: Any) -> tuple[Any, int]:
+    """The object, and how often it was written to in place."""
+    return value, value._version if isinstance(value, Tensor) else 0
+
+
+def _same(stamp: tuple[Any, int], value: Any) -> bool:
+    return stamp[0] is value and stamp[1] == _stamp(value)[1]
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Not so for tensors that stand for others (quantized, distributed): those stay where they are."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _host_memory(size: int, *, pinned: bool) -> Tensor:
+    """``size`` bytes exactly: torch's own pinned memory comes in powers of two."""
+    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    if pinned:
+        cudart: Any = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), size, 0))
+        weakref.finalize(memory, _unpin, memory.data_ptr()).atexit = False
+    return memory
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may be under way
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostUnregister(address))

@@ -1,0 +1,334 @@
+"""Pipeline parallelism: the model is cut into stages, each on its own rank, and microbatches flow through them.
+
+A stage is a range of what one recorded step of training does: forward and loss. Its rank keeps the modules that it
+runs, under their own names, and is sent the tensors that cross the cut before it. The batch, targets and all, goes to
+every rank; the loss is computed on the last. In what order the ranks work: see schedule/actions.py.
+
+    memory    a rank's own parameters, and its activations for as many microbatches as its schedule keeps
+    traffic   what crosses a cut, for each microbatch: forward, and its gradient back
+    bubble    about (p - 1) / (m + p - 1) of the time, by the schedule
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshfit.anatomy.cost import Meter
+from meshfit.anatomy.cuts import Stages, stages, work
+from meshfit.anatomy.record import Recording, TraceError
+from meshfit.anatomy.record_atoms import twin
+from meshfit.anatomy.trace import Event, Trace
+from meshfit.axes.pipeline.audit import faithful
+from meshfit.axes.pipeline.cut import Split, hollow, part_of, split_of, stages_before
+from meshfit.axes.pipeline.program import Program, Programs
+from meshfit.axes.shard.units import Whole, _relative
+from meshfit.cost import Cost
+from meshfit.errors import PlanError
+from meshfit.schedule.actions import BACKWARD, FORWARD, Action, Schedule, rank_of, schedule, stages_of, usual_chunks
+from meshfit.schedule.simulate import Simulated, simulate
+
+EVEN = 0.05
+"""Imbalance of stages beyond which modules are opened further, for a better cut."""
+
+SHARE = 0.05
+"""Of all parameters: what a module may hold and still be taken as a whole, where stages are few."""
+
+
+UNEVEN = 0.25
+"""How much longer than the mean a stage may take before that is worth a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Cut the model over the ``pipeline`` axis."""
+
+    degree: int
+
+    word: str = "1f1b"
+    """The schedule: see schedule/actions.py."""
+
+    chunks: int = 0
+    """Stages a rank holds; 0: as many as the schedule usually has."""
+
+    microbatches: int = 1
+    cut: tuple[str, ...] = ()
+    """Paths of the modules with which the stages after the first begin; none: where the costs are even."""
+
+    atoms: tuple[str, ...] = ()
+    """Paths of modules that must not be cut, since something acts where they are called."""
+
+    @property
+    def stages(self) -> int:
+        return self.degree * (self.chunks or usual_chunks(self.word))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Refuses what the schedule cannot take."""
+        return schedule(self.word, self.degree, self.microbatches, self.chunks or None)
+
+    def find(
+        self, model: nn.Module, objective: Callable[[nn.Module, Any], Any], batch: Any, *, device: str = "cuda"
+    ) -> "Found":
+        """Where to cut ``model``, from one step recorded on ``batch``: on one rank, for all of them."""
+        refused: PlanError | None = None
+        found: list[tuple[float, Found]] = []
+        for share in (min(SHARE, 1 / (4 * self.stages)), 0.0):  # finer only if need be: see record_atoms
+            atoms, recording = self._record(model, objective, batch, share, device)
+            trace = _relative(recording.trace)
+            try:
+                cut = self.cut_of(trace)
+                split = split_of(trace, cut, branches=_branches(trace))
+            except PlanError as error:
+                refused = error
+                continue
+            found.append((cut.imbalance, Found(split, share, atoms, trace, _notes(trace, cut))))
+            if cut.imbalance <= EVEN or self.cut:
+                break
+        if not found:
+            assert refused is not None
+            raise refused
+        return min(found, key=lambda each: each[0])[1]
+
+    def _record(
+        self, model: nn.Module, objective: Any, batch: Any, share: float, device: str
+    ) -> tuple[tuple[str, ...], Recording]:
+        meter = partial(Meter, target=device)
+        return faithful(model, objective, batch, meter=meter, share=share, atoms=self.atoms, refusal=self._refusal)
+
+    def _refusal(self, what: str, error: TraceError) -> PlanError:
+        return PlanError(
+            f"pipeline={self.degree}: {what}",
+            error.headline,
+            *error.facts,
+            f"data={self.degree} and shard={self.degree} take the model as it is",
+        )
+
+    def cut_of(self, trace: Trace, cost: Callable[[Event], float] = work) -> Stages:
+        """``trace`` in stages of even ``cost``, or at the modules named."""
+        if not self.cut:
+            return stages(trace, self.stages, cost)
+        if len(self.cut) != self.stages - 1:
+            raise PlanError(
+                f"cut={','.join(self.cut)} makes {len(self.cut) + 1} stages, but {self.stages} are needed",
+                f"pipeline={self.degree} with {self.stages // self.degree} on each rank",
+                f"name {self.stages - 1} modules, or leave cut= out",
+            )
+        return stages_before(trace, self.cut)
+
+    def apply(self, model: nn.Module, found: "Found", rank: int, *, drop: bool = True) -> "Staged":
+        """Keep this rank's part of ``model``. With ``drop`` the rest of it is let go at once: those parameters have no
+        elements any more."""
+        split, own = found.split, stages_of(self.word, self.degree, self.stages // self.degree, rank)
+        if split.stages != self.stages:
+            raise PlanError(f"the split has {split.stages} stages, the plan {self.stages}")
+        skeleton = twin(model, meta=True)
+        for name in split.looked_at:  # what the model decides by must have its value there, too
+            path, _, attribute = name.rpartition(".")
+            skeleton.get_submodule(path)._buffers[attribute] = model.get_buffer(name)
+        parameters = {name for stage in own for name in split.parameters[stage]}
+        buffers = {name for stage in own for name in split.buffers[stage]}
+        part = part_of(model, parameters, buffers)
+        if drop:
+            hollow(model, part)
+        return Staged(self, found, rank, part, skeleton, model)
+
+    def cost(self, trace: Trace, rank: int, found: Stages | None = None) -> tuple[Trace, Cost, float]:
+        """What ``rank`` runs of ``trace`` (of one microbatch); what it sends; and the activations that it keeps at
+        their most, over those of one microbatch."""
+        found = found or self.cut_of(trace)
+        own = stages_of(self.word, self.degree, self.stages // self.degree, rank)
+        mine = part_of_trace(trace, found, own)
+        last = self.stages - 1
+        steps = [(stage + 1, found.cuts[stage].bytes) for stage in own if stage < last]
+        for stage in (stage for stage in own if stage):  # gradients, of what has one
+            values = [trace.values[v] for v in found.cuts[stage - 1].crossing]
+            steps.append((stage - 1, sum(value.bytes for value in values if value.needs_grad)))
+        away = [size for to, size in steps if self.schedule.rank_of(to) != rank and size]
+        times = self.microbatches
+        sent = Cost(
+            calls={"send": len(away) * times} if away else {}, moved={"send": sum(away) * times} if away else {}
+        )
+        return mine, sent, self.kept(trace, found)[rank] / max(mine.cost.kept, 1)
+
+    def tied(self, trace: Trace, found: Stages | None = None) -> set[str]:
+        """Parameters that several ranks hold."""
+        found, users = found or self.cut_of(trace), {}
+        for stage, names in enumerate(found.parameters):
+            for name in names:
+                users.setdefault(name, set()).add(self.schedule.rank_of(stage))
+        return {name for name, ranks in users.items() if len(ranks) > 1}
+
+    def tied_cost(self, trace: Trace, mine: Trace) -> Cost:
+        """Of summing the gradients of those that a rank which runs ``mine`` holds."""
+        shared = [p for name, p in mine.parameters.items() if p.trained and name in self.tied(trace)]
+        if not shared:
+            return Cost()
+        return Cost(calls={"all_reduce": len(shared)}, moved={"all_reduce": sum(p.bytes for p in shared)})
+
+    def kept(self, trace: Trace, found: Stages) -> tuple[int, ...]:
+        """Activation bytes at their most, by rank."""
+        size = [sum(trace.events[i].cost.kept for i in events) for events in found.ranges]
+        most = []
+        for order in self.schedule.orders:
+            alive = peak = 0
+            for action in order:
+                alive += size[action.stage] if action.kind == FORWARD else 0
+                peak = max(peak, alive)
+                alive -= size[action.stage] if action.kind in (BACKWARD, "W") else 0
+            most.append(peak)
+        return tuple(most)
+
+    def forecast(
+        self, trace: Trace, found: Stages | None = None, *, seconds: float = 1.0, transfer: float = 0.0
+    ) -> Simulated:
+        """A step, if the whole model takes ``seconds`` for a microbatch, forward and backward, and a byte ``transfer``
+        seconds to the next rank."""
+        found = found or self.cut_of(trace)
+        total = sum(found.costs) or 1.0
+        forward = [_forward_share(trace, events) for events in found.ranges]
+
+        def takes(action: Action) -> float:
+            whole, ahead = seconds * found.costs[action.stage] / total, forward[action.stage]
+            part = {"F": ahead, "B": 1 - ahead}.get(action.kind, (1 - ahead) / 2)
+            return whole * part
+
+        return simulate(self.schedule, takes, lambda stage: found.cuts[stage].bytes * transfer)
+
+
+def _forward_share(trace: Trace, events: range) -> float:
+    flops = sum(trace.events[i].cost.flops for i in events)
+    both = flops + sum(trace.events[i].cost.flops_backward for i in events)
+    return flops / both if both else 1 / 3
+
+
+def _notes(trace: Trace, found: Stages) -> tuple[str, ...]:
+    """Of stages so uneven that most ranks wait for one."""
+    if found.imbalance < UNEVEN:
+        return ()
+    longest = max(range(len(found.costs)), key=found.costs.__getitem__)
+    events = [trace.events[i] for i in found.ranges[longest]]
+    largest = max(events, key=work)
+    return (
+        f"pipeline: stage {longest} takes {1 + found.imbalance:.1f} times as long as the mean of all stages,"
+        f" because {largest.name} cannot be cut"
+        if found.indivisible
+        else f"pipeline: stage {longest} takes {1 + found.imbalance:.1f} times as long as the mean of all stages",
+    )
+
+
+def _branches(trace: Trace) -> bool:
+    """Whether the forward looks at its inputs to decide what to run."""
+    return any(event.name.startswith("guard ") for event in trace.events)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a model is cut; ``split`` and ``share`` are what other ranks need of it."""
+
+    split: Split
+    share: float
+    """How finely it was recorded."""
+    atoms: tuple[str, ...] = ()
+    """Modules that had to be taken as a whole."""
+    trace: Trace | None = None
+    notes: tuple[str, ...] = ()
+    """What the user should know of it."""
+
+    def to_send(self) -> "Found":
+        return replace(self, trace=None)
+
+
+class Staged:
+    """One rank's part of a model."""
+
+    def __init__(
+        self, pipeline: Pipeline, found: Found, rank: int, part: nn.Module, skeleton: nn.Module, model: nn.Module
+    ):
+        self.pipeline, self.found, self.rank, self.skeleton, self.model = pipeline, found, rank, skeleton, model
+        self.part = part
+        """A plain module that holds this rank's parameters and buffers, under their original names."""
+        self.stages = stages_of(pipeline.word, pipeline.degree, pipeline.stages // pipeline.degree, rank)
+
+    @property
+    def last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.pipeline.stages - 1 in self.stages
+
+    @property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several ranks hold, by name, with those ranks: the first is the owner. In the same order
+        on every rank. Where one rank holds them in two stages they are one tensor there."""
+        trained = {name for names in self.found.split.parameters for name in names}
+        return {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1 and name in trained}
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """The rank whose word counts, for every parameter and buffer of the model: the first that holds it; for a
+        buffer that a stage writes there is but one."""
+        return {name: ranks[0] for name, ranks in self.holders.items()}
+
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that hold each parameter and buffer of the model, in the same order on every rank."""
+        found: dict[str, list[int]] = {}
+        split = self.found.split
+        for stage, names in enumerate(zip(split.parameters, split.buffers, strict=True)):
+            rank = rank_of(self.pipeline.word, self.pipeline.degree, stage)
+            for name in (*names[0], *names[1]):
+                if rank not in found.setdefault(name, []):
+                    found[name].append(rank)
+        return {name: tuple(ranks) for name, ranks in found.items()}
+
+    def programs(self, objective: Callable[[nn.Module, Any], Any]) -> Programs[Program]:
+        """What the stages run for ``objective(model, content)``: a training loss, or a prediction."""
+        found = self.found
+        cut = partial(Program.like, found.split)
+        return Programs(self.skeleton, objective, cut, share=found.share, atoms=found.atoms)
+
+    def undo(self, whole: Mapping[str, Tensor]) -> None:
+        """Give the model back what other ranks held of it: ``whole`` has all weights and buffers by name."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if tensor.shape != whole[name].shape:
+                tensor.data = whole[name].to(tensor.device)
+
+    def root(self, objective: Callable[[nn.Module, Any], Any]) -> nn.Module:
+        return Whole(self.part, objective)
+
+
+def part_of_trace(trace: Trace, found: Stages, own: Iterable[int]) -> Trace:
+    """What the stages ``own`` run of ``trace``, as a trace of its own."""
+    return only(trace, {i for stage in own for i in (*found.recomputed[stage], *found.ranges[stage])})
+
+
+def only(trace: Trace, some: Iterable[int]) -> Trace:
+    """What some events of ``trace`` do, as a trace of its own."""
+    kept = sorted(some)
+    place = {old: new for new, old in enumerate(kept)}
+    events = tuple(replace(trace.events[i], index=place[i]) for i in kept)
+    used = {id for event in events for id in (*event.reads, *event.writes, *event.mutates)}
+    values = {
+        id: replace(
+            value,
+            made_by=place.get(value.made_by, -1 if value.made_by >= 0 else value.made_by),
+            used_by=tuple(place[i] for i in value.used_by if i in place),
+        )
+        for id, value in trace.values.items()
+        if id in used
+    }
+    named = {name for event in events for name in event.parameters}
+    buffers = {name for event in events for name in event.buffers}
+    made = {id for event in events for id in event.writes}
+    return replace(
+        trace,
+        events=events,
+        values=values,
+        inputs=tuple(id for id, value in values.items() if id not in made),
+        outputs=tuple(id for id in trace.outputs if id in made),
+        parameters={name: p for name, p in trace.parameters.items() if name in named},
+        buffers={name: b for name, b in trace.buffers.items() if name in buffers},
+        ties={name: first for name, first in trace.ties.items() if first in named},
+        blocks=(),
+    )

@@ -1,0 +1,171 @@
+"""What each stage runs for a microbatch: a recording of its very shape, cut like the split.
+
+A recording holds for inputs of one shape, in one mode, and where Python looked at values of the inputs for those
+values. So each new kind of microbatch is recorded again, on a model without weights: a tenth of a second, once.
+All ranks record alike, since they are given the same microbatches; nothing about shapes has to be sent.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshfit.anatomy.cuts import Stages, storage_of
+from meshfit.anatomy.record import Recording, record
+from meshfit.anatomy.record_program import decode
+from meshfit.anatomy.replay import Environment, bind, fact, replay_range, run
+from meshfit.axes.pipeline.cut import Split, decided, stages_like
+from meshfit.axes.shard.units import Whole, _relative
+from meshfit.data import tree
+
+REMEMBERED = 64
+"""Kinds of microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor that crosses a cut, as its sender says."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A recording, and whether it holds for a microbatch."""
+
+    recording: Recording
+
+    def bind(self, content: Any) -> dict[int, Tensor]:
+        """The tensors of a microbatch by the ids they have here."""
+        return bind(self.recording, (content,))
+
+    @property
+    def gives_pair(self) -> bool:
+        """Whether the objective returns (sum, count)."""
+        return isinstance(self.recording.outputs, tuple | list)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the model computes some of its activations again in backward."""
+        return any(step.checkpoint is not None for step in self.recording.steps)
+
+    @cached_property
+    def _looks(self) -> tuple[int, ...]:
+        """Steps that look at values of the inputs, and those that compute what they look at."""
+        return decided(self.recording.trace)
+
+    def fits(self, content: Any, root: nn.Module, device: torch.device) -> bool:
+        """Whether the forward would go this way for ``content``: every rank can tell, from the inputs alone."""
+        if not self._looks:
+            return True
+        env = Environment(root, {id: t.clone() for id, t in self.bind(content).items()}, device)
+        with torch.no_grad():
+            for i in self._looks:
+                step = self.recording.steps[i]
+                if step.kind == "guard":
+                    args, kwargs = decode(step.args, env.resolve), decode(step.kwargs, env.resolve)
+                    if step.target(*args, **kwargs) != step.expected:
+                        return False
+                else:
+                    kept = dict(env.values)
+                    run([step], env)
+                    env.values = {**kept, **env.values}  # a look later on may need what the step let go
+        return True
+
+
+@dataclass(eq=False)
+class Program(Recorded):
+    """A recording, cut into stages."""
+
+    stages: Stages
+    layouts: dict[int, tuple[Layout, ...]] = field(default_factory=dict)
+    """What crosses after each stage, once that is known: what autocast makes of it shows only when it runs."""
+
+    @classmethod
+    def like(cls, split: Split, recording: Recording) -> "Program":
+        """``recording`` cut as ``split`` is."""
+        return cls(recording, stages_like(split, recording.trace))
+
+    def run(
+        self, stage: int, root: nn.Module, given: dict[int, Tensor], received: list[Tensor], device: torch.device
+    ) -> tuple[list[Tensor], Any]:
+        """What ``stage`` hands on; of the last, also what the objective returns."""
+        trace, stages = self.recording.trace, self.stages
+        fed = {id: given[id] for id in stages.inputs[stage]}
+        if stage:
+            fed |= dict(zip(stages.cuts[stage - 1].crossing, received, strict=True))
+        changed = self._changed[stage]
+        fed = {id: t.clone() if storage_of(trace, id) in changed else t for id, t in fed.items()}
+        env = Environment(root, fed, device)
+        run([self.recording.steps[i] for i in stages.recomputed[stage]], env)
+        events = stages.ranges[stage]
+        replay_range(self.recording, events.start, events.stop, env)
+        if stage < len(stages.ranges) - 1:
+            return [env.values[id] for id in stages.cuts[stage].crossing], None
+        return [], decode(self.recording.outputs, env.resolve)
+
+    @cached_property
+    def _changed(self) -> list[set[int]]:
+        """Memory that each stage changes in place: what it is fed of it must be a copy."""
+        trace = self.recording.trace
+        return [{storage_of(trace, v) for i in r for v in trace.events[i].mutates} for r in self.stages.ranges]
+
+
+P = TypeVar("P", bound=Recorded)
+
+
+class Programs(Generic[P]):
+    """Programs of one objective, by the kind of microbatch. ``cut`` makes one of a recording."""
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        objective: Callable[[nn.Module, Any], Any],
+        cut: Callable[[Recording], P],
+        *,
+        share: float,
+        atoms: Iterable[str] = (),
+    ):
+        self.whole = Whole(skeleton, objective)
+        self.cut, self.share = cut, share
+        self.atoms = tuple(f"model.{path}" if path else "model" for path in atoms)
+        self._found: OrderedDict[Any, list[P]] = OrderedDict()
+
+    def of(self, content: Any, root: nn.Module, device: torch.device, *, training: bool) -> P:
+        """The program for ``content``; recorded now, if there is none. ``root`` holds this rank's part."""
+        facts = tuple(map(fact, tree.leaves(content)))
+        key = (training, tuple(module.training for module in self.whole.modules()), str(facts))
+        known = self._found.setdefault(key, [])
+        self._found.move_to_end(key)
+        for program in known:
+            if program.fits(content, root, device):
+                return program
+        program = self.record(content, training=training)
+        known.append(program)
+        while len(self._found) > REMEMBERED:
+            self._found.popitem(last=False)
+        return program
+
+    def record(self, content: Any, *, training: bool) -> P:
+        with _of_any_size():
+            recording = record(self.whole, (content,), training=training, share=self.share, atoms=self.atoms)
+        return self.cut(replace(recording, trace=_relative(recording.trace)))
+
+
+@contextmanager
+def _of_any_size() -> Iterator[None]:
+    """Let BatchNorm be recorded on a single sample: a global one has more, and any other will say so when it runs."""
+    functional: Any = F
+    check, functional._verify_batch_size = functional._verify_batch_size, lambda size: None
+    try:
+        yield
+    finally:
+        functional._verify_batch_size = check

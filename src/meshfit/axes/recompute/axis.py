@@ -1,0 +1,71 @@
+"""Recomputation: a block keeps its inputs, and backward computes again what forward threw away.
+
+    full        all of the block: at most a third more arithmetic
+    selective   what is cheap: norms, activations, softmax, dropout. Products, convolutions and attention kernels are
+                kept, so that hardly any arithmetic is done twice
+
+    memory   full: the inputs of every block; selective: those and the results of its products. Beside either, in
+             backward, what one block keeps by itself
+    traffic  that of the block's own forward, once more: global BatchNorm's
+
+Gradients are those of a plain forward (on CPUs to the last bit). A block computed again sees what it saw at first
+(random numbers, autocast, buffers, attributes, whether its samples count), and leaves the model as it found it: a
+running statistic counts a batch once. What a block changes is learnt from its first call, for each mix of modules in
+training and not. A block must not change its inputs in place: torch then refuses the backward.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshfit.anatomy.again import after_recompute
+from meshfit.anatomy.trace import Trace
+from meshfit.axes.forward import wrap
+from meshfit.axes.recompute.call import Call, Changes, is_empty_cache
+from meshfit.cost import Cost
+from meshfit.data import tree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recompute:
+    """Compute ``blocks`` again in backward."""
+
+    word: str
+    """ "selective" or "full"."""
+
+    blocks: tuple[str, ...]
+    """Paths of the modules computed again, none inside another: ("layers.0", ...)."""
+
+    def apply(self, model: nn.Module) -> None:
+        """In place, around each block's forward. Only where a gradient will be asked for: in training, with grad."""
+        for path in self.blocks:
+            module = model.get_submodule(path)
+            wrap(module, lambda forward, module=module: _recomputed(module, forward, self.word == "selective"))
+
+    def cost(self, trace: Trace) -> tuple[Trace, Cost]:
+        """What is kept then, by the event that first keeps it, and the arithmetic done again, in its backward."""
+        kept, again = after_recompute(trace, self.blocks, self.word)
+        events = tuple(
+            replace(e, cost=replace(e.cost, kept=kept[e.index], flops_backward=e.cost.flops_backward + again[e.index]))
+            for e in trace.events
+        )
+        return replace(trace, events=events), Cost(flops=sum(again.values()))
+
+
+def _recomputed(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    changes: Changes = {}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        args = tuple(None if is_empty_cache(arg) else arg for arg in args)
+        kwargs = {name: None if is_empty_cache(arg) else arg for name, arg in kwargs.items()}
+        call = Call(module, forward, args, kwargs, changes, selective)
+        # All tensors by place: torch looks there for devices whose random numbers to restore, and for changes in place.
+        return checkpoint(call, *tree.tensors((args, kwargs)), use_reentrant=False)
+
+    return run

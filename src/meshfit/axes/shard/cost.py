@@ -1,0 +1,231 @@
+"""What sharding costs on one rank: bytes held, gathers and scatters, from a trace. What ``Shards`` and ``Scatter`` do,
+done with numbers."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from meshfit.anatomy.trace import Event, Trace
+from meshfit.axes.shard.units import Unit, entrance_of
+from meshfit.cost import Cost
+from meshfit.exchange.scatter import RIDERS
+
+LOOKUPS = ("Embedding", "EmbeddingBag", "embedding", "embedding_bag")
+CUT = ("float", "bfloat", "complex")
+"""Beginnings of the dtypes that are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Parameters of one kind, as one row cut over ranks."""
+
+    sizes: dict[str, int]
+    """Elements, by name."""
+    trained: bool
+    itemsize: int
+    gathered: int
+    """Bytes of an element while gathered."""
+    degree: int
+
+    @property
+    def part(self) -> int:
+        return -(-sum(self.sizes.values()) // self.degree)
+
+    @property
+    def bytes(self) -> int:
+        """Of a rank's part."""
+        return self.part * self.itemsize
+
+    @property
+    def whole(self) -> int:
+        """Bytes of all of it, gathered."""
+        return self.part * self.degree * self.gathered
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of all its gradients."""
+        return self.bytes * self.degree
+
+    def first_slices(self) -> dict[str, int]:
+        """Elements of each parameter that the first rank owns."""
+        left, found = self.part, {}
+        for name, size in self.sizes.items():
+            found[name], left = min(size, left), max(0, left - size)
+        return found
+
+
+def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list[Row]:
+    """A unit's rows. ``gathered``: bytes of an element of what autocast would round."""
+    kinds: dict[tuple[str, bool, int, str], dict[str, int]] = {}
+    for name in unit.parameters:
+        p = trace.parameters[name]
+        if not p.dtype.startswith(CUT):
+            continue
+        elements = _elements(p.shape)
+        size = p.bytes // max(1, elements)
+        as_gathered = gathered if gathered and name in unit.rounded and p.dtype == "float32" else size
+        kinds.setdefault((p.dtype, p.trained, as_gathered, name if name in unit.apart else ""), {})[name] = elements
+    found = []
+    for (_, trained, as_gathered, _), sizes in kinds.items():
+        one = trace.parameters[next(iter(sizes))]
+        itemsize = one.bytes // max(1, _elements(one.shape))
+        found.append(Row(sizes, trained, itemsize, as_gathered, degree))
+    return found
+
+
+def shard_cost(
+    trace: Trace,
+    units: tuple[Unit, ...],
+    *,
+    degree: int,
+    copies: int,
+    zero: int,
+    microbatches: int,
+    gathered: int | None,
+    ahead: bool,
+    host: bool,
+    accumulate: bool,
+) -> tuple[Trace, Cost]:
+    """See ``Shard.cost``."""
+    rows = {unit: rows_of(trace, unit, degree, gathered) for unit in units}
+    every = [row for many in rows.values() for row in many]
+    uses = uses_of(trace, units)
+    used = Counter(use.unit for use in uses if use.returns)
+    fetched = Counter(units) if zero < 3 else gathers(trace, uses, microbatches)
+    scattered = {
+        unit: (1 if accumulate else microbatches * (used[unit] if zero == 3 else 1)) if degree > 1 else 0
+        for unit in units
+    }
+    uncut = sum(p.bytes for p in trace.parameters.values() if not p.dtype.startswith(CUT))
+    parts = {"weights": sum(row.bytes for row in every), "gradients": sum(row.bytes for row in every if row.trained)}
+    held = {"weights": uncut, "gradients": 0} if host else {**parts, "weights": parts["weights"] + uncut}
+    if zero == 3:
+        held["gathered"] = _most(units, {unit: sum(row.whole for row in rows[unit]) for unit in units}, ahead)
+    else:  # a part that is gathered as it is lies within the whole
+        within = [0 if host or row.gathered != row.itemsize else row.bytes for row in every]
+        held["weights"] += sum(row.whole for row in every) - sum(within)
+    # Whole gradients wait for later microbatches, or for further uses of their unit in this one.
+    waiting = units if accumulate else [unit for unit in units if used[unit] > 1 and zero < 3]
+    held["gradients"] += sum(row.gradients for unit in waiting for row in rows[unit] if row.trained)
+    calls, moved = _traffic(rows, fetched, scattered, degree, copies, host)
+    slices = {name: n for row in every for name, n in row.first_slices().items()} if degree > 1 else {}
+    cut = {
+        name: replace(p, shape=(slices[name],), bytes=p.bytes // max(1, _elements(p.shape)) * slices[name])
+        for name, p in trace.parameters.items()
+        if name in slices
+    }
+    cost = Cost(held=held, host=parts if host else {}, calls=calls, moved=moved)
+    return replace(trace, parameters={**trace.parameters, **cut}), cost
+
+
+def _traffic(
+    rows: dict[Unit, list[Row]],
+    fetched: Counter[Unit],
+    scattered: dict[Unit, int],
+    degree: int,
+    copies: int,
+    host: bool,
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Calls and bytes of a step, by name: how often each unit is gathered and scattered is given."""
+    trained = [row for many in rows.values() for row in many if row.trained]
+    runs = [("reduce_scatter", scattered[unit], row.gradients) for unit in rows for row in rows[unit] if row.trained]
+    if degree > 1:
+        runs += [("all_gather", times, row.whole) for unit, times in fetched.items() for row in rows[unit]]
+    if copies > 1:
+        runs += [("all_reduce", 1, row.bytes) for row in trained]
+    if degree * copies > 1:
+        runs.append(("all_reduce", 1, 8 * (RIDERS + 2 * degree * copies + sum(len(row.sizes) for row in trained))))
+    if host:
+        runs += [("host_to_device", times, sum(r.bytes for r in rows[unit])) for unit, times in fetched.items()]
+        runs.append(("device_to_host", 1, sum(row.bytes for row in trained)))
+    calls: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    for name, times, size in runs:
+        if times and size:
+            calls[name] += times
+            moved[name] += times * size
+    return dict(calls), dict(moved)
+
+
+@dataclass(slots=True)
+class Use:
+    """One opening of a unit in forward."""
+
+    unit: Unit
+    saved: bool = False
+    """Whether autograd saves a weight of it there, and so backward needs it again."""
+    returns: bool = False
+    """Whether backward comes back from it: not from what runs without gradients."""
+
+
+def uses_of(trace: Trace, units: tuple[Unit, ...]) -> list[Use]:
+    """The units as a forward opens them, one after another; the whole's own first."""
+    entered: dict[str, list[Unit]] = {}
+    for unit in units:
+        for path in unit.entrances if unit.parameters else ():
+            entered.setdefault(path, []).append(unit)
+    whole = [Use(unit) for unit in entered.pop("", [])]
+    found, under_way, now, first = [*whole], [], "", ""
+    for event in trace.events:
+        path = entrance_of(event, entered)
+        module = event.name if event.kind == "module" else ""
+        if path and (path != now or module == first != ""):  # another module, or the same from its beginning
+            under_way, first = [Use(unit) for unit in entered[path]], ""
+            found += under_way
+        now, first = path, first or module
+        for use in (*under_way, *whole) if path else whole:
+            use.saved |= _saves_weights(trace, event) and bool({*event.parameters} & {*use.unit.parameters})
+            use.returns |= use in whole or any(trace.values[v].needs_grad for v in event.writes)
+    return found
+
+
+def gathers(trace: Trace, uses: list[Use], microbatches: int) -> Counter[Unit]:
+    """How often each unit is gathered in a step with zero=3: see ``Shards._fetch``."""
+    frozen = {use.unit for use in uses if any(not trace.parameters[name].trained for name in use.unit.parameters)}
+    count: Counter[Unit] = Counter()
+    here: set[Unit] = set()
+
+    def fetch(unit: Unit) -> None:
+        if unit not in here:
+            count[unit] += 1
+            here.intersection_update({other for other in here if other.entrances == ("",)})
+            here.add(unit)
+
+    for _ in range(microbatches):
+        left = Counter(use.unit for use in uses)
+        for use in uses:
+            fetch(use.unit)
+        for use in reversed(uses):
+            if use.saved and use.returns:
+                fetch(use.unit)
+            left[use.unit] -= 1
+            if left[use.unit] == 0 and use.unit not in frozen:
+                here.discard(use.unit)
+    return count
+
+
+def _saves_weights(trace: Trace, event: Event) -> bool:
+    """Whether autograd saves a weight: not where it is only looked up, or multiplies what needs no gradient."""
+    kind = trace.kinds.get(event.name, event.name) if event.kind == "module" else event.name
+    if kind in LOOKUPS:
+        return False
+    if any(trace.values[v].needs_grad for v in event.reads):
+        return True
+    names = {name.rpartition(".")[2] for name in event.parameters if trace.parameters[name].trained}
+    return bool(names) and not (kind in ("Linear", "linear") and names <= {"weight", "bias"})
+
+
+def _most(units: tuple[Unit, ...], wholes: dict[Unit, int], ahead: bool) -> int:
+    """Bytes gathered at once: the whole's own, and the largest other unit (with the next one, where that is fetched
+    ahead)."""
+    always = sum(wholes[unit] for unit in units if unit.entrances == ("",))
+    others = [wholes[unit] for unit in units if unit.entrances != ("",)]
+    pairs = [a + b for a, b in pairwise(others)] if ahead else []
+    return always + max([*others, *pairs], default=0)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,417 @@
+"""Units of a sharded model at run time: gathered when a call needs them, dropped after it.
+
+While a unit is open, its modules hold whole tensors in place of the parameters: outputs of ``_Gather``, whose backward
+is given the whole gradients and hands them to the exchange. Autograd itself thus knows when a unit's gradients are
+complete, however often it was called, and whatever its calls take or return.
+
+What runs in backward by code of the user's own (a checkpoint, an ``autograd.Function`` that computes something again)
+opens units too, and is given outputs of ``_Again``: gradients asked for by ``torch.autograd.grad`` go on to the tensors
+that the forward was given, which is what that code asks for; those of a ``backward()`` go to the exchange at once.
+
+With zero=3 a unit is dropped after its call, and gathered again when backward asks for a weight that it saved
+(saved.py). Ranks meet in gathers, and need not use the same units: see lockstep.py, which also knows what is gathered
+next, so that it is started ahead. With zero=1 and 2 all units are gathered before anything runs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshfit.axes.shard.lockstep import GATHER, SCATTER, Lockstep, Meeting
+from meshfit.axes.shard.open_unit import OpenUnit
+from meshfit.axes.shard.saved import Saved
+from meshfit.comm.flat import Flat, as_real
+from meshfit.errors import PlanError
+from meshfit.events import current
+from meshfit.torch_private import all_gather_single, in_backward, will_run
+
+
+class Shards:
+    """A model's units. ``units[0]`` is the whole's, open while anything runs."""
+
+    def __init__(
+        self,
+        units: list[OpenUnit],
+        *,
+        zero: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        peers: dist.ProcessGroup | None = None,
+    ):
+        """``peers``: the ranks that run the same units, in this group and in others."""
+        self.units, self.zero, self.group, self.device = units, zero, group, device
+        self.lockstep = Lockstep(group if peers is None else peers, self._serve, ahead=device.type == "cuda")
+        """Gathers are started ahead on GPUs, where they run beside what the rank computes."""
+        self.running = False
+        """Whether a forward is under way."""
+        self._first, self._trial = True, False
+        """No pass is over yet, and it is looked at more closely; what runs is not one, and may fail."""
+        self.used: list[OpenUnit] = []
+        """Units as this pass used them: backward will come back from each."""
+        self.on_pass: Callable[[], None] | None = None
+        """Called before a forward that will have a backward."""
+        self.on_return: Callable[[OpenUnit, tuple[Tensor | None, ...], bool], None]
+        """Given the whole gradients of a unit's trained parameters, once for each use of it; and whether it was used in
+        backward, by a reentrant checkpoint."""
+        self.on_serve: Callable[[OpenUnit], None]
+        """Take part in a scatter of a unit's gradients that other ranks want."""
+        self._anchor = torch.empty(0, requires_grad=True)
+        """What autograd sees the whole parameters come from."""
+        self._hooked: list[nn.Module] = []
+        self._saved = Saved(self._fetch)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.place = {p: (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.parameters)}
+        """The row that each parameter is cut in, and which of its parameters it is."""
+
+    # Forward
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around whatever runs the model."""
+        assert not self.running
+        trains = torch.is_grad_enabled() and self.on_pass is not None
+        self._trial = torch.is_grad_enabled() and not trains
+        if trains and self.on_pass is not None:
+            self.on_pass()
+        elif self.zero == 3:
+            self.lockstep.begin("evaluate")
+        if self.zero < 3:
+            for unit in self.units:  # all at once: they stay, and each is waited for where it is needed
+                self._start(unit)
+        watched = self._saved.watched() if self.zero == 3 else nullcontext()
+        self.running = True
+        try:
+            with watched, self.open(self.units[0]):
+                yield
+            self._first &= self._trial
+            if not trains:
+                self.lockstep.end()
+        finally:
+            self.running = False
+
+    def around(self, unit: OpenUnit, *, rounds: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """For a module's forward: the unit is open while it runs. ``rounds``: and as precise as the module needs it."""
+
+        def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+            if not unit.flats:
+                return forward
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not unit.open:
+                    with self.open(unit):
+                        return run(*args, **kwargs)
+                if rounds and unit.narrow not in (None, _autocast(self.device)):
+                    self._widen(unit)
+                return forward(*args, **kwargs)
+
+            return run
+
+        return wrapped
+
+    def around_hooks(self, module: nn.Module, unit: OpenUnit) -> None:
+        """The unit is open while the hooks of a module run, too."""
+        module.__dict__["_call_impl"] = self.around(unit)(module._call_impl)
+        self._hooked.append(module)
+
+    @contextmanager
+    def open(self, unit: OpenUnit) -> Iterator[None]:
+        if unit.open or not unit.flats:
+            yield
+            return
+        self._fetch(unit)
+        unit.open += 1
+        try:
+            tensors = self._tensors(unit)
+            unit.put(tensors)
+            versions = _versions(tensors)
+            yield
+        finally:
+            unit.open -= 1
+            unit.close()
+        changed = versions != _versions(tensors)
+        if changed or (self._first and not self._trial):
+            self._check(unit, changed)
+
+    def _check(self, unit: OpenUnit, changed: bool) -> None:
+        """Refuse a forward that changes weights, if what it changes is a copy. ``changed``: it is known to."""
+        for flat in unit.flats:
+            if flat.whole is None or flat.whole.untyped_storage()._cdata == flat.mine.untyped_storage()._cdata:
+                continue
+            now = flat.whole[flat.first : flat.first + flat.part]
+            if changed or not torch.allclose(now, flat.mine.to(now), rtol=0.0, atol=0.0, equal_nan=True):
+                held = {f"{type(module).__name__}.{name}" for places in unit.places for module, name in places}
+                raise PlanError(
+                    "the model's own code changes weights, which are cut over devices",
+                    f"it is one of {', '.join(sorted(held)[:8])}: what was changed was a copy, gathered for this call",
+                    "with zero=2 and precision=fp32, or with data= instead of shard=, every device holds them whole",
+                )
+
+    def _widen(self, unit: OpenUnit) -> None:
+        """Gather an open unit as it is, now and from now on: it is used where autocast does not round it."""
+        unit.narrow, unit.here = None, False
+        for flat in unit.flats:
+            if flat.gathered != flat.dtype:
+                self._saved.forget(flat)
+                flat.gathered, flat.whole = flat.dtype, None
+        self._fetch(unit)
+        unit.put(self._tensors(unit))
+
+    def _tensors(self, unit: OpenUnit) -> list[Tensor]:
+        made: Iterator[Tensor] = iter(())
+        if unit.trained and torch.is_grad_enabled():
+            if in_backward():
+                given = [tensor for use in unit.uses for tensor in use.saved_tensors]
+                made = iter(_Again.apply(self._anchor.clone(), self, unit, *given))
+            else:
+                with saved_tensors_hooks(_Edge, _Edge.tensor):
+                    whole = _Gather.apply(self._anchor, self, unit)
+                unit.uses.append(whole[0].grad_fn)
+                made = iter(whole)
+                self.used.append(unit)
+                unit.left += 1
+        tensors: list[Tensor] = []
+        for flat in unit.flats:
+            assert flat.whole is not None
+            if flat.trained and torch.is_grad_enabled():
+                tensors += [next(made) if p.requires_grad else next(made).detach() for p in flat.parameters]
+            else:
+                tensors += flat.views(flat.whole)
+        for tensor in tensors:
+            tensor._is_param = True  # type: ignore[attr-defined]  # to isinstance it is one: some forwards ask
+        return tensors
+
+    # Gathering
+
+    def _fetch(self, unit: OpenUnit) -> None:
+        """Have all of a unit here."""
+        if unit.here or not unit.flats:
+            return
+        if self.zero == 3:
+            for other in self.units[1:]:  # the whole's own are few, and needed everywhere
+                if other.here and not other.open:
+                    self.drop(other)
+        with torch.inference_mode(False):
+            if self.zero == 3 and unit.coming is None:
+                self.lockstep.turn(GATHER, unit.index)
+            self._start(unit)
+            self._wait(unit)
+            following = self.lockstep.following() if self.zero == 3 else None
+            if following is not None and not self.units[following].here and self.units[following].coming is None:
+                self.lockstep.turn(GATHER, following)
+                self._start(self.units[following])
+
+    def _serve(self, meeting: Meeting) -> None:
+        """Take part in a collective that other ranks want."""
+        unit = self.units[meeting.unit]
+        if meeting.kind == SCATTER:
+            self.on_serve(unit)
+            return
+        with torch.inference_mode(False):
+            if not unit.here and unit.coming is None:
+                self._start(unit)
+                self.drop(unit)
+                return
+            for flat in unit.flats:  # it is needed here as it is
+                with nullcontext() if self._side is None else torch.cuda.stream(self._side):
+                    self._gather(flat, torch.empty(flat.padded, dtype=flat.gathered, device=self.device), wait=True)
+
+    def _start(self, unit: OpenUnit) -> None:
+        if unit.here or unit.coming is not None or not unit.flats:
+            return
+        if self._side is None:
+            unit.coming = [work for flat in unit.flats if (work := self._into_whole(flat, wait=False)) is not None]
+        else:
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._side):
+                for flat in unit.flats:
+                    self._into_whole(flat, wait=True)
+                unit.coming = self._side.record_event()
+        for flat in unit.flats:
+            assert flat.whole is not None
+            self._saved.know(unit, flat)
+
+    def _wait(self, unit: OpenUnit) -> None:
+        if self._side is None:
+            with current().waiting("gather"):
+                for work in unit.coming:
+                    work.wait()
+        else:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(unit.coming)
+            for flat in unit.flats:
+                assert flat.whole is not None
+                flat.whole.record_stream(stream)
+        unit.coming, unit.here = None, True
+
+    def _into_whole(self, flat: Flat, *, wait: bool) -> Any:
+        source = flat.mine
+        if self.group is None and source.dtype == flat.gathered and source.device.type == self.device.type:
+            flat.whole = source
+            return None
+        if flat.whole is None:
+            flat.whole = torch.empty(flat.padded, dtype=flat.gathered, device=self.device)
+        return self._gather(flat, flat.whole, wait=wait)
+
+    def _gather(self, flat: Flat, whole: Tensor, *, wait: bool) -> Any:
+        source = flat.mine
+        own = whole[flat.first : flat.first + flat.part]
+        if source.device.type != own.device.type:  # cast where it is fast, and out of pinned memory
+            source = source.to(own.device, non_blocking=True)
+        if source.dtype != own.dtype or self.group is None:
+            source = own.copy_(source)
+        if self.group is None:
+            return None
+        current().moved("all_gather", whole.nbytes)
+        work = all_gather_single(as_real(whole), as_real(source), group=self.group, async_op=True)
+        if wait and work is not None:
+            work.wait()
+        return work
+
+    def drop(self, unit: OpenUnit) -> None:
+        if unit.coming is not None:
+            self._wait(unit)
+        unit.here = False
+        for flat in unit.flats:
+            self._saved.forget(flat)
+            flat.whole = None
+
+    def changed(self) -> None:
+        """The weights at rest are not what they were: what is gathered is out of date."""
+        self.lockstep.reset()
+        for unit in self.units:
+            if self.zero == 3:
+                self.drop(unit)
+            elif unit.coming is not None:
+                self._wait(unit)
+            unit.here = False
+
+    # Whole tensors, for whoever saves or compares them
+
+    def whole(self, parameter: nn.Parameter, mine: Tensor | None) -> Tensor:
+        """All of a tensor that is cut as ``parameter`` is, of which ``mine`` is this rank's slice (None: nothing).
+
+        All ranks of a copy call it together, for the same parameters in the same order.
+        """
+        found = self.place.get(parameter)
+        if found is None:
+            assert mine is not None
+            return mine.detach()
+        flat, i = found
+        numel = flat.shapes[i].numel()
+        row = torch.zeros(numel, dtype=flat.dtype if mine is None else mine.dtype, device=self.device)
+        if mine is not None and mine.numel():
+            row[flat.slices(i)[1]] = mine.detach().reshape(-1).to(self.device)
+        if self.group is not None:
+            dist.all_reduce(row, group=self.group)
+        return row.new_empty(0).set_(row.untyped_storage(), 0, flat.shapes[i], flat.strides[i])
+
+    def undo(self, device: torch.device) -> None:
+        """Give every parameter back whole, on ``device``."""
+        self.changed()
+        for module in self._hooked:
+            module.__dict__.pop("_call_impl", None)
+        for unit in self.units:
+            self._start(unit)
+            if unit.flats:
+                self._wait(unit)
+            for flat in unit.flats:
+                for p in flat.parameters:
+                    p.grad = None
+                row = self._exact(flat)
+                flat.restore(row, device)
+            if self.zero == 3:
+                self.drop(unit)
+            unit.refresh()
+
+    def _exact(self, flat: Flat) -> Tensor:
+        """A flat's row in its own dtype."""
+        assert flat.whole is not None
+        if flat.gathered == flat.dtype:
+            return flat.whole
+        row = torch.empty(flat.padded, dtype=flat.dtype, device=self.device)
+        mine = flat.mine.to(self.device)
+        if self.group is None:
+            return row.copy_(mine)
+        all_gather_single(as_real(row), as_real(mine), group=self.group)
+        return row
+
+
+class _Gather(torch.autograd.Function):
+    """The whole parameters of a unit; backward sends their gradients off.
+
+    Not a function of the slices: a parameter remembers the shape that it had in a graph for as long as that lives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, shards: Shards, unit: OpenUnit) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.unit = shards, unit
+        ctx.set_materialize_grads(False)
+        whole = _whole(unit)
+        ctx.save_for_backward(*whole)  # as what autograd.grad may be asked for: see _Edge
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        shards, unit = ctx.shards, ctx.unit
+        unit.left -= 1
+        if ctx in unit.uses:
+            unit.uses.remove(ctx)
+        shards.on_return(unit, gradients, False)
+        _drop_if_done(shards, unit)
+        return None, None, None
+
+
+class _Again(torch.autograd.Function):
+    """The whole parameters of a unit that is opened in backward; ``given`` are those of the uses that backward has not
+    come back from. ``asked`` has a node that only a ``backward()`` of all of the graph would go on to."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: Tensor, shards: Shards, unit: OpenUnit, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.unit, ctx.all, ctx.given = shards, unit, asked.grad_fn, len(given)
+        ctx.set_materialize_grads(False)
+        return _whole(unit)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        shards, unit = ctx.shards, ctx.unit
+        if not will_run(ctx.all):
+            return None, None, None, *(gradients * (ctx.given // len(gradients)))
+        shards.on_return(unit, gradients, True)
+        _drop_if_done(shards, unit)
+        return (None,) * (3 + ctx.given)
+
+
+class _Edge:
+    """In place of a tensor that a node saves: autograd remembers where it comes from, which is all that is needed."""
+
+    def __init__(self, tensor: Tensor):
+        self.size, self.options = tensor.size(), {"dtype": tensor.dtype, "device": tensor.device}
+
+    def tensor(self) -> Tensor:
+        return torch.empty((), **self.options).expand(self.size)
+
+
+def _whole(unit: OpenUnit) -> tuple[Tensor, ...]:
+    return tuple(view for flat in unit.trained for view in flat.views(flat.whole))  # type: ignore[arg-type]
+
+
+def _drop_if_done(shards: Shards, unit: OpenUnit) -> None:
+    if shards.zero == 3 and not unit.open and unit.left <= 0 and len(unit.trained) == len(unit.flats):
+        shards.drop(unit)
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How often each was changed; in inference mode torch does not count."""
+    return [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """What autocast rounds to now."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -1,0 +1,180 @@
+"""Tensor parallelism: one operation over several devices. Each holds a share of the channels of most weights.
+
+Regions between column and row weights are computed by shares, with one sum over the ranks at their end and one of the
+gradients at their beginning; other large layers are cut by output channels, and what they return is gathered. All ranks
+see the same samples and, outside regions, compute the same. What is cut, and where, is a value: see ``split``.
+
+    memory    1/n of what is cut: weights, gradients, optimizer state, and the activations inside regions
+    traffic   a transformer block: two all-reduces of its activations forward and two backward, a microbatch
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshfit.anatomy.trace import Trace
+from meshfit.axes.data.axis import check_ties, tied
+from meshfit.axes.forward import unwrap
+from meshfit.axes.mesh import destroy
+from meshfit.axes.tensor.cost import shrunk
+from meshfit.axes.tensor.cut import Undo, cut
+from meshfit.axes.tensor.ops import Ranks, Stream
+from meshfit.axes.tensor.region import Cut, TensorPlan
+from meshfit.cost import Cost
+
+SHORT_CUTS = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
+"""What lets torch's modules take them, if it is not 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """Spread a model over the ``tensor`` axis."""
+
+    degree: int
+    plan: TensorPlan
+
+    def apply(self, model: nn.Module, group: dist.ProcessGroup) -> "Parts":
+        """Cut ``model`` in place: the same weights on every rank before, a share of them after. Parameters keep their
+        objects, names and ties; what a rank holds is in memory of its own, so the rest is free to go."""
+        ties, ranks = tied(model), Ranks(group)
+        if ranks.size != self.degree or self.plan.degree != self.degree:
+            raise ValueError(f"a plan for {self.plan.degree} ranks, tensor={self.degree} and a group of {ranks.size}")
+        stream = Stream(ranks)
+        undo = [step for region in self.plan.regions for step in cut(model, region, ranks, stream)]
+        undo += _no_short_cuts(model, self.plan)
+        check_ties(model, ties)
+        return Parts(model, self.plan, ranks, undo)
+
+    def cost(self, trace: Trace, *, microbatches: int = 1) -> tuple[Trace, Cost]:
+        """Of a step on one rank. Collectives are those counted when the plan was checked, for a batch of the size of
+        the trace's: exact where activations grow with the batch."""
+        cuts = self.plan.cuts
+        parameters = {
+            name: replace(p, shape=_cut_shape(p.shape, cuts[name]), bytes=p.bytes * cuts[name].own // cuts[name].size)
+            if name in cuts
+            else p
+            for name, p in trace.parameters.items()
+        }
+        wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
+        samples = max((trace.values[v].shape[0] for v in trace.inputs if trace.values[v].shape), default=1)
+        grown = samples / (self.plan.samples or samples)
+        calls: dict[str, int] = defaultdict(int)
+        moved: dict[str, float] = defaultdict(float)
+        for times, each in self.plan.collectives:
+            calls[each.op] += times * microbatches
+            times *= grown if each.grows(self.plan.samples) else 1
+            moved[each.op] += times * microbatches * each.elements * wide
+        kinds = defaultdict(int)
+        for name in self.plan.shared:
+            kinds[parameters[name].dtype, cuts[name].copies if name in cuts else self.degree] += parameters[name].bytes
+        for size in kinds.values():
+            calls["all_reduce"] += 1
+            moved["all_reduce"] += size
+        buffers = {
+            name: replace(b, shape=_cut_shape(b.shape, cuts[name])) if name in cuts else b
+            for name, b in trace.buffers.items()
+        }
+        after = replace(shrunk(trace, self.plan), parameters=parameters, buffers=buffers)
+        return after, Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
+
+
+class Parts:
+    """A model that is cut over the ranks of a tensor group, as the exchange sees it.
+
+    Gradients of parameters that are cut are complete on the ranks that hold them after ``sum_partial``: they are not
+    summed over the tensor group again. All others are equal on all ranks then. ``weight`` says how much each counts in
+    a sum over all ranks, as that of squares for the norm.
+    """
+
+    def __init__(self, model: nn.Module, plan: TensorPlan, ranks: Ranks, undo: list[Undo]):
+        self.model, self.plan, self.ranks = model, plan, ranks
+        named = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
+        self.cuts: dict[torch.Tensor, Cut] = {
+            named[name] if name in named else buffers[name]: each for name, each in plan.cuts.items()
+        }
+        """Of parameters and buffers that this rank has a share of."""
+
+        self.shapes = {tensor: tensor.shape for tensor in self.cuts}
+        """Of those shares: a parameter may be cut further."""
+
+        everyone = tuple(range(ranks.size))
+        self._sums = [(named[name], self._mates(plan.cuts.get(name)) or everyone) for name in plan.shared]
+        self._lines = ranks.among(dict.fromkeys(mates for _, mates in self._sums))
+
+        self._undo = undo
+
+    def _mates(self, each: Cut | None) -> tuple[int, ...]:
+        """Ranks that hold the same share of it."""
+        return (
+            ()
+            if each is None
+            else tuple(r for r, held in enumerate(each.ranges) if held == each.ranges[self.ranks.rank])
+        )
+
+    def is_cut(self, tensor: torch.Tensor) -> bool:
+        return tensor in self.cuts
+
+    def weight(self, parameter: torch.Tensor) -> float:
+        """How much this rank's part counts in a sum over the tensor group that is to count each element once."""
+        each = self.cuts.get(parameter)
+        return 1 / self.ranks.size if each is None else 1 / each.copies
+
+    @torch.no_grad()
+    def sum_partial(self) -> None:
+        """Sum gradients of which several ranks have a part: once a step, before anything reads them; in one collective
+        for each dtype and set of ranks."""
+        kinds: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+        for parameter, mates in self._sums:
+            if parameter.grad is not None:
+                kinds[mates, parameter.grad.dtype].append(parameter.grad)
+        for (mates, _), grads in kinds.items():
+            total = self._lines[mates].sum(torch.cat([grad.flatten() for grad in grads]))
+            for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def whole(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which belongs to ``parameter`` (its weights, gradient, or a moment of the optimizer), of all
+        ranks. What is not cut is returned as it is. All ranks call it together."""
+        each = self.cuts.get(parameter)
+        if each is None or tensor.shape != self.shapes[parameter]:
+            return tensor
+        return each.joined(self.ranks.parts(tensor))
+
+    def share(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's share of ``tensor``, as large as ``parameter`` was: what ``whole`` undoes."""
+        each = self.cuts.get(parameter)
+        if each is None or tensor.dim() != len(self.shapes[parameter]):
+            return tensor
+        return each.of(tensor, self.ranks.rank)
+
+    def undo(self) -> None:
+        """Give the model its whole weights and its own forwards back. All that was put around forwards comes off."""
+        with torch.no_grad():
+            for tensor in self.cuts:
+                tensor.data = self.whole(tensor, tensor.data)
+                tensor.grad = None
+        for step in reversed(self._undo):
+            step()
+        unwrap(self.model)
+        destroy(line.group for members, line in sorted(self._lines.items()) if len(members) < self.ranks.size)
+        self.cuts, self._undo, self._lines = {}, [], {}
+
+
+def _no_short_cuts(model: nn.Module, plan: TensorPlan) -> list[Undo]:
+    """Keep torch's transformer layers from reading cut weights by themselves, as they do where nothing is trained."""
+    undo: list[Undo] = []
+    for path, module in model.named_modules():
+        for kind, name in SHORT_CUTS.items():
+            if isinstance(module, kind) and any(cut.startswith(f"{path}." if path else "") for cut in plan.cuts):
+                undo.append(partial(setattr, module, name, getattr(module, name)))
+                setattr(module, name, 0)
+    return undo
+
+
+def _cut_shape(shape: tuple[int, ...], each: Cut) -> tuple[int, ...]:
+    return (*shape[: each.dim], each.own, *shape[each.dim + 1 :])

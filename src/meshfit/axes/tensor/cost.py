@@ -1,0 +1,107 @@
+"""What a rank of a tensor group keeps and computes, from the trace of the whole: events inside regions do 1/n.
+
+A value is shared out from the weight that is cut by columns to the one that is cut by rows; whatever is computed from
+it in between is shared out too. Sizes are those of the trace divided by n: a mask or an index that every rank has whole
+in between counts too little, what regions add (sums, gathered outputs) counts as it was. Where rows are cut between
+regions, so is what is computed of them; what a region keeps of its input is all of it.
+"""
+
+from dataclasses import replace
+
+from meshfit.anatomy.trace import Cost, Event, Trace
+from meshfit.axes.tensor.region import TensorPlan, joined
+from meshfit.axes.tensor.vocabulary import POINTWISE
+
+WHOLE, COLUMN, INSIDE, ROW, ROWS = "whole", "column", "inside", "row", "rows"
+
+
+def shrunk(trace: Trace, plan: TensorPlan) -> Trace:
+    """The trace of what one rank runs, but for its parameters."""
+    roles = _Roles(trace, plan)
+    cut: set[int] = set()  # storages of which a rank has a share
+    saved: set[int] = set()
+    gathered: set[int] = set()  # of rows, what a region has put together
+    events = []
+    for event in trace.events:
+        role = roles.of(event)
+        less = 0
+        uses = []
+        for use in event.cost.uses:
+            if use.made and (role in (COLUMN, INSIDE, ROWS) or roles.rowed.issuperset(event.writes)):
+                cut.add(use.storage)
+            elif use.made:
+                cut.discard(use.storage)
+            together = role == COLUMN and not use.made and use.storage in cut
+            own = use.bytes // plan.degree if use.storage in cut and not together else use.bytes
+            if use.saved and together and use.storage in saved and use.storage not in gathered:
+                less -= use.bytes
+            if use.saved and together:
+                gathered.add(use.storage)
+            if use.saved and use.storage not in saved:
+                saved.add(use.storage)
+                less += use.bytes - own
+            flops = use.flops if role == WHOLE else use.flops // plan.degree
+            uses.append(replace(use, bytes=own, flops=flops))
+        events.append(replace(event, cost=_less(event.cost, role, less, tuple(uses), plan.degree)))
+    values = {
+        number: replace(value, bytes=value.bytes // plan.degree) if number in roles.shared | roles.rowed else value
+        for number, value in trace.values.items()
+    }
+    return replace(trace, events=tuple(events), values=values)
+
+
+def _less(cost: Cost, role: str, less: int, uses: tuple, degree: int) -> Cost:
+    by = 1 if role == WHOLE else degree
+    return Cost(
+        cost.flops // by,
+        cost.flops_backward // by,
+        cost.bytes_read // by,
+        cost.bytes_written // by,
+        max(cost.kept - less, 0),
+        uses,
+    )
+
+
+class _Roles:
+    """What each event is to the regions of a plan; events are asked for in order."""
+
+    def __init__(self, trace: Trace, plan: TensorPlan):
+        self.ties = trace.ties
+        self.cuts, self.shared = plan.cuts, set()
+        self.rows, self.returns = set(), set()
+        self.by_rows, self.scatters, self.rowed = set[str](), set[str](), set[int]()
+        self.homes: dict[str, str] = {}
+        for region in plan.regions:
+            self.rows |= {joined(region.module, leave.module) for leave in region.leaves}
+            self.rows |= {joined(region.module, name) for raw in region.raw for name in raw.rows}
+            self.scatters |= {joined(region.module, leave.module) for leave in region.leaves if leave.rows}
+            self.by_rows |= {joined(region.module, path) for path in region.rows}
+            self.returns |= {joined(region.module, path) for path, _ in region.gathers}
+            self.returns |= {joined(region.module, path) for path in region.lookups}
+            for each in region.cuts:
+                self.homes[joined(region.module, each.name)] = "" if region.slices else region.module
+        self.home: dict[int, str] = {}  # of a value that is shared out
+
+    def of(self, event: Event) -> str:
+        parameters = [self.ties.get(name, name) for name in event.parameters]
+        held = [name for name in parameters if name in self.cuts]
+        reads = [value for value in event.reads if value in self.shared and self._is_inside(event, self.home[value])]
+        if not held and not reads:
+            if any(self._is_inside(event, path) for path in self.by_rows) or self._keeps_rows(event):
+                self.rowed |= set(event.writes)
+                return ROWS
+            return WHOLE
+        if event.name in self.returns or event.name in self.rows or self.rows & set(held):
+            if event.name in self.scatters:
+                self.rowed |= set(event.writes)
+            return ROW
+        home = self.homes[held[0]] if held else self.home[reads[0]]
+        self.shared |= set(event.writes)
+        self.home |= dict.fromkeys(event.writes, home)
+        return INSIDE if reads else COLUMN
+
+    def _keeps_rows(self, event: Event) -> bool:
+        return event.kind == "glue" and event.name in POINTWISE and not self.rowed.isdisjoint(event.reads)
+
+    def _is_inside(self, event: Event, home: str) -> bool:
+        return not home or any(path == home or path.startswith(f"{home}.") for path in (event.name, event.inside))

@@ -1,0 +1,247 @@
+"""What a tensor plan says: regions of the model, each cut over the ranks of a tensor group. Plain values.
+
+A region is the inside of one module. Between ``enters`` and ``leaves`` each rank computes its share of the channels
+from its share of the weights; outside, all ranks compute the same. A layer whose output is gathered is a region of its
+own: it is entered, and ``gathers`` what it returns.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfit.anatomy.shares import Ranges
+
+VOCABULARY = ("embedding", "head", "tied")
+"""Kinds of regions that are cut along the vocabulary: their traffic is that of a whole forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter or buffer is cut."""
+
+    name: str
+    """Within the module of the region."""
+
+    dim: int
+    ranges: tuple[Ranges, ...]
+    """For each rank, the indices of ``dim`` that it holds: those of no other, or the same as some others."""
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each share. If more than one, each has part of its gradient."""
+        return len(self.ranges) // len(set(self.ranges))
+
+    @property
+    def size(self) -> int:
+        """Of the whole dim."""
+        return sum(stop - start for ranges in dict.fromkeys(self.ranges) for start, stop in ranges)
+
+    @property
+    def own(self) -> int:
+        """Of a rank's share of it."""
+        return sum(stop - start for start, stop in self.ranges[0])
+
+    def index(self, rank: int) -> Tensor:
+        return torch.cat([torch.arange(start, stop) for start, stop in self.ranges[rank]])
+
+    def part(self, tensor: Tensor, rank: int) -> Tensor:
+        """The rank's share of ``tensor``: a view, where that is possible."""
+        if len(self.ranges[rank]) == 1:
+            ((start, stop),) = self.ranges[rank]
+            return tensor.narrow(self.dim, start, stop - start)
+        return tensor.index_select(self.dim, self.index(rank).to(tensor.device))
+
+    def of(self, tensor: Tensor, rank: int) -> Tensor:
+        """The same in memory of its own."""
+        share = self.part(tensor, rank)
+        return share.clone(memory_format=torch.contiguous_format) if len(self.ranges[rank]) == 1 else share
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """The whole that ``parts``, one of each rank, are the shares of."""
+        size = list(parts[0].shape)
+        size[self.dim] = self.size
+        whole = parts[0].new_empty(size)
+        for rank, part in enumerate(parts):
+            whole.index_copy_(self.dim, self.index(rank).to(whole.device), part)
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A module whose output is the rank's part of a sum."""
+
+    module: str
+    bias: str = ""
+    """The parameter that the module would add to it: left out, and added once, after the sum."""
+
+    dim: int = -1
+    """The dim of the output that the bias lies along."""
+
+    rows: bool = False
+    """Of the sum, each rank goes on with its rows: see ``rows``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A module in whose code products with weights of its own, which no layer holds, are met: see ``raw``."""
+
+    module: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """An attribute that says how many channels, groups or heads there are: what it is on a rank."""
+
+    module: str
+    attribute: str
+    """ "heads", or "config.heads" for one of an object that the module holds."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One collective, as it was counted in the check."""
+
+    op: str
+    """ "all_reduce", "all_gather" or "reduce_scatter"."""
+
+    backward: bool
+    elements: int
+    """Of the tensor that is summed or scattered, or of what is gathered of all ranks."""
+
+    shape: tuple[int, ...] = ()
+    """Of what a rank gives. It grows with the samples if one of its dims is a multiple of them."""
+
+    def grows(self, samples: int) -> bool:
+        return samples > 0 and any(size and size % samples == 0 for size in self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """Paths of modules and names of parameters are within ``module``; "" is the module itself."""
+
+    module: str
+    kind: str
+    """ "attention", "mlp", "conv", "experts", "" as found; "gather" for a layer whose output is gathered; "embedding",
+    "head" and, for one weight that is both, "tied" for those cut along the vocabulary; "rows" for what lies between."""
+
+    cuts: tuple[Cut, ...]
+    enters: tuple[str, ...] = ()
+    """Modules that take inputs which every rank has whole, and return the rank's share."""
+
+    leaves: tuple[Leave, ...] = ()
+    gathers: tuple[tuple[str, int], ...] = ()
+    """Modules that return the rank's share of a dim, and the dim: it is gathered."""
+
+    lookups: tuple[str, ...] = ()
+    """Embeddings that are cut by rows: each rank looks up those it holds, and the sum over ranks has all."""
+
+    slices: tuple[str, ...] = ()
+    """Modules that return the rank's share of the last dim, and leave it at that: see ``vocabulary``."""
+
+    rows: tuple[str, ...] = ()
+    """Modules between regions, of which each rank computes its own rows."""
+
+    raw: tuple[Raw, ...] = ()
+    sources: tuple[str, ...] = ()
+    """Modules inside that return a whole, of which each rank goes on to read something else."""
+
+    partial: tuple[str, ...] = ()
+    """Parameters that stay whole, and of whose gradient each rank has a part."""
+
+    patches: tuple[Patch, ...] = ()
+    heads: tuple[str, ...] = ()
+    """nn.MultiheadAttention, whose forward is replaced: torch's asserts that it has all heads."""
+
+    draws: bool = False
+    """Random numbers are drawn inside: other ones on each rank."""
+
+    traffic: tuple[Traffic, ...] = ()
+    """Of one call of the module, on the batch that the plan was made with."""
+
+    calls: int = 1
+    """Of the module, in one forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """How a model is spread over ``degree`` ranks, so that together they compute what one would."""
+
+    degree: int
+    regions: tuple[Region, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was refused, and why."""
+
+    why: dict[str, str] = field(default_factory=dict)
+    """Of each parameter that stays whole, what stood against cutting it."""
+
+    samples: int = 0
+    """That the model was given when the plan was made."""
+
+    elements: dict[str, int] = field(default_factory=dict)
+    """Of each parameter."""
+
+    traffic: tuple[Traffic, ...] = ()
+    """Of a whole forward and backward, where that is not what regions say one by one: rows are cut between them."""
+
+    @property
+    def collectives(self) -> list[tuple[int, Traffic]]:
+        """Of a forward and backward: how often, and what."""
+        if self.traffic:
+            return [(1, each) for each in self.traffic]
+        return [(region.calls, each) for region in self.regions for each in region.traffic]
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """By the name of the parameter or buffer."""
+        return {joined(region.module, cut.name): cut for region in self.regions for cut in region.cuts}
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        return tuple(joined(region.module, name) for region in self.regions for name in region.partial)
+
+    def only(self, names: Collection[str]) -> "TensorPlan":
+        """What it says of some parameters: those of one rank of a pipeline."""
+        inside = lambda region: any(joined(region.module, each.name) in names for each in region.cuts) or region.rows
+        regions = tuple(region for region in self.regions if inside(region))
+        elements = {name: size for name, size in self.elements.items() if name in names}
+        return replace(self, regions=regions, elements=elements)
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """Parameters and buffers of which several ranks hold the same share."""
+        return tuple(name for name, each in self.cuts.items() if each.copies > 1)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Parameters of whose gradient several ranks have a part."""
+        return tuple(name for name in (*self.partial, *self.copied) if name in self.elements)
+
+    @property
+    def share(self) -> float:
+        """Of the parameters, how many are cut."""
+        cuts = self.cuts
+        return sum(n for name, n in self.elements.items() if name in cuts) / max(sum(self.elements.values()), 1)
+
+    def explain(self) -> list[str]:
+        """A few lines for people, however deep the model: what is cut and how, what is whole and why."""
+        from meshfit.axes.tensor.explain import explain
+
+        return explain(self)
+
+    def __str__(self) -> str:
+        kinds: dict[str, int] = {}
+        for region in self.regions:
+            kinds[region.kind or "other"] = kinds.get(region.kind or "other", 0) + 1
+        found = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "nothing to split"
+        return "\n".join((f"tensor={self.degree}: {found}", *(f"  {note}" for note in self.notes)))
+
+
+def joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module and name else module or name

@@ -1,0 +1,392 @@
+"""Logits that no rank holds whole: a slice of the classes on each, which shows the shape of all of them.
+
+The head of a model is cut by its output channels and returns a ``Slice``. What keeps the classes apart (other types and
+shapes, scaling, tanh) is done to the slice. ``F.cross_entropy`` is computed from slices: see ``vocabulary_loss``.
+Whatever else reads it gets the whole, gathered from all ranks: exact, differentiable, and a collective, so that all
+ranks have to come by. ``whole_output`` does that for what leaves a step.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshfit.axes.tensor import rows
+from meshfit.axes.tensor.ops import Group, enter, gather
+from meshfit.axes.tensor.vocabulary_loss import cross_entropy
+
+OF_THE_SLICE = {"dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout", "is_leaf", "grad_fn", "is_sparse"}
+OF_THE_SLICE |= {"is_meta", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu", "_version", "ndim", "dim"}
+OF_THE_SLICE |= {"is_floating_point", "is_complex", "element_size", "get_device", "is_contiguous", "is_inference"}
+OF_THE_SLICE |= {"names", "itemsize", "ndimension", "is_signed", "is_conj", "is_neg", "output_nr", "_backward_hooks"}
+"""Asked of a slice, the answer is that of the whole."""
+
+POINTWISE = {
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "type",
+    "clone",
+    "contiguous",
+    "detach",
+    "cpu",
+    "cuda",
+    "data",
+}
+POINTWISE |= {"tanh", "sigmoid", "exp", "relu", "gelu", "silu", "abs", "neg", "square", "clamp", "softplus"}
+POINTWISE |= {"mul", "div", "add", "sub", "multiply", "divide", "true_divide", "subtract", "nan_to_num"}
+POINTWISE |= {"__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__div__"}
+"""Functions of each element by itself, and of tensors that say nothing of single classes."""
+
+MOVES = {"transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis", "unsqueeze"}
+"""Functions that put dims elsewhere, whatever their sizes."""
+
+CHANGES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__"}
+"""Functions that change a tensor in place, beside those whose names end with "_"."""
+
+
+class Slice(Tensor):
+    """A rank's share of one dim of a tensor; every rank has another one, of the same size."""
+
+    group: Group
+    at: int
+    """The dim of the classes, counted from the last: -1; or of the rows: -2."""
+
+    length: int
+    """Of the dim that is cut, where it is of rows: then not all shares are of one size."""
+
+    gathered: Tensor | None
+    put_together: Tensor | None
+    changed: bool
+    """The whole was changed in place: the slice no longer counts."""
+
+    shown: bool
+    """It is a view of another slice."""
+
+    @staticmethod
+    def of(local: Tensor, group: Group, at: int = -1, *, view: bool = False) -> "Slice":
+        out = local.as_subclass(Slice)
+        out.group, out.at, out.gathered, out.changed, out.shown = group, at, None, False, view
+        out.length, out.put_together = 0, None
+        return out
+
+    @staticmethod
+    def rows(local: Tensor, length: int, group: Group, *, view: bool = False) -> "Slice":
+        """A rank's rows: see ``rows``."""
+        out = Slice.of(local, group, rows.AT, view=view)
+        out.length = length
+        return out
+
+    def like(self, local: Tensor, *, view: bool = False) -> "Slice":
+        """Another, cut as this one is."""
+        out = Slice.of(local, self.group, self.at, view=view)
+        out.length = self.length
+        return out
+
+    def entered(self) -> Tensor:
+        """All rows, for a region: each rank has part of the gradient. Put together once, however many ask."""
+        local, known = local_of(self), self.put_together
+        if self.changed:
+            return enter(whole(self), self.group)
+        if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
+            known = self.put_together = rows.enter(local, self.length, self.group)
+        return known
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Slice)]
+        if not given:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = given[0]
+        if name in OF_THE_SLICE and len(given) == 1:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in ANSWERS and args and args[0] is first:
+            return ANSWERS[name](first, *args[1:], **kwargs)
+        if name == "__set__" or "out" in kwargs:
+            raise TypeError("logits that are cut over ranks cannot be written to like this")
+        if name in CHANGES or (name.endswith("_") and not name.endswith("__")):
+            return _change(func, name, args, kwargs)
+        if not any(x.changed for x in given):
+            made = _kept(func, name, args, kwargs, given)
+            if made is not None:
+                return made
+        return func(*_wholes(args), **_wholes(kwargs))
+
+
+def shape_of(x: Slice) -> torch.Size:
+    """Of the whole."""
+    size = list(local_of(x).shape)
+    size[x.at] = x.length or size[x.at] * x.group.size
+    return torch.Size(size)
+
+
+def local_of(x: Slice) -> Tensor:
+    """What this rank holds, as a plain tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def whole(x: Slice) -> Tensor:
+    """All classes, gathered from all ranks. All ranks call it together."""
+    local = local_of(x)
+    known = x.gathered
+    if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
+        known = rows.whole(local, x.length, x.group) if x.length else gather(local, x.at, x.group)
+        x.gathered = known
+    return known
+
+
+def whole_output(tree: Any) -> Any:
+    """``tree``, what a model returned, with every slice made whole. All ranks call it together."""
+    return with_wholes(tree, Slice, whole)
+
+
+def with_wholes(tree: Any, kind: type, whole: Callable[[Any], Tensor]) -> Any:
+    """``tree`` with ``whole`` of every tensor of that kind in it."""
+    if isinstance(tree, Tensor):
+        return whole(tree) if isinstance(tree, kind) else tree
+    if isinstance(tree, Mapping):
+        new = {key: with_wholes(item, kind, whole) for key, item in tree.items()}
+        if all(new[key] is tree[key] for key in new):
+            return tree
+        if type(tree) is dict:
+            return new
+        made = copy.copy(tree)
+        for key, item in new.items():
+            made[key] = item  # type: ignore[index]
+        return made
+    if isinstance(tree, (tuple, list)):
+        items = [with_wholes(item, kind, whole) for item in tree]
+        if all(a is b for a, b in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if hasattr(tree, "__dict__") and not isinstance(tree, type) and not callable(tree):
+        new = {key: with_wholes(item, kind, whole) for key, item in vars(tree).items()}
+        if all(new[key] is item for key, item in vars(tree).items()):
+            return tree
+        made = copy.copy(tree)
+        made.__dict__.update(new)
+        return made
+    return tree
+
+
+def _wholes(tree: Any) -> Any:
+    return tree_map(lambda x: whole(x) if isinstance(x, Slice) else x, tree)
+
+
+def _change(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A change in place: the whole is gathered and changed, and stands for the slice from then on."""
+    target = args[0]
+    if not isinstance(target, Slice):  # a plain tensor takes something from a slice
+        return func(*_wholes(args), **_wholes(kwargs))
+    if target.shown:
+        raise RuntimeError(
+            f"{name} changes a view of logits that are cut over ranks, which the logits would not see: "
+            "change a copy (.clone()), or the logits themselves"
+        )
+    if not target.changed:
+        target.gathered, target.changed = whole(target).clone(), True
+    func(*_wholes(args), **_wholes(kwargs))
+    return target
+
+
+def _kept(func: Any, name: str, args: Any, kwargs: Any, given: list[Slice]) -> Any:
+    """What ``func`` makes of the slice alone, where that is a slice of what it makes of the whole; else None."""
+    first = given[0]
+    if func is F.cross_entropy:
+        return _loss(*args, **kwargs)
+    if name in POINTWISE:
+        return _pointwise(func, args, kwargs, first)
+    if len(given) > 1 or not args or args[0] is not first:
+        if name == "view_as" and len(given) == 2 and given[0] is given[1]:
+            return first.like(local_of(first).view_as(local_of(first)), view=True)
+        return None
+    if name in MOVES and not first.length:
+        rest = tuple(args[1:])
+        sizes = [2 * i + 3 for i in range(first.dim())]
+        tried = func(torch.empty(sizes, device="meta"), *rest, **kwargs)
+        at = list(tried.shape).index(sizes[first.at]) - tried.dim()
+        return Slice.of(func(local_of(first), *rest, **kwargs), first.group, at, view=True)
+    if first.length and name in SAME and SAME[name](first, *args[1:], **kwargs):
+        return first.like(local_of(first).view_as(local_of(first)), view=True)
+    if name in SHAPES and first.at == -1:
+        return SHAPES[name](first, *args[1:], **kwargs)
+    return None
+
+
+def _pointwise(func: Any, args: Any, kwargs: Any, first: Slice) -> Slice | None:
+    shape = shape_of(first)
+
+    def fits(x: Any) -> bool:
+        if isinstance(x, Slice):
+            return x.group is first.group and x.at == first.at and shape_of(x) == shape
+        return not isinstance(x, Tensor) or x.dim() < -first.at or x.shape[first.at] == 1 or of_rows(x)
+
+    def of_rows(x: Tensor) -> bool:
+        return bool(first.length) and x.shape[first.at] == first.length
+
+    def own(x: Any) -> Any:
+        if isinstance(x, Slice):
+            return local_of(x)
+        if isinstance(x, Tensor) and x.dim() >= -first.at and of_rows(x):
+            return rows.own(x, first.group)
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            return enter(x, first.group)  # each rank has part of its gradient
+        return x
+
+    if not all(fits(x) for x in tree_leaves((args, kwargs))):
+        return None
+    args, kwargs = tree_map(own, (args, kwargs))
+    made = func(*args, **kwargs)
+    return first.like(made) if isinstance(made, Tensor) else None
+
+
+def _loss(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    if not isinstance(input, Slice) or not isinstance(target, Tensor) or isinstance(target, Slice):
+        return None
+    old = size_average is not None or reduce is not None
+    if old or isinstance(weight, Slice) or (weight is not None and weight.requires_grad):
+        return None
+    shape = shape_of(input)
+    expected = 0 if len(shape) == 1 else 1  # where cross entropy looks for classes
+    if len(shape) + input.at != expected or target.is_floating_point():
+        return None
+    if target.shape != (*shape[:expected], *shape[expected + 1 :]):
+        return None
+    return cross_entropy(
+        local_of(input), target, input.group, at=input.at, weight=weight, ignore_index=ignore_index,
+        reduction=reduction, label_smoothing=label_smoothing,
+    )  # fmt: skip
+
+
+# Functions of shapes, where the classes are the last dim
+
+
+def _sizes(given: tuple, kwargs: dict) -> list[int] | None:
+    sizes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given or kwargs.get("shape", ())
+    return [int(size) for size in sizes] if sizes and not any(isinstance(s, torch.dtype) for s in sizes) else None
+
+
+def _viewed(x: Slice, *given: Any, **kwargs: Any) -> Slice | None:
+    sizes = _sizes(given, kwargs)
+    if sizes is None:
+        return None
+    shape = shape_of(x)
+    if -1 in sizes:
+        rest = prod(size for size in sizes if size != -1)
+        if not rest:
+            return None
+        sizes[sizes.index(-1)] = prod(shape) // rest
+    if prod(sizes) != prod(shape) or sizes[-1] != shape[-1] or (not prod(shape)):
+        return None
+    local = local_of(x)
+    return Slice.of(local.reshape(*sizes[:-1], local.shape[-1]), x.group, view=True)
+
+
+def _flattened(x: Slice, start_dim: int = 0, end_dim: int = -1) -> Slice | None:
+    last = x.dim() - 1
+    end = end_dim % (last + 1)
+    return None if end == last else Slice.of(local_of(x).flatten(start_dim, end), x.group, view=True)
+
+
+def _indexed(x: Slice, index: Any) -> Slice | None:
+    index = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, list) for i in index):
+        return None
+    taken = [i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1 for i in index if i is not None]
+    taken = [0 if i is Ellipsis else n for i, n in zip([i for i in index if i is not None], taken, strict=True)]
+    count, dims = sum(taken), x.dim()
+    reaches = count == dims if Ellipsis not in index else bool(index) and index[-1] is not Ellipsis
+    if reaches and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
+        return None
+    if Ellipsis in index and not reaches and count >= dims:
+        return None
+    if any(isinstance(i, Slice) for i in index) or (index and index[-1] is None):
+        return None
+    return Slice.of(local_of(x)[index], x.group, view=True)
+
+
+def _along(func: Callable[..., Any], default: int | None = None) -> Callable[..., Any]:
+    """A function of one dim, where that is not the last."""
+
+    def act(x: Slice, *args: Any, **kwargs: Any) -> Any:
+        names = {"select": ("dim", "index"), "narrow": ("dim", "start", "length"), "index_select": ("dim", "index")}
+        order = names.get(func.__name__, ("parts", "dim") if func.__name__ != "unbind" else ("dim",))
+        given = dict(zip(order, args, strict=False)) | kwargs
+        dim = given.get("dim", default)
+        if not isinstance(dim, int) or dim % x.dim() == x.dim() - 1:
+            return None
+        made = func(local_of(x), *args, **kwargs)
+        if isinstance(made, Tensor):
+            return Slice.of(made, x.group, view=True)
+        return tuple(Slice.of(part, x.group, view=True) for part in made)
+
+    return act
+
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    "view": _viewed,
+    "reshape": _viewed,
+    "flatten": _flattened,
+    "__getitem__": _indexed,
+    "select": _along(torch.select),
+    "narrow": _along(torch.narrow),
+    "index_select": _along(torch.index_select),
+    "chunk": _along(torch.chunk, 0),
+    "split": _along(torch.split, 0),
+    "unbind": _along(torch.unbind, 0),
+}
+
+
+def _keeps_shape(x: Slice, *given: Any, **kwargs: Any) -> bool:
+    sizes, shape = _sizes(given, kwargs), shape_of(x)
+    same = sizes is not None and len(sizes) == len(shape) and sizes.count(-1) < 2
+    return same and all(size in (-1, there) for size, there in zip(sizes or (), shape, strict=True))
+
+
+def _takes_all(x: Slice, index: Any) -> bool:
+    index = index if isinstance(index, tuple) else (index,)
+    return all(i is Ellipsis or (isinstance(i, slice) and i in (slice(None), slice(0, None))) for i in index)
+
+
+SAME: dict[str, Callable[..., bool]] = {"view": _keeps_shape, "reshape": _keeps_shape, "__getitem__": _takes_all}
+"""Functions of shapes that may leave a tensor as it is."""
+
+
+def _size(x: Slice, dim: int | None = None) -> Any:
+    return shape_of(x) if dim is None else shape_of(x)[dim]
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "shape": shape_of,
+    "size": _size,
+    "numel": lambda x: prod(shape_of(x)),
+    "nelement": lambda x: prod(shape_of(x)),
+    "__len__": lambda x: shape_of(x)[0],
+    "stride": lambda x, *dim: torch.empty(shape_of(x), device="meta").stride(*dim),
+    "__hash__": id,
+    "__repr__": lambda x, **_: f"Slice({tuple(shape_of(x))}, rank {x.group.rank} of {x.group.size}, {x.dtype})",
+}
+"""What is asked of a slice and answered for the whole."""

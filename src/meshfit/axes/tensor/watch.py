@@ -1,0 +1,204 @@
+"""What is seen of a model in one forward: which modules are called, with what, and what of it is used.
+
+No backward is run: the graph of the loss says what is used.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from meshfit.anatomy.aten import Given
+from meshfit.axes.tensor.check import Call, alias, tensors_of
+from meshfit.axes.tensor.ops import Alone
+from meshfit.axes.tensor.region import Traffic
+from meshfit.axes.tensor.vocabulary import Slice
+from meshfit.errors import JobError
+
+
+@dataclass(eq=False)
+class Watched:
+    inputs: Any
+    """Of the model: a tuple of arguments, or a dict of keyword arguments."""
+
+    within: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Of each module that was called, the modules under way at every one of its calls, itself included."""
+
+    times: dict[str, int] = field(default_factory=dict)
+    """How often each was called."""
+
+    shapes: dict[str, tuple] = field(default_factory=dict)
+    """Of the tensors that it was given at its first call."""
+
+    readers: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Of each parameter, the modules under way whenever something read it."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    """The first call of each module that was asked for."""
+
+    outputs: dict[str, Any] = field(default_factory=dict)
+    """What it returned."""
+
+    uses: dict[int, int] = field(default_factory=dict)
+    """How many functions took a parameter, by its id, of those that were asked for."""
+
+    said: dict[str, tuple[Traffic, ...]] = field(default_factory=dict)
+    """Of each head, the collectives that its logits would need if they were cut."""
+
+    def called(self, path: str) -> bool:
+        return path in self.within
+
+    def nearest(self, path: str) -> str:
+        """The module at ``path``, or the lowest around it that is called."""
+        while path and path not in self.within:
+            path = path.rpartition(".")[0]
+        return path
+
+
+def watch(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    paths: Collection[str] = (),
+    *,
+    kinds: Mapping[str, int] | None = None,
+    heads: Collection[str] = (),
+    counted: Collection[Tensor] = (),
+) -> Watched:
+    """Run ``model``, a copy to look into, and keep what the modules at ``paths`` are given; of modules of one of the
+    ``kinds``, given tensors of the same shapes, the first."""
+    seen = Watched(None)
+    under_way: list[str] = []
+    given: list[Any] = []
+    nodes: dict[str, list[Any]] = {}
+    wanted, known = {"", *paths}, set()
+    groups = {path: Alone() for path in heads}
+
+    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        under_way.append(path)
+        seen.within[path] = seen.within.get(path, frozenset(under_way)) & frozenset(under_way)
+        seen.times[path] = seen.times.get(path, 0) + 1
+        shapes = seen.shapes.setdefault(path, _shapes((args, kwargs)))
+        if kinds is not None and seen.times[path] == 1 and (kinds[path], shapes) not in known:
+            known.add((kinds[path], shapes))
+            wanted.add(path)
+        if path == "" and not given:
+            given.append(_as_inputs(module, args, kwargs))
+        if path in wanted and path not in seen.calls:
+            seen.calls[path] = Call(_kept((args, kwargs)))
+
+    def after(path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        del under_way[len(under_way) - 1 - under_way[::-1].index(path) :]
+        if path in wanted:
+            out = alias(out)
+            if path not in nodes:
+                nodes[path] = [t.grad_fn for t in tensors_of(out)]
+                seen.outputs[path] = tree_map(lambda t: t.detach() if type(t) is Tensor else t, out)
+        if path in groups and isinstance(out, Tensor):
+            return Slice.of(out, groups[path])  # type: ignore[arg-type]
+        return out
+
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True))
+        hooks.append(module.register_forward_hook(lambda m, a, k, o, p=path: after(p, m, a, k, o), with_kwargs=True))
+    try:
+        with torch.enable_grad(), Uses(model, counted, seen, under_way):
+            loss = run(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not given:
+        raise JobError(
+            "the objective never calls the model itself, so there is nothing to split over devices",
+            "a step= that calls model(...) can be; data= works with any step",
+        )
+    reached = _reached([t.grad_fn for t in tree_leaves(loss) if isinstance(t, Tensor)][:1])
+    for path, call in seen.calls.items():
+        call.used = tuple(node is None or node in reached for node in nodes[path])
+    seen.inputs = given[0]
+    seen.said = {path: tuple(group.log) for path, group in groups.items()}
+    return seen
+
+
+class Seen(Protocol):
+    """See ``Watched``."""
+
+    readers: dict[str, frozenset[str]]
+    uses: dict[int, int]
+
+
+class Uses(TorchFunctionMode):
+    """Notes functions that take a parameter, other than to ask what it is like: where; and of some, how many."""
+
+    QUESTIONS = (
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "ndim",
+        "is_cuda",
+        "is_meta",
+        "grad",
+        "layout",
+        "_version",
+    )
+    QUESTIONS += ("size", "dim", "numel", "is_floating_point", "element_size", "__hash__", "is_contiguous", "data_ptr")
+
+    def __init__(self, model: nn.Module, counted: Collection[Tensor], seen: "Seen", under_way: list[str]):
+        super().__init__()
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.counted, self.seen, self.under_way = {id(x) for x in counted}, seen, under_way
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen, here = self.seen, None
+        for x in tree_leaves((args, kwargs)):
+            if id(x) in self.names and not self._asks(func):
+                here = here or frozenset(self.under_way)
+                name = self.names[id(x)]
+                seen.readers[name] = seen.readers.get(name, here) & here
+                if id(x) in self.counted:
+                    seen.uses[id(x)] = seen.uses.get(id(x), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def _asks(self, func: Any) -> bool:
+        name = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        return name in self.QUESTIONS
+
+
+def _reached(nodes: list[Any]) -> set[Any]:
+    """All nodes of the graph that these come from."""
+    todo, found = [node for node in nodes if node is not None], set()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [before for before, _ in node.next_functions if before is not None]
+    return found
+
+
+def _shapes(inputs: Any) -> tuple:
+    return tuple((tuple(x.shape), x.requires_grad) for x in tree_flatten(inputs)[0] if isinstance(x, Tensor))
+
+
+def _kept(inputs: Any) -> Any:
+    leaves, spec = tree_flatten(inputs)
+    kept: dict[int, Any] = {}
+    for leaf in leaves:
+        if id(leaf) not in kept:
+            kept[id(leaf)] = leaf
+            if isinstance(leaf, Tensor):
+                kept[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return tree_unflatten([kept[id(leaf)] for leaf in leaves], spec)
+
+
+def _as_inputs(model: nn.Module, args: tuple, kwargs: dict) -> Any:
+    if not kwargs or not args:
+        return args or kwargs
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    return dict(bound.arguments) if set(bound.arguments) >= set(kwargs) else Given(args, kwargs)

@@ -1,0 +1,187 @@
+"""Tensors from rank to rank of a pipeline.
+
+All that crosses a cut for one microbatch travels as one message. Both ends know beforehand, from the schedule, which
+messages pass between two ranks and in what order (issue.py), so no message says what it is. What the sizes are the
+sender says once for each kind of microbatch, in a small header before its first.
+
+Every two neighbours have a group of their own, one communicator for both directions, which is made, and used once, when
+the transport is made: none comes into being in the middle of a step. A run has one transport, for training and
+evaluation alike.
+
+    gloo        buffers in host memory; tags count the messages, so that none can be taken for another
+    nccl        buffers in GPU memory; what is issued between two ranks runs in the order in which it was issued
+    gloo, GPU   gloo cannot send from GPU memory: by way of host memory
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshfit.axes.mesh import destroy, groups
+from meshfit.axes.pipeline.program import Layout
+from meshfit.errors import JobError
+from meshfit.events import current
+
+ALIGN = 64
+DIMS = 12
+TAGS = 2**15
+
+DTYPES = tuple(
+    dict.fromkeys(d for name in sorted(vars(torch)) if isinstance(d := getattr(torch, name, None), torch.dtype))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A buffer that is being filled."""
+
+    buffer: Tensor
+    work: Any
+
+
+class Transport:
+    """Sends and receives between ranks of ``group``, of which ``pairs`` talk to each other. All ranks of the world
+    build it together."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, pairs: Iterable[tuple[int, int]]):
+        self.device, self.rank = device, dist.get_rank(group)
+        self.memory = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+        world = dist.get_process_group_ranks(group)
+        near = {sum(pair) - self.rank: tuple(sorted(world[r] for r in pair)) for pair in pairs if self.rank in pair}
+        made = groups(near.values(), apart=True)
+        self._lines = {peer: (made[ranks], ranks.index(world[peer])) for peer, ranks in sorted(near.items())}
+        """By the other rank: the group of the two, and its place there."""
+        self._count: dict[tuple[str, int], int] = {}
+        self._sending: list[tuple[Any, Tensor]] = []
+        self._warm_up()
+
+    def send(self, buffer: Tensor, target: int) -> None:
+        """Returns at once; the buffer is kept until it has gone."""
+        if not buffer.numel():
+            return
+        buffer = buffer.to(self.memory)
+        current().moved("send", buffer.nbytes)
+        work = self._issue(self._operation(dist.isend, buffer, target))
+        self._sending = [(w, kept) for w, kept in self._sending if not w.is_completed()]
+        self._sending.append((work, buffer))
+
+    def receive(self, size: int, source: int) -> Pending:
+        """``size`` bytes; ask ``take`` for them."""
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.memory)
+        return Pending(buffer, self._issue(self._operation(dist.irecv, buffer, source)) if size else None)
+
+    def take(self, pending: Pending) -> Tensor:
+        """Wait for it (on a GPU: let the GPU wait)."""
+        if pending.work is not None:
+            pending.work.wait()
+        return pending.buffer.to(self.device)
+
+    def flush(self) -> None:
+        """Wait until all that was sent has gone."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+    def close(self) -> None:
+        """All ranks of the world call it together, when nothing is under way."""
+        self.flush()
+        destroy(group for group, _ in self._lines.values())
+        self._lines = {}
+
+    def _warm_up(self) -> None:
+        """Both ways between every two neighbours: a communicator connects when it is first used."""
+        for peer in sorted(self._lines, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
+            mine, theirs = (torch.full((8,), float(r), device=self.memory) for r in (self.rank, -1.0))
+            both = [self._operation(dist.isend, mine, peer), self._operation(dist.irecv, theirs, peer)]
+            self._issue(*(both if peer > self.rank else both[::-1])).wait()
+            assert theirs.tolist() == [float(peer)] * 8, f"rank {self.rank} hears {theirs.tolist()} from rank {peer}"
+
+    def _operation(self, kind: Any, buffer: Tensor, peer: int) -> dist.P2POp:
+        group, place = self._lines[peer]
+        way = (kind.__name__, peer)
+        tag = self._count[way] = (self._count.get(way, -1) + 1) % TAGS
+        return dist.P2POp(kind, buffer, group=group, group_peer=place, tag=tag)
+
+    def _issue(self, *operations: dist.P2POp) -> Any:
+        """As a batch, even of one: NCCL runs that by the communicator of the group, a single one by another."""
+        return _Works(dist.batch_isend_irecv(list(operations)))
+
+
+class _Works:
+    """What a batch is to be waited for by: one work, or one for each of its operations."""
+
+    def __init__(self, works: Sequence[Any]):
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+# Messages
+
+
+def layouts_of(tensors: Iterable[Tensor]) -> tuple[Layout, ...]:
+    return tuple(Layout(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def packed_size(layouts: Iterable[Layout]) -> int:
+    return sum(_room(prod(layout.shape) * layout.dtype.itemsize) for layout in layouts)
+
+
+def _room(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """``tensors`` as bytes, one after the other."""
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    if len(flat) == 1 and flat[0].numel() % ALIGN == 0:
+        return flat[0]
+    device = flat[0].device if flat else None
+    buffer = torch.empty(sum(_room(part.numel()) for part in flat), dtype=torch.uint8, device=device)
+    at = 0
+    for part in flat:
+        buffer[at : at + part.numel()] = part
+        at += _room(part.numel())
+    return buffer
+
+
+def unpacked(buffer: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
+    """Tensors that share the memory of ``buffer``."""
+    found, at = [], 0
+    for layout in layouts:
+        size = prod(layout.shape) * layout.dtype.itemsize
+        found.append(buffer[at : at + size].view(layout.dtype).view(layout.shape))
+        at += _room(size)
+    return found
+
+
+def header_size(values: int) -> int:
+    return values * (3 + DIMS) * 8
+
+
+def header(layouts: Sequence[Layout]) -> Tensor:
+    """``layouts`` as bytes: dtype, gradient, number of dims, dims."""
+    rows = torch.zeros(len(layouts), 3 + DIMS, dtype=torch.int64)
+    for row, layout in zip(rows, layouts, strict=True):
+        if len(layout.shape) > DIMS:
+            raise JobError(f"a tensor of {len(layout.shape)} dims crosses from stage to stage", f"{DIMS} are the most")
+        said = [DTYPES.index(layout.dtype), int(layout.needs_grad), len(layout.shape), *layout.shape]
+        row[: len(said)] = torch.tensor(said)
+    return rows.view(-1).view(torch.uint8)
+
+
+def read_header(buffer: Tensor) -> tuple[Layout, ...]:
+    rows = buffer.view(torch.int64).view(-1, 3 + DIMS).tolist()
+    return tuple(
+        Layout(tuple(dims[:count]), DTYPES[dtype], bool(needs_grad)) for dtype, needs_grad, count, *dims in rows
+    )

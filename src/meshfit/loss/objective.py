@@ -1,0 +1,184 @@
+"""From a batch to a loss, and what that loss is a mean over.
+
+``Objective`` calls the model as the data suggests and gives the loss. To train in parts (over ranks, over
+microbatches) like one device on the whole batch, the parts' losses must be weighted rightly: a mean by what
+it is a mean over. ``Over`` says what that is:
+
+    samples   mean((x - y)^2) and the like: by the samples of each part
+    targets   cross entropy: by the targets that are not ignored (by their class weights, if it has them)
+    pair      the loss returns (sum, count): sums are added, counts are added, then divided
+    sum       a sum already: added up as it is
+    batch     none of these: a loss of the whole batch (contrastive, ranking, over its statistics). It is computed of
+              the outputs and targets of all parts, gathered: loss/batch_loss.py
+
+Cross entropies say it themselves. Of others it is found by a trial on a few samples: loss/probe.py.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshfit.errors import DataError, JobError
+
+TARGETS = ("labels", "label", "targets", "target", "y")
+"""Keys under which a dict batch holds its targets, where ``loss=`` is given."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a batch: ``loss(model(inputs), targets)``, ``model(**batch).loss`` or ``step(model, batch)``."""
+
+    loss: Callable[..., Any] | None = None
+    step: Callable[..., Any] | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """A scalar, or the pair (sum, count)."""
+        if self.step is not None:
+            return self.step(model, batch)
+        if self.loss is None:
+            return _own_loss(_called_whole(model, batch))
+        inputs, targets = split(batch)
+        return self.loss(call(model, inputs), targets)
+
+    def outputs(self, model: nn.Module, batch: Any) -> tuple[Any, Any, Any]:
+        """(loss or None, outputs, targets) of a batch, for evaluation."""
+        if self.step is not None:
+            inputs, targets = split(batch)
+            return self.step(model, batch), call(model, inputs), targets
+        if self.loss is None:
+            outputs = _called_whole(model, batch)
+            return _own_loss(outputs), outputs, split(batch)[1]
+        inputs, targets = split(batch)
+        outputs = call(model, inputs)
+        return self.loss(outputs, targets), outputs, targets
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """``model(inputs)``, ``model(*inputs)`` or ``model(**inputs)``, by what the inputs are."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def split(batch: Any) -> tuple[Any, Any]:
+    """(inputs, targets): the last of a tuple, the known key of a dict; a lone tensor is its own target."""
+    if isinstance(batch, Mapping):
+        for key in TARGETS:
+            if key in batch:
+                return {name: value for name, value in batch.items() if name != key}, batch[key]
+        return batch, None
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        *inputs, targets = batch
+        return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
+    only = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return only, only
+
+
+def _called_whole(model: nn.Module, batch: Any) -> Any:
+    """The model given all of a batch, targets too."""
+    try:
+        return call(model, batch)
+    except TypeError as error:
+        if isinstance(batch, Mapping):
+            raise
+        raise JobError(
+            "no loss= was given, and the model cannot be called with inputs and targets",
+            f"{type(error).__name__}: {error}",
+            "give loss=, a function of outputs and targets",
+        ) from error
+
+
+def _own_loss(outputs: Any) -> Any:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        raise JobError(
+            "the model returned no loss, and no loss= was given",
+            f"it returned a {type(outputs).__name__}",
+            "give loss=, a function of outputs and targets, or let the batch hold what the model's own loss needs"
+            " (labels, for Hugging Face models)",
+        )
+    return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Over:
+    """What a loss is a mean over."""
+
+    kind: str = "samples"
+    unit: float = 1.0
+    """Targets a sample has, about: keeps gradients at their usual size until the true count is known."""
+
+    ignore: int = -100
+    weight: Tensor | None = None
+    find: Callable[[Any], Tensor] = lambda batch: split(batch)[1]
+    """The targets in a batch."""
+
+    dims: tuple[int | None, ...] = ()
+    """Of a loss of the whole batch: the dim of samples of each output; None: the same whatever the samples are."""
+    moved: tuple[int, int] = (0, 0)
+    """... bytes of a sample's outputs and targets, and of the gradients that come back."""
+    draws: bool = False
+    """Whether it draws random numbers."""
+    why: str = ""
+    """... the numbers that say that it is no mean."""
+    unfit: str = ""
+    """... why outputs and targets cannot be gathered; empty if they can."""
+    untried: bool = False
+    """... whether that could not be tried: it draws random numbers of NumPy or Python."""
+    gathers: bool = False
+    """Whether it calls ``meshfit.gather``."""
+
+    def count(self, batch: Any) -> Tensor:
+        """What a part weighs when the mean is over its targets."""
+        targets = self.find(batch)
+        if targets.is_floating_point():  # class probabilities: torch divides by the number of positions
+            return torch.tensor(float(targets.numel() // targets.shape[1]), device=targets.device)
+        if self.weight is None:
+            return (targets != self.ignore).sum()
+        kept = targets[targets != self.ignore]
+        return self.weight.to(kept.device)[kept].sum()
+
+    @property
+    def known(self) -> bool:
+        """Whether the weights follow from the samples alone, before anything is computed."""
+        return self.kind in ("samples", "sum", "batch")
+
+
+def stated(objective: Objective) -> Over | None:
+    """What the loss says of itself; None when it says nothing."""
+    loss, keywords = objective.loss, {}
+    if objective.step is not None or loss is None:
+        return None
+    while isinstance(loss, functools.partial):
+        loss, keywords = loss.func, {**loss.keywords, **keywords}
+    mean_over_targets = loss in (F.cross_entropy, F.nll_loss) or type(loss) in (
+        nn.CrossEntropyLoss,
+        nn.NLLLoss,
+    )
+    torch_loss = mean_over_targets or (isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn"))
+    if not torch_loss:
+        return None
+    reduction = keywords.get("reduction", getattr(loss, "reduction", "mean"))
+    if reduction == "none":
+        raise JobError('the loss has reduction="none", so it is no single number', 'use reduction="mean" or "sum"')
+    if reduction == "sum":
+        return Over(kind="sum")
+    if mean_over_targets:
+        ignore = keywords.get("ignore_index", getattr(loss, "ignore_index", -100))
+        return Over(kind="targets", ignore=ignore, weight=keywords.get("weight", getattr(loss, "weight", None)))
+    return None
+
+
+def check_scalar(loss: Any) -> Tensor:
+    """The loss as a scalar tensor, or an error that says what came instead."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise DataError(f"the loss is {what}, not one number", "return a mean, or (sum, count)")

@@ -1,0 +1,453 @@
+"""What a loss is a mean over, found by a trial on a few samples.
+
+The loss of all of them, and its gradient, must be the weighted mean of those of the parts, for two ways to cut them:
+in double precision, on a copy of the model, up to one part in a million. Where the model is too large to be copied, or
+does not run in double precision, what rounding leaves is allowed. Random numbers are the same on both sides: see
+loss/draws.py.
+
+A loss for which no weighting makes that true (contrastive, ranking, over the batch's statistics) is one of the whole
+batch: ``Over(kind="batch")``. What then has to be gathered is noted: which dim of each output is that of the samples.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from meshfit.axes.expert import balance
+from meshfit.data import tree
+from meshfit.generators import Generators
+from meshfit.loss.batch_loss import whole_outputs
+from meshfit.loss.draws import Composing, Incomparable, Noting
+from meshfit.loss.gather import gathering
+from meshfit.loss.objective import Objective, Over, call, check_scalar, split, stated
+from meshfit.loss.parts import CrossEntropies, cut_rows, cuts_of, finders, part_of, size_of
+
+SAMPLES = 8
+LARGEST = 2**26
+"""Elements of parameters up to which a model is copied into double precision."""
+
+EXACT = 1e-6
+ROUNDED = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+ROUNDED_TF32 = 1e-3
+"""What a loss may differ by, in double precision and in others; gradients ten times as much."""
+
+LAST = 8
+"""Parameters, the last ones, whose gradients are compared."""
+
+
+def find_denominator(
+    objective: Objective,
+    model: nn.Module,
+    batch: Any,
+    device: torch.device,
+    inside: Callable[[], AbstractContextManager[None]] | None = None,
+    *,
+    auxiliary: bool = False,
+) -> Over:
+    """What ``objective`` is a mean over; ``batch`` holds a few samples to try it on. ``inside`` goes around what runs a
+    model that is laid out over ranks already: all of them call it together. ``auxiliary``: the load-balancing loss of a
+    mixture is on trial too; else it is left out, as one that is made right by itself (axes/expert/balance.py).
+    Whatever the model or the loss itself raises is raised here."""
+    said = stated(objective)
+    if said is not None and said.kind == "targets":
+        targets = split(batch)[1]
+        if isinstance(targets, Tensor) and targets.dim():
+            classes = targets.shape[1] if targets.is_floating_point() and targets.dim() > 1 else 1
+            return replace(said, unit=targets.numel() / max(1, len(targets)) / classes)
+    samples = min(SAMPLES, size_of(batch))
+    if samples < 2:
+        return Over(kind="samples")
+    batch = tree.to_device(part_of(batch, slice(0, samples), size_of(batch)), device)
+    error: Exception | None = None
+    for way in _ways(model, inside):
+        try:
+            left_out = nullcontext() if auxiliary else balance.left_out(model)
+            with way as (used, how), torch.autocast(device.type, enabled=False), left_out:
+                trial = _Trial(objective, used, how, batch, samples, device)
+                found = trial.found()
+                if trial.finite or len(kept := trial.finite_samples()) in (0, 1, samples):
+                    return found
+                some = part_of(batch, torch.tensor(kept, device=device), samples)
+                return _Trial(objective, used, how, some, len(kept), device).found()
+        except Exception as raised:  # not in this way: double precision, say, or not in eval mode
+            error = raised
+    assert error is not None
+    raise error
+
+
+@dataclass(frozen=True)
+class _How:
+    """One way to run the trial."""
+
+    cast: Callable[[Tensor], Tensor] = lambda t: t
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    exact: bool = False
+    gradients: bool = True
+
+
+def _ways(
+    model: nn.Module, inside: Callable[[], AbstractContextManager[None]] | None
+) -> Iterator[AbstractContextManager[tuple[nn.Module, _How]]]:
+    """The best first: in double precision, as it is, and in the modes that it is trained in."""
+    if inside is None and sum(p.numel() for p in model.parameters()) <= LARGEST:
+        yield _copied(model)
+    large = inside is not None
+    around = inside or nullcontext
+    yield _as_it_is(model, _How(around=around, gradients=not large), training=False)
+    if large:
+        yield _as_it_is(model, _How(around=around), training=False)
+    yield _as_it_is(model, _How(around=around), training=True)
+
+
+def _double(t: Tensor) -> Tensor:
+    return t.double() if t.is_floating_point() else t.to(torch.complex128) if t.is_complex() else t
+
+
+@contextmanager
+def _copied(model: nn.Module) -> Iterator[tuple[nn.Module, _How]]:
+    yield copy.deepcopy(model).double().eval(), _How(cast=_double, exact=True)
+
+
+@contextmanager
+def _as_it_is(model: nn.Module, how: _How, *, training: bool) -> Iterator[tuple[nn.Module, _How]]:
+    """In eval mode: no dropout, no BatchNorm over the few samples, the loss alone is on trial. A model that has no loss
+    there is run as it is trained, but for those."""
+    modes = {module: module.training for module in model.modules()}
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for module in modes:
+        module.training = training and modes[module] and not isinstance(module, _BatchNorm | _DropoutNd)
+    try:
+        yield model, how
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+@dataclass
+class _Side:
+    """What came of one run."""
+
+    value: float
+    count: float | None
+    """Of a loss that gives (sum, count)."""
+    gradients: list[Tensor | None]
+    seen: list[tuple[Tensor, Tensor, int, Tensor | None]] = field(default_factory=list)
+
+
+class _Unfit(Exception):
+    """What the model returns cannot be put together from parts; says why."""
+
+
+class _Trial:
+    def __init__(
+        self, objective: Objective, model: nn.Module, how: _How, batch: Any, samples: int, device: torch.device
+    ):
+        self.objective, self.model, self.how, self.device = objective, model, how, device
+        self.batch, self.samples = tree.map_tensors(how.cast, batch), samples
+        kinds = {torch.float32, *(p.dtype for p in model.parameters())}
+        rounded = max(ROUNDED.get(kind, EXACT) for kind in kinds)
+        self.limit = EXACT if how.exact else max(rounded, ROUNDED_TF32) if device.type == "cuda" else rounded
+        self.start = Generators(device)
+        self.gathers = self.draws = False
+        self.finite = True
+        self.wholes: list[Tensor] = []
+        """What the whole batch gave to ``meshfit.gather``, call by call."""
+
+    def found(self) -> Over:
+        try:
+            return self._found()
+        finally:
+            self.start.restore()
+
+    def _found(self) -> Over:
+        run, unfit, dims, moved = self._objective, "", (), (0, 0)
+        along: list[int | None] | None = None
+        if self.objective.loss is not None:
+            try:
+                outputs, dims = self._rows()
+            except _Unfit as why:
+                unfit = str(why)
+            else:
+                targets = split(self.batch)[1]
+                run, moved = partial(self._loss, outputs, dims), _moved(outputs, dims, targets, self.samples)
+                both = zip(dims, tree.leaves(outputs), strict=True)
+                along = [dim for dim, leaf in both if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        try:
+            over, why = self._compared(run, along)
+        except Incomparable:
+            over, why = None, "it draws random numbers in a way that depends on the number of samples"
+        if over is None and self.start.moved_others:  # the draws of a part are not those of the whole
+            return Over(kind="batch", untried=True)
+        if over is None:
+            targets = [leaf for leaf in tree.leaves(split(self.batch)[1]) if leaf is not None]
+            if not unfit and not all(isinstance(leaf, Tensor) for leaf in targets):
+                unfit = "its targets are not tensors, and are not gathered"
+            return Over(kind="batch", dims=dims, moved=moved, draws=self.draws, why=why, unfit=unfit)
+        return replace(over, gathers=self.gathers)
+
+    def finite_samples(self) -> list[int]:
+        """Those whose loss alone is finite: a batch with one that is not says nothing."""
+        kept = []
+        for i in range(self.samples):
+            with suppress(Exception):
+                if isfinite(self._side(self._objective, slice(i, i + 1)).value):
+                    kept.append(i)
+        self.start.restore()
+        return kept
+
+    # One run
+
+    def _objective(self, cut: slice) -> tuple[Any, Sequence[Tensor]]:
+        """The loss of some samples by model and loss together, and what its gradient is compared of."""
+        part = tree.map_tensors(torch.clone, part_of(self.batch, cut, self.samples))  # a model may write to its inputs
+        parameters = [p for p in self.model.parameters() if p.requires_grad][-LAST:] if self.how.gradients else []
+        with self.how.around():
+            return self.objective(self.model, part), parameters
+
+    def _loss(self, outputs: Any, dims: tuple[int | None, ...], cut: slice) -> tuple[Any, Sequence[Tensor]]:
+        """The same by the loss alone, of outputs that are there."""
+        assert self.objective.loss is not None
+        given: list[Tensor] = []
+        left = iter(dims)
+
+        def leaf(x: Any) -> Any:
+            dim = next(left)
+            if not isinstance(x, Tensor):
+                return x
+            x = _double(x.detach()) if self.how.exact else x.detach()
+            x = x if dim is None else cut_rows(x, dim, cut, self.samples)
+            if x.is_floating_point():
+                given.append(x := x.clone().requires_grad_())
+            return x
+
+        loss, targets = self.objective.loss, part_of(split(self.batch)[1], cut, self.samples)
+        if isinstance(loss, nn.Module):  # a copy: it may have buffers of its own
+            loss = copy.deepcopy(loss)
+            loss = loss.double() if self.how.exact else loss
+        return loss(tree.map_leaves(leaf, outputs), tree.map_tensors(torch.clone, targets)), given
+
+    def _side(self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], cut: slice) -> _Side:
+        with torch.set_grad_enabled(self.how.gradients), CrossEntropies() as heard:
+            loss, given = run(cut)
+            pair = isinstance(loss, tuple | list)
+            total = check_scalar(loss[0] if pair else loss)
+            gradients: list[Tensor | None] = [None] * len(given)
+            if given and total.requires_grad:
+                gradients = list(torch.autograd.grad(total, given, allow_unused=True))
+        count = float(torch.as_tensor(loss[1]).detach()) if pair else None
+        return _Side(float(total.detach()), count, gradients, heard.seen)
+
+    # Whole and parts
+
+    def _compared(
+        self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], along: list[int | None] | None
+    ) -> tuple[Over | None, str]:
+        """What makes the whole out of the parts, None if nothing does, and the numbers. Gradients of parts are added;
+        those of outputs put together ``along`` a dim of each."""
+        everything = slice(0, self.samples)
+        self.start.restore()
+        with gathering(self._note):
+            whole = self._side(run, everything)
+        self.draws, self.finite = self.start.moved, isfinite(whole.value)
+        ways: list[tuple[_Side, list[_Side], list[slice]]] = []
+        for sizes in cuts_of(self.samples):
+            cuts = [slice(0, sizes[0]), slice(sizes[0], self.samples)]
+            try:
+                whole, parts = self._sides(run, whole, cuts)
+            except Incomparable:
+                raise
+            except Exception as error:
+                if self.how.exact:
+                    raise
+                return None, f"of {self.samples} samples it is {whole.value:.6g}; of {sizes[0]} alone: {_said(error)}"
+            ways.append((whole, parts, cuts))
+        for over in self._candidates(whole):
+            if all(self._explains(over, *way, along) for way in ways):
+                return over, ""
+        mean = sum(p.value * (c.stop - c.start) for p, c in zip(ways[0][1], ways[0][2], strict=True)) / self.samples
+        return None, f"of {self.samples} samples it is {whole.value:.6g}; the mean over two parts of them {mean:.6g}"
+
+    def _sides(
+        self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], whole: _Side, cuts: list[slice]
+    ) -> tuple[_Side, list[_Side]]:
+        first: Noting | None = None
+        notes, parts = [], []
+        for cut in cuts:
+            self.start.restore()
+            with ExitStack() as stack:
+                if self.draws:
+                    notes.append(stack.enter_context(Noting(first)))
+                    first = first or notes[0]
+                stack.enter_context(gathering(self._replay(cut)))
+                parts.append(self._side(run, cut))
+        if not self.draws:
+            return whole, parts
+        self.wholes.clear()
+        self.start.restore()
+        with Composing(notes), gathering(self._note):
+            whole = self._side(run, slice(0, self.samples))
+        if self.gathers:  # again, now that what all give to it is known
+            for i, cut in enumerate(cuts):
+                self.start.restore()
+                with Noting(notes[0] if i else None), gathering(self._replay(cut)):
+                    parts[i] = self._side(run, cut)
+        return whole, parts
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        self.gathers = True
+        self.wholes.append(tensor.detach())
+        return tensor
+
+    def _replay(self, cut: slice) -> Callable[[Tensor], Tensor]:
+        """``meshfit.gather`` for a part: its rows among those that the other part gave."""
+        calls = iter(list(self.wholes))
+
+        def act(tensor: Tensor) -> Tensor:
+            every = next(calls, None)
+            if every is None or len(every) * (cut.stop - cut.start) != len(tensor) * self.samples:
+                return tensor
+            each = len(every) // self.samples
+            return torch.cat([every[: cut.start * each], tensor, every[cut.stop * each :]])
+
+        return act
+
+    def _candidates(self, whole: _Side) -> Iterator[Over]:
+        if whole.count is not None:
+            yield Over(kind="pair")
+            return
+        for result, target, ignore, weight in whole.seen:
+            if target.is_floating_point() or float(result.detach()) != whole.value:
+                continue
+            for find in finders(self.batch):
+                found = find(self.batch)
+                if torch.equal(found[found != ignore].flatten(), target[target != ignore].flatten()):
+                    unit = target.numel() / self.samples
+                    yield Over(kind="targets", unit=unit, ignore=ignore, weight=_native(weight), find=find)
+        if not any((target == ignore).any() for _, target, ignore, _ in whole.seen):
+            yield Over(kind="samples")
+        yield Over(kind="sum")
+
+    def _explains(
+        self, over: Over, whole: _Side, parts: list[_Side], cuts: list[slice], along: list[int | None] | None
+    ) -> bool:
+        """Whether the parts, weighted as ``over`` says, make the whole: its value, and its gradient."""
+        if over.kind == "pair":
+            counts = [part.count or 0.0 for part in parts]
+            if None in (whole.count, *(p.count for p in parts)) or not _near(sum(counts), whole.count, EXACT):
+                return False
+            weights, total = [1.0] * len(parts), 1.0
+        elif over.kind == "targets":
+            weights = [float(over.count(part_of(self.batch, cut, self.samples))) for cut in cuts]
+            total = sum(weights)
+        else:
+            weights = [1.0 if over.kind == "sum" else float(cut.stop - cut.start) for cut in cuts]
+            total = 1.0 if over.kind == "sum" else float(self.samples)
+        if not total:
+            return False
+        limit = self.limit
+        made = [w / total * part.value for w, part in zip(weights, parts, strict=True) if w]
+        if not _near(sum(made), whole.value, limit, scale=max(map(abs, made), default=0.0)):
+            return False
+        if self.gathers:  # what comes back to a row from other ranks' losses is not seen here
+            return True
+        most = max((float(g.abs().max()) for g in whole.gradients if g is not None and g.numel()), default=0.0)
+        for i, gradient in enumerate(whole.gradients):
+            terms = [
+                torch.zeros_like(part.gradients[i]) if not w else part.gradients[i] * (w / total)  # type: ignore[arg-type, operator]
+                for w, part in zip(weights, parts, strict=True)
+                if part.gradients[i] is not None
+            ]
+            if not terms and gradient is None:
+                continue
+            dim = None if along is None else along[i]
+            if dim is not None and len(terms) < len(parts):
+                return False
+            joined = torch.cat(terms, dim) if dim is not None else sum(terms, torch.zeros(()))
+            other = torch.zeros_like(joined) if gradient is None else gradient
+            if not bool(((joined - other).abs() <= 10 * limit * most).all()):
+                return False
+        return True
+
+    # What the model returns
+
+    def _rows(self) -> tuple[Any, tuple[int | None, ...]]:
+        """What the model returns for all samples, and which dim of each tensor in it is that of the samples."""
+        sizes = cuts_of(self.samples)[0]
+        cuts = [slice(0, self.samples), slice(0, sizes[0]), slice(sizes[0], self.samples)]
+        returned = []
+        with torch.no_grad():
+            for cut in cuts:
+                self.start.restore()
+                part = tree.map_tensors(torch.clone, part_of(self.batch, cut, self.samples))
+                with self.how.around():
+                    returned.append(whole_outputs(call(self.model, split(part)[0])))
+        draws = self.start.moved
+        whole, *parts = ([*tree.leaves(each)] for each in returned)
+        if any(len(part) != len(whole) for part in parts):
+            raise _Unfit("the model returns another number of things for other numbers of samples")
+        dims = tuple(
+            self._dim(i, leaf, [part[i] for part in parts], cuts[1:], compare=not draws) for i, leaf in enumerate(whole)
+        )
+        return returned[0], dims
+
+    def _dim(self, i: int, whole: Any, parts: list[Any], cuts: list[slice], *, compare: bool) -> int | None:
+        if not isinstance(whole, Tensor):
+            return None
+        limit = self.limit * (1 if self.how.exact else 50)
+        shape = tuple(whole.shape)
+        if all(part.shape == whole.shape for part in parts):
+            if compare and not all(_same(part, whole, limit) for part in parts):
+                raise _Unfit(f"the model itself computes output {i}, of shape {shape}, from the whole batch")
+            return None
+        scaled = [
+            dim
+            for dim in range(whole.dim())
+            if all(p.dim() == whole.dim() and p.shape[dim] * self.samples == shape[dim] * (c.stop - c.start)
+                   and (*p.shape[:dim], *p.shape[dim + 1 :]) == (*shape[:dim], *shape[dim + 1 :])
+                   for p, c in zip(parts, cuts, strict=True))
+        ]  # fmt: skip
+        if not scaled:
+            raise _Unfit(f"output {i} of the model, of shape {shape} for {self.samples} samples, has no dim of samples")
+        for part, cut in zip(parts, cuts, strict=True) if compare else ():
+            if not _same(part, cut_rows(whole, scaled[0], cut, self.samples), limit):
+                raise _Unfit(f"what the model returns for a sample (output {i}) depends on the others in its batch")
+        return scaled[0]
+
+
+def _same(a: Tensor, b: Tensor, limit: float) -> bool:
+    if not a.is_floating_point() or not a.numel():  # a number that is rounded may be another
+        return True
+    scale = float(b.detach().nan_to_num().abs().max())
+    return bool(torch.isclose(a, b, rtol=0.0, atol=limit * max(scale, 1e-30), equal_nan=True).all())
+
+
+def _near(a: float, b: float | None, limit: float, scale: float = 0.0) -> bool:
+    return b is not None and abs(a - b) <= limit * max(abs(a), abs(b), scale)
+
+
+def _native(weight: Tensor | None) -> Tensor | None:
+    return weight.float() if weight is not None and weight.dtype == torch.float64 else weight
+
+
+def _moved(outputs: Any, dims: tuple[int | None, ...], targets: Any, samples: int) -> tuple[int, int]:
+    """Bytes of a sample's outputs and targets that are gathered; and of the gradients that come back."""
+    kept = [leaf for dim, leaf in zip(dims, tree.leaves(outputs), strict=True) if dim is not None]
+    size = lambda t: t.numel() * (4 if t.is_floating_point() else t.element_size()) // samples
+    there = sum(map(size, kept)) + sum(map(size, tree.tensors(targets)))
+    return there, sum(size(t) for t in kept if t.is_floating_point())
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

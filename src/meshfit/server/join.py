@@ -1,0 +1,180 @@
+"""Workers that join a run of another host: the same job, run here for as long as that run goes on.
+
+The run says what its plan is, and who each worker is to be; then it is a worker as any other, over TCP. The batch is
+shared by those at work: so in step the weights are those of one device whoever comes and goes. What is done once for
+all (evaluations, checkpoints, the folder) is done there. A callback's "stop" lets these workers leave; the run goes on.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+import meshfit
+from meshfit.axes.precision import LossScale
+from meshfit.drive import Outcome, Ranked, Tap, outcome_of
+from meshfit.errors import JobError
+from meshfit.feed import Begun, Feed
+from meshfit.job import Job
+from meshfit.launch import key as keys
+from meshfit.launch.channel import Channel
+from meshfit.launch.devices import Devices, find
+from meshfit.launch.listen import addresses
+from meshfit.launch.world import World, cores
+from meshfit.plan import Plan
+from meshfit.server.fingerprint import facts_of
+from meshfit.server.run import ServedRun
+from meshfit.server.wire import Gone, TurnedAway, Wire, WireError, connect
+from meshfit.server.worker import Served
+
+PATIENCE = 5.0  # seconds for a run to be there
+ANSWER_SECONDS = 30.0
+THERE = {"valid": None, "metrics": {}, "best": None, "patience": None, "out": None, "checkpoint": None}
+"""What is done where the run is."""
+THERE |= {"resume": False, "precision": None, "microbatches": None, "batchnorm": None, "compile": None, "epochs": None}
+
+
+def ask(at: str, key: bytes, job: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the run that listens at ``at`` says to one who would join it with ``job``; None: what its plan is."""
+    (address,) = addresses(at, 1)
+    try:
+        wire = _reached(address, key)
+        try:
+            wire.send("join", words={} if job is None else {"job": job})
+            answer = wire.recv(timeout=ANSWER_SECONDS)
+        finally:
+            wire.close()
+    except TurnedAway:
+        raise JobError(
+            f"the run at {at} has another key", f"it is the one that the first host printed, or its {keys.NAME}"
+        ) from None
+    except (Gone, TimeoutError) as error:
+        why = str(error).partition(": ")[2] or str(error)
+        raise JobError(
+            f"no run listens at {at}, for {PATIENCE:g} s", why, "it may be over; it is begun by meshfit train --listen"
+        ) from None
+    except WireError as error:
+        raise JobError(f"what listens at {at} is no run to join", error.headline, *error.facts) from None
+    if answer.kind == "error":
+        raise JobError(f"{answer.words['headline']} at {at}", *answer.words["facts"])
+    return answer.words
+
+
+def _reached(address: str, key: bytes) -> Wire:
+    """The run may be about to begin."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return connect(address, key)
+        except TurnedAway:
+            raise
+        except Gone:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+class Joined(Ranked):
+    """Trains as workers of another host's run, one for each device here."""
+
+    def __init__(self, job: Job, lockstep: bool, tap: Tap | None):
+        assert job.join is not None
+        self.key = keys.asked(job.join)
+        told = ask(job.join, self.key)
+        if told["version"] != meshfit.__version__:
+            raise JobError(
+                f"the run at {job.join} is of another version",
+                f"meshfit {told['version']} there, {meshfit.__version__} here",
+            )
+        plan, devices = Plan.parse(told["plan"]), job.devices
+        devices = devices if isinstance(devices, Devices) else find(devices)
+        size = replace(job, plan=plan)._samples_a_batch(plan)
+        job = replace(job, plan=plan, devices=devices, batch_size=size, steps=told["steps"], **THERE)
+        super().__init__(job, lockstep, tap)
+        self.said.append(f"joined the run at {job.join}: {plan}")
+
+    @contextmanager
+    def _ranks(self) -> Iterator[Any]:
+        from meshfit.launch.local import Ranks
+
+        assert isinstance(self.job.devices, Devices)
+        count = self.job.devices.count or 1
+        work = Join(self.job, self.key, self._lockstep, self._tap)
+        how: dict[str, Any] = {"devices": self.job.devices, "timeout": self.job.timeout}
+        with Ranks(work, size=count, joined=False, spare=range(count), **how) as ranks:
+            yield ranks
+
+
+@dataclass(frozen=True)
+class Join:
+    """What each of these workers does."""
+
+    job: Job
+    key: bytes = field(repr=False)
+    lockstep: bool
+    tap: Tap | None
+
+    def __call__(self, world: World, channel: Channel) -> Outcome:
+        from meshfit.loop import train
+
+        if world.device.type == "cpu":
+            torch.set_num_threads(max(1, cores() // world.size))
+        run = JoinedRun(self.job, world, self.key)
+        if self.tap is not None:
+            self.tap(run)
+        feed = Feed(channel, self.lockstep)
+        if run.tells:
+            channel.send(Begun(run.notes, run.last_step))
+        for step in train(run):
+            feed.add(step, run)
+            if run.tells and feed.stopped():
+                break
+        feed.flush()
+        outcome = outcome_of(run)
+        run.settle()
+        weights = run.placed.tensors()
+        run.exchange.remove()
+        return replace(outcome, weights=weights)
+
+
+class JoinedRun(ServedRun):
+    """A worker's that has joined."""
+
+    def __init__(self, job: Job, world: World, key: bytes):
+        self.here = world.rank
+        super().__init__(job, world, key)
+        self.may_stop = True
+
+    def _make_update(self, scale: LossScale | None) -> Served:  # type: ignore[override]
+        assert self.job.join is not None
+        facts = facts_of(self.job, self.model, self.loader.source)
+        self.id = ask(self.job.join, self.secret, facts)["worker"]
+        return super()._make_update(scale)
+
+    def _addresses(self) -> list[str]:
+        assert self.job.join is not None
+        return addresses(self.job.join, self.plan.server)
+
+    def _ticket(self) -> int | None:
+        return self.worker.ticket
+
+    @property
+    def first(self) -> bool:
+        return False
+
+    @property
+    def leads(self) -> bool:
+        return False
+
+    @property
+    def tells(self) -> bool:
+        """To the caller on this host."""
+        return self.here == 0
+
+    def finish(self) -> None:
+        """Others go on."""
+        if self.plan.staleness:
+            self.worker.pull()

@@ -1,0 +1,215 @@
+"""What a model server owns: some of the weights, their optimizer, and the sum of their gradients.
+
+It knows nothing of workers or connections: gradients are given to it run by run (see parcel.py), and it steps.
+
+    memory   weights, one gradient, optimizer state of its share; an averaged copy with ema
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.exchange.update import Average, Update, Updated, total_norm
+from meshfit.server.packing import Parcel, behind
+from meshfit.server.running_statistics import Running
+
+
+class Keeper:
+    """``parameters`` by name are moved into one buffer, in place; ``optimizer`` may hold others too, which it forgets.
+
+    ``scheduler``, averaging and ``clip`` are as in ``Update``; ``statistics`` are BatchNorm's of the whole model, on
+    the server that keeps them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        *,
+        clip: float | None = None,
+        ema: float | None = None,
+        statistics: Running | None = None,
+        may_fuse: bool = True,
+        damp: bool = False,
+        shorten: bool = False,
+    ):
+        self.parameters = dict(parameters)
+        self.parcel = Parcel.of(self.parameters)
+        self.weights = torch.zeros(self.parcel.bytes, dtype=torch.uint8)
+        for name, view in self.parcel.views(self.weights).items():
+            p = self.parameters[name]
+            view.copy_(p.detach())
+            p.data, p.grad = view, None
+        self._gradient = torch.zeros(self.parcel.bytes, dtype=torch.uint8)
+        self._views = self.parcel.views(self._gradient)
+        self.gradients = self.parcel.flats(self._gradient)
+        """The sum, run by run."""
+        self.statistics = statistics or Running({})
+        self.optimizer, self.scheduler = optimizer, scheduler
+        restrict(optimizer, self.parameters.values())
+        self.update = Update(optimizer, clip=clip, may_fuse=may_fuse)
+        self.average = None if ema is None else Average(nn.ParameterList(self.parameters.values()), ema)
+        self.damp, self.shorten = damp, shorten
+        """For gradients that come late: see ``_adapted``."""
+        self.steps = 0
+        """Of the schedule."""
+
+    def load(self, flats: list[Tensor]) -> None:
+        """Take these gradients for the sum."""
+        for mine, theirs in zip(self.gradients, flats, strict=True):
+            mine.copy_(theirs)
+
+    def add(self, flats: list[Tensor]) -> None:
+        for mine, theirs in zip(self.gradients, flats, strict=True):
+            mine.add_(theirs)
+
+    def step(
+        self,
+        reached: set[str],
+        *,
+        loss: float,
+        correction: float,
+        norm: float,
+        staleness: int = 0,
+        usual: float = 0.0,
+        ticks: int = 1,
+    ) -> Updated:
+        """Step with the sum. ``norm`` is of the gradients of all servers. ``usual``: the mean staleness; ``ticks``: by
+        how many steps the schedule (and the average) goes on."""
+        for name, p in self.parameters.items():
+            p.grad = self._views[name] if name in reached else None
+        with self._adapted(staleness, usual):
+            updated = self.update(self.gradients, loss, correction, torch.tensor(norm, dtype=torch.float64))
+        for _ in range(ticks):
+            if self.scheduler is not None and updated.taken:
+                self.scheduler.step()
+                self.steps += 1
+            if self.average is not None:
+                self.average.update()
+        for p in self.parameters.values():
+            p.grad = None
+        return updated
+
+    @contextmanager
+    def _adapted(self, staleness: int, usual: float):
+        """``damp``: a gradient that is t updates late steps by 1/(1+t) of the learning rate. ``shorten``: late
+        gradients are momentum of their own, so the optimizer's memory, 1/(1-m) steps, is made shorter by as many steps
+        as gradients are usually late."""
+        before = [{key: group[key] for key in ("lr", "momentum", "betas") if key in group} for group in self._groups]
+        for group in self._groups:
+            if self.damp and staleness:
+                group["lr"] = group["lr"] / (1 + staleness)
+            if self.shorten and group.get("momentum"):
+                group["momentum"] = shortened(group["momentum"], usual)
+            if self.shorten and "betas" in group:
+                group["betas"] = (shortened(group["betas"][0], usual), *group["betas"][1:])
+        try:
+            yield
+        finally:
+            for group, kept in zip(self._groups, before, strict=True):
+                group.update(kept)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def square(self) -> float:
+        """The squared norm of the sum."""
+        return squared(self.gradients)
+
+    @property
+    def bytes(self) -> int:
+        """That go down to a worker."""
+        return behind(self.parcel.bytes) + self.statistics.bytes
+
+    def fill(self, down: Tensor, *, averaged: bool = False) -> None:
+        """Write the weights, and the statistics behind them, to ``down``."""
+        if averaged and self.average is not None:
+            views = self.parcel.views(down[: self.parcel.bytes])
+            for name, tensor in zip(self.parameters, self.average.weights, strict=True):
+                views[name].copy_(tensor)
+        else:
+            down[: self.parcel.bytes].copy_(self.weights)
+        down[behind(self.parcel.bytes) :].copy_(self.statistics.buffer)
+
+    # What a snapshot holds
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors (copied) and plain facts from which ``restore`` can go on."""
+        tensors = {"weights": self.weights.clone(), "statistics": self.statistics.buffer.clone()}
+        facts: dict[str, Any] = {"digest": self.parcel.digest, "steps": self.steps, "state": {}, "groups": []}
+        for name, p in self.parameters.items():
+            held = self.optimizer.state.get(p, {})
+            facts["state"][name] = {k: v for k, v in held.items() if isinstance(v, int | float | None | bool)}
+            tensors |= {f"state/{name}/{k}": v.detach().clone() for k, v in held.items() if isinstance(v, Tensor)}
+        for group in self._groups:
+            plain = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
+            facts["groups"].append({k: v for k, v in plain.items() if _plain(v)})
+        if self.average is not None:
+            tensors |= {f"average/{n}": t.clone() for n, t in zip(self.parameters, self.average.weights, strict=True)}
+        if self.scheduler is not None:
+            schedule = self.scheduler.state_dict()
+            facts["schedule"] = schedule if _plain(schedule) else None
+        return tensors, facts
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        if facts["digest"] != self.parcel.digest:
+            raise ValueError("the snapshot is of another model, or of another split over servers")
+        self.weights.copy_(tensors["weights"])
+        self.statistics.buffer.copy_(tensors["statistics"])
+        for name, p in self.parameters.items():
+            held: dict[str, Any] = dict(facts["state"].get(name, {}))
+            for key in (key for key in tensors if key.startswith(f"state/{name}/")):
+                kept = tensors[key]
+                held[key.removeprefix(f"state/{name}/")] = (
+                    torch.empty_like(p, dtype=kept.dtype).copy_(kept) if kept.shape == p.shape else kept.clone()
+                )
+            if held:
+                self.optimizer.state[p] = held
+        self.steps = facts["steps"]
+        if self.scheduler is not None:
+            if facts.get("schedule") is not None:
+                self.scheduler.load_state_dict(facts["schedule"])
+            else:  # holds what is no plain fact: gone through again
+                for _ in range(self.steps):
+                    self.scheduler.step()
+        for group, kept in zip(self._groups, facts["groups"], strict=True):
+            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in kept.items()})
+        if self.average is not None:
+            for name, mine in zip(self.parameters, self.average.weights, strict=True):
+                mine.copy_(tensors[f"average/{name}"])
+
+
+def restrict(optimizer: torch.optim.Optimizer, kept: Iterable[nn.Parameter]) -> None:
+    """Let ``optimizer`` forget all parameters but ``kept``. Its groups stay, some maybe empty: schedules count them."""
+    some = set(kept)
+    for group in optimizer.param_groups:
+        names = group.get("param_names")
+        if names is not None:
+            group["param_names"] = [n for n, p in zip(names, group["params"], strict=True) if p in some]
+        group["params"] = [p for p in group["params"] if p in some]
+    for p in [p for p in optimizer.state if p not in some]:
+        del optimizer.state[p]
+
+
+def shortened(momentum: float, steps: float) -> float:
+    """Momentum with a memory, 1/(1-m), shorter by ``steps``; 0 where none is left."""
+    return 1.0 - 1.0 / max(1.0, 1.0 / (1.0 - momentum) - steps) if momentum < 1.0 else momentum
+
+
+def squared(flats: list[Tensor]) -> float:
+    return float(total_norm(flats).double().square())
+
+
+def _plain(value: Any) -> bool:
+    """Whether JSON gives it back as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _plain(one) for key, one in value.items())
+    if isinstance(value, list):
+        return all(_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)

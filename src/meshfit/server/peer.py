@@ -1,0 +1,99 @@
+"""A worker as its server sees it, and what it has asked for."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from meshfit.server.compress import Codec
+from meshfit.server.packing import behind
+from meshfit.server.shared_memory import Region
+from meshfit.server.wire import Message, Wire
+
+
+@dataclass
+class Record:
+    """What is known of a worker beyond its connection: it may come back, and ask again for what was done."""
+
+    applied: int = 0
+    """Its last request that was carried out."""
+    heard: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+    """What was answered to it."""
+    given: Tensor | None = None
+    """BatchNorm statistics as it was last given them."""
+
+
+@dataclass
+class Peer:
+    """A worker that is connected."""
+
+    id: int
+    wire: Wire
+    region: Region
+    codec: Codec
+    record: Record
+    push: "Push | None" = None
+
+
+@dataclass(frozen=True)
+class Push:
+    """A gradient that has come, whole; it lies in the worker's region until its step is done."""
+
+    worker: int
+    sequence: int
+    version: int
+    """Of the weights that it was computed with."""
+    region: Region
+    codec: Codec
+    given: Tensor | None
+    words: dict[str, Any]
+
+    @classmethod
+    def of(cls, peer: Peer, message: Message) -> "Push":
+        return cls(
+            peer.id, message.sequence, message.version, peer.region, peer.codec, peer.record.given, message.words
+        )
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return self.codec.decode(self.region.up[: self.codec.bytes])
+
+    @property
+    def statistics(self) -> tuple[float, Tensor, Tensor]:
+        """Samples, what its statistics have become, and what they were."""
+        assert self.given is not None
+        return float(self.words["samples"]), self.region.up[behind(self.codec.bytes) :], self.given
+
+    def reached(self, names: list[str]) -> set[str]:
+        bits = int(self.words["reached"], 16)
+        return {name for i, name in enumerate(names) if bits >> i & 1}
+
+
+class Turns:
+    """Many may read the weights at a time, or one may change them."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._readers = 0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._free:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._readers -= 1
+                self._free.notify_all()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        with self._free:
+            while self._readers:
+                self._free.wait()
+            yield

@@ -1,0 +1,210 @@
+"""A process that serves a model, and what its job comes to in batches that are given out.
+
+In step a ticket is a batch, which the workers at work share; apart it is one worker's own batch. server/run.py has the
+worker's side.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from meshfit.axes.data.batchnorm import batch_norms
+from meshfit.checkpoint.resume import saved
+from meshfit.data.loader import Loader
+from meshfit.data.source import Stream
+from meshfit.errors import DataError, PlanError
+from meshfit.events import Events
+from meshfit.exchange.probe_optimizer import state_bytes
+from meshfit.job import Job
+from meshfit.launch.channel import Channel
+from meshfit.launch.listen import addresses
+from meshfit.launch.world import World
+from meshfit.plan import Plan
+from meshfit.run import Run
+from meshfit.server.build import keep
+from meshfit.server.fingerprint import differences, facts_of
+from meshfit.server.invitation import Offer
+from meshfit.server.keeper import Keeper
+from meshfit.server.server import Server
+from meshfit.server.settings import Terms
+from meshfit.server.snapshot import common
+
+EVALUATING = 24 * 3600.0  # seconds of silence where one worker may evaluate, or save, while the others wait for it
+SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or, of much, one step for every 4 MiB
+
+
+def own_batch(job: Job) -> int:
+    """Samples of the batches that servers give out: of all workers, or, where they step apart, of one."""
+    plan, size = plan_of(job), job.batch_size
+    assert isinstance(size, int)
+    if not plan.staleness:
+        return size
+    if size % plan.data:
+        raise PlanError(
+            f"{plan}: {plan.data} workers step apart, each over an equal part of the batch",
+            f"a batch of {size} has no {plan.data} equal parts",
+            f"batch_size={-(-size // plan.data) * plan.data} would do",
+        )
+    return size // plan.data
+
+
+def check(job: Job) -> None:
+    """Refuse, in the caller, what servers cannot give out, and what workers that step apart cannot do."""
+    plan = plan_of(job)
+    if isinstance(job.data, IterableDataset):
+        raise _no_stream(plan)
+    if plan.staleness:
+        own_batch(job)
+        for name in ("best", "patience"):
+            if getattr(job, name) is not None:
+                raise PlanError(
+                    f"{plan}: {name}= compares evaluations, and workers that step apart evaluate weights of their own",
+                    f"{replace(plan, staleness=0, late='none')} works",
+                )
+
+
+def refuse_torchrun(job: Job) -> None:
+    """Nobody would start them."""
+    if "server=" in str(job.plan):
+        raise PlanError(
+            f"{job.plan}: servers are processes beside the ranks, and torchrun starts ranks alone",
+            "python train.py starts both, on one machine; from others, meshfit join adds workers",
+        )
+
+
+def spare(job: Job) -> range:
+    """Workers whose death leaves the others at work: any; of crews, none that others wait for, or that saves."""
+    plan = plan_of(job)
+    if plan.crew == 1:
+        return range(plan.data)
+    if plan.joins_batchnorms and batch_norms(job.build()):
+        return range(0)
+    return range(0 if job.best is None and job.checkpoint is None else 1, plan.data)
+
+
+def last_ticket(job: Job, loader: Loader) -> int | None:
+    """Where workers step apart: how many gradients there are to be."""
+    limits = [] if job.steps is None else [int(job.steps)]
+    if job.epochs is not None:
+        limits.append(max(1, math.ceil(round(job.epochs * -(-_samples(plan_of(job), loader) // own_batch(job)), 9))))
+    return min(limits) if limits else None
+
+
+def _samples(plan: Plan, loader: Loader) -> int:
+    if isinstance(loader.source, Stream):  # that a function made, in here
+        raise _no_stream(plan)
+    return len(loader.source)
+
+
+def _no_stream(plan: Plan) -> DataError:
+    return DataError(
+        f"{plan}: servers give out batches by number, and a stream has none", f"data={plan.data} works, say"
+    )
+
+
+@dataclass(frozen=True)
+class Serve:
+    """What a server process does."""
+
+    job: Job
+    secret: bytes
+    folder: Path | None
+    """Of the run: what it is to go on from may be there."""
+    key: bytes | None = field(default=None, repr=False)
+    """Of workers that join, where ``job.listen`` lets them."""
+
+    def __call__(self, world: World, channel: Channel) -> None:
+        job, plan = self.job, plan_of(self.job)
+        folders = [Path(world.folder) / f"kept{i}" for i in range(plan.server)]
+        steps = job.steps if job.steps is None or not plan.staleness else -(-job.steps // plan.data)
+        nothing = {"valid": None, "metrics": {}, "best": None, "patience": None, "checkpoint": None}
+        alone = replace(job, plan=Plan(compile="none"), microbatches=None, precision=None, steps=steps, **nothing)
+        run = Run(alone, World(0, 1, torch.device("cpu")))
+        with saved(run, self.folder):
+            pass  # it is restored, if it is to be
+        every = _snapshot_steps(run)
+        alike = {} if job.listen is None else facts_of(job, run.model, run.loader.source)  # of the whole model
+        keeper = _keeper(run, job, world.rank)
+        terms = Terms(
+            workers=plan.data,
+            index=world.rank,
+            staleness=plan.staleness,
+            lost=plan.lost,
+            compress=plan.compress,
+            patience=patience_of(job),
+            folder=folders[world.rank],
+            every=every,
+            upto=common(folders),
+            **_places(run, job),
+        )
+        address = f"unix:{world.folder}/server{world.rank}"
+        events = Events(None if self.folder is None else self.folder / "events", world.rank, of="server")
+        server = Server(keeper, terms, address=address, secret=self.secret, tell=channel.send)
+        try:
+            if job.listen is not None and self.key is not None:
+                offer = Offer(
+                    terms={"plan": str(plan), "steps": terms.total, "version": alike["version"]},
+                    differences=lambda theirs: differences(alike, theirs),
+                    first=plan.data,
+                    folder=Path(world.folder),
+                )
+                server.open(addresses(job.listen, plan.server)[world.rank], self.key, None if world.rank else offer)
+            server.join()
+        finally:
+            server.close()
+            events.close()
+
+
+def _places(run: Run, job: Job) -> dict[str, Any]:
+    """From which batch to which, in batches of all workers or of one."""
+    (epoch, batch), size, own = run.position.now(run.step), run.loader.batch_size, own_batch(job)
+    first, step, last = epoch * -(-_samples(run.plan, run.loader) // own) + batch * size // own, run.step, run.last_step
+    if plan_of(job).staleness:
+        step = first  # each batch of one worker's is a step
+        last = last_ticket(job, run.loader)
+    total = None if last is None else first + max(0, last - step)
+    return {"step": step, "samples": run.samples, "first": first, "total": total, "batch_size": size}
+
+
+def _keeper(run: Run, job: Job, index: int) -> Keeper:
+    plan, average = plan_of(job), run.update.average
+    kept = {} if average is None else dict(zip(dict(run.model.named_parameters()), average.weights, strict=True))
+    keeper = keep(
+        run.model,
+        lambda parameters: run.optimizer,
+        None if job.scheduler is None else lambda optimizer: run.update.scheduler,
+        index=index,
+        servers=plan.server,
+        clip=job.clip,
+        ema=job.ema,
+        damp=plan.late == "damp",
+        shorten=plan.late == "shorten",
+    )
+    if keeper.average is not None:
+        for name, mine in zip(keeper.parameters, keeper.average.weights, strict=True):
+            mine.copy_(kept[name])
+    return keeper
+
+
+def _snapshot_steps(run: Run) -> int:
+    kept = sum(p.numel() * p.element_size() for p in run.model.parameters())
+    try:
+        state = state_bytes(run.optimizer)
+        kept += sum(sum(state.of(tuple(p.shape), str(p.dtype).removeprefix("torch."))) for p in run.model.parameters())
+    except RuntimeError:  # nobody can tell before it steps
+        kept *= 3
+    return max(SNAPSHOT_STEPS, kept // SNAPSHOT_BYTES)
+
+
+def patience_of(job: Job) -> float:
+    """Seconds for which a worker or server may be silent."""
+    return job.timeout if job.valid is None and job.checkpoint is None else max(job.timeout, EVALUATING)
+
+
+def plan_of(job: Job) -> Plan:
+    assert isinstance(job.plan, Plan)
+    return job.plan

@@ -1,0 +1,91 @@
+"""Memory in which a worker's payload lies: gradients on their way up, weights on their way down.
+
+Between processes of one host it is shared: the worker makes an anonymous file in memory, keeps its gradients and
+parameters in it, and sends the descriptor along with its greeting. Then a push moves nothing, and the server copies
+each byte once: gradients out of it, new weights into it. Between hosts each end has a region of its own, and the
+connection carries what lies in it.
+
+The file has no name, so nothing is left of it when both have gone, however they went; and it is sealed, so that
+neither can take its pages from under the other.
+"""
+
+import fcntl
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshfit.server.packing import ALIGNMENT
+from meshfit.server.wire import WireError
+
+
+@dataclass(slots=True)
+class Region:
+    """``up`` and ``down`` are tensors of bytes."""
+
+    up: Tensor
+    down: Tensor
+    fd: int | None = None
+    """Of the file, where memory is shared."""
+
+    @classmethod
+    def own(cls, up: int, down: int) -> "Region":
+        return cls(torch.zeros(up, dtype=torch.uint8), torch.zeros(down, dtype=torch.uint8))
+
+    @classmethod
+    def make(cls, up: int, down: int) -> "Region":
+        """Memory that another process can map: as large as both, and known by its descriptor."""
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("meshfit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        os.ftruncate(fd, _size(up, down))
+        if hasattr(os, "memfd_create"):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return cls._mapped(fd, up, down)
+
+    @classmethod
+    def map(cls, fd: int, up: int, down: int) -> "Region":
+        """What the other process has made. Refused unless it is as large as agreed, and stays so."""
+        if os.fstat(fd).st_size != _size(up, down):
+            raise WireError(f"shared memory of {os.fstat(fd).st_size} bytes", f"{_size(up, down)} were agreed")
+        if hasattr(os, "memfd_create"):
+            try:
+                sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            except OSError:
+                sealed = 0
+            if not sealed:
+                raise WireError("shared memory that its owner could shrink", "it must be sealed")
+        region = cls._mapped(fd, up, down)
+        os.close(fd)
+        region.fd = None
+        return region
+
+    @classmethod
+    def _mapped(cls, fd: int, up: int, down: int) -> "Region":
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # pages are there before they are timed
+        whole = torch.frombuffer(mmap.mmap(fd, _size(up, down), flags=flags), dtype=torch.uint8)
+        start = _aligned(up)
+        return cls(whole[:up], whole[start : start + down], fd)
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _size(up: int, down: int) -> int:
+    return max(_aligned(up) + _aligned(down), ALIGNMENT)
+
+
+def view(buffer: Tensor) -> memoryview:
+    """The bytes of a tensor of bytes, for a socket."""
+    return buffer.numpy().data.cast("B") if buffer.numel() else memoryview(b"")

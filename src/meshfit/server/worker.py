@@ -1,0 +1,414 @@
+"""A worker of model servers: computes gradients, and lets the servers step.
+
+It has the form of the other exchanges (``arm``, ``finish``, ``gradients``, ``norm``, ``clear``, ``remove``), and holds
+no optimizer: ``Served`` stands where ``Update`` does. The servers say which batch is next (``ticket``) and with whom it
+is shared (``share``): so a worker may come late, another may go, a server may be started again, and every batch is
+still worked on once.
+
+    traffic   gradients up and weights down, each once a step: 2P bytes
+    memory    weights and gradients, on this host shared with the servers; no optimizer state
+
+``Again`` says that the batch under way is to be done again, with the weights and the share that there are by then.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.cost import Cost
+from meshfit.errors import RankError
+from meshfit.exchange.allreduce import StepScalars
+from meshfit.exchange.update import Updated
+from meshfit.server.connection import Line
+from meshfit.server.cost import Payload
+from meshfit.server.cost import worker as worker_cost
+from meshfit.server.packing import shares, statistics
+from meshfit.server.snapshot import put_down
+from meshfit.server.wire import Gone, Message
+
+if TYPE_CHECKING:
+    from meshfit.server.worker_group import Crew
+
+BETWEEN_SECONDS = 0.002  # two looks at servers that are about to step
+
+
+class Again(Exception):
+    """Do the batch of ``worker.ticket`` now, as ``worker.share`` says; what was computed is void."""
+
+
+class Worker:
+    """Worker ``id`` of the servers at ``addresses``. Blocks until all have answered, and takes their weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        addresses: Sequence[str],
+        secret: bytes,
+        *,
+        id: int,
+        device: torch.device | str = "cpu",
+        staleness: float = 0,
+        compress: str = "none",
+        timeout: float = 600.0,
+        patience: float = 60.0,
+    ):
+        """``timeout``: seconds to wait for an answer; ``patience``: for a server to be there again."""
+        self.id, self.timeout, self.patience = id, timeout, patience
+        self.asynchronous = staleness != 0
+        self.device = device = torch.device(device)
+        self._payload = Payload.of(model, servers=len(addresses), compress=compress)
+        lots = shares(model, len(addresses))
+        self.lines = [
+            Line(
+                address,
+                secret,
+                lot,
+                {} if i else statistics(model),
+                worker=id,
+                device=device,
+                compress=compress,
+            )
+            for i, (address, lot) in enumerate(zip(addresses, lots, strict=True))
+        ]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.named = dict(model.named_parameters())
+        self.samples: float | None = None
+        """Of this worker in the batch under way; None: the count it is armed with."""
+        self.norm: Tensor | None = None
+        """Of the gradients of all workers, as summed, after ``finish``."""
+        self.staleness = 0
+        """Of its last gradient: updates that came between."""
+        self.taken = 0
+        """The number of its last step, among the steps of all workers, and the samples that all have seen by then."""
+        self.seen = 0.0
+        self.ticket: int | None = None
+        """The batch to work on; None: all are done."""
+        self.members: list[int] = [id]
+        self.first = id
+        """The worker that does, of those at work, what one does for all."""
+        self.at_work = False
+        """Whether it is in the middle of a batch."""
+        self.summed = True
+        """Whether what was heard is of all that shared the batch; False: one was lost, and left out."""
+        self.sequence = 0
+        self.again = 0
+        """How often a batch had to be done again."""
+        self._round = ""
+        self._pushed = False
+        self._meetings = 0
+        self._armed: dict[str, Any] = {}
+        self._reached: set[int] = set()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._seen) for p in self.parameters]
+        try:
+            for line in self.lines[::-1]:  # the first last: it gives out batches to those that are ready
+                line.connect(patience)
+                line.clear()
+            self._ask_place()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _seen(self, parameter: nn.Parameter) -> None:
+        self._reached.add(id(parameter))
+
+    def reach(self, names: Iterable[str]) -> None:
+        """Their gradients were made, elsewhere."""
+        self._reached.update(id(self.named[name]) for name in names)
+
+    @property
+    def degree(self) -> int:
+        """Workers that share a batch."""
+        return len(self.members)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which part of the batch is this worker's: (i, n), the i-th of n."""
+        return self.members.index(self.id), len(self.members)
+
+    @property
+    def rank(self) -> int:
+        return self.share[0]
+
+    @property
+    def learning_rate(self) -> float:
+        return self.lines[0].learning_rate
+
+    @property
+    def version(self) -> int:
+        return self.lines[0].version
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes that went up and came down, so far."""
+        return {"push": sum(line.moved_up for line in self.lines), "pull": sum(line.moved_down for line in self.lines)}
+
+    def cost(self) -> Cost:
+        """Of a step."""
+        return worker_cost(self._payload, device=self.device.type)
+
+    # A step, as the loop sees it
+
+    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
+        """The next backward is the last of this step."""
+        self._armed = {"loss": loss, "count": count, "stop": float(stop), "broken": broken}
+
+    def finish(self) -> StepScalars:
+        """Send the gradients; hear what all workers sent, summed."""
+        words = {key: float(value) for key, value in self._armed.items()}
+        self.at_work = False
+        words["samples"] = words["count"] if self.samples is None else float(self.samples)
+        words |= {"ticket": self.ticket, "members": self.members, "round": self._round}
+        self.sequence += 1
+        self._pushed = True
+        for line in self.lines:
+            line.pack()
+        masks = [{"reached": self._mask(line)} for line in self.lines]
+        answers = self._ask("push", [words | mask for mask in masks], push=True)
+        heard = self._agreed(answers)
+        self.norm = torch.tensor(math.sqrt(sum(each["square"] for each in heard)), dtype=torch.float64)
+        first = heard[0]
+        self.summed = len(first["summed"]) == len(self.members)
+        return StepScalars(first["loss"], first["count"], first["stop"], first["broken"])
+
+    def meet(self, said: str) -> list[str]:
+        """Say something to those that share the batch, in the middle of it; what each says, in their order."""
+        self._meetings += 1
+        words = {"round": self._round, "number": self._meetings, "said": said}
+        (answer,) = self._ask("meet", [words], lines=self.lines[:1])
+        if answer.kind == "again":
+            self._start_over()
+        return answer.words["all"]
+
+    def after_others(self) -> bool:
+        """At the end: wait until those before this worker are gone. Whether one of them had done all there was."""
+        (answer,) = self._ask("after", [{}], lines=self.lines[:1])
+        return answer.words["done"]
+
+    def _mask(self, line: Line) -> str:
+        bits = 0
+        for i, name in enumerate(line.parcel.names):
+            bits |= (id(line.parameters[name]) in self._reached) << i
+        return f"{bits:x}"
+
+    def _agreed(self, answers: list[Message]) -> list[dict[str, Any]]:
+        """What all servers summed over the same workers: where one lost a worker that another still heard, without."""
+        while True:
+            if any(answer.kind == "again" for answer in answers):
+                self._start_over()
+            heard = [answer.words for answer in answers]
+            common = [id for id in heard[0]["summed"] if all(id in each["summed"] for each in heard)]
+            if all(each["summed"] == common for each in heard):
+                return heard
+            answers = self._ask("agree", [{"summed": common}] * len(self.lines))
+
+    def step(self, loss: float, correction: float, norm: float) -> Updated:
+        """Have the servers step, and take their weights."""
+        words = {"loss": loss, "correction": correction, "norm": norm}
+        apart = self.asynchronous and len(self.lines) > 1
+        each = [words | {"pull": not apart or i == 0} for i in range(len(self.lines))]
+        answers = self._ask("step", each)
+        if any(answer.kind == "again" for answer in answers):
+            self._start_over()
+        if apart:  # the first server has held this worker back: the others' weights are taken after that
+            self._ask("pull", [{}] * (len(self.lines) - 1), lines=self.lines[1:])
+        self._pushed = False
+        first = answers[0].words
+        self._take_place(first)
+        self.staleness, self.taken, self.seen = first["staleness"], first["step"], first["samples"]
+        for line in self.lines:
+            line.settle(first["taken"])
+        return Updated(first["norm"], first["taken"])
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """None to scale here: the servers do."""
+        return []
+
+    def clear(self) -> None:
+        """Forget the gradients. If they were sent, and no step followed, nobody steps, and the training ends."""
+        if self._pushed:
+            self._drop(stop=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget gradients that were not sent."""
+        self._reached.clear()
+        for line in self.lines:
+            line.clear()
+
+    def remove(self) -> None:
+        """Leave the servers, and the parameters as they were found."""
+        for hook in self._hooks:
+            hook.remove()
+        for line in self.lines:
+            with suppress(Gone):
+                line.send("leave", self.sequence)
+            line.release()
+
+    def pull(self, *, averaged: bool = False) -> None:
+        """Take the weights as they are now."""
+        self._ask("pull", [{"averaged": averaged}] * len(self.lines))
+
+    def state(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
+        """What each server keeps: tensors and facts, as its snapshots hold them. For processes of one host."""
+        return put_down(self.kept())
+
+    def kept(self) -> list[Path]:
+        """Folders in which each server has put down what it keeps now."""
+        return [Path(answer.words["path"]) for answer in self._ask("state", [{}] * len(self.lines))]
+
+    def stop(self) -> None:
+        """Let the training end here, for all workers."""
+        if self.ticket is not None:
+            self._drop(stop=True)
+            self.ticket = None
+
+    # Asking
+
+    def _ask(
+        self, kind: str, words: list[dict[str, Any]], *, push: bool = False, lines: list[Line] | None = None
+    ) -> list[Message]:
+        """Send to all, then hear all. A connection that broke is made anew, and the question asked again: the server
+        knows by its number whether it has done it."""
+        lines = self.lines if lines is None else lines
+        ask = [
+            lambda line=line, told=told: line.send(kind, self.sequence, told, push=push)
+            for line, told in zip(lines, words, strict=True)
+        ]
+        for line, send in zip(lines, ask, strict=True):
+            self._insist(line, send, lambda: None)
+        return [
+            self._insist(line, lambda line=line: line.recv(self.timeout), send)
+            for line, send in zip(lines, ask, strict=True)
+        ]
+
+    def _insist(self, line: Line, act: Callable[[], Any], before: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return act()
+            except TimeoutError:
+                raise RankError(
+                    f"the server at {line.address} has not answered for {self.timeout:g} s",
+                    f"worker {self.id} asked at step {line.version}; another worker may be hung",
+                ) from None
+            except Gone:
+                self._reconnect(line)
+                try:
+                    before()
+                except Gone:
+                    continue
+
+    def _reconnect(self, line: Line) -> None:
+        """Reach a server again. One that was started anew is where its snapshot was: so are then all, and we."""
+        line.close()
+        try:
+            if not line.connect(self.patience):
+                return
+        except Gone as error:
+            raise RankError(str(error), f"worker {self.id} was at step {self.version}") from None
+        others = [other for other in self.lines if other is not line]
+        for other in others:
+            other.close()
+            other.connect(self.patience)
+            if other.version != self.version:
+                self._take_all(others)
+        self._start_over(drop=False)
+
+    def _take_all(self, lines: list[Line]) -> None:
+        for line in lines:
+            line.send("pull", self.sequence)
+            line.recv(self.timeout)
+
+    def _drop(self, *, stop: bool = False) -> None:
+        self._pushed = False
+        for line in self.lines:
+            with suppress(Gone):
+                line.send("drop", self.sequence, {"stop": stop})
+
+    def _start_over(self, *, drop: bool = True) -> None:
+        """Void the batch under way; take the weights, and the place, that there are now."""
+        self.again += 1
+        self.at_work = False
+        if drop:
+            self._drop()
+            for line in self.lines:
+                line.settle(False)
+        self._pushed = False
+        self.forget()
+        if drop:
+            self.pull()
+        self._ask_place()
+        raise Again
+
+    def _ask_place(self) -> None:
+        (answer,) = self._ask("where", [{}], lines=self.lines[:1])
+        self._take_place(answer.words)
+        if answer.version != self.version:  # others have stepped while this worker waited for its place
+            self.pull()
+        until = time.monotonic() + self.timeout
+        while not self.asynchronous and len({line.version for line in self.lines}) > 1:
+            if time.monotonic() > until:
+                versions = ", ".join(str(line.version) for line in self.lines)
+                raise RankError(f"the servers have not come to one step for {self.timeout:g} s", f"steps {versions}")
+            time.sleep(BETWEEN_SECONDS)  # the first has stepped; the word to do so is on its way to the others
+            self.pull()
+
+    def _take_place(self, words: dict[str, Any]) -> None:
+        self.ticket, self._round, self.first = words["ticket"], words["round"], words["first"]
+        self._meetings = 0
+        if self.ticket is not None:
+            self.members = words["members"]
+
+
+class Served:
+    """Stands where ``Update`` does: the step that a server takes."""
+
+    scale = offload = None
+    span = "exchange"
+
+    def __init__(self, worker: "Worker | Crew", *, ema: bool = False):
+        self.worker = worker
+        self.scheduler: Any = None
+        """As the servers' is when a checkpoint is saved."""
+        self.average = ServedAverage(worker) if ema else None
+
+    @property
+    def learning_rate(self) -> float:
+        return self.worker.learning_rate
+
+    def settle(self) -> None:
+        """The schedule is the servers'."""
+
+    def __call__(
+        self, gradients: list[Tensor], loss: Tensor | float, correction: Tensor | float = 1.0, norm: Any = None
+    ) -> Updated:
+        assert self.worker.norm is not None
+        return self.worker.step(float(loss), float(correction), float(self.worker.norm))
+
+
+class ServedAverage:
+    """The averaged weights, which the servers keep."""
+
+    def __init__(self, worker: "Worker | Crew"):
+        self.worker, self._swapped = worker, False
+        self.held: dict[str, Tensor] = {}
+        """By name, when they have been asked for."""
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Of all parameters; where they are not here, copies of the weights themselves."""
+        return [self.held.get(name, p.detach().clone()) for name, p in self.worker.named.items()]
+
+    def update(self) -> None:
+        """The servers do."""
+
+    def swap(self) -> None:
+        """Have the averaged weights in the model; call again to undo."""
+        self._swapped = not self._swapped
+        self.worker.pull(averaged=self._swapped)

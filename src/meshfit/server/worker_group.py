@@ -1,0 +1,359 @@
+"""A worker of model servers that is several ranks: each holds a part of the model, by whatever layout.
+
+To the servers a crew is one worker. Its first rank has the connections, and a stand-in for the whole model whose
+gradients and weights lie in memory that all ranks of the crew see: each rank copies its parts of the gradients there,
+and of the weights from there. Nothing is gathered. What several ranks hold alike, the first of them sends.
+
+Within a crew gradients are summed as without servers (``inner``); ``finish``, ``step`` and ``pull`` are done by all its
+ranks together, so all know the same batch, the same weights, and whether it is to be done again.
+
+    memory    of a crew 2P on the host, beside what each rank holds
+    traffic   of a rank its part of the gradients up, of the weights down; one small all_reduce and two broadcasts
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshfit.anatomy.trace import Trace
+from meshfit.axes.place import Placed
+from meshfit.checkpoint.box import Box, volume
+from meshfit.checkpoint.pieces import ShardLayout, lie
+from meshfit.cost import Cost
+from meshfit.errors import RankError
+from meshfit.events import current
+from meshfit.exchange.allreduce import StepScalars
+from meshfit.exchange.update import Updated
+from meshfit.plan import Plan
+from meshfit.server.cost import Payload
+from meshfit.server.packing import statistics
+from meshfit.server.shared_memory import Region
+from meshfit.server.shared_model import Part, Whole, hand_out, receive
+from meshfit.server.snapshot import put_down
+from meshfit.server.worker import Again, Worker
+
+FACTS = 9  # whether it is to be done again; then what ``Crew._mirror`` reads
+HEARD = 4  # loss, count, stop, norm; then a slot a worker for broken losses
+
+
+class Crew:
+    """Has the form of ``Worker``. All ranks of the worker's world make it together; ``reach`` makes the worker itself,
+    in the first of them, of the ``model`` that stands in for the whole there. They meet at ``address``, a path."""
+
+    summed = True
+
+    def __init__(
+        self,
+        inner: Any,
+        placed: Placed,
+        whole: Whole,
+        *,
+        workers: int,
+        shares: int,
+        model: nn.Module | None,
+        reach: Callable[[nn.Module], Worker],
+        address: str,
+    ):
+        """``shares``: parts into which the crew cuts what it is given of a batch; ``workers``: how many are told apart
+        when a loss breaks."""
+        self.inner, self.placed, self.whole, self.workers, self.shares = inner, placed, whole, workers, shares
+        self.size = dist.get_world_size()
+        self.parameters = inner.parameters
+        self.named = dict(placed.model.named_parameters())
+        self.worker: Worker | None = None
+        self.samples: float | None = None
+        """Of this rank in the batch under way."""
+        self.norm: Tensor | None = None
+        """Of the gradients of all workers, as summed, after ``finish``."""
+        self.moved = {"push": 0, "pull": 0}
+        """Bytes that went up and came down, so far."""
+        self.parts, self.statistics = self._parts(*self._share(model, reach, address))
+        self._facts(lambda: [])
+        self._take()
+
+    # What its ranks share
+
+    def _share(
+        self, model: nn.Module | None, reach: Callable[[nn.Module], Worker], address: str
+    ) -> tuple[list[Region], list[Region]]:
+        """The memory of the lines, and what there is beside."""
+        if model is None:
+            fds = receive(address, len(self.whole.sizes) + len(self.whole.regions()))
+            sizes = [*self.whole.sizes, *self.whole.regions()]
+            made = [Region.map(fd, *size) for fd, size in zip(fds, sizes, strict=True)]
+            return made[: len(self.whole.sizes)], made[len(self.whole.sizes) :]
+        beside = [Region.make(*size) for size in self.whole.regions()]
+        views = self.whole.running.views(beside[0].up)
+        for name, buffer in statistics(model).items():
+            views[name].copy_(buffer)
+            buffer.data = views[name]
+        self.worker = reach(model)
+        for line in self.worker.lines:
+            line.counted = False
+        lines = [line.region for line in self.worker.lines]
+        hand_out(address, [region.fd for region in (*lines, *beside) if region.fd is not None], self.size - 1)
+        return lines, beside
+
+    def _parts(self, lines: list[Region], beside: list[Region]) -> tuple[list[Part], list[Part]]:
+        whole, ups, downs = self.whole, {}, {}
+        self._gradients = [region.up for region in (beside[1:] if whole.compressed else lines)]
+        for parcel, up, region in zip(whole.parcels, self._gradients, lines, strict=True):
+            ups |= parcel.views(up[: parcel.bytes])
+            downs |= parcel.views(region.down[: parcel.bytes])
+        self._ups = ups
+        running = whole.running.views(beside[0].up)
+        trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        held = [(name, tensor, lie(self.placed, tensor)) for name, tensor in trained.items()]
+        norms = [(name, tensor, lie(self.placed, tensor)) for name, tensor in statistics(self.placed.model).items()]
+        mine = [(name, piece.box) for name, _, lies in (*held, *norms) for piece in lies.pieces if volume(piece.box)]
+        every: list[list[tuple[str, Box]]] = [mine] * self.size
+        dist.all_gather_object(every, mine)
+        first: dict[tuple[str, Box], int] = {}
+        for rank, boxes in enumerate(every):
+            for each in boxes:
+                first.setdefault(each, rank)
+        self._check(first, ups)
+
+        def parts(
+            some: Sequence[tuple[str, Tensor, ShardLayout]], up: dict[str, Tensor], down: dict[str, Tensor]
+        ) -> Iterator[Part]:
+            for name, tensor, lies in some:
+                for piece in lies.pieces:
+                    if volume(piece.box):
+                        at = tuple(slice(*ends) for ends in piece.box)
+                        sends = first[name, piece.box] == dist.get_rank()
+                        yield Part(name, tensor, piece, up[name][at], down[name][at], sends)
+
+        return list(parts(held, ups, downs)), list(parts(norms, running, running))
+
+    def _check(self, first: dict[tuple[str, Box], int], whole: dict[str, Tensor]) -> None:
+        """Every element is some rank's to send, once."""
+        sent = dict.fromkeys(whole, 0)
+        for name, box in first:
+            if name in sent:
+                sent[name] += volume(box)
+        wrong = [name for name, tensor in whole.items() if sent[name] != tensor.numel()]
+        if wrong:
+            raise RankError(
+                f"of {wrong[0]} the ranks of a worker hold {sent[wrong[0]]} elements, and it has "
+                f"{whole[wrong[0]].numel()}"
+            )
+
+    @torch.no_grad()
+    def _give(self) -> list[str]:
+        """Put what is this rank's to send where it is sent from. Names of the parameters it has gradients of."""
+        reached, moved = [], 0
+        for part in self.parts:
+            gradient = part.tensor.grad
+            if gradient is not None:
+                reached.append(part.name)
+                if part.sends:
+                    part.up.copy_(part.piece.of(gradient))
+            moved += part.nbytes * part.sends
+        for part in self.statistics:
+            if part.sends:
+                part.up.copy_(part.piece.of(part.tensor))
+                moved += part.nbytes
+        self.moved["push"] += moved
+        current().moved("push", moved)
+        return reached
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Have the weights, and the statistics, that have come."""
+        moved = 0
+        for part in (*self.parts, *self.statistics):
+            part.piece.of(part.tensor.detach()).copy_(part.down)
+            moved += part.nbytes
+        self.placed.changed()
+        self.moved["pull"] += moved
+        current().moved("pull", moved)
+
+    # What the first rank does, and all hear of
+
+    def _facts(self, act: Callable[[], list[float]]) -> list[float]:
+        """What ``act`` gives, in the first rank; on all of them. ``Again`` too: weights and place are then new."""
+        room = HEARD + self.workers
+        said = torch.zeros(FACTS + room, dtype=torch.float64)
+        worker = self.worker
+        if worker is not None:
+            again, found = 0.0, []
+            try:
+                found = act()
+            except Again:
+                again = 1.0
+            place, ticket = worker.share, -1 if worker.ticket is None else worker.ticket
+            told = [again, ticket, *place, worker.version, worker.taken, worker.seen, worker.staleness]
+            said[: FACTS + len(found)] = torch.tensor([*told, worker.learning_rate, *found], dtype=torch.float64)
+        current().moved("broadcast", said.nbytes)
+        dist.broadcast(said, 0)
+        again, *rest = said.tolist()
+        self._mirror(*rest[: FACTS - 1])
+        if again:
+            self.inner.clear()
+            self._unstage()
+            self._take()
+            raise Again
+        return rest[FACTS - 1 :]
+
+    def _mirror(
+        self,
+        ticket: float,
+        at: float,
+        of: float,
+        version: float,
+        taken: float,
+        seen: float,
+        staleness: float,
+        learning_rate: float,
+    ) -> None:
+        self.ticket = None if ticket < 0 else int(ticket)
+        """The batch to work on; None: all are done."""
+        self.share = int(at), int(of)
+        """Which part of the batch is this worker's."""
+        self.version, self.taken, self.seen, self.staleness = int(version), int(taken), seen, int(staleness)
+        self.learning_rate = learning_rate
+
+    @property
+    def rank(self) -> int:
+        """Of the worker, among those that share a batch."""
+        return self.share[0]
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share a batch."""
+        return self.share[1] * self.inner.degree
+
+    def cost(self) -> Cost:
+        """Of a step, beside what ``inner`` costs."""
+        parts, kept = (*self.parts, *self.statistics), sum(sum(size) for size in self.whole.sizes)
+        up, down = sum(part.nbytes for part in parts if part.sends), sum(part.nbytes for part in parts)
+        return _cost(up, down, kept, names=len(self.whole.names), workers=self.workers, ranks=self.size)
+
+    # A step, as the loop sees it
+
+    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
+        self.inner.arm(loss, count, stop=stop, broken=broken)
+
+    def finish(self) -> StepScalars:
+        """Send the gradients; hear what all workers sent, summed."""
+        scalars = self.inner.finish()
+        reached, names = set(self._give()), self.whole.names
+        flags = torch.tensor([*(name in reached for name in names), 0.0], dtype=torch.float64)
+        flags[-1] = (self.samples or 0.0) * self.shares / self.size  # ranks of one share have the same samples
+        current().moved("all_reduce", flags.nbytes)
+        dist.all_reduce(flags)  # and all have put their parts in place
+        loss, count, stop = (float(each) for each in (scalars.loss, scalars.count, scalars.stop))
+        broken = any(float(each) for each in scalars.broken)
+        mixed_up = self.inner.norm is not None and bool(torch.as_tensor(self.inner.norm).isnan())
+
+        def push() -> list[float]:
+            worker = self.worker
+            assert worker is not None
+            if mixed_up:  # see Scatter: then no step is to be taken
+                next(iter(self._ups.values())).fill_(torch.nan)
+            for name, view in self._ups.items() if self.whole.compressed else ():
+                worker.named[name].grad = view
+            worker.reach(name for name, flag in zip(names, flags.tolist(), strict=False) if flag)
+            worker.samples = float(flags[-1])
+            worker.arm(loss, count, stop=bool(stop), broken=broken)
+            heard = worker.finish()
+            assert worker.norm is not None
+            told = [float(each) for each in heard.broken][: self.workers]
+            return [float(heard.loss), float(heard.count), float(heard.stop), float(worker.norm), *told]
+
+        loss, count, stop, norm, *every = self._facts(push)
+        self.norm = torch.tensor(norm, dtype=torch.float64)
+        return StepScalars(loss, count, stop, [flag for flag in every for _ in range(self.inner.degree)])
+
+    def step(self, loss: float, correction: float, norm: float) -> Updated:
+        """Have the servers step, and take their weights."""
+
+        def step() -> list[float]:
+            assert self.worker is not None
+            updated = self.worker.step(loss, correction, norm)
+            return [float(updated.norm), float(updated.taken)]
+
+        found, taken, *_ = self._facts(step)
+        self._take()
+        return Updated(found, bool(taken))
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """None to scale here: the servers do."""
+        return []
+
+    def clear(self) -> None:
+        """Forget the gradients. If they were sent, and no step followed, nobody steps, and the training ends."""
+        self.inner.clear()
+        if self.worker is not None:
+            self.worker.clear()
+        self._unstage()
+
+    def _unstage(self) -> None:
+        """Forget gradients that were to be compressed; those that were not, the worker does."""
+        for gradient in self._gradients if self.worker is not None and self.whole.compressed else ():
+            gradient.zero_()
+
+    def remove(self) -> None:
+        """Leave the servers, and the parameters as they were found."""
+        self.inner.remove()
+        if self.worker is not None:
+            self.worker.remove()
+
+    def pull(self, *, averaged: bool = False) -> None:
+        """Take the weights as they are now."""
+        dist.barrier()  # all have read what came last
+
+        def pull() -> list[float]:
+            assert self.worker is not None
+            self.worker.pull(averaged=averaged)
+            return []
+
+        self._facts(pull)
+        self._take()
+
+    def state(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
+        """What each server keeps, whole: see ``mine``."""
+        found: list[Any] = [None if self.worker is None else [str(path) for path in self.worker.kept()]]
+        dist.broadcast_object_list(found)
+        every = put_down([Path(path) for path in found[0]])
+        dist.barrier()  # nothing is put there anew before all have read it
+        return every
+
+    def stop(self) -> None:
+        """Let the training end here, for all workers."""
+
+        def stop() -> list[float]:
+            assert self.worker is not None
+            self.worker.stop()
+            return []
+
+        self._facts(stop)
+
+
+def cost(plan: Plan, payload: Payload, held: Trace, earlier: Collection[str]) -> Cost:
+    """Of a step, on a rank that holds ``held`` of a model that travels as ``payload``, and sends what no rank has
+    that holds ``earlier``."""
+    tensors = {name: p.bytes for name, p in held.parameters.items() if p.trained}
+    kept = [*payload.running]
+    tensors |= {
+        name: prod(b.shape) * getattr(torch, b.dtype).itemsize for name, b in held.buffers.items() if name in kept
+    }
+    up, down = sum(size for name, size in tensors.items() if name not in earlier), sum(tensors.values())
+    memory = sum((*payload.up, *payload.down))
+    return _cost(up, down, memory, names=len(payload.parameters), workers=plan.data, ranks=plan.crew)
+
+
+def _cost(up: int, down: int, memory: int, *, names: int, workers: int, ranks: int) -> Cost:
+    said = 2 * 8 * (FACTS + HEARD + workers)
+    return Cost(
+        host={"payload": memory // ranks},
+        calls={"push": 1, "pull": 1, "all_reduce": 1, "broadcast": 2},
+        moved={"push": up, "pull": down, "all_reduce": 8 * (names + 1), "broadcast": said},
+    )
