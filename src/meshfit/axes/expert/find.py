@@ -65,7 +65,7 @@ class _Batched(TorchFunctionMode):
 
 
 def plan_experts(model: nn.Module, step: Step, degree: int, samples: int = 0) -> ExpertPlan:
-    """How the experts of ``model`` are placed on ``degree`` ranks; ``step`` runs it. A mixture whose parts do not compute
+    """How to place the experts of ``model`` on ``degree`` ranks; ``step`` runs it. A mixture whose parts do not compute
     what it does is left whole. Counts that ``degree`` does not divide are in ``why`` too."""
     twin = study(model)
     seen, shared, kinds = _watched(twin, step), _shared(twin), kinds_of(twin)

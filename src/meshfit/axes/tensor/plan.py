@@ -41,8 +41,8 @@ and blocks that were refused one by one."""
 
 
 def plan_tensor(model: nn.Module, run: Callable[[nn.Module], Any], degree: int, *, by_rows: bool = False) -> TensorPlan:
-    """Find how to split ``model`` over ``degree`` ranks: on one rank, on the CPU; ``model`` is not changed. ``by_rows``:
-    what lies between regions is shared out too, where that is possible.
+    """Find how to split ``model`` over ``degree`` ranks: on one rank, on the CPU; ``model`` is not changed.
+    ``by_rows``: what lies between regions is shared out too, where that is possible.
 
     ``run(model)`` runs a small forward, through ``model.__call__``, and returns the loss. The same model and batch give
     the same plan.
