@@ -1,0 +1,98 @@
+"""Imports point one way, as docs/README.md draws it."""
+
+from collections import Counter
+
+from benchmarks.package import Private, Tree, private_torch
+
+KNOWN = {
+    "anatomy -> axes": 1,
+    "anatomy -> loss": 1,
+    "axes -> exchange": 7,
+    "axes -> schedule": 7,
+    "axes -> server": 6,
+    "checkpoint -> meshfit": 1,
+    "comm -> axes": 2,
+    "comm -> server": 1,
+    "exchange -> server": 1,
+    "launch -> server": 1,
+    "loss -> observe": 1,
+    "observe -> meshfit": 1,
+    "schedule -> server": 1,
+    "server -> drive": 1,
+    "server -> feed": 1,
+    "server -> loop": 1,
+    "server -> meshfit": 2,
+}
+"""Imports that still point upward. Take out what is mended; add nothing."""
+
+README = """
+```imports
+cli
+run  loop   # one step
+data
+```
+"""
+
+
+def test_imports_point_down() -> None:
+    tree = Tree.here()
+    assert tree.undrawn == [], "docs/README.md draws every folder and top-level file"
+    assert tree.heights.keys() == {tree.drawn(module) for module in tree.modules}, "and nothing else"
+    named = [(f"{tree.drawn(edge.source)} -> {tree.drawn(edge.target)}", edge) for edge in tree.upward]
+    found = Counter(name for name, _ in named)
+    new, gone = found - Counter(KNOWN), Counter(KNOWN) - found
+    where = [f"{edge.source}, line {edge.line}: {edge.target}" for name, edge in named if name in new]
+    assert not new, f"imports against the drawing in docs/README.md: {dict(new)}, among {where}"
+    assert not gone, f"mended, so take them out of KNOWN: {dict(gone)}"
+
+
+def test_an_import_upward_or_sideways_is_found() -> None:
+    files = {
+        "cli/main.py": "from meshfit.run import run\nimport torch",
+        "run.py": "from meshfit import loop, data\nfrom meshfit.data.order import order",
+        "loop.py": "",
+        "data/__init__.py": "from meshfit.data import order",
+        "data/order.py": "if TYPE_CHECKING:\n    from meshfit import run\ndef f():\n    import meshfit.cli.main",
+        "new.py": "",
+    }
+    tree = Tree.of(files, README)
+    assert tree.rows == [["cli"], ["run", "loop"], ["data"]]
+    assert tree.undrawn == ["new"]
+    assert tree.upward == [("data.order", "cli.main", 4, True), ("run", "loop", 1, False)]
+    assert tree.cycle(inside=False) == {}
+    assert tree.cycle(inside=True) == {("cli", "run"): 1, ("run", "data"): 2, ("data", "cli"): 1}
+
+
+def test_private_names_of_torch_are_found_and_our_own_are_not() -> None:
+    ours = """
+        import os
+        import torch
+        import torch.nn.functional as F
+        from torch import Tensor, nn
+        from torch.utils._pytree import tree_map
+        aten = torch.ops.aten
+        LOADED = "torch._dynamo"
+        class Layer(nn.Module):
+            _count: int = 0
+            def forward(self, x: Tensor) -> Tensor:
+                self._kept = self._count
+                os._exit(0)
+                return F.linear(x, layer._kept, shape._fields, x.__class__, self._buffers)
+        F._pad
+        aten._softmax
+        Tensor._make_subclass
+        x.storage()._cdata
+        module._buffers
+        getattr(module, "_forward_hooks")
+    """
+    tree = Tree.of({"layer.py": ours.replace("\n        ", "\n"), "torch_private.py": "import torch\ntorch._C"})
+    assert private_torch(tree) == [
+        Private("layer.py", 6, "torch.utils._pytree"),
+        Private("layer.py", 8, "torch._dynamo"),
+        Private("layer.py", 15, "torch.nn.functional._pad"),
+        Private("layer.py", 16, "torch.ops.aten._softmax"),
+        Private("layer.py", 17, "torch.Tensor._make_subclass"),
+        Private("layer.py", 18, "_cdata"),
+        Private("layer.py", 19, "_buffers"),
+        Private("layer.py", 20, "_forward_hooks"),
+    ]
