@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.axes.context import (
-    shapes,  # noqa: F401  # their rules
-)
+from meshfit.axes.context import local, mix, shapes  # noqa: F401  # register their rules
 from meshfit.axes.context.ops import Imagined
 from meshfit.axes.context.piece import Piece, gathered, guarded
 from meshfit.axes.context.recurrence import recurrences
