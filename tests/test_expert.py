@@ -226,6 +226,45 @@ def test_trains_like_one_device(plan: str, name: str) -> None:
     assert outcome.ok, outcome
 
 
+class Slices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.up = 4, nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 3)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            at, which = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, at, (x[at] @ self.up[number]) * weights[at, which, None])
+        return out
+
+
+class Lopsided(nn.Module):
+    """No row ever goes to the second half of its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route, self.experts, self.last = nn.Linear(WIDTH, 2), Slices(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.route(x).softmax(-1).topk(1)
+        return self.last(self.experts(x, chosen, weights))
+
+
+def test_experts_of_a_rank_that_gets_no_row_are_stepped_as_on_one_device() -> None:
+    """By weight decay alone: their gradient is zero, not missing."""
+
+    def trained(plan: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model, data = Lopsided(), (torch.randn(16, WIDTH), torch.randn(16, 2))
+        optimizer = lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.5)
+        given = {"optimizer": optimizer, "batch_size": 8, "steps": 3, "plan": plan, "progress": False, "devices": "cpu"}
+        assert ("expert: 1 mixture" in str(meshfit.fit(model, data, loss=F.mse_loss, **given).notes)) == ("=2" in plan)
+        return model.state_dict()
+
+    torch.testing.assert_close(trained("expert=2"), trained("data=1"))
+
+
 @pytest.mark.parametrize("plan", ["expert=2 recompute=full", "expert=2 recompute=selective microbatches=2"])
 @pytest.mark.parametrize("name", ["mixtral-balanced", "expert-list"])
 def test_computed_again(name: str, plan: str) -> None:
@@ -271,6 +310,16 @@ def test_an_auxiliary_loss_is_evaluated_like_on_one_device(plan: str) -> None:
     assert meshfit.evaluate(case.build(), case.data(9), batch_size=4, plan=plan)["loss"] == pytest.approx(
         alone, rel=1e-5
     )
+
+
+def test_the_stand_in_of_a_rank_without_samples_adds_nothing_to_an_auxiliary_loss() -> None:
+    """The second batch has two samples, of which one would count three times."""
+    case = case_of("mixtral-balanced")
+    alone, spread = (
+        meshfit.evaluate(case.build(), case.data(6), batch_size=4, plan=plan, devices="cpu")["loss"]
+        for plan in ("data=1", "data=3")
+    )
+    assert spread == pytest.approx(alone, rel=1e-5)
 
 
 def test_an_auxiliary_loss_is_over_all_workers_of_a_server() -> None:

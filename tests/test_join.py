@@ -184,9 +184,10 @@ def test_who_has_another_key_is_turned_away(host: Host, monkeypatch: pytest.Monk
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text("x" * 32)
-    (tmp_path / "key").chmod(0o644)
     monkeypatch.setenv("MESHFIT_KEY_FILE", str(tmp_path / "key"))
-    assert "chmod 600" in refusal(join="127.0.0.1:7000")
+    for mode in (0o604, 0o640):
+        (tmp_path / "key").chmod(mode)
+        assert "chmod 600" in refusal(join="127.0.0.1:7000")
 
 
 def test_where_nobody_listens(key: None) -> None:

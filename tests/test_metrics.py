@@ -109,6 +109,29 @@ def test_a_metric_has_one_value_under_every_plan(plan: str, alone: dict[str, flo
     assert found == pytest.approx(alone, rel=1e-12)
 
 
+class InOrder(torchmetrics.Metric):
+    """Keeps all that it was shown, and depends on its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", [], dist_reduce_fx="cat")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen.append(outputs[:, 0])
+
+    def compute(self) -> Tensor:
+        every = torchmetrics.utilities.dim_zero_cat(self.seen)
+        return every @ torch.arange(len(every), dtype=every.dtype)
+
+
+def test_entries_of_a_metric_come_in_the_order_of_the_samples() -> None:
+    alone, spread = (
+        meshfit.evaluate(net(), data(), metrics={"in order": InOrder()}, batch_size=BATCH, plan=plan, devices="cpu")
+        for plan in ("data=1", "data=3")
+    )
+    assert spread == pytest.approx(alone, rel=1e-9)
+
+
 def test_metrics_with_state_are_measured_while_training_and_choose_the_best():
     f1 = torchmetrics.F1Score(task="multiclass", num_classes=CLASSES, average="macro")
     result = meshfit.fit(

@@ -309,7 +309,10 @@ def test_tickets_are_each_done_once() -> None:
     tickets.done(0)
     tickets.give_back(1)
     again = Tickets.of(tickets.facts())
-    for each in (tickets, again):
+    assert tickets.take(1) == 1
+    killed = Tickets.of(tickets.facts())  # while a worker had one
+    tickets.give_back(1)
+    for each in (tickets, again, killed):
         assert [each.take(2), each.take(0), each.take(5), each.take(6)] == [1, 2, 3, None]
         assert not each.finished
         for worker in (2, 0, 5):

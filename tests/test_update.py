@@ -55,9 +55,10 @@ def test_loss_scale_is_taken_out_and_follows_overflow() -> None:
     for p, q in zip(reference.parameters(), model.parameters(), strict=True):
         p.grad = q.grad.clone()
     scale = LossScale(CPU, start=8.0, growth_interval=2)
-    update = Update(torch.optim.SGD(model.parameters(), lr=0.1), scale=scale)
+    update = Update(torch.optim.SGD(model.parameters(), lr=0.1), scale=scale, clip=1.0)
     torch._foreach_mul_(gradients, 8.0)
     update(gradients, torch.tensor(1.0))
+    assert nn.utils.clip_grad_norm_(reference.parameters(), 1.0) > 1.0
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
     for p, q in zip(reference.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(q, p)
