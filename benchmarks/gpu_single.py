@@ -256,7 +256,7 @@ def by_meshfit(shape: Shape, clock: Clock) -> Trained:
         precision="bf16",
         devices=1,
         progress=False,
-        callbacks=[lambda step: "stop" if clock(step.step) else None],
+        each_step=[lambda step: "stop" if clock(step.step) else None],
     )
     return Trained(result.history[-1].loss, result.notes)
 

@@ -40,7 +40,6 @@ def pauses(plan: str, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
             os.kill(min(processes, key=lambda process: process.create_time()).pid, signal.SIGKILL)
             killed.append(time.monotonic())
 
-    watch.passive = True  # type: ignore[attr-defined]
     how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-3)}
     with tempfile.TemporaryDirectory() as out:
         how |= {"batch_size": 96, "steps": STEPS, "devices": "cpu", "progress": False, "callbacks": watch}

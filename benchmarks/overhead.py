@@ -291,7 +291,7 @@ def first(step):
     print(time.time(), flush=True)
     return "stop"
 meshfit.fit(build(), (inputs, targets), loss=F.cross_entropy, optimizer=optimizer, batch_size=128, steps=100,
-            plan="data=2", devices="cpu:2", callbacks=[first])
+            plan="data=2", devices="cpu:2", each_step=[first])
 """
 )
 RAW_SCRIPT = (

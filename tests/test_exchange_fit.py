@@ -83,7 +83,7 @@ def test_a_stop_leaves_the_weights_of_that_step() -> None:
     def stop(step: Step) -> str | None:
         return "stop" if step.step == 5 else None
 
-    alone, spread = fit("data=1", steps=5), fit("server=2 data=2", callbacks=stop)
+    alone, spread = fit("data=1", steps=5), fit("server=2 data=2", each_step=stop)
     assert len(spread.history) == 5
     assert_same(spread, alone)
 
@@ -129,7 +129,7 @@ def test_apart_every_gradient_is_a_step(plan: str, tmp_path: Path) -> None:
         valid=(X, Y),
         out=tmp_path / "run",
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4),
-        callbacks=_passive(lambda step: rates.append(step.lr)),
+        callbacks=lambda step: rates.append(step.lr),
     )
     workers = Plan.parse(plan).data
     assert [step.step for step in result.history] == list(range(1, 8 * workers + 1))  # 48 samples: four batches of 12
@@ -146,11 +146,6 @@ def test_apart_every_gradient_is_a_step(plan: str, tmp_path: Path) -> None:
     ]
     events = (result.folder / "events" / "rank1.jsonl").read_text()
     assert '"scalar": "staleness"' in events
-
-
-def _passive(callback: Any) -> Any:
-    callback.passive = True
-    return callback
 
 
 def test_compressed_gradients_train_nearly_alike() -> None:
@@ -212,7 +207,7 @@ def killing(which: int, at: int) -> Any:
             os.kill(killed[0], signal.SIGKILL)
 
     killed: list[int] = []
-    return _passive(kill)
+    return kill
 
 
 @pytest.mark.parametrize(("plan", "which"), [("server=1 data=2", 1), ("server=2 data=3", 0)])
@@ -226,7 +221,7 @@ def test_a_worker_killed_in_step_is_not_missed(plan: str, which: int) -> None:
 
 def test_every_step_is_told_once_whoever_dies() -> None:
     kill, seen = killing(0, 5), []
-    fit("server=1 data=2", steps=20, callbacks=[lambda step: seen.append(step.step), kill])  # waited for at each step
+    fit("server=1 data=2", steps=20, each_step=[lambda step: seen.append(step.step), kill])
     assert seen == list(range(1, 21))
 
 

@@ -657,7 +657,7 @@ def test_a_seed_may_be_any_number():
 
 
 @both
-def test_callbacks_run_in_the_callers_process_and_may_stop(plan: str):
+def test_what_is_waited_for_runs_in_the_callers_process_and_stops_at_that_step(plan: str):
     seen: list[int] = []
 
     def watch(step: meshfit.Step) -> str | None:
@@ -665,7 +665,7 @@ def test_callbacks_run_in_the_callers_process_and_may_stop(plan: str):
         return "stop" if step.step == 3 else None
 
     model = built()
-    result = fit(model, callbacks=[watch, lambda step: None], plan=plan)
+    result = fit(model, each_step=[watch, lambda step: None], plan=plan)
     assert seen == [1, 2, 3]
     assert result.steps == 3
     assert_same_weights(model, fit(steps=3).model)
@@ -675,10 +675,36 @@ def test_callbacks_run_in_the_callers_process_and_may_stop(plan: str):
 @both
 def test_a_stop_leaves_the_running_statistics_of_that_step(plan: str):
     job = {**CASES["batchnorm"], "plan": plan}
-    stopped = fit(**job, callbacks=[lambda step: "stop" if step.step == 2 else None])
+    stopped = fit(**job, each_step=lambda step: "stop" if step.step == 2 else None)
     want = fit(**job, steps=2).model.state_dict()
     assert int(stopped.model[1].num_batches_tracked) == int(want["1.num_batches_tracked"]) == 2
     assert_same_weights(stopped.model, want)
+
+
+def slowly(outputs: Tensor, targets: Tensor) -> Tensor:
+    time.sleep(0.01)
+    return F.mse_loss(outputs, targets)
+
+
+@pytest.mark.parametrize("plan", ["data=1", "data=2", "shard=2", "tensor=2", "pipeline=2", "server=1 data=2"])
+def test_a_callback_stops_all_devices_after_the_same_step(plan: str):
+    seen: list[int] = []
+
+    def watch(step: meshfit.Step) -> str | None:
+        seen.append(step.step)
+        return "stop" if step.step >= 3 else None
+
+    result = fit(callbacks=watch, plan=plan, loss=slowly, epochs=None, steps=2000)
+    assert seen == list(range(1, result.steps + 1))
+    assert 3 <= result.steps < 2000
+    assert_same_weights(result.model, fit(epochs=None, steps=result.steps).model)
+    assert no_rank_left()
+
+
+def test_no_device_waits_for_a_callback():
+    slow = lambda step: time.sleep(0.4)  # after each of eight steps
+    passed = [fit(**{name: slow}, plan="data=2").history[-1].seconds for name in ("callbacks", "each_step")]
+    assert passed[0] < 7 * 0.4 <= passed[1]
 
 
 @both

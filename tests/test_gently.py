@@ -23,7 +23,7 @@ if __name__ == "__main__":
         Path({out!r}, "began").touch()
         time.sleep(0.02)
 
-    fit(Path({out!r}), steps=3000, plan={plan!r}, checkpoint=100_000, callbacks=[began])
+    fit(Path({out!r}), steps=3000, plan={plan!r}, checkpoint=100_000, each_step=[began])
     print("to the end")
 """
 
@@ -75,7 +75,7 @@ def test_a_file_ends_it_too(tmp_path: Path) -> None:
         (tmp_path / "run" / "stop").touch()
         time.sleep(0.05)
 
-    ended = fit(tmp_path / "run", steps=10_000, plan="data=2", checkpoint=100_000, callbacks=[ask])
+    ended = fit(tmp_path / "run", steps=10_000, plan="data=2", checkpoint=100_000, each_step=[ask])
     last = ended.history[-1].step
     assert last < 10_000
     assert any(f"ended after step {last}, as asked" in note for note in ended.notes)

@@ -67,7 +67,7 @@ def build():
 
 
 result = meshfit.fit(build, (x, y), loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), batch_size=10,
-                     steps=120, seed=3, plan=sys.argv[1], devices="cpu", callbacks=watch, progress=False)
+                     steps=120, seed=3, plan=sys.argv[1], devices="cpu", each_step=watch, progress=False)
 print(*result.notes, sep="\\n")
 print("steps", taken[0], taken[-1])
 """
@@ -336,7 +336,7 @@ def test_one_that_joined_is_killed(plan: str, tmp_path: Path, monkeypatch: pytes
             time.sleep(0.01)
 
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(fit, plan=plan, listen=at, loss=slow(), callbacks=wait)
+        running = pool.submit(fit, plan=plan, listen=at, loss=slow(), each_step=wait)
         stop = lambda step: "stop" if step.step > 60 else None
         leaving = pool.submit(fit, join=at, loss=slow(marks[0]), callbacks=stop)
         dying = pool.submit(fit, join=at, loss=slow(marks[1], dies=12))

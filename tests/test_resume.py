@@ -75,7 +75,7 @@ from tests.test_resume import fit
 def slowly(step):
     time.sleep(0.05)
 if __name__ == "__main__":
-    fit(Path({out!r}), steps=40, plan={plan!r}, checkpoint=1, callbacks=slowly)
+    fit(Path({out!r}), steps=40, plan={plan!r}, checkpoint=1, each_step=slowly)
 """
 
 

@@ -106,7 +106,7 @@ def test_best_weights_patience_and_an_end_that_is_asked_for() -> None:
     assert len(spread.history) == len(alone.history) < 40
     assert_same(spread, alone, 1e-3)
     stop = lambda step: "stop" if step.step == 5 else None
-    assert_same(fit("server=2 data=2 tensor=2", callbacks=stop), fit("data=1", steps=5))
+    assert_same(fit("server=2 data=2 tensor=2", each_step=stop), fit("data=1", steps=5))
 
 
 class Whole(torch.optim.SGD):
@@ -248,7 +248,6 @@ def killing(which: int, at: int) -> Any:
             os.kill(killed[0], signal.SIGKILL)
 
     killed: list[int] = []
-    kill.passive = True  # type: ignore[attr-defined]
     return kill
 
 

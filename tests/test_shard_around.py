@@ -132,7 +132,7 @@ def test_stopped_by_a_callback(own: bool) -> None:
         parameters = [*model.parameters()]
         asked = {**FIT, "optimizer": ADAMW(parameters) if own else ADAMW, "steps": 6}
         stop = lambda step: "stop" if step.step == 2 else None
-        result = meshfit.fit(model, (X, Y), plan=plan, callbacks=[stop], **asked)
+        result = meshfit.fit(model, (X, Y), plan=plan, each_step=[stop], **asked)
         assert result.model is model
         assert [*map(id, model.parameters())] == [*map(id, parameters)]
         assert result.steps == 2

@@ -173,7 +173,7 @@ def test_one_that_works_for_long_is_not_reported(
     monkeypatch.setattr(heartbeat, "SILENCE", 1.0)
     result = fit(Slow(2.5, busy=True, at=1), plan="data=2", timeout=60)
     assert result.steps == 12
-    fit(nn.Linear(4, 1), plan="data=2", callbacks=[lambda step: time.sleep(2.5 if step.step == 3 else 0)])
+    fit(nn.Linear(4, 1), plan="data=2", each_step=[lambda step: time.sleep(2.5 if step.step == 3 else 0)])
     said = capfd.readouterr().err  # on a busy machine one may not be heard from for a second
     for words in ("neither computes nor waits", "longer than with any step", "none of them is behind", "is stopped"):
         assert words not in said

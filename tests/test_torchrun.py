@@ -39,7 +39,7 @@ stopped = nn.Linear(32, 3)
 torch.nn.init.constant_(stopped.weight, 0.1 * (rank + 1))
 torch.nn.init.zeros_(stopped.bias)
 stop = lambda step: "stop" if step.step == 2 else None
-short = meshfit.fit(stopped, (x.flatten(1), y), optimizer=sgd, epochs=2, callbacks=[stop], **asked)
+short = meshfit.fit(stopped, (x.flatten(1), y), optimizer=sgd, epochs=2, each_step=[stop], **asked)
 torch.save(
     {
         "losses": [step.loss for step in result.history], "weights": model.state_dict(), "seen": seen,

@@ -54,7 +54,7 @@ def test_validation_best_and_average(plan: str) -> None:
 def test_a_callback_stops_all_ranks(plan: str) -> None:
     stop = lambda step: "stop" if step.step == 3 else None
     how = {"loss": F.mse_loss, "optimizer": ADAMW, "batch_size": 8, **over(plan)}
-    assert len(meshfit.fit(network(), (X, Y), steps=50, callbacks=stop, **how).history) == 3
+    assert len(meshfit.fit(network(), (X, Y), steps=50, each_step=stop, **how).history) == 3
 
 
 @pytest.mark.parametrize("plan", ["data=2 tensor=2", "pipeline=2"])

@@ -1,12 +1,14 @@
 """A training as the caller sees it: here in this process, or in ranks that are started for it.
 
-Both are iterated for their steps, can be told to stop, and end with an outcome. Told to stop after a step,
-both end with exactly the weights of that step: ranks may already be at the next one, and drop it together.
+Both are iterated for their steps, can be told to stop, and end with an outcome. In lockstep, a stop ends the training
+with exactly the weights of the step just seen: ranks may already be at the next one, and drop it together. Without it
+ranks go on meanwhile, and end after the same step, some steps later.
 """
 
 import secrets
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ from meshfit.axes.tensor.region import TensorPlan
 from meshfit.checkpoint.graceful_stop import GracefulStop, graceful_stop
 from meshfit.checkpoint.resume import folder_to_resume, saved
 from meshfit.errors import JobError, MeshfitError, NonFiniteError
-from meshfit.feed import Begun, Feed, Late
+from meshfit.feed import LATE_STEPS, Begun, Feed, Late
 from meshfit.job import Job
 from meshfit.launch import heap, listen, twins
 from meshfit.launch.channel import Channel
@@ -129,7 +131,7 @@ class Training:
             self._iterator.close()
 
     def stop(self) -> None:
-        """End after the step that was last seen."""
+        """End after the step that was last seen (in lockstep), or a little later."""
         self._stop = True
 
     def finish(self) -> None:
@@ -222,7 +224,7 @@ class Ranked(Training):
             raise KeyboardInterrupt from None
 
     def _heard(self, gently: GracefulStop) -> Generator[Step, None, None]:
-        seen: set[int] = set()
+        seen: deque[int] = deque(maxlen=10 * LATE_STEPS)
         with self._ranks() as ranks:
             for rank, message in ranks.messages():
                 if isinstance(message, Begun):
@@ -232,11 +234,14 @@ class Ranked(Training):
                     load(self.model, message.weights)
                 else:
                     for step in message.steps if isinstance(message, Late) else message:
-                        if not self._stop and not (isinstance(message, Late) and step.step in seen):
-                            seen.add(step.step)
+                        dropped = self._stop and self._lockstep
+                        if not dropped and not (isinstance(message, Late) and step.step in seen):
+                            seen.append(step.step)
                             yield step
                         if self._lockstep:
                             ranks.send(rank, "stop" if self._stop else "go")
+                    if self._stop and not self._lockstep:
+                        ranks.send(rank, "stop")
             if self.job.listen is not None:
                 ranks.beside.finish(within=LEAVE_SECONDS)
             outcome = _joined([found for found in ranks.results if found is not None], ranks.told)

@@ -10,7 +10,7 @@ from meshfit.server.run import ServedRun
 from meshfit.step import Step
 
 LATE_STEPS = 200  # that may go untold when the rank that tells of them is killed
-FEED_SECONDS = 0.1  # how often ranks tell of their steps when nobody waits for each
+FEED_SECONDS = 0.1  # how often ranks report steps, and look for a stop, when nobody is waited for after each step
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,17 @@ class Late:
 
 
 class Feed:
-    """Tells the caller of steps: each at once in lockstep, else a few at a time."""
+    """Reports steps to the caller, and hears whether it asks to stop. In lockstep each step is sent at once and
+    answered; else a few are sent at a time, and none waits for an answer."""
 
     def __init__(self, channel: Channel, lockstep: bool):
         self.channel, self.lockstep = channel, lockstep
         self.held: list[Step] = []
         self.aside: deque[Step] = deque(maxlen=LATE_STEPS)
         """Steps that another rank is to tell of, and may not have come to."""
-        self.sent = time.perf_counter()
+        self.sent = self._looked = time.perf_counter()
         self._unanswered = 0
+        self._stopped = False
 
     def add(self, step: Step, run: Run) -> None:
         self.late(run)
@@ -65,9 +67,16 @@ class Feed:
             self.held, self.sent = [], time.perf_counter()
 
     def stopped(self) -> bool:
-        """What the caller said to the steps it was told of; waits for its answer."""
-        asked = False
-        while self.lockstep and self._unanswered:
-            asked = self.channel.recv() == "stop"
-            self._unanswered -= 1
-        return asked
+        """Whether the caller has asked to stop. In lockstep this waits for its answers to the steps sent so far."""
+        if self.lockstep:
+            while self._unanswered:
+                self._hear()
+                self._unanswered -= 1
+        elif (now := time.perf_counter()) - self._looked > FEED_SECONDS:
+            self._looked = now
+            while not self._stopped and self.channel.poll():
+                self._hear()
+        return self._stopped
+
+    def _hear(self) -> None:
+        self._stopped |= self.channel.recv() == "stop"

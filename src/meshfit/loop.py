@@ -17,7 +17,8 @@ from meshfit.step import Reading, Step
 def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
     """Train in this rank, yielding after every optimizer step.
 
-    ``stop`` is asked before each backward; if it says so on any rank, the step under way is dropped on all.
+    ``stop`` is asked before each backward. If it says so on any rank, all ranks drop the step under way where
+    ``run.may_stop``; else all end after the next step, when on a GPU too the flag has been read without waiting.
     """
     events, batches, watch = run.events, run.batches(), Watch(run)
     while True:
@@ -46,7 +47,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
                 run.tap(correction)
                 updated = run.update(run.exchange.gradients, loss, correction, run.exchange.norm)
                 run.placed.buffers.commit()
-                reading = Reading(loss, updated.norm, updated.taken, *scalars.broken)
+                reading = Reading(loss, updated.norm, updated.taken, scalars.stop, *scalars.broken)
                 run.exchange.clear()
         except Again:  # a model server, or a worker of it, was lost in the middle of the step
             run.placed.buffers.drop()
@@ -64,7 +65,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             valid=run.evaluate() if run.evaluation_is_due(batch) else None,
             staleness=run.staleness,
         )
-        if run.out_of_patience:
+        if run.out_of_patience or watch.stopped:
             break
     watch.finish()
     run.update.settle()

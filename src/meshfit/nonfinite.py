@@ -28,6 +28,14 @@ class Watch:
         self.error: NonFiniteError | None = None
         """Where ranks step apart: what this one has met, and tells the others when they meet."""
         self.coming: deque[tuple[int, Reading, Batch, list]] = deque()
+        self._stop: int | None = None
+        """The step in which a rank asked to stop."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether to end after this step: a rank asked to stop in an earlier one. Not in this one, whose reading has
+        arrived at some ranks and at others has not."""
+        return self._stop is not None and self.run.step > self._stop
 
     def see(self, reading: Reading, batch: Batch, statistics: list) -> None:
         """Look at the readings that have arrived; all but the newest must have.
@@ -47,7 +55,9 @@ class Watch:
             self.run.exchange.agree(self.error)
 
     def _judge(self, step: int, reading: Reading, batch: Batch, statistics: list) -> None:
-        loss, norm, taken, *broken = reading.values
+        loss, norm, taken, stop, *broken = reading.values
+        if stop and self._stop is None:
+            self._stop = step
         if taken:
             return
         self.run.statistics.restore(statistics)

@@ -116,7 +116,8 @@ class Run:
         self.statistics = batchnorm.Statistics(self.model, self.placed.written.names)
         self.best = None if job.best is None else Best(job.best, job.patience)
         self.may_stop = False
-        """Whether somebody may ask to stop: only then is that flag read, which on a GPU means waiting."""
+        """Whether a stop must drop the step under way: its flag is then read at once, which on a GPU means waiting.
+        Else it is read a step later, with the loss."""
         self.tap: Callable[[Tensor | float], None] = lambda correction: None
         """Called before each update, to look at the gradients; times ``correction`` they are those of the mean."""
         self.at_end: Callable[[], None] = lambda: None

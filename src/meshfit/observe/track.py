@@ -22,9 +22,6 @@ class Track:
     or mlflow.start_run as they are. ``every`` thins the steps; evaluations all go.
     """
 
-    passive = True
-    """It answers nothing: no rank need wait for it."""
-
     def __init__(
         self, tracker: str, *, every: int = 1, project: str | None = None, name: str | None = None, **options: Any
     ):
