@@ -87,6 +87,7 @@ def test_layers_and_shards(plan: str) -> None:
         ("data=2 tensor=2 sequence=split", "tied-gpt"),
         ("shard=2 tensor=2", "tied-gpt"),
         ("tensor=2 pipeline=2 microbatches=2", "tied-gpt"),
+        ("tensor=2 sequence=split pipeline=2 microbatches=2", "tied-gpt"),
         ("shard=2 context=2", "tied-gpt"),
         ("data=2 expert=2", "expert-list"),
         ("data=2 branch=2", "ensemble"),

@@ -182,9 +182,3 @@ def test_what_a_plan_may_say() -> None:
     assert meshfit.Plan.parse("tensor=2 rows=cut") == meshfit.Plan(tensor=2, sequence="split")
     with pytest.raises(PlanError, match="tensor=1 splits nothing"):
         meshfit.Plan.parse("data=2 rows=cut")
-    with pytest.raises(PlanError, match="tensor=2 sequence=whole pipeline=2"):
-        meshfit.fit(
-            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.randn(8, 4), torch.randint(2, (8,))),
-            loss=nn.functional.cross_entropy, optimizer=torch.optim.SGD, batch_size=4, steps=1,
-            plan="pipeline=2 tensor=2 sequence=split", devices="cpu:4",
-        )  # fmt: skip

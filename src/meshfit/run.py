@@ -225,6 +225,8 @@ class Run:
             split_backward=placed.shards is None and self.plan.recompute == "none",
             batch_loss=whole,
             buffers=placed.buffers,
+            loss_replicas=self.plan.context,
+            groups=placed.groups,
         )
 
     def _before_cut(self) -> None:

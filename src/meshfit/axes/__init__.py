@@ -70,10 +70,6 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"{plan}: blocks are not compiled where {acts[0]} acts inside them",
             f"{replace(plan, compile='none')} works",
         )
-    if plan.pipeline > 1 and plan.sequence == "split":
-        raise PlanError(
-            f"{plan}: sequence=split is not supported with pipeline=", f"{replace(plan, sequence='whole')} works"
-        )
     if plan.branch > 1:
         _check_branch(plan)
     if plan.context > 1:

@@ -273,7 +273,7 @@ def _wrapped(split: TensorPlan) -> list[str]:
     """Modules at whose calls something acts: they are not to be cut."""
     paths = []
     for region in split.regions:
-        apart = (*region.lookups, *region.slices)
+        apart = (*region.lookups, *region.slices, *region.rows)
         paths += [joined(region.module, path) for path in apart] if apart else [region.module]
     return [path for path in paths if path]
 
@@ -284,14 +284,15 @@ def split_of_part(split: TensorPlan, part: nn.Module) -> TensorPlan:
     tensors = {name for name, _ in (*part.named_parameters(remove_duplicate=False), *part.named_buffers())}
     regions = []
     for region in split.regions:
-        here = [path for path in (*region.lookups, *region.slices) if joined(region.module, path) in modules]
-        if here:
-            lookups, slices = (tuple(p for p in paths if p in here) for paths in (region.lookups, region.slices))
-            enters = tuple(path for path in region.enters if joined(region.module, path) in modules)
+        here = lambda paths, home=region.module: tuple(path for path in paths if joined(home, path) in modules)
+        lookups, slices, rows = map(here, (region.lookups, region.slices, region.rows))
+        if lookups or slices or rows:
             patches = tuple(each for each in region.patches if joined(region.module, each.module) in modules)
             cuts = tuple(each for each in region.cuts if joined(region.module, each.name) in tensors)
-            region = replace(region, lookups=lookups, slices=slices, enters=enters, patches=patches, cuts=cuts)
-        elif region.module not in modules or region.lookups or region.slices:
+            partial = tuple(name for name in region.partial if joined(region.module, name) in tensors)
+            apart = {"lookups": lookups, "slices": slices, "rows": rows, "enters": here(region.enters)}
+            region = replace(region, **apart, patches=patches, cuts=cuts, partial=partial)
+        elif region.module not in modules or region.lookups or region.slices or region.rows:
             continue
         regions.append(region)
     return split if regions == list(split.regions) else replace(split, regions=tuple(regions))

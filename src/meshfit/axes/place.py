@@ -37,6 +37,7 @@ from meshfit.axes.shard.axis import Shard, buffers_to
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.tensor.axis import Parts
 from meshfit.axes.tensor.axis import Tensor as TensorAxis
+from meshfit.axes.tensor.ops import Group
 from meshfit.axes.tensor.vocabulary import whole_output
 from meshfit.comm.transport import Transport
 from meshfit.plan import Plan
@@ -59,6 +60,8 @@ class Placed:
     """This rank's branches."""
     parts: Parts | Owned | None = None
     """Of operations that are cut over the tensor axis, or experts over theirs."""
+    groups: dict[str, Group] = field(default_factory=dict)
+    """By axis: the ranks over which activations are split."""
     partial: tuple[str, ...] = ()
     """Parameters of the whole model of whose gradient several ranks of that axis have a part."""
     guards: ExitStack = field(default_factory=ExitStack)
@@ -219,7 +222,11 @@ class Forwards:
             self._step = placed.branched.objective(step, precision, device)
         if placed.staged is not None:
             assert placed.transport is not None
-            how: dict[str, Any] = {"transport": placed.transport, "inside": placed.inside}
+            how: dict[str, Any] = {
+                "transport": placed.transport,
+                "inside": placed.inside,
+                "groups": placed.groups,
+            }
             self._stages = Forward(placed.staged, step, precision=precision, device=device, **how)
 
     def __call__(self, content: Any) -> Any:
@@ -303,6 +310,7 @@ def place(
         buffers_to(model, device)  # moved after they were cut they would be other objects, and not known as cut
         placed.partial = found.tensor.shared
         placed.parts = TensorAxis(degree=plan.tensor, plan=split_of_part(found.tensor, model)).apply(model, mesh.tensor)
+        placed.groups["tensor"] = placed.parts.ranks
     if found.experts is not None:
         assert mesh.expert is not None
         expert = Expert(degree=plan.expert, plan=found.experts)
@@ -321,7 +329,7 @@ def place(
     if found.context is not None:
         assert mesh.context is not None
         placed.guards.enter_context(guarded())
-        Context(degree=plan.context, plan=found.context).apply(model, mesh.context)
+        placed.groups["context"] = Context(degree=plan.context, plan=found.context).apply(model, mesh.context)
     check_ties(model, ties)
     return placed
 

@@ -13,6 +13,7 @@ evaluation alike.
     gloo, GPU   gloo cannot send from GPU memory: by way of host memory
 """
 
+import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,12 +29,10 @@ from meshfit.errors import JobError
 from meshfit.events import current
 
 ALIGN = 64
-DIMS = 12
-TAGS = 2**15
+HEADER = 2048
+"""Bytes of a header for each tensor."""
 
-DTYPES = tuple(
-    dict.fromkeys(d for name in sorted(vars(torch)) if isinstance(d := getattr(torch, name, None), torch.dtype))
-)
+TAGS = 2**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +165,19 @@ def unpacked(buffer: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
 
 
 def header_size(values: int) -> int:
-    return values * (3 + DIMS) * 8
+    return values * HEADER
 
 
 def header(layouts: Sequence[Layout]) -> Tensor:
-    """``layouts`` as bytes: dtype, gradient, number of dims, dims."""
-    rows = torch.zeros(len(layouts), 3 + DIMS, dtype=torch.int64)
-    for row, layout in zip(rows, layouts, strict=True):
-        if len(layout.shape) > DIMS:
-            raise JobError(f"a tensor of {len(layout.shape)} dims crosses from stage to stage", f"{DIMS} are the most")
-        said = [DTYPES.index(layout.dtype), int(layout.needs_grad), len(layout.shape), *layout.shape]
-        row[: len(said)] = torch.tensor(said)
-    return rows.view(-1).view(torch.uint8)
+    """``layouts`` as bytes."""
+    said = pickle.dumps(tuple(layouts))
+    if len(said) > header_size(len(layouts)):
+        raise JobError(
+            f"{len(layouts)} tensors cross from stage to stage, and what they are takes {len(said):,} bytes to say",
+            f"{HEADER:,} a tensor are the most: has one of them very many dims, or very many ranks?",
+        )
+    return torch.frombuffer(bytearray(said.ljust(header_size(len(layouts)), b"\0")), dtype=torch.uint8)
 
 
 def read_header(buffer: Tensor) -> tuple[Layout, ...]:
-    rows = buffer.view(torch.int64).view(-1, 3 + DIMS).tolist()
-    return tuple(
-        Layout(tuple(dims[:count]), DTYPES[dtype], bool(needs_grad)) for dtype, needs_grad, count, *dims in rows
-    )
+    return pickle.loads(buffer.numpy().tobytes())

@@ -65,9 +65,7 @@ class Passes:
             with span("forward", **at):
                 with self._around(i, part), gathering(self.gather):
                     loss = self.objective(self.model, part.content)
-                share, count = self._share(loss, part, batch)
-                if self.loss_replicas > 1:
-                    share, count = share / self.loss_replicas, count / self.loss_replicas
+                share, count = self.weigh(loss, part, batch)
                 if part.samples:
                     value = share.detach()
                     if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
@@ -133,6 +131,13 @@ class Passes:
         self.buffers.combine()
         broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
         self.exchange.arm(total, counted, stop=stop(), broken=broken)
+
+    def weigh(self, loss: Any, part: Microbatch, batch: Batch) -> tuple[Tensor, Tensor | float]:
+        """What this rank adds to the batch's loss with a microbatch, and what it counts for in the mean."""
+        share, count = self._share(loss, part, batch)
+        if self.loss_replicas == 1:
+            return share, count
+        return share / self.loss_replicas, count / self.loss_replicas
 
     def _share(self, loss: Any, part: Microbatch, batch: Batch) -> tuple[Tensor, Tensor | float]:
         """What this microbatch adds to the batch's loss, and what it counts for in the mean."""

@@ -10,7 +10,7 @@ schedule. Another cut draws others.
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,12 +26,13 @@ from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.pipeline.axis import Staged
 from meshfit.axes.pipeline.program import Layout, Program
 from meshfit.axes.precision import LossScale, Precision
+from meshfit.axes.spec import from_local, to_local
+from meshfit.axes.tensor.ops import Group
 from meshfit.comm.transport import (
     Pending,
     Transport,
     header,
     header_size,
-    layouts_of,
     packed,
     packed_size,
     read_header,
@@ -82,21 +83,27 @@ class Pipelined:
         split_backward: bool = True,
         batch_loss: BatchLoss | None = None,
         buffers: Buffers | None = None,
+        loss_replicas: int = 1,
+        groups: Mapping[str, Group] | None = None,
     ):
         """``split_backward=False`` does the whole of a backward where its first half is due: where activations are
         computed again in backward, the second half would do so once more for every weight.
 
         ``batch_loss``: of a loss of the whole batch; ``objective`` then gives the model's outputs, and all microbatches
-        go forward once more before the step, without a graph."""
+        go forward once more before the step, without a graph.
+
+        ``loss_replicas``: see ``Passes``. ``groups``: by axis, the ranks over which activations may be split."""
         self.staged, self.plan = staged, staged.pipeline.schedule
         self.device, self.seed, self.inside = device, seed, inside
-        self.weigh = Passes(staged.part, objective, over, precision, scale, exchange, device, inside)
+        self.weigh = Passes(
+            staged.part, objective, over, precision, scale, exchange, device, inside, loss_replicas=loss_replicas
+        )
         self.split_backward, self.batch_loss = split_backward, batch_loss
         self.buffers = buffers or Buffers()
         self.clock = Clock(device)
         self.steps = 0
         """Taken so far: random numbers follow it, so a resumed run sets it."""
-        self.stages = _Stages(staged, objective, precision, device, transport)
+        self.stages = _Stages(staged, objective, precision, device, transport, groups or {})
         self._without_graph: WeakKeyDictionary[Program, Program] = WeakKeyDictionary()
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
@@ -128,7 +135,7 @@ class Pipelined:
             return program
         if program not in self._without_graph:
             self._without_graph[program] = twin = copy.copy(program)
-            twin.layouts = {}
+            twin.layouts, twin.announced = {}, set()
         return self._without_graph[program]
 
     def _whole_loss(self, batch_loss: BatchLoss, plan: Schedule, batch: Batch) -> "_Held":
@@ -181,9 +188,10 @@ class Forward:
         device: torch.device,
         transport: Transport,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        groups: Mapping[str, Group] | None = None,
     ):
         self.inside = inside
-        self.stages = _Stages(staged, objective, precision, device, transport)
+        self.stages = _Stages(staged, objective, precision, device, transport, groups or {})
 
     def __call__(self, content: Any) -> Any:
         stages, result = self.stages, None
@@ -197,10 +205,9 @@ class Forward:
                 if before is not None and before != stages.staged.rank:
                     handed = stages.take(*stages.post(program, (FORWARD, stage - 1, 0), before))
                 with stages.precision.arithmetic(stages.device), self.inside():
-                    made, result = program.run(stage, stages.root, given, handed, stages.device)
-                handed = made
+                    handed, result = stages.run(program, stage, given, handed)
                 if stage < len(program.stages.ranges) - 1 and plan.rank_of(stage + 1) != stages.staged.rank:
-                    stages.send_forward(program, stage, made, plan.rank_of(stage + 1))
+                    stages.send_forward(program, stage, handed, plan.rank_of(stage + 1))
         return result if stages.staged.last else None
 
     def flush(self) -> None:
@@ -218,28 +225,40 @@ class _Stages:
         precision: Precision,
         device: torch.device,
         transport: Transport,
+        groups: Mapping[str, Group],
     ):
         self.staged, self.precision, self.device, self.transport = staged, precision, device, transport
+        self.groups = groups
         self.programs, self.root = staged.programs(objective), staged.root(objective)
 
     def program(self, content: Any, *, training: bool) -> Program:
         with self.precision.arithmetic(self.device):
             return self.programs.of(content, self.root, self.device, training=training)
 
-    def send_forward(self, program: Program, stage: int, tensors: list[Tensor], target: int) -> None:
-        layouts = layouts_of(tensors)
-        said = program.layouts.get(stage)
-        if said is None:
-            program.layouts[stage] = layouts
-            if layouts:
-                self.transport.send(header(layouts), target)
-        elif said != layouts:
+    def run(
+        self, program: Program, stage: int, given: dict[int, Tensor], received: list[Tensor]
+    ) -> tuple[list[Tensor], Any]:
+        """What ``stage`` hands on, as plain tensors: of one that is split, what this rank holds. Of the last stage,
+        also what the objective returns."""
+        split = [layout.specs for layout in program.layouts[stage - 1]] if stage else []
+        fed = [from_local(local, specs, self.groups) for local, specs in zip(received, split, strict=True)]
+        made, result = program.run(stage, self.root, given, fed, self.device)
+        locals = [to_local(tensor) for tensor in made]
+        layouts = tuple(Layout(tuple(t.shape), t.dtype, t.requires_grad, specs) for t, specs in locals)
+        said = program.layouts.setdefault(stage, layouts)
+        if said != layouts:
             i = next(i for i, (a, b) in enumerate(zip(said, layouts, strict=True)) if a != b)
             raise JobError(
                 f"what crosses from stage {stage} to the next has another size than before: {layouts[i].shape}",
                 f"it was {said[i].shape}, for a microbatch of the same shape: it depends on the values",
                 "name other modules to cut at (cut=), so that it does not cross",
             )
+        return [tensor for tensor, _ in locals], result
+
+    def send_forward(self, program: Program, stage: int, tensors: list[Tensor], target: int) -> None:
+        if tensors and stage not in program.announced:
+            self.transport.send(header(program.layouts[stage]), target)
+        program.announced.add(stage)
         self.transport.send(packed(tensors), target)
 
     def post(self, program: Program, message: Message, source: int) -> tuple[Pending, tuple[Layout, ...]]:
@@ -329,7 +348,7 @@ class _Step:
                 run.weigh.precision.arithmetic(run.device),
                 run.inside(),
             ):
-                made, result = program.run(stage, self.stages.root, self.given[at], fed, run.device)
+                made, result = self.stages.run(program, stage, self.given[at], fed)
             wanting, gradients = [t for t in made if t.requires_grad], None
             if stage == self.plan.stages - 1 and self.held is None:
                 wanting = [self._weigh(result, part)]
@@ -345,7 +364,6 @@ class _Step:
             return
         if self.plan.rank_of(stage + 1) == self.rank:
             self.handed[FORWARD, stage, at] = made
-            program.layouts.setdefault(stage, layouts_of(made))
         else:
             self.made[FORWARD, stage, at] = made
 
@@ -354,7 +372,7 @@ class _Step:
 
     def _weigh(self, loss: Any, part: Microbatch) -> Tensor:
         weigh = self.pipelined.weigh
-        share, count = weigh._share(loss, part, self.batch)
+        share, count = weigh.weigh(loss, part, self.batch)
         if part.samples:
             value = share.detach()
             if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing

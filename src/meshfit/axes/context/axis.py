@@ -51,12 +51,14 @@ class Context:
     degree: int
     plan: ContextPlan
 
-    def apply(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        """In place: from the beginnings on, what ``model`` computes is cut. Parameters stay whole."""
+    def apply(self, model: nn.Module, group: dist.ProcessGroup) -> Ranks:
+        """In place: from the beginnings on, what ``model`` computes is cut. Parameters stay whole. Returns the ranks
+        over which activations are cut."""
         ranks = Ranks(group)
         if ranks.size != self.degree or self.plan.degree != self.degree:
             raise ValueError(f"a plan for {self.plan.degree} ranks, context={self.degree} and a group of {ranks.size}")
         begin(model, self.plan.beginnings, ranks)
+        return ranks
 
     def cost(self, trace: Trace, *, microbatches: int = 1) -> tuple[Trace, Cost]:
         """Of a step on one rank, beside the sum of the gradients. Collectives are those counted when the plan was made,

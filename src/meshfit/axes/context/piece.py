@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfit.axes.context.ops import gather
 from meshfit.axes.context.span import Span
+from meshfit.axes.spec import Spec, SplitTensor
 from meshfit.axes.tensor.ops import Group, _Enter, _Leave
 from meshfit.axes.tensor.vocabulary import with_wholes
 from meshfit.torch_private import watched_functions
@@ -74,7 +75,8 @@ CHANGES |= {"__ior__", "__ixor__", "__ifloordiv__", "__imod__"}
 """Functions that change a tensor in place, beside those whose names end with "_"."""
 
 
-class Piece(Tensor):
+class Piece(SplitTensor):
+    axis = "context"
     local: Tensor
     """What this rank has: a plain tensor, which autograd knows."""
     span: Span
@@ -88,6 +90,13 @@ class Piece(Tensor):
         out = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
         out.local, out.span, out.group, out.known = local, span, group, None
         return out
+
+    def to_local(self) -> tuple[Tensor, Spec | None]:
+        return self.local, Spec(Piece, self.span)
+
+    @classmethod
+    def from_local(cls, local: Tensor, group: Group, how: Span) -> "Piece":
+        return Piece(local, how, group)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

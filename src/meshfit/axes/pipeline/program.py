@@ -22,6 +22,7 @@ from meshfit.anatomy.record_program import decode
 from meshfit.anatomy.replay import Environment, bind, fact, replay_range, run
 from meshfit.axes.pipeline.cut import Split, decided, stages_like
 from meshfit.axes.shard.units import Whole, _relative
+from meshfit.axes.spec import Spec
 from meshfit.data import tree
 
 REMEMBERED = 64
@@ -35,6 +36,8 @@ class Layout:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+    specs: tuple[Spec, ...] = ()
+    """How the tensor is split of which this is one rank's part."""
 
 
 @dataclass(eq=False)
@@ -88,6 +91,8 @@ class Program(Recorded):
     stages: Stages
     layouts: dict[int, tuple[Layout, ...]] = field(default_factory=dict)
     """What crosses after each stage, once that is known: what autocast makes of it shows only when it runs."""
+    announced: set[int] = field(default_factory=set)
+    """Stages whose layouts the next rank has been sent."""
 
     @classmethod
     def like(cls, split: Split, recording: Recording) -> "Program":

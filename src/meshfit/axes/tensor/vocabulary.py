@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from meshfit.axes.spec import Spec, SplitTensor
 from meshfit.axes.tensor import rows
 from meshfit.axes.tensor.ops import Group, enter, gather
 from meshfit.axes.tensor.vocabulary_loss import cross_entropy
@@ -52,9 +53,10 @@ CHANGES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "_
 """Functions that change a tensor in place, beside those whose names end with "_"."""
 
 
-class Slice(Tensor):
+class Slice(SplitTensor):
     """A rank's share of one dim of a tensor; every rank has another one, of the same size."""
 
+    axis = "tensor"
     group: Group
     at: int
     """The dim of the classes, counted from the last: -1; or of the rows: -2."""
@@ -89,6 +91,14 @@ class Slice(Tensor):
         out = Slice.of(local, self.group, self.at, view=view)
         out.length = self.length
         return out
+
+    def to_local(self) -> tuple[Tensor, Spec | None]:
+        return (whole(self), None) if self.changed else (local_of(self), Spec(Slice, (self.at, self.length)))
+
+    @classmethod
+    def from_local(cls, local: Tensor, group: Group, how: tuple[int, int]) -> "Slice":
+        at, length = how
+        return Slice.rows(local, length, group) if length else Slice.of(local, group, at)
 
     def entered(self) -> Tensor:
         """All rows, for a region: each rank has part of the gradient. Put together once, however many ask."""

@@ -1,0 +1,53 @@
+"""Tensors of which a rank holds a part and which show the shape of the whole: as a plain tensor and how it is split.
+
+What crosses a cut of the pipeline is sent so: the local tensor each time, its specs once. The receiver is at the same
+place of the same axes, and builds the tensor again over its own group.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from meshfit.axes.tensor.ops import Group
+
+
+class SplitTensor(Tensor):
+    """A tensor subclass that holds this rank's part of a tensor."""
+
+    axis: ClassVar[str]
+    """Over whose ranks it is split."""
+
+    def to_local(self) -> "tuple[Tensor, Spec | None]":
+        """What this rank holds, and how it is split; None: it holds all of it."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_local(cls, local: Tensor, group: Group, how: Any) -> Tensor:
+        """What ``to_local`` undoes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How a tensor is split: plain data, the same on all ranks that hold the same part."""
+
+    kind: type[SplitTensor]
+    how: Any
+
+
+def to_local(tensor: Tensor) -> tuple[Tensor, tuple[Spec, ...]]:
+    """A plain tensor, and how it is split, outermost first."""
+    specs = []
+    while isinstance(tensor, SplitTensor):
+        tensor, spec = tensor.to_local()
+        specs += [] if spec is None else [spec]
+    return tensor, tuple(specs)
+
+
+def from_local(local: Tensor, specs: tuple[Spec, ...], groups: Mapping[str, Group]) -> Tensor:
+    """The tensor of which ``local`` is this rank's part; ``groups`` by axis."""
+    for spec in reversed(specs):
+        local = spec.kind.from_local(local, groups[spec.kind.axis], spec.how)
+    return local
