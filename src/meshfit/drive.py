@@ -41,8 +41,9 @@ from meshfit.run import Run
 from meshfit.server import process as serve
 from meshfit.server import run as served
 from meshfit.step import Step
+from meshfit.torch_private import COMPILER
 
-RANK_MODULES = ("torch._dynamo", "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
+RANK_MODULES = (COMPILER, "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
 LEAVE_SECONDS = 10.0  # in which workers that joined may leave, at the end
 
 

@@ -1,16 +1,352 @@
-"""Every private or version-dependent piece of torch that meshfit leans on, in one place; tests/test_compat.py
-checks each. Supported: torch 2.11 to 2.13."""
+"""Every private or version-dependent piece of torch that meshfit uses: no other file of the package reaches for one
+(tests/test_torch_private.py holds that, and checks each piece). Supported: torch 2.11 to 2.13."""
 
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+__all__ = ["BatchNorm", "Convolution", "Dropout", "RunningNorm"]  # base classes of all dims, with no public name
+__all__ += ["TorchDispatchMode"]  # documented, but only in this place
+__all__ += ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+"""Trees as torch's own functions see them, with the containers that others register (transformers' caches); those of
+batches are ``meshfit.data.tree``'s."""
+
+aten: Any = torch.ops.aten
+
+# Tensors
+
+
+def storage_id(tensor: Tensor | torch.UntypedStorage) -> int:
+    """A number that tensors have in common which share memory, as long as one of them lives. ``data_ptr`` is 0 for all
+    that have no memory: on meta, or of no elements."""
+    storage = tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
+    return storage._cdata
+
+
+def untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """What a typed storage is of; its public method warns of deprecation."""
+    return storage._untyped_storage
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; -1 for one of inference mode, where torch does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def detached_alias(tensor: Tensor) -> Tensor:
+    """Detached, below autograd, with the same count of changes in place: ``detach`` in a dispatch mode begins anew."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """The tensor that a view is of."""
+    return view._base
+
+
+def call_a_parameter(tensor: Tensor) -> None:
+    """Let ``isinstance(tensor, nn.Parameter)`` hold: some forwards ask."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def wrapper_of(kind: type[Any], shape: list[int], like: Tensor) -> Any:
+    """A tensor of the subclass ``kind`` with a shape and no memory."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Of a DTensor what this rank holds, outside of autograd; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether a class of tensors is made of other tensors, like DTensor; fake tensors are not."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # there is none before it is imported, which takes long
+    return hasattr(kind, "__tensor_flatten__") and not (fake is not None and issubclass(kind, fake.FakeTensor))
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+# Kernels
+
+foreach_add, foreach_copy_, foreach_lerp_ = torch._foreach_add, torch._foreach_copy_, torch._foreach_lerp_
+foreach_mul_, foreach_norm, foreach_zero_ = torch._foreach_mul_, torch._foreach_norm, torch._foreach_zero_
+"""One kernel for a list of tensors: documented, as a beta."""
+
+update_loss_scale_ = torch._amp_update_scale_
+"""Of ``GradScaler``, on the device."""
+
+assert_on_device = torch._assert_async
+"""Fails the stream, later, where a tensor holds False: the host does not wait."""
+
+negated_view = torch._neg_view
 
 FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Take ``group["fused"] = True`` after construction, and then ``found_inf`` and ``grad_scale`` as attributes."""
+
+attention_by_products = aten._scaled_dot_product_attention_math
+attention_on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+attention_on_cuda = aten._scaled_dot_product_flash_attention
+attention_with_bias_on_cuda = aten._scaled_dot_product_efficient_attention
+rms_norm_on_cuda = aten._fused_rms_norm
+scaled_product = aten._scaled_mm
+grouped_product = aten._grouped_mm
+recurrence_on_cuda = aten._cudnn_rnn
+recurrence_on_cuda_backward = aten._cudnn_rnn_backward
+convolution_of_scripts = aten._convolution
+
+GROUPED_PRODUCTS = grouped_product, aten._scaled_grouped_mm
+FUSED_ATTENTIONS = (
+    attention_on_cpu,
+    attention_on_cuda,
+    attention_with_bias_on_cuda,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_fused_attention_overrideable,
+)
+FUSED_ATTENTIONS_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+    aten._scaled_dot_product_fused_attention_overrideable_backward,
+)
+RAGGED_ATTENTIONS = aten._flash_attention_forward, aten._efficient_attention_forward
+VIEWS_NOT_SAID = aten._unsafe_view, aten._reshape_alias
+"""Their schema does not say that they share memory with what they are given."""
+
+
+# Operators
+
+OpOverload = torch._ops.OpOverload
+
+
+def schema_of(op: Any) -> Any:
+    """Names, defaults and aliasing of an operator's arguments and results."""
+    return op._schema
+
+
+def packet_of(overload: Any) -> Any:
+    """``aten.mm`` of ``aten.mm.default``."""
+    return overload._overloadpacket
+
+
+def qualified_name(packet: Any) -> str:
+    """``aten::mm`` of ``aten.mm``."""
+    return packet._qualified_op_name
+
+
+def is_composite(overload: Any) -> bool:
+    """Whether an operator is written in others, through which autograd goes."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
+
+
+def unregister(library: torch.library.Library) -> None:
+    """Take back the kernels of a library now: nothing public does, and garbage is collected some time."""
+    library._destroy()
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """No mode or subclass is asked about functions called within."""
+    return torch._C.DisableTorchFunction()  # type: ignore[return-value]
+
+
+def without_subclasses() -> AbstractContextManager[None]:
+    """No subclass is asked about functions called within; modes are."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[return-value]
+
+
+def in_function_transform() -> bool:
+    """Whether this runs within ``torch.func``'s grad, vmap or the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+
+
+# Modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """A module's own parameters, as it holds them: what is put there is not asked whether it is one, None included."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """Likewise."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Likewise; ``named_children`` leaves out None, and what comes a second time."""
+    return module._modules
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of own buffers that its state dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def wrap_call(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Go around a module's call, its hooks included; ``module.forward`` is without them."""
+    module.__dict__["_call_impl"] = around(module._call_impl)
+
+
+def unwrap_call(module: nn.Module) -> None:
+    module.__dict__.pop("_call_impl", None)
+
+
+def map_tensors_in_place(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> nn.Module:
+    """``fn`` of all parameters and buffers, as ``module.to`` does: parameters stay the objects that they are."""
+    return module._apply(fn)
+
+
+def refresh_flat_weights(module: Any) -> None:
+    """Recurrent layers keep a list of their weights beside their parameters: it would hold those that were replaced."""
+    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+# Optimizers
+
+
+def called_step(optimizer: Any) -> None:
+    """Its ``step`` counts as called: or schedulers warn."""
+    optimizer._opt_called = True
+
+
+def step_hooks(optimizer: Any) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Called before and after its ``step``."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return list(before.values()), list(after.values())
+
+
+def without_step_hooks(optimizer: Any) -> None:
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+
+def takes_loss_scale(optimizer: Any) -> None:
+    """A fused one then reads ``found_inf`` and ``grad_scale``; torch sets it in the constructor alone."""
+    optimizer._step_supports_amp_scaling = True
+
+
+# Autograd
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward in this thread: what it calls is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def will_run(node: Any) -> bool:
+    """Within a backward: whether it will come to ``node``, or was asked for its gradient."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def sequence_number(node: Any) -> int:
+    """Of a node of the graph, in the order in which this thread made them."""
+    return node._sequence_nr()
+
+
+def next_sequence_number() -> int:
+    """What the next node of this thread will have."""
+    return torch.autograd._get_sequence_nr()
+
+
+def saved_tensors_hooks_now() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Innermost pack and unpack hooks under which this runs."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+
+
+def checkpoint_now(*, again: bool = False) -> Callable[..., Any] | None:
+    """Pack hook of the ``torch.utils.checkpoint`` (without reentrance) in which this runs, another one for each region:
+    in its forward, with ``again`` also when backward computes it again."""
+    names = ("_checkpoint_hook.", "_recomputation_hook.") if again else "_checkpoint_hook."
+    hooks = saved_tensors_hooks_now()
+    return hooks[0] if hooks and getattr(hooks[0], "__qualname__", "").startswith(names) else None
+
+
+CHECKPOINT_INPUTS = "_NoopSaveInputs"
+"""The ``autograd.Function`` by which ``torch.utils.checkpoint`` holds its inputs, up to torch 2.11 or so."""
+
+IN_PLACE_NODE, COPY_NODE = "CopySlices", "CloneBackward0"
+"""Nodes of a write to a view, and of a copy that is saved before a write."""
+
+PRODUCT_NODES = frozenset(
+    f"{name}Backward0"
+    for name in ("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Linear", "Convolution", "GroupedMm", "ScaledMm")
+)
+"""Nodes that compute the gradients of their weights apart from those of their inputs."""
+
+
+@contextmanager
+def watched_functions(watch: Callable[..., Any]) -> Iterator[None]:
+    """Every ``autograd.Function`` that is applied within runs as ``watch(function, apply, args, kwargs)``.
+
+    Below ``Function.apply``, which calls this: a method that was bound before (``f = MyFunction.apply`` at the top of a
+    file) comes by here too."""
+    level: Any = torch.autograd.function._SingleLevelFunction
+    before = level.__dict__.get("apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        real: Any = getattr(super(level, cls), "apply") if before is None else before.__get__(None, cls)  # noqa: B009
+        if not issubclass(cls, torch.autograd.Function):  # one that functorch made for a level of its own
+            return real(*args, **kwargs)
+        return watch(cls, real, args, kwargs)
+
+    level.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del level.apply
+        else:
+            level.apply = before
+
+
+@contextmanager
+def batches_of_one() -> Iterator[None]:
+    """Within it ``F.batch_norm`` takes a single value a channel."""
+    functional: Any = torch.nn.functional
+    check, functional._verify_batch_size = functional._verify_batch_size, lambda size: None
+    try:
+        yield
+    finally:
+        functional._verify_batch_size = check
+
+
+# Compilation
+
+COMPILER = "torch._dynamo"
+"""Takes a second to import, and building an optimizer imports it."""
+
+
+def raise_recompile_limit(least: int) -> None:
+    """Past the limit torch silently leaves code as it is."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, least)
+
+
+# Process groups
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """``all_gather_into_tensor`` until torch 2.12."""
@@ -49,38 +385,3 @@ def told(group: dist.ProcessGroup, number: int) -> list[int]:
     backend: Any = group._get_backend(torch.device("cpu"))
     backend.allgather([every], [mine]).wait()
     return [int(each) for each in every]
-
-
-def in_backward() -> bool:
-    """Whether autograd is running backward in this thread: what it calls is computed again."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def will_run(node: Any) -> bool:
-    """Within a backward: whether it will come to ``node``, or was asked for its gradient."""
-    return torch._C._will_engine_execute_node(node)
-
-
-@contextmanager
-def watched_functions(watch: Callable[..., Any]) -> Iterator[None]:
-    """Every ``autograd.Function`` that is applied within runs as ``watch(function, apply, args, kwargs)``.
-
-    Below ``Function.apply``, which calls this: a method that was bound before (``f = MyFunction.apply`` at the top of a
-    file) comes by here too."""
-    level: Any = torch.autograd.function._SingleLevelFunction
-    before = level.__dict__.get("apply")
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        real: Any = getattr(super(level, cls), "apply") if before is None else before.__get__(None, cls)  # noqa: B009
-        if not issubclass(cls, torch.autograd.Function):  # one that functorch made for a level of its own
-            return real(*args, **kwargs)
-        return watch(cls, real, args, kwargs)
-
-    level.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        if before is None:
-            del level.apply
-        else:
-            level.apply = before

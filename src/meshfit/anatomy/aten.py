@@ -17,8 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from meshfit.torch_private import (
+    Dropout,
+    TorchDispatchMode,
+    TreeSpec,
+    negated_view,
+    schema_of,
+    storage_id,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 Storage = torch.UntypedStorage
 
@@ -73,7 +84,7 @@ class Window:
 
     def _turned(self, tensor: Tensor) -> Tensor:
         tensor = torch.conj(tensor) if self.conj else tensor
-        return torch._neg_view(tensor) if self.neg else tensor
+        return negated_view(tensor) if self.neg else tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -310,7 +321,7 @@ class _Recorder(TorchDispatchMode):
 
     def window(self, tensor: Tensor) -> Window:
         storage = tensor.untyped_storage()
-        value = self.current.get(storage._cdata)
+        value = self.current.get(storage_id(storage))
         window = Window(
             -1 if value is None else value,
             tensor.dtype,
@@ -326,7 +337,7 @@ class _Recorder(TorchDispatchMode):
         value = len(self.trace.contents)
         window = Window(value, *window.geometry)
         self.kept.append(storage)
-        self.current[storage._cdata] = value
+        self.current[storage_id(storage)] = value
         self.trace.contents[value], self.trace.whole[value] = storage, window
         return window
 
@@ -343,7 +354,7 @@ class _Recorder(TorchDispatchMode):
         kwargs, trace = kwargs or {}, self.trace
         leaves, spec = tree_flatten((args, kwargs))
         read = tuple(self.window(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        written = {t.untyped_storage()._cdata: t for t in _written(func, args, kwargs) if isinstance(t, Tensor)}
+        written = {storage_id(t): t for t in _written(func, args, kwargs) if isinstance(t, Tensor)}
         before = {address: self.current[address] for address in written}
         for address, tensor in written.items():
             trace.contents[before[address]] = tensor.untyped_storage().clone()
@@ -361,7 +372,7 @@ class _Recorder(TorchDispatchMode):
         outs = tuple(self.window(leaf) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(result))
         made = tuple(range(first, len(trace.contents)))
         if made or not all(isinstance(out, Window) for out in outs):  # else it is a view
-            name = func._schema.name.split("::")[1]
+            name = schema_of(func).name.split("::")[1]
             op = Op(len(trace.ops), func, name.removesuffix("_") if written else name, read, spec, outs, changed, draws)
             trace.ops.append(op)
             trace.made[op.index] = made
@@ -371,7 +382,7 @@ class _Recorder(TorchDispatchMode):
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that ``func`` changes in place."""
-    schema = func._schema
+    schema = schema_of(func)
     also = WRITES.get(schema.name.split("::")[1], ())
     found = []
     for position, argument in enumerate(schema.arguments):
@@ -412,7 +423,7 @@ def _twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for module in twin.modules():
         if getattr(module, "inplace", None) is True:
             module.inplace = False  # pyright: ignore
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0

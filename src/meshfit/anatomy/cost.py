@@ -26,25 +26,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfit.anatomy import kernels
 from meshfit.anatomy.flops import backward_flops, forward_flops, has_flops, known_as, tensors
 from meshfit.anatomy.trace import Cost, Use
-from meshfit.torch_private import watched_functions
+from meshfit.torch_private import (
+    CHECKPOINT_INPUTS,
+    COPY_NODE,
+    IN_PLACE_NODE,
+    VIEWS_NOT_SAID,
+    OpOverload,
+    TorchDispatchMode,
+    checkpoint_now,
+    is_composite,
+    is_wrapper,
+    next_sequence_number,
+    packet_of,
+    schema_of,
+    sequence_number,
+    storage_id,
+    watched_functions,
+    without_torch_function,
+)
 
 aten = torch.ops.aten
 
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
-_FREE = {aten._unsafe_view, aten._reshape_alias, *_EMPTY}
+_FREE = {*VIEWS_NOT_SAID, *_EMPTY}
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 
 _BESIDE = -1
-"""In place of a node: torch.utils.checkpoint holds the inputs of what it recomputes outside of the graph, through
-``_NoopSaveInputs`` up to torch 2.11 or so, by itself since."""
+"""In place of a node: torch.utils.checkpoint holds the inputs of what it recomputes outside of the graph."""
 
 
 class Meter:
@@ -120,9 +134,9 @@ class Meter:
         reached, seen = set(), set(waiting)
         while waiting:
             node = waiting.pop()
-            number = node._sequence_nr()
+            number = sequence_number(node)
             reached.add(number)
-            if node.name().endswith("CopySlices"):  # a write to a view: hides the node of the write, made before
+            if node.name().endswith(IN_PLACE_NODE):  # a write to a view: hides the node of the write, made before
                 reached |= {number - 1, self._hidden.get(number - 1, number - 1)}
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
@@ -183,11 +197,11 @@ class Meter:
 
     def _count(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         """Book one operation that has run."""
-        with torch._C.DisableTorchFunction():  # a recorder of functions must not see what the meter looks at
+        with without_torch_function():  # a recorder of functions must not see what the meter looks at
             self._book(func, args, kwargs, out)
 
     def _book(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-        op, view = known_as(func._overloadpacket), _is_view(func)
+        op, view = known_as(packet_of(func)), _is_view(func)
         taken = tensors(args) + tensors(kwargs) if kwargs else tensors(args)
         if self._function is not None and any(self._needs(tensor) for tensor in taken):
             self._touched |= {_key(made): _weak(made) for made in tensors(out) if _has_storage(made)}
@@ -229,7 +243,7 @@ class Meter:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         """Autograd saves ``tensor``."""
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return self._save(tensor, saver=sys._getframe(1).f_code.co_filename)
 
     def _save(self, tensor: Tensor, saver: str) -> Tensor:
@@ -242,7 +256,7 @@ class Meter:
                 self._storages[key] = (_weak(tensor), tensor.untyped_storage().nbytes())
             self._spent.setdefault(self._event, [0, 0, 0])
             node, source = _BESIDE if saver == checkpoint.__file__ else self._node(), tensor.grad_fn
-            if source is not None and source._sequence_nr() == node and source.name() == "CloneBackward0":
+            if source is not None and sequence_number(source) == node and source.name() == COPY_NODE:
                 self._hidden[node] = node - 1  # an operation in place, saving a copy of what it will overwrite
             self._saved.setdefault(key, []).append((node, self._event))
         # A node that held its own output, with the way back to itself, would never be freed.
@@ -252,8 +266,8 @@ class Meter:
         """Run an ``autograd.Function``. Its operations run without a graph: its own node stands for them all."""
         if self._function is not None:
             return apply(*args, **kwargs)
-        beside = function.__name__ == "_NoopSaveInputs"
-        self._function = _BESIDE if beside else torch.autograd._get_sequence_nr(), function
+        beside = function.__name__ == CHECKPOINT_INPUTS
+        self._function = _BESIDE if beside else next_sequence_number(), function
         try:
             return apply(*args, **kwargs)
         finally:
@@ -261,7 +275,7 @@ class Meter:
 
     def _node(self) -> int:
         """The node that autograd has made for the operation under way: numbers are given in the order of making."""
-        return self._function[0] if self._function is not None else torch.autograd._get_sequence_nr() - 1
+        return self._function[0] if self._function is not None else next_sequence_number() - 1
 
     def _needs(self, tensor: Any) -> bool:
         if not isinstance(tensor, Tensor):
@@ -277,8 +291,7 @@ class Meter:
         """
         if self._function is not None:
             return issubclass(self._function[1], checkpoint.CheckpointFunction)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
-        return bool(hooks) and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+        return checkpoint_now() is not None
 
 
 @dataclass(slots=True)
@@ -301,7 +314,7 @@ def worth_keeping(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return True
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.name in ("dropout_p", "dropout"):
             given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
             return given == 0
@@ -310,11 +323,7 @@ def worth_keeping(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 @cache
 def _is_dear(func: Any) -> bool:
-    return (
-        isinstance(func, torch._ops.OpOverload)
-        and not func._schema.is_mutable
-        and has_flops(known_as(func._overloadpacket))
-    )
+    return isinstance(func, OpOverload) and not schema_of(func).is_mutable and has_flops(known_as(packet_of(func)))
 
 
 class _Operations(TorchDispatchMode):
@@ -341,19 +350,12 @@ class _Operations(TorchDispatchMode):
 @cache
 def _is_view(func: Any) -> bool:
     """Whether ``func`` makes nothing: a view of what it was given, or memory without content."""
-    returns = [result.alias_info for result in func._schema.returns]
+    returns = [result.alias_info for result in schema_of(func).returns]
     aliases = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
-    return aliases or func._overloadpacket in _FREE
+    return aliases or packet_of(func) in _FREE
 
 
-@cache
-def _composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-@cache
-def _wraps(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
+_composite, _wraps = cache(is_composite), cache(is_wrapper)
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -361,7 +363,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor)
 
 
 def _weak(tensor: Tensor) -> StorageWeakRef:

@@ -21,6 +21,19 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
+from meshfit.torch_private import (
+    FUSED_ATTENTIONS,
+    FUSED_ATTENTIONS_BACKWARD,
+    GROUPED_PRODUCTS,
+    RAGGED_ATTENTIONS,
+    convolution_of_scripts,
+    grouped_product,
+    qualified_name,
+    recurrence_on_cuda,
+    recurrence_on_cuda_backward,
+    scaled_product,
+)
+
 aten = torch.ops.aten
 Shape = Sequence[int]
 
@@ -80,18 +93,9 @@ def _recurrent_backward(x: Shape, weights: Sequence[Shape], *_: Any, out_shape: 
 
 
 FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _fused_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _fused_attention_backward,
-    aten._scaled_dot_product_flash_attention: _fused_attention,
-    aten._scaled_dot_product_flash_attention_backward: _fused_attention_backward,
-    aten._scaled_dot_product_efficient_attention: _fused_attention,
-    aten._scaled_dot_product_efficient_attention_backward: _fused_attention_backward,
-    aten._scaled_dot_product_cudnn_attention: _fused_attention,
-    aten._scaled_dot_product_cudnn_attention_backward: _fused_attention_backward,
-    aten._scaled_dot_product_fused_attention_overrideable: _fused_attention,
-    aten._scaled_dot_product_fused_attention_overrideable_backward: _fused_attention_backward,
-    aten._grouped_mm: _grouped_product,
-    aten._scaled_grouped_mm: _grouped_product,
+    **dict.fromkeys(FUSED_ATTENTIONS, _fused_attention),
+    **dict.fromkeys(FUSED_ATTENTIONS_BACKWARD, _fused_attention_backward),
+    **dict.fromkeys(GROUPED_PRODUCTS, _grouped_product),
     aten.addmm_: _added_product,
     aten.addbmm: _added_product,
     aten.addbmm_: _added_product,
@@ -101,8 +105,8 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten.addmv_: _added_matrix_vector,
     aten.mkldnn_rnn_layer: _recurrent_layer,
     aten.mkldnn_rnn_layer_backward: _recurrent_layer_backward,
-    aten._cudnn_rnn: _recurrent,
-    aten._cudnn_rnn_backward: _recurrent_backward,
+    recurrence_on_cuda: _recurrent,
+    recurrence_on_cuda_backward: _recurrent_backward,
 }
 """What torch's counter lacks. ``FlopCounterMode(custom_mapping=FORMULAS)`` counts by them too."""
 
@@ -111,9 +115,7 @@ _OURS = {op: flop_counter.shape_wrapper(formula) for op, formula in FORMULAS.ite
 _FACTORS = {
     aten.mm: (0, 1),
     aten.bmm: (0, 1),
-    aten._scaled_mm: (0, 1),
-    aten._grouped_mm: (0, 1),
-    aten._scaled_grouped_mm: (0, 1),
+    **dict.fromkeys((scaled_product, *GROUPED_PRODUCTS), (0, 1)),
     aten.addmm: (1, 2),
     aten.addmm_: (1, 2),
     aten.baddbmm: (1, 2),
@@ -124,24 +126,16 @@ _FACTORS = {
     aten.addmv: (2,),
     aten.addmv_: (2,),
 }
-_CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_overrideable}
-_ATTENTIONS = {
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_fused_attention_overrideable,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-}
-_RAGGED = {aten._flash_attention_forward, aten._efficient_attention_forward}
-_RECURRENT = {aten.mkldnn_rnn_layer, aten._cudnn_rnn}
+_CONVOLUTIONS = {aten.convolution, convolution_of_scripts, aten.cudnn_convolution, aten.convolution_overrideable}
+_RECURRENT = {aten.mkldnn_rnn_layer, recurrence_on_cuda}
 
 
-_SAME = {"transformers::grouped_mm_fallback": aten._grouped_mm}
+_SAME = {"transformers::grouped_mm_fallback": grouped_product}
 """Operations of libraries, by the one of torch that they stand in for, with the same arguments."""
 
 
 def known_as(op: Any) -> Any:
-    return _SAME.get(op._qualified_op_name, op)
+    return _SAME.get(qualified_name(op), op)
 
 
 def has_flops(op: Any) -> bool:
@@ -167,9 +161,9 @@ def backward_flops(op: Any, args: Sequence[Any], out: Any, forward: int, needs: 
         )
     if not any(needs(leaf) for leaf in tensors(args)):
         return 0
-    if op in _ATTENTIONS:
+    if op in FUSED_ATTENTIONS:
         return _attention(args[0].shape, args[1].shape, args[2].shape, products=5)
-    if op in _RAGGED:
+    if op in RAGGED_ATTENTIONS:
         return forward * 5 // 2  # all its products are of one size
     return 2 * forward if op in _RECURRENT else 0
 

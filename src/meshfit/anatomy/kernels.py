@@ -20,6 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshfit.torch_private import (
+    attention_by_products,
+    attention_on_cpu,
+    attention_on_cuda,
+    attention_with_bias_on_cuda,
+    rms_norm_on_cuda,
+    unregister,
+)
+
 aten = torch.ops.aten
 
 
@@ -40,26 +49,22 @@ def standing_for(target: str) -> Iterator[None]:
         enable_gqa: bool = False,
     ) -> Tensor:
         if not _fused(query, key, value, attn_mask, dropout_p, enable_gqa, cuda=cuda):
-            return aten._scaled_dot_product_attention_math(
+            return attention_by_products(
                 *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
             )[0]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         if not cuda:
-            return aten._scaled_dot_product_flash_attention_for_cpu(
-                *(query, key, value, dropout_p, is_causal), attn_mask=attn_mask, scale=scale
-            )[0]
+            return attention_on_cpu(*(query, key, value, dropout_p, is_causal), attn_mask=attn_mask, scale=scale)[0]
         if attn_mask is None and query.element_size() == 2:
             width, short = value.shape[-1], -value.shape[-1] % 8
             if short:
                 query, key, value = (F.pad(tensor, (0, short)) for tensor in (query, key, value))
-            seen = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+            seen = attention_on_cuda(query, key, value, dropout_p, is_causal, scale=scale)[0]
             return seen[..., :width] if short else seen
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-        return aten._scaled_dot_product_efficient_attention(
-            *(query, key, value, attn_mask, True, dropout_p, is_causal), scale=scale
-        )[0]
+        return attention_with_bias_on_cuda(*(query, key, value, attn_mask, True, dropout_p, is_causal), scale=scale)[0]
 
     def dropout(x: Tensor, p: float, train: bool) -> Tensor:
         return (
@@ -67,7 +72,7 @@ def standing_for(target: str) -> Iterator[None]:
         )
 
     def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        return aten._fused_rms_norm(x, shape, weight, eps)[0]
+        return rms_norm_on_cuda(x, shape, weight, eps)[0]
 
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -77,7 +82,7 @@ def standing_for(target: str) -> Iterator[None]:
             library.impl("rms_norm", rms_norm, "AutogradMeta")
         yield
     finally:
-        library._destroy()
+        unregister(library)
 
 
 def _fused(

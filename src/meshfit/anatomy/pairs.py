@@ -44,11 +44,12 @@ from meshfit.anatomy.shares import (
     runs_of,
 )
 from meshfit.anatomy.walk import Conflict, Mixed, Reach, Row, Walker, agreeing, alike, closure_of
+from meshfit.torch_private import Convolution
 
 MOST_OF_MODULE = 0.4
 """A pair that holds this share of the lowest module around it comes before larger ones that lie across modules."""
 
-LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+LAYERS = (nn.Linear, nn.Embedding, Convolution)
 """Modules whose weight may be split by output channels, with the output gathered."""
 
 

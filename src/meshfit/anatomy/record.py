@@ -35,6 +35,7 @@ from meshfit.anatomy.replay import Recording
 from meshfit.anatomy.trace import Cost, Dynamic
 from meshfit.data import tree
 from meshfit.loss.objective import call
+from meshfit.torch_private import COMPILER
 
 __all__ = ["Meter", "Recording", "TraceError", "record"]
 
@@ -311,6 +312,6 @@ def _compiling() -> Iterator[None]:
 
 def _eager() -> contextlib.AbstractContextManager[Any]:
     """Compiled modules run as they are written."""
-    if "torch._dynamo" not in sys.modules:
+    if COMPILER not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")

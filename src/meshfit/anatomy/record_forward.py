@@ -21,6 +21,14 @@ from meshfit.anatomy.record_program import Get, Held, Ref, Set, Step, current_mo
 from meshfit.anatomy.replay import Environment, run
 from meshfit.anatomy.trace import Cost, Dynamic
 from meshfit.data import tree
+from meshfit.torch_private import (
+    checkpoint_now,
+    in_function_transform,
+    own_buffers,
+    schema_of,
+    version,
+    without_torch_function,
+)
 
 READS = {
     **{"item": ".item()", "__bool__": "bool(tensor)", "__int__": "int(tensor)", "__float__": "float(tensor)"},
@@ -113,7 +121,7 @@ class Recorder(TorchFunctionMode, Known):
         self._place(step)
         given = tensors((args, kwargs))
         owned = [] if module is None else [*module.parameters(), *module.buffers()]
-        before = [(tensor, _version(tensor), tensor.requires_grad) for tensor in (*given, *owned)]
+        before = [(tensor, version(tensor), tensor.requires_grad) for tensor in (*given, *owned)]
         self.seen, self.looked = Source.NOTHING, False
         if self.meta:
             args, kwargs = on_meta(args), on_meta(kwargs)
@@ -122,7 +130,7 @@ class Recorder(TorchFunctionMode, Known):
         if self.looked and module is not None and any(isinstance(leaf, int | float) for leaf in tree.leaves(result)):
             self.fail(f"{name} returns numbers that it reads from tensors")  # another batch has others
         found = made(result, (args, kwargs), {id(tensor) for tensor in given})
-        changed = [t for t, version, tracked in before if (_version(t), t.requires_grad) != (version, tracked)]
+        changed = [t for t, was, tracked in before if (version(t), t.requires_grad) != (was, tracked)]
         if isinstance(target, Set):
             changed.extend(given[:1])
         if found or changed or kind == "module":
@@ -201,7 +209,7 @@ class Recorder(TorchFunctionMode, Known):
         for path, module in self.model.named_modules():
             if any(outer in self.atoms for outer in above(path)):
                 continue  # replayed by the module itself
-            for kind, owned in (("buffer", module._buffers), ("attribute", vars(module))):
+            for kind, owned in (("buffer", own_buffers(module)), ("attribute", vars(module))):
                 for name, thing in owned.items():
                     if isinstance(thing, Tensor):
                         found[Held(kind, path, name)] = thing
@@ -211,13 +219,13 @@ class Recorder(TorchFunctionMode, Known):
         """The glue sets an attribute of a module: of one taken as a whole, which may read it, or a tensor."""
         module = self.model.get_submodule(path)
         within = any(outer in self.atoms for outer in above(path))
-        was = module._buffers.get(name, vars(module).get(name))
+        was = own_buffers(module).get(name, vars(module).get(name))
         if not (within or isinstance(value, Tensor)) or (value is was and isinstance(value, Tensor)):
             return
         if isinstance(value, nn.Module | nn.Parameter):
             self.fail(f"{path}.{name} is set to another {type(value).__name__}")
         with self.unwatched():
-            held = Held("buffer" if name in module._buffers else "attribute", path, name)
+            held = Held("buffer" if name in own_buffers(module) else "attribute", path, name)
             step = Step("assign", held, held.name, self.inside, line_of_call(), (self.encode(value),))
             step.changes = (held.name,)
             self._place(step)
@@ -284,7 +292,7 @@ class Recorder(TorchFunctionMode, Known):
         function = lambda *args, **kwargs: result.append(read.target(*args, **kwargs))
         last = Step("glue", function, read.name, read.inside, read.line, read.args, read.kwargs)
         try:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with without_torch_function(), torch.no_grad():
                 run([*steps, last], env)
         except Exception as error:
             self.fail(
@@ -305,7 +313,7 @@ class Recorder(TorchFunctionMode, Known):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.busy or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+        if self.busy or in_function_transform():
             self.looked |= getattr(func, "__name__", "") in READS
             return func(*args, **kwargs)
         name = getattr(func, "__name__", type(func).__name__)
@@ -331,7 +339,7 @@ class Recorder(TorchFunctionMode, Known):
         """Told of every operator, at the bottom."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.seen |= Source.RANDOM
-        if torch.Tag.dynamic_output_shape in func.tags and (func._schema.name != "aten::index" or _masks(args)):
+        if torch.Tag.dynamic_output_shape in func.tags and (schema_of(func).name != "aten::index" or _masks(args)):
             self.seen |= Source.RAGGED
         if not self.busy and any(
             storage(t) in self.storages or storage(t) in self.dark for t in tensors((args, kwargs))
@@ -353,11 +361,10 @@ class Recorder(TorchFunctionMode, Known):
 
     def _region(self) -> int | None:
         """Number of the activation checkpoint in which the forward is, if it is in one."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
-        if hooks is None or "_checkpoint_hook" not in getattr(hooks[0], "__qualname__", ""):
+        if (pack := checkpoint_now()) is None:
             return None
-        self.kept.append(hooks[0])
-        return id(hooks[0])
+        self.kept.append(pack)
+        return id(pack)
 
 
 def _depends_on(source: Source) -> str:
@@ -368,13 +375,6 @@ def _depends_on(source: Source) -> str:
     if Source.INPUT in source:
         return "inputs"
     return "random" if Source.RANDOM in source else "nothing"
-
-
-def _version(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # made under inference_mode: has none
-        return 0
 
 
 def first_line(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from meshfit.anatomy.record_program import (
     contents,
     rebuilt,
 )
+from meshfit.torch_private import own_buffers, own_parameters, storage_id
 
 OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
@@ -88,7 +89,7 @@ class Known:
     def hold_model(self) -> None:
         """Know the model's tensors by name; the first name of a tensor is the one that counts."""
         for path, module in self.model.named_modules():
-            for kind, owned in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for kind, owned in (("parameter", own_parameters(module)), ("buffer", own_buffers(module))):
                 for name, tensor in owned.items():
                     if tensor is not None:
                         self._hold(tensor, Held(kind, path, name))
@@ -231,7 +232,7 @@ def above(path: str) -> Iterator[str]:
 def storage(tensor: Tensor) -> int:
     """A number that tensors share which share memory."""
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_id(tensor)
     except (RuntimeError, NotImplementedError):  # sparse, nested, batched
         return id(tensor)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_program import tensors
+from meshfit.torch_private import without_torch_function
 
 DEVICES: dict[str, Callable[[torch.device], Any]] = {
     "device": lambda device: device,
@@ -63,7 +64,7 @@ def on_zeros(
     the copy's parameters and buffers."""
     if sum(p.numel() * p.element_size() for p in module.parameters()) > LARGEST_TRIAL:
         raise ValueError("too large")
-    with torch._C.DisableTorchFunction():  # nor is meta the default device here
+    with without_torch_function():  # nor is meta the default device here
         given = tensors((args, kwargs))
         real = {id(t): _zeros(t) for t in (*module.parameters(), *module.buffers(), *given)}
         twin, args, kwargs = copy.deepcopy((module, args, kwargs), real)

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfit.anatomy.record_forward import Recorder, first_line
 from meshfit.anatomy.record_known import OWN, GlueError
 from meshfit.anatomy.record_program import Apply
-from meshfit.torch_private import watched_functions
+from meshfit.torch_private import TorchDispatchMode, watched_functions, without_torch_function
 
 
 class Operators(TorchDispatchMode):
@@ -31,7 +30,7 @@ class Operators(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunction():  # what is below autograd must not be taken for glue
+        with without_torch_function():  # what is below autograd must not be taken for glue
             result = func(*args, **(kwargs or {}))
             self.recorder.operator(func, args, kwargs, result)
         return result
@@ -80,7 +79,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
     import_module = builtins.__import__
 
     def imported(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():  # nor is meta the default device here
+        with without_torch_function():  # nor is meta the default device here
             return import_module(*args, **kwargs)
 
     builtins.__import__ = imported

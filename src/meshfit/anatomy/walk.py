@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from meshfit.anatomy.aten import AtenTrace, Op, Storage, Window, real
 from meshfit.anatomy.shares import (
@@ -28,6 +27,7 @@ from meshfit.anatomy.shares import (
     same_owners,
     uses_of,
 )
+from meshfit.torch_private import tree_leaves, tree_unflatten
 
 LONGEST_WALK = 1500
 """Operations after which a parameter is given up."""

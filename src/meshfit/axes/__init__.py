@@ -33,6 +33,7 @@ from meshfit.errors import JobError, PlanError
 from meshfit.exchange.probe_optimizer import nature
 from meshfit.plan import Plan
 from meshfit.schedule.actions import schedule
+from meshfit.torch_private import has_gradient_hooks
 
 INSIDE = ("pipeline", "context", "branch", "tensor", "expert")
 """Axes along which ranks talk in the middle of a forward."""
@@ -147,11 +148,7 @@ def _check_branch(plan: Plan) -> None:
 def _check_forward(plan: Plan, model: nn.Module) -> None:
     """A forward that changes weights changes them differently on each rank; hooks on parameters do not travel to ranks,
     and see no gradient where parameters are cut."""
-    hooked = [
-        name
-        for name, p in model.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    ]
+    hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
     if hooked and (plan.devices > 1 or plan.offload == "parameters"):
         raise PlanError(
             f"{plan}: {hooked[0]} has a hook on its gradient, which would not be called",

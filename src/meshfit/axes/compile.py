@@ -18,6 +18,7 @@ from torch import nn
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.forward import wrap
 from meshfit.launch.peak import peak_flops
+from meshfit.torch_private import raise_recompile_limit
 
 # What compiling costs and saves: a guess, on the careful side of the one model measured (a 124M GPT on one H200:
 # about 30 s more to start, a quarter of the time saved).
@@ -68,9 +69,7 @@ class Blocks:
         """From now on. Nothing is compiled before a block is called."""
         # Blocks share their code, and torch compiles it anew for each that differs in a number (its place, say); past
         # the limit it would silently leave the rest as they are.
-        from torch._dynamo import config  # takes a second to load
-
-        config.recompile_limit = max(config.recompile_limit, self.count + 8)
+        raise_recompile_limit(self.count + 8)
         self._compiled = True
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:

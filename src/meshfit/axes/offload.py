@@ -25,6 +25,7 @@ from meshfit.cost import Cost
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.exchange.probe_optimizer import NOT_COPIED, NOT_SETTINGS, StateBytes, bare_copy, nature, own, state_bytes
+from meshfit.torch_private import called_step, step_hooks, storage_id, version
 
 CHUNK = 256 * 2**20
 SMALL = 4096
@@ -117,8 +118,8 @@ class Offloaded:
         """As ``optimizer.step()``. On a GPU the host waits for all but the last two chunks to be on their way out:
         running further ahead, it would take memory for states that others have not left yet."""
         optimizer: Any = self.optimizer
-        optimizer._opt_called = True  # or schedulers warn that nobody steps
-        for hook in (*optimizer._optimizer_step_pre_hooks.values(),):
+        called_step(optimizer)
+        for hook in step_hooks(optimizer)[0]:
             hook(optimizer, (optimizer,), {})
         for followed in self._followed:
             followed.down()
@@ -135,7 +136,7 @@ class Offloaded:
             self._send(chunk)
         for followed in self._followed:
             followed.up()
-        for hook in (*optimizer._optimizer_step_post_hooks.values(),):
+        for hook in step_hooks(optimizer)[1]:
             hook(optimizer, (optimizer,), {})
 
     @contextmanager
@@ -160,7 +161,7 @@ class Offloaded:
         chunk.sent.settle()
 
         def whole(tensor: Tensor) -> Tensor:
-            if not _has_storage(tensor) or (away := chunk.away.get(tensor.untyped_storage()._cdata)) is None:
+            if not _has_storage(tensor) or (away := chunk.away.get(storage_id(tensor))) is None:
                 return tensor.detach().to("cpu", copy=True)
             like = torch.empty(0, dtype=tensor.dtype, device="cpu")
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -198,14 +199,14 @@ class Offloaded:
     def _storages(self, chunk: "_Chunk") -> dict[int, torch.UntypedStorage]:
         """What is (or goes) away of a chunk's state: not what it shares with weights or gradients."""
         near = (t for p in chunk.parameters for t in (p, p.grad) if t is not None and _has_storage(t))
-        stays = {tensor.untyped_storage()._cdata for tensor in near}
+        stays = {storage_id(tensor) for tensor in near}
         found = {}
         for p in chunk.parameters:
             for tensor in tree.tensors(self.optimizer.state.get(p, {})):
                 if not _has_storage(tensor) or tensor.device.type != self._kind:
                     continue
                 storage = tensor.untyped_storage()
-                key = storage._cdata
+                key = storage_id(storage)
                 if key not in stays and (key in chunk.away or storage.nbytes() >= SMALL):
                     found[key] = storage
         return found
@@ -326,7 +327,7 @@ class _Followed:
 
 def _stamp(value: Any) -> tuple[Any, int]:
     """The object, and how often it was written to in place."""
-    return value, value._version if isinstance(value, Tensor) else 0
+    return value, version(value) if isinstance(value, Tensor) else 0
 
 
 def _same(stamp: tuple[Any, int], value: Any) -> bool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from meshfit.torch_private import update_loss_scale_
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,4 +41,4 @@ class LossScale:
 
     def update(self, overflow: torch.Tensor) -> None:
         """Halve after an overflow (1.0), double after enough steps without."""
-        torch._amp_update_scale_(self.value, self._good_steps, overflow.float(), 2.0, 0.5, self._interval)
+        update_loss_scale_(self.value, self._good_steps, overflow.float(), 2.0, 0.5, self._interval)

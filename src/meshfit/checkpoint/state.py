@@ -23,6 +23,7 @@ from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.pieces import ShardLayout, lie, uncut
 from meshfit.errors import CheckpointError
+from meshfit.torch_private import non_persistent_buffers
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -93,7 +94,7 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     extra = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
+        for name in non_persistent_buffers(module)
     }
     for name, buffer in model.named_buffers():
         yield "extra" if name in extra else "model", name, buffer

@@ -32,6 +32,7 @@ from meshfit.data.source import open_source
 from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
 from meshfit.loss.objective import call, split
+from meshfit.torch_private import Dropout
 
 SAMPLES = 4  # of a script's data that are traced: more than one, so that nothing broadcasts by accident
 LENGTH = 128  # tokens, where nothing else is said
@@ -142,7 +143,7 @@ def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_
 def _dropouts(model: nn.Module) -> tuple[str, ...]:
     """Modules that drop something."""
     named = model.named_modules()
-    return tuple(path for path, part in named if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0)
+    return tuple(path for path, part in named if isinstance(part, Dropout) and part.p > 0)
 
 
 def _inspect_script(path: Path, arguments: list[str], specs: list[str], which: int, told: Any, *, quiet: bool) -> None:

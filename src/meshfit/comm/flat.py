@@ -11,6 +11,8 @@ empty: what the optimizer steps. (On one rank it is all of it, in its own shape.
 import torch
 from torch import Tensor, nn
 
+from meshfit.torch_private import foreach_copy_, foreach_zero_
+
 
 class Flat:
     """``parameters`` (of one dtype, all trained or all frozen) over ``degree`` ranks, of which this is ``rank``."""
@@ -92,9 +94,9 @@ class Flat:
         given = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
         missing = [view for view, g in zip(views, gradients, strict=True) if g is None]
         if given:
-            torch._foreach_copy_([view for view, _ in given], [g for _, g in given])
+            foreach_copy_([view for view, _ in given], [g for _, g in given])
         if missing:
-            torch._foreach_zero_(missing)
+            foreach_zero_(missing)
         return row
 
     def add(self, gradients: list[Tensor | None], row: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ trial tells what an optimizer keeps for a parameter of any shape, which its cost
 import copy
 import inspect
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshfit.data import tree
+from meshfit.torch_private import without_step_hooks
 
 SCALES = (1.0, 1.0, 0.01, 30.0, 1.0, 1000.0, 1.0, 0.1, 1.0, 1.0)
 """Of the gradients, step by step: a norm that only acts above (or below) some bound is met on its other side too."""
@@ -44,8 +45,6 @@ NOT_COPIED = (
     "state",
     "param_groups",
     "step",  # schedulers put one on the instance, bound to it
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
 )
 NOT_SETTINGS = ("params", "param_names")
 
@@ -142,7 +141,7 @@ def bare_copy(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) ->
     """An optimizer with the same settings over other groups: no hooks, and nothing put in place of its ``step``."""
     twin = object.__new__(type(optimizer))
     vars(twin).update({key: own(value) for key, value in vars(optimizer).items() if key not in NOT_COPIED})
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    without_step_hooks(twin)
     twin.param_groups, twin.state = groups, state
     return twin
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshfit.axes.offload import Offloaded
 from meshfit.axes.precision import LossScale
 from meshfit.step import Reading
-from meshfit.torch_private import FUSED_OPTIMIZERS
+from meshfit.torch_private import FUSED_OPTIMIZERS, foreach_lerp_, foreach_mul_, foreach_norm, takes_loss_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Update:
             if self.clip is not None:
                 factor *= min(1.0, self.clip / (norm + 1e-6))
             if factor != 1.0 and gradients:
-                torch._foreach_mul_(gradients, factor)
+                foreach_mul_(gradients, factor)
             self._step()
         return Updated(norm, taken)
 
@@ -124,7 +124,7 @@ class Update:
             return Updated(norm, taken)
         if go := bool(taken):  # the host waits here: this optimizer cannot be told on the device
             if gradients and (isinstance(factor, Tensor) or factor != 1.0):
-                torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
+                foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
             self._step()
         return Updated(norm, go)
 
@@ -157,7 +157,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         return torch.linalg.vector_norm(gradients[0], dtype=dtype)
     if len({g.dtype for g in gradients}) > 1:
         return torch.stack([g.double().norm() for g in gradients]).norm()
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
+    return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0, dtype=dtype)))
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> bool:
@@ -177,7 +177,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> bool:
         return False
     for group in groups:
         group["fused"] = True
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    takes_loss_scale(optimizer)
     return True
 
 
@@ -191,7 +191,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        torch._foreach_lerp_(self.weights, list(self.model.parameters()), 1.0 - self.decay)
+        foreach_lerp_(self.weights, list(self.model.parameters()), 1.0 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -26,6 +26,7 @@ import numpy
 import torch
 
 from meshfit.errors import JobError
+from meshfit.torch_private import storage_id, untyped
 
 LARGE = 64 * 1024
 ALIGNMENT = 64  # bytes, as torch aligns its own storages
@@ -150,9 +151,9 @@ class _Pickler(cloudpickle.Pickler):
                 args = (_typed_storage(args[0], torch.uint8), *args[1:])
             return rebuild, args
         if isinstance(obj, torch.TypedStorage):  # made anew by each tensor that is pickled
-            return _typed_storage, (obj._untyped_storage, obj.dtype)
+            return _typed_storage, (untyped(obj), obj.dtype)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
-            first = self._storages.setdefault(obj._cdata, obj)
+            first = self._storages.setdefault(storage_id(obj), obj)
             if first is not obj:
                 return _same, (first,)
             flat = torch.empty(0, dtype=torch.uint8).set_(obj.cpu())

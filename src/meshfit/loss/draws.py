@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from meshfit.torch_private import TorchDispatchMode, tree_leaves
 
 INDEX = ("randperm", "randint", "random_")
 """Draw whole numbers, below a limit that may be the number of samples."""

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from meshfit.axes.expert import balance
 from meshfit.data import tree
@@ -30,6 +28,7 @@ from meshfit.loss.draws import Composing, Incomparable, Noting
 from meshfit.loss.gather import gathering
 from meshfit.loss.objective import Objective, Over, call, check_scalar, split, stated
 from meshfit.loss.parts import CrossEntropies, cut_rows, cuts_of, finders, part_of, size_of
+from meshfit.torch_private import BatchNorm, Dropout
 
 SAMPLES = 8
 LARGEST = 2**26
@@ -124,7 +123,7 @@ def _as_it_is(model: nn.Module, how: _How, *, training: bool) -> Iterator[tuple[
     modes = {module: module.training for module in model.modules()}
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for module in modes:
-        module.training = training and modes[module] and not isinstance(module, _BatchNorm | _DropoutNd)
+        module.training = training and modes[module] and not isinstance(module, BatchNorm | Dropout)
     try:
         yield model, how
     finally:

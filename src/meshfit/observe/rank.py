@@ -19,6 +19,7 @@ from meshfit.data import tree
 from meshfit.data.loader import Batch
 from meshfit.events import Events
 from meshfit.observe.sampler import Sampler, cores
+from meshfit.torch_private import local_part
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -136,7 +137,7 @@ def _data(run: "Run") -> dict[str, float]:
 def _bytes(tensors: Any) -> int:
     storages: dict[int, int] = {}
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = local_part(tensor)
         if isinstance(local, Tensor):
             storages[local.data_ptr() or id(local)] = local.numel() * local.element_size()
     return sum(storages.values())

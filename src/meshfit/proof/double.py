@@ -16,12 +16,13 @@ from meshfit.data import tree
 from meshfit.data.draw import Key
 from meshfit.data.source import NO_KEY, Over, Source, Stream, open_source
 from meshfit.job import Job
+from meshfit.torch_private import map_tensors_in_place
 
 
 def doubled(job: Job) -> Job:
     """``job`` in fp64; the job it is made of is left as it is. The plan must not name a lower precision."""
     model, optimizer, loss = copy.deepcopy((job.build(), job.optimizer, _cast_loss(job.loss)))
-    model._apply(_double)  # parameters stay the objects they are: an optimizer keeps them
+    map_tensors_in_place(model, _double)  # parameters stay the objects they are: an optimizer keeps them
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):

@@ -17,13 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Node = Any
+from meshfit.torch_private import PRODUCT_NODES
 
-PRODUCTS = frozenset(
-    f"{name}Backward0"
-    for name in ("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Linear", "Convolution", "GroupedMm", "ScaledMm")
-)
-"""Operations that compute the gradients of their weights apart from those of their inputs."""
+Node = Any
 
 
 @dataclass(eq=False)
@@ -97,7 +93,7 @@ def _divided(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Owed,
     later: dict[Node, list[Tensor]] = {}
     for weight, where in enters.items():
         (node, *more) = where
-        if more or node is None or node.name() not in PRODUCTS:
+        if more or node is None or node.name() not in PRODUCT_NODES:
             now.append(weight.variable)
         else:
             later.setdefault(node, []).append(weight.variable)

@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshfit.torch_private import BatchNorm
 
 ALIGNMENT = 64  # bytes, between runs
 
@@ -153,7 +154,7 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.track_running_stats
+        if isinstance(module, BatchNorm) and module.track_running_stats
         for name, buffer in module.named_buffers(recurse=False)
     }
 

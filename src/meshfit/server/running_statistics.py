@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshfit.server.packing import Parcel, statistics
+from meshfit.torch_private import BatchNorm
 
 
 class Running:
@@ -27,7 +27,7 @@ class Running:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Running":
-        momenta = {path: m.momentum for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
+        momenta = {path: m.momentum for path, m in model.named_modules() if isinstance(m, BatchNorm)}
         return cls(statistics(model), momenta)
 
     @property

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from meshfit.axes.buffers.trace import (
     MAX,
@@ -27,6 +26,7 @@ from meshfit.axes.buffers.trace import (
     written,
 )
 from meshfit.data import tree
+from meshfit.torch_private import tree_flatten, tree_leaves
 
 EXTREMES = {"aten.amax": MAX, "aten.max": MAX, "aten.any": MAX, "aten.amin": MIN, "aten.min": MIN, "aten.all": MIN}
 NEW = ("aten.new_", "aten.lift_fresh")

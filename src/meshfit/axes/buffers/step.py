@@ -20,6 +20,7 @@ from meshfit.axes.buffers.trace import Collect, Differs, look_away
 from meshfit.axes.forward import wrap
 from meshfit.comm import meeting
 from meshfit.errors import JobError
+from meshfit.torch_private import own_buffers, own_parameters
 
 
 @dataclass(eq=False, slots=True)
@@ -37,13 +38,13 @@ class _State:
 
     @property
     def now(self) -> Tensor:
-        found = self.module._parameters.get(self.own, self.module._buffers.get(self.own))
+        found = own_parameters(self.module).get(self.own, own_buffers(self.module).get(self.own))
         assert found is not None
         return found
 
     @property
     def is_parameter(self) -> bool:
-        return self.own in self.module._parameters
+        return self.own in own_parameters(self.module)
 
     def begin(self) -> None:
         """A step begins."""
@@ -57,17 +58,17 @@ class _State:
         if self.is_parameter:
             self.tensor.data.copy_(self.start if values is None else values)
         else:
-            self.module._buffers[self.own] = self.start.detach().clone() if values is None else values
+            own_buffers(self.module)[self.own] = self.start.detach().clone() if values is None else values
 
     def leave(self) -> Tensor:
         """What the forward has made of it."""
         made = self.now
         if self.is_parameter:
             made = made.detach().clone()
-            self.module._parameters[self.own] = self.tensor  # type: ignore[assignment]
+            own_parameters(self.module)[self.own] = self.tensor  # type: ignore[assignment]
             self.tensor.data.copy_(self.start)
         else:
-            self.module._buffers[self.own] = self.tensor
+            own_buffers(self.module)[self.own] = self.tensor
         return made
 
 

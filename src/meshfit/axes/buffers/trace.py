@@ -18,10 +18,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshfit.anatomy.aten import WRITES
+from meshfit.torch_private import TorchDispatchMode, schema_of, storage_id, tree_flatten, tree_leaves, tree_unflatten
 
 SUM, MEAN, MAX, MIN = "sum", "mean", "max", "min"
 SAME = ("aten.detach.default", "aten.alias.default")
@@ -90,15 +89,15 @@ class Update:
 
 
 def storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor)
 
 
 @cache
 def _written(func: Any) -> tuple[tuple[int | None, str], ...]:
     """Places and names of the arguments that an operation writes to."""
-    unsaid = WRITES.get(func._schema.name.partition("::")[2], ())
+    unsaid = WRITES.get(schema_of(func).name.partition("::")[2], ())
     found: list[tuple[int | None, str]] = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         said = argument.alias_info is not None and argument.alias_info.is_write
         if said or argument.name in unsaid:
             found.append((None if argument.kwarg_only else place, argument.name))

@@ -14,6 +14,7 @@ from meshfit.axes.buffers.trace import Collect, Differs, Opaque, Update, look_aw
 from meshfit.axes.buffers.watch import named_state, undisturbed
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
+from meshfit.torch_private import own_buffers, own_parameters
 
 TRIED, FEWER = 13, 5
 """Samples, and fewer of them. Primes: dims that go with them are those of samples."""
@@ -215,10 +216,10 @@ class Trial:
             path, _, own = name.rpartition(".")
             module = self.model.get_submodule(path)
             new = tensor.clone()
-            if own in module._parameters:
-                module._parameters[own] = nn.Parameter(new, requires_grad=False)
+            if own in own_parameters(module):
+                own_parameters(module)[own] = nn.Parameter(new, requires_grad=False)
             else:
-                module._buffers[own] = new
+                own_buffers(module)[own] = new
 
     def _pure(self, call: Any) -> set[int]:
         """Memory whose content does not depend on samples."""
@@ -241,7 +242,7 @@ class Trial:
         with undisturbed(self.model):
             memo: dict[int, Tensor] = {}
             for module in self.module.modules():
-                tensors: list[dict[str, Any]] = [module._parameters, module._buffers]
+                tensors: list[dict[str, Any]] = [own_parameters(module), own_buffers(module)]
                 for held, name, tensor in [(one, *item) for one in tensors for item in one.items()]:
                     if tensor is not None:
                         held[name] = memo.setdefault(id(tensor), _copied(tensor, dtype, self.device))

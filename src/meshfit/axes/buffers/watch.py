@@ -14,13 +14,12 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshfit.anatomy.record_atoms import twin
 from meshfit.axes.buffers.trace import storage, written
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
+from meshfit.torch_private import TorchDispatchMode, own_buffers, own_parameters, tree_leaves
 
 Objective = Callable[[nn.Module, Any], Any]
 
@@ -86,13 +85,13 @@ def _watched(model: nn.Module, objective: Objective, batch: Any) -> Writes:
 def _told(forward: Callable[..., Any], path: str, module: nn.Module, stack: list[str], found: Writes) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         found.calls[path] += 1
-        own = {**module._buffers, **module._parameters}
+        own = {**own_buffers(module), **own_parameters(module)}
         stack.append(path)
         try:
             return forward(*args, **kwargs)
         finally:
             stack.pop()
-            now = {**module._buffers, **module._parameters}
+            now = {**own_buffers(module), **own_parameters(module)}
             for name, tensor in own.items():
                 if now.get(name) is not tensor:
                     found.writers.setdefault(f"{path}.{name}" if path else name, path)
@@ -141,7 +140,7 @@ class Frozen:
             (module, name, tensor, tensor.detach().clone())
             for module in model.modules()
             if module not in norms
-            for name, tensor in module._buffers.items()
+            for name, tensor in own_buffers(module).items()
             if tensor is not None
         ]
         self._known = False
@@ -149,10 +148,10 @@ class Frozen:
     @torch.no_grad()
     def restore(self) -> None:
         if not self._known:  # which are written shows in the first forward
-            self._kept = [k for k in self._kept if k[0]._buffers[k[1]] is not k[2] or not torch.equal(k[2], k[3])]
+            self._kept = [k for k in self._kept if own_buffers(k[0])[k[1]] is not k[2] or not torch.equal(k[2], k[3])]
             self._known = True
         for module, name, tensor, value in self._kept:
-            module._buffers[name] = tensor
+            own_buffers(module)[name] = tensor
             tensor.data.copy_(value)
 
     @classmethod
@@ -168,7 +167,7 @@ class Frozen:
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever runs within leaves the model (weights, buffers, attributes) and all random numbers as they were."""
-    vars_of = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    vars_of = [(m, dict(m.__dict__), dict(own_parameters(m)), dict(own_buffers(m))) for m in model.modules()]
     hooks = [
         (found, dict(found))
         for m in model.modules()
@@ -190,10 +189,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for name in [name for name in module.__dict__ if name not in own]:
                 del module.__dict__[name]
             module.__dict__.update(own)
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            own_parameters(module).clear()
+            own_parameters(module).update(parameters)
+            own_buffers(module).clear()
+            own_buffers(module).update(buffers)
         for found, own in hooks:  # transformers installs its own in the first forward: else a second time in the next
             found.clear()
             found.update(own)

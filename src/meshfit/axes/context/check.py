@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from meshfit.axes.context.find import ContextPlan, Step, begin, length_of, shortened, some
 from meshfit.axes.context.piece import Piece, guarded, name_of, whole
@@ -22,6 +21,7 @@ from meshfit.axes.tensor.check import DRAWS, first_line
 from meshfit.axes.tensor.ops import Meeting, Threads
 from meshfit.axes.tensor.twin import converted, sharing, to_precision
 from meshfit.data import tree
+from meshfit.torch_private import tree_map
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 """Of a gradient, relative to the largest element of its tensor, or to a small part of the largest of all."""

@@ -27,6 +27,7 @@ from meshfit.axes.forward import unwrap, wrap
 from meshfit.axes.tensor.ops import Group
 from meshfit.axes.tensor.region import Traffic
 from meshfit.data import tree
+from meshfit.torch_private import storage_id
 
 Step = Callable[[nn.Module, Any], Tensor]
 
@@ -307,15 +308,15 @@ class Kept(saved_tensors_hooks):
     """Bytes that autograd keeps for backward within, beyond parameters and buffers."""
 
     def __init__(self, model: nn.Module):
-        self._known = {t.untyped_storage()._cdata: 0 for t in (*model.parameters(), *model.buffers())}
+        self._known = {storage_id(t): 0 for t in (*model.parameters(), *model.buffers())}
         self._counted: Counter[int] = Counter()
         self._held: list[Any] = []
         super().__init__(self._pack, lambda x: x)
 
     def _pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if storage._cdata not in self._known:
-            self._counted[storage._cdata] = storage.nbytes()
+        if storage_id(storage) not in self._known:
+            self._counted[storage_id(storage)] = storage.nbytes()
             self._held.append(storage)  # its number must not be given away meanwhile
         return x
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfit.axes.context.ops import own_draws
 from meshfit.axes.context.piece import Piece, changes, name_of, pieces, rule, whole
 from meshfit.axes.context.span import Span
+from meshfit.torch_private import tree_leaves, tree_map
 
 POINTWISE = """
 abs neg negative positive sign sgn exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin

@@ -18,14 +18,13 @@ import torch
 import torch.functional
 import torch.nn.functional
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfit.axes.context.ops import gather
 from meshfit.axes.context.span import Span
 from meshfit.axes.spec import Spec, SplitTensor
 from meshfit.axes.tensor.ops import Group, _Enter, _Leave
 from meshfit.axes.tensor.vocabulary import with_wholes
-from meshfit.torch_private import watched_functions
+from meshfit.torch_private import tree_leaves, tree_map, version, watched_functions, without_subclasses, wrapper_of
 
 RULES: dict[str, Callable[..., Any]] = {}
 """By the name of a function: given it and its arguments, what it makes of pieces; NotImplemented: gather."""
@@ -87,7 +86,7 @@ class Piece(SplitTensor):
     @staticmethod
     def __new__(cls, local: Tensor, span: Span, group: Group) -> "Piece":
         shape = [span.size if dim == span.dim else size for dim, size in enumerate(local.shape)]
-        out = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        out = wrapper_of(cls, shape, local)
         out.local, out.span, out.group, out.known = local, span, group, None
         return out
 
@@ -103,7 +102,7 @@ class Piece(SplitTensor):
         kwargs = kwargs or {}
         name = name_of(func)
         if name in OF_THE_WHOLE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         if name in OF_THE_LOCAL or name == "__set__":
             if name == "__set__" and func.__self__.__name__ not in OF_THE_LOCAL:
@@ -146,17 +145,13 @@ def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def whole(x: Piece) -> Tensor:
     """All positions, gathered from all ranks. All ranks call it together."""
-    if x.known is not None and x.known[1] == _version(x.local):
+    if x.known is not None and x.known[1] == version(x.local):
         known = x.known[0]
         if known.requires_grad or not (torch.is_grad_enabled() and x.local.requires_grad):
             return known
     made = gather(x.local, x.span, x.group)
-    x.known = made, _version(x.local)
+    x.known = made, version(x.local)
     return made
-
-
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
 
 
 gathered: Counter[str] = Counter()

@@ -16,9 +16,7 @@ from meshfit.axes.context.ops import gather
 from meshfit.axes.context.piece import Piece, whole
 from meshfit.axes.context.span import Span
 from meshfit.axes.tensor.ops import Group
-
-AGAIN = "_checkpoint_hook.", "_recomputation_hook."
-"""torch.utils.checkpoint's: what is computed again is not saved at all."""
+from meshfit.torch_private import checkpoint_now, saved_tensors_hooks_now, storage_id, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +34,27 @@ class _Note:
 @contextmanager
 def noted(*given: Any) -> Iterator[None]:
     """For what is saved within of the wholes of those that are pieces."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
-    again = bool(hooks) and getattr(hooks[0], "__qualname__", "").startswith(AGAIN)
-    found = {whole(x).untyped_storage()._cdata: x for x in given if isinstance(x, Piece)}
+    hooks = saved_tensors_hooks_now()
+    again = checkpoint_now(again=True) is not None  # what is computed again is not saved at all
+    found = {storage_id(whole(x)): x for x in given if isinstance(x, Piece)}
     if again or not found or not torch.is_grad_enabled():
         yield
         return
     keep, fetch = hooks or (lambda x: x, lambda x: x)
 
     def pack(x: Tensor) -> Any:
-        piece = found.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
+        piece = found.get(storage_id(x)) if x.layout is torch.strided else None
         if piece is None:
             return keep(x)
         local = piece.local.detach()
         where = piece.span, piece.group
-        return _Note(keep(local), where, local._version, x.size(), x.stride(), int(x.storage_offset()))
+        return _Note(keep(local), where, version(local), x.size(), x.stride(), int(x.storage_offset()))
 
     def unpack(packed: Any) -> Tensor:
         if not isinstance(packed, _Note):
             return fetch(packed)
         local = fetch(packed.local)
-        if local._version != packed.version:
+        if version(local) != packed.version:
             raise RuntimeError("a tensor that attention needs for its gradient was changed in place")
         with torch.no_grad():
             return gather(local, *packed.where).as_strided(packed.size, packed.stride, packed.offset)

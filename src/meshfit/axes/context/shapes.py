@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from meshfit.axes.context.local import aligned, argument, mapped
 from meshfit.axes.context.ops import total
 from meshfit.axes.context.piece import Piece, name_of, pieces, rule
 from meshfit.axes.context.span import Span
+from meshfit.torch_private import tree_map
 
 
 def _tried(func: Any, sizes: Any, args: Any, kwargs: Any) -> torch.Size:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.forward import wrap
@@ -22,6 +21,7 @@ from meshfit.comm import meeting
 from meshfit.cost import Cost
 from meshfit.events import current
 from meshfit.server.workers import Workers
+from meshfit.torch_private import BatchNorm, foreach_add, foreach_copy_
 
 _counted = True  # whether the samples in flight count; False while a rank runs a stand-in
 
@@ -37,8 +37,8 @@ def counting(counted: bool) -> Iterator[None]:
         _counted = before
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
 class Statistics:
@@ -52,11 +52,11 @@ class Statistics:
         self._buffers = [[buffer for buffer in buffers if buffer.dtype is kind] for kind in kinds]
 
     def snapshot(self) -> list[list[Tensor]]:
-        return [list(torch._foreach_add(same, 0)) for same in self._buffers]
+        return [list(foreach_add(same, 0)) for same in self._buffers]
 
     def restore(self, snapshot: list[list[Tensor]]) -> None:
         for same, kept in zip(self._buffers, snapshot, strict=True):
-            torch._foreach_copy_(same, kept)
+            foreach_copy_(same, kept)
 
 
 def apply(model: nn.Module, group: meeting.Group) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshfit.axes.expert.mixture import Mixture
 from meshfit.axes.expert.spread import bounds, spread
@@ -23,6 +22,7 @@ from meshfit.axes.tensor.check import NoDraws, Refused, first_line, tensors_of
 from meshfit.axes.tensor.ops import Meeting, Threads
 from meshfit.axes.tensor.twin import converted, sharing
 from meshfit.errors import MeshfitError
+from meshfit.torch_private import tree_flatten, tree_unflatten
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}
 """By how much an element may differ, relative to the root mean square of its tensor: some routers round to fp32."""

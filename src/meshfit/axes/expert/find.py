@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.expert.check import Given, check
@@ -25,6 +24,7 @@ from meshfit.axes.tensor.check import Refused
 from meshfit.axes.tensor.region import Cut
 from meshfit.axes.tensor.twin import kinds_of, study
 from meshfit.axes.tensor.watch import Uses
+from meshfit.torch_private import base_of, has_forward_hooks, own_modules, tree_leaves, tree_map
 
 Step = Callable[[nn.Module], Any]
 
@@ -58,7 +58,7 @@ class _Batched(TorchFunctionMode):
         name = getattr(func, "__name__", "").strip("_")
         if name in ("bmm", "baddbmm", "matmul", "einsum"):
             for x in tree_leaves((args, kwargs)):
-                of = x if id(x) in self.names or not isinstance(x, Tensor) else x._base
+                of = x if id(x) in self.names or not isinstance(x, Tensor) else base_of(x)
                 if id(of) in self.names and isinstance(of, Tensor) and isinstance(x, Tensor) and x.dim() >= 3:
                     self.seen.batched[f"{self.names[id(of)]}: {name} takes all of its {len(of)} slices at once"] = None
         return func(*args, **(kwargs or {}))
@@ -109,7 +109,7 @@ def _watched(twin: nn.Module, step: Step) -> _Seen:
     calling = {
         module
         for module in twin.modules()
-        if any(len(each._modules) > 1 for each in module.modules() if _is_list(each))
+        if any(len(own_modules(each)) > 1 for each in module.modules() if _is_list(each))
     }
     paths = {module: path for path, module in twin.named_modules()}
 
@@ -176,7 +176,7 @@ def _is_list(module: nn.Module) -> bool:
 
 def _repeats(module: nn.Module) -> bool:
     """Whether a list holds one module several times."""
-    there = [each for each in module._modules.values() if each is not None]
+    there = [each for each in own_modules(module).values() if each is not None]
     return len({id(each) for each in there}) < len(there)
 
 
@@ -189,7 +189,7 @@ def _lists(twin: nn.Module, seen: _Seen, degree: int, kinds: dict[str, int]) -> 
     for path, module in twin.named_modules():
         if not _is_list(module):
             continue
-        experts = [f"{path}.{name}" if path else name for name, each in module._modules.items() if each is not None]
+        experts = [f"{path}.{name}" if path else name for name, each in own_modules(module).items() if each is not None]
         if _repeats(module):
             continue
         callers = set().union(*(seen.callers[e] for e in experts)) if experts else set()
@@ -262,6 +262,6 @@ def _uncut(twin: nn.Module, mixture: Mixture, shared: set[str], degree: int) -> 
             return f"{path} has a parameter that is one number"
         if batch_norms(expert):
             return f"{path} has a BatchNorm in it"
-        if expert._forward_hooks or expert._forward_pre_hooks:
+        if has_forward_hooks(expert):
             return f"{path} has a hook"
     return ""

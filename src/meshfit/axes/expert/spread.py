@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshfit.axes.expert.mixture import Mixture
 from meshfit.axes.expert.travel import Travel
 from meshfit.axes.forward import wrap
 from meshfit.axes.tensor.cut import Undo
 from meshfit.errors import JobError
+from meshfit.torch_private import tree_flatten, tree_unflatten
 
 
 def spread(model: nn.Module, mixture: Mixture, travel: Travel) -> list[Undo]:

@@ -29,6 +29,7 @@ from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.schedule.actions import BACKWARD, FORWARD, Action, Schedule, rank_of, schedule, stages_of, usual_chunks
 from meshfit.schedule.simulate import Simulated, simulate
+from meshfit.torch_private import own_buffers
 
 EVEN = 0.05
 """Imbalance of stages beyond which modules are opened further, for a better cut."""
@@ -127,7 +128,7 @@ class Pipeline:
         skeleton = twin(model, meta=True)
         for name in split.looked_at:  # what the model decides by must have its value there, too
             path, _, attribute = name.rpartition(".")
-            skeleton.get_submodule(path)._buffers[attribute] = model.get_buffer(name)
+            own_buffers(skeleton.get_submodule(path))[attribute] = model.get_buffer(name)
         parameters = {name for stage in own for name in split.parameters[stage]}
         buffers = {name for stage in own for name in split.buffers[stage]}
         part = part_of(model, parameters, buffers)

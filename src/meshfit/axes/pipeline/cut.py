@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshfit.anatomy.cuts import Stages, cuts, stages_at, storage_of
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.errors import PlanError
+from meshfit.torch_private import non_persistent_buffers, own_buffers, own_modules, own_parameters
 
 LANDMARKS = 8
 """Events after a cut by which its place is found again."""
@@ -235,16 +236,16 @@ def part_of(model: nn.Module, parameters: Iterable[str], buffers: Iterable[str])
     def _shell(module: nn.Module) -> nn.Module:
         shell = Shell()
         shell.training = module.training
-        for name, p in module._parameters.items():
+        for name, p in own_parameters(module).items():
             shell.register_parameter(name, p if p is not None and id(p) in held else None)
-        for name, b in module._buffers.items():
+        for name, b in own_buffers(module).items():
             kept = b if b is not None and id(b) in held else None
-            shell.register_buffer(name, kept, persistent=name not in module._non_persistent_buffers_set)
+            shell.register_buffer(name, kept, persistent=name not in non_persistent_buffers(module))
         for name, thing in vars(module).items():
             if isinstance(thing, Tensor | torch.Generator):
                 shell.__dict__[name] = thing
-        for name, child in module._modules.items():
-            shell._modules[name] = None if child is None else visit(child)
+        for name, child in own_modules(module).items():
+            own_modules(shell)[name] = None if child is None else visit(child)
         return shell
 
     return visit(model)

@@ -6,14 +6,12 @@ All ranks record alike, since they are given the same microbatches; nothing abou
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.anatomy.cuts import Stages, storage_of
@@ -24,6 +22,7 @@ from meshfit.axes.pipeline.cut import Split, decided, stages_like
 from meshfit.axes.shard.units import Whole, _relative
 from meshfit.axes.spec import Spec
 from meshfit.data import tree
+from meshfit.torch_private import batches_of_one
 
 REMEMBERED = 64
 """Kinds of microbatches."""
@@ -160,17 +159,6 @@ class Programs(Generic[P]):
         return program
 
     def record(self, content: Any, *, training: bool) -> P:
-        with _of_any_size():
+        with batches_of_one():  # a global BatchNorm has more samples; any other will say so when it runs
             recording = record(self.whole, (content,), training=training, share=self.share, atoms=self.atoms)
         return self.cut(replace(recording, trace=_relative(recording.trace)))
-
-
-@contextmanager
-def _of_any_size() -> Iterator[None]:
-    """Let BatchNorm be recorded on a single sample: a global one has more, and any other will say so when it runs."""
-    functional: Any = F
-    check, functional._verify_batch_size = functional._verify_batch_size, lambda size: None
-    try:
-        yield
-    finally:
-        functional._verify_batch_size = check

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.data.axis import tied
 from meshfit.axes.pipeline.axis import Staged
+from meshfit.torch_private import own_buffers, own_parameters
 
 
 def deliver(staged: Staged, model: nn.Module, group: dist.ProcessGroup, device: torch.device, source: int = 0) -> None:
@@ -47,7 +48,7 @@ def _replace(part: nn.Module, made: dict[int, Tensor]) -> None:
     """Put ``made`` in the place of tensors on meta, by identity: ties stay ties."""
     kept: dict[int, Tensor] = {}
     for module in part.modules():
-        for held in (module._parameters, module._buffers):
+        for held in (own_parameters(module), own_buffers(module)):
             for name, old in held.items():
                 if old is None or id(old) not in made:
                     continue

@@ -22,11 +22,18 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshfit.anatomy.cost import worth_keeping
 from meshfit.axes.data import batchnorm
+from meshfit.torch_private import (
+    TorchDispatchMode,
+    detached_alias,
+    own_buffers,
+    saved_tensors_hooks_now,
+    tree_leaves,
+    tree_map_only,
+    version,
+)
 
 Changes = dict[tuple[bool, ...], "list[_Slot]"]
 """What a block's forward changes beside its result, by which of its modules are in training."""
@@ -66,7 +73,9 @@ class Call:
         return result
 
     def _keeping(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+        hooks = saved_tensors_hooks_now()
+        assert hooks is not None  # those of torch.utils.checkpoint
+        pack, unpack = hooks
         needed = 0  # results made before the last tensor was saved: torch computes again no further than that
 
         def packed(tensor: Tensor) -> Any:
@@ -107,7 +116,7 @@ class _Slot:
     def state(self) -> "_State":
         value = self.owner.get(self.name, _MISSING)
         copies = self.in_place and isinstance(value, Tensor)
-        return _State(self, value, value.detach().clone() if copies else None, value._version if copies else 0)
+        return _State(self, value, value.detach().clone() if copies else None, version(value) if copies else 0)
 
     def missing(self) -> "_State":
         return _State(self, _MISSING, None, 0)
@@ -130,7 +139,7 @@ class _State:
         if self.slot.owner.get(self.slot.name, _MISSING) is not self.value:
             return True
         return self.copy is not None and (
-            self.value._version != self.version or not torch.equal(self.value.detach(), self.copy)
+            version(self.value) != self.version or not torch.equal(self.value.detach(), self.copy)
         )
 
     def learnt(self) -> _Slot:
@@ -148,7 +157,7 @@ class _State:
 
 def _slots(module: nn.Module) -> Iterator[_Slot]:
     for each in module.modules():
-        yield from (_Slot(each._buffers, name) for name, buffer in each._buffers.items() if buffer is not None)
+        yield from (_Slot(own_buffers(each), name) for name, buffer in own_buffers(each).items() if buffer is not None)
         yield from (
             _Slot(vars(each), name) for name in vars(each) if not name.startswith("_") and name not in _NO_STATE
         )
@@ -234,22 +243,16 @@ class _Result:
     """What an operation made; None once it was dropped."""
 
     def __init__(self, func: Any, value: Any):
-        self.func, self.value = func, tree_map_only(Tensor, _alias, value)
-        self._versions = [leaf._version for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor)]
+        self.func, self.value = func, tree_map_only(Tensor, detached_alias, value)
+        self._versions = [version(leaf) for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor)]
 
     def is_past(self) -> bool:
         """Whether it was changed in place."""
-        now = [leaf._version for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor)]
+        now = [version(leaf) for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor)]
         return now != self._versions
 
     def drop(self) -> None:
         self.value, self._versions = None, []
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """Outside of the graph (which would hold itself), with the same count of changes in place."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
 
 
 class _Keep(TorchDispatchMode):

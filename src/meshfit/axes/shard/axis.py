@@ -37,6 +37,7 @@ from meshfit.axes.shard.units import ROUNDED, Unit
 from meshfit.comm.flat import Flat
 from meshfit.cost import Cost
 from meshfit.plan import Plan
+from meshfit.torch_private import has_forward_hooks, own_buffers, own_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,7 @@ class Shard:
         named = dict(model.named_parameters())
         names = {id(p): name for name, p in named.items()}
         for module in model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in own_parameters(module).items():
                 if parameter is not None:
                     places[names[id(parameter)]].append((module, name))
         opened = []
@@ -104,7 +105,7 @@ class Shard:
             holders = [module for places in open_unit.places for module, _ in places]
             for module in dict.fromkeys((*entrances, *holders)) if open_unit.flats else ():
                 wrap(module, shards.around(open_unit, rounds=bool(open_unit.narrow) and isinstance(module, ROUNDED)))
-                if module._forward_pre_hooks or module._forward_hooks:
+                if has_forward_hooks(module):
                     shards.around_hooks(module, open_unit)
         _rest_to(model, device, set(shards.place))
         return shards
@@ -161,6 +162,6 @@ def _rest_to(model: nn.Module, device: torch.device, cut: set[nn.Parameter]) -> 
 def buffers_to(model: nn.Module, device: torch.device) -> None:
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if buffer is not None:
-                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+                own_buffers(module)[name] = moved.setdefault(id(buffer), buffer.to(device))

@@ -29,7 +29,16 @@ from meshfit.axes.shard.saved import Saved
 from meshfit.comm.flat import Flat, as_real
 from meshfit.errors import PlanError
 from meshfit.events import current
-from meshfit.torch_private import all_gather_single, in_backward, will_run
+from meshfit.torch_private import (
+    all_gather_single,
+    call_a_parameter,
+    in_backward,
+    storage_id,
+    unwrap_call,
+    version,
+    will_run,
+    wrap_call,
+)
 
 
 class Shards:
@@ -116,7 +125,7 @@ class Shards:
 
     def around_hooks(self, module: nn.Module, unit: OpenUnit) -> None:
         """The unit is open while the hooks of a module run, too."""
-        module.__dict__["_call_impl"] = self.around(unit)(module._call_impl)
+        wrap_call(module, self.around(unit))
         self._hooked.append(module)
 
     @contextmanager
@@ -141,7 +150,7 @@ class Shards:
     def _check(self, unit: OpenUnit, changed: bool) -> None:
         """Refuse a forward that changes weights, if what it changes is a copy. ``changed``: it is known to."""
         for flat in unit.flats:
-            if flat.whole is None or flat.whole.untyped_storage()._cdata == flat.mine.untyped_storage()._cdata:
+            if flat.whole is None or storage_id(flat.whole) == storage_id(flat.mine):
                 continue
             now = flat.whole[flat.first : flat.first + flat.part]
             if changed or not torch.allclose(now, flat.mine.to(now), rtol=0.0, atol=0.0, equal_nan=True):
@@ -183,7 +192,7 @@ class Shards:
             else:
                 tensors += flat.views(flat.whole)
         for tensor in tensors:
-            tensor._is_param = True  # type: ignore[attr-defined]  # to isinstance it is one: some forwards ask
+            call_a_parameter(tensor)
         return tensors
 
     # Gathering
@@ -315,7 +324,7 @@ class Shards:
         """Give every parameter back whole, on ``device``."""
         self.changed()
         for module in self._hooked:
-            module.__dict__.pop("_call_impl", None)
+            unwrap_call(module)
         for unit in self.units:
             self._start(unit)
             if unit.flats:
@@ -409,7 +418,7 @@ def _drop_if_done(shards: Shards, unit: OpenUnit) -> None:
 
 def _versions(tensors: list[Tensor]) -> list[int]:
     """How often each was changed; in inference mode torch does not count."""
-    return [] if torch.is_inference_mode_enabled() else [tensor._version for tensor in tensors]
+    return [] if torch.is_inference_mode_enabled() else [version(tensor) for tensor in tensors]
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.comm.flat import Flat
+from meshfit.torch_private import own_parameters, refresh_flat_weights
 
 
 @dataclass(eq=False)
@@ -55,11 +56,11 @@ class OpenUnit:
     def _replace(self, old: list[Tensor], new: list[Tensor]) -> None:
         for places, was, tensor in zip(self.places, old, new, strict=True):
             for module, name in places:
-                if module._parameters[name] is was:
-                    module._parameters[name] = tensor  # type: ignore[assignment]
+                if own_parameters(module)[name] is was:
+                    own_parameters(module)[name] = tensor  # type: ignore[assignment]
         self.refresh()
 
     def refresh(self) -> None:
         """Recurrent layers keep a list of their weights beside."""
         for module in self.recurrent:
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]  # type: ignore[attr-defined]
+            refresh_flat_weights(module)

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.axes.shard.open_unit import OpenUnit
 from meshfit.comm.flat import Flat
+from meshfit.torch_private import storage_id, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +53,26 @@ class Saved:
     def know(self, unit: OpenUnit, flat: Flat) -> None:
         """``flat`` is gathered."""
         assert flat.whole is not None
-        self._storages[flat.whole.untyped_storage()._cdata] = (unit, flat)
+        self._storages[storage_id(flat.whole)] = (unit, flat)
 
     def forget(self, flat: Flat) -> None:
         """It will be dropped: its memory may come to hold anything."""
         if flat.whole is not None:
-            self._storages.pop(flat.whole.untyped_storage()._cdata, None)
+            self._storages.pop(storage_id(flat.whole), None)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
-            found = self._storages.get(tensor.untyped_storage()._cdata)
+            found = self._storages.get(storage_id(tensor))
             if found is not None:
                 return _Note(*found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return _Kept(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)  # no node holds itself
+        return _Kept(tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor))  # no node holds itself
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Kept):
-            if packed.tensor._version != packed.version:
+            if version(packed.tensor) != packed.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                    f" a tensor of shape {tuple(packed.tensor.shape)}, {packed.tensor._version - packed.version} times"
+                    f" a tensor of shape {tuple(packed.tensor.shape)}, {version(packed.tensor) - packed.version} times"
                 )
             return packed.tensor
         self._fetch(packed.unit)

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshfit.anatomy.record_forward import draws
 from meshfit.axes.tensor.cut import cut
@@ -26,6 +25,7 @@ from meshfit.axes.tensor.ops import Meeting, Stream, Threads
 from meshfit.axes.tensor.region import Cut, Region, Traffic, joined
 from meshfit.axes.tensor.twin import converted, sharing
 from meshfit.axes.tensor.vocabulary import whole_output
+from meshfit.torch_private import tree_flatten, tree_map, tree_unflatten
 
 TOLERANCE = {torch.float64: (1e-8, 1e-5), torch.float32: (2e-4, 1e-2)}
 """By how much an element may differ, relative to itself and to the root mean square of its tensor; and how small that

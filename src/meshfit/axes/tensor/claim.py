@@ -16,8 +16,9 @@ from meshfit.axes.data.axis import tied
 from meshfit.axes.tensor.check import Refused
 from meshfit.axes.tensor.region import Cut, Leave, Patch, Raw, Region, joined
 from meshfit.axes.tensor.watch import Watched
+from meshfit.torch_private import Convolution, RunningNorm
 
-NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+NORMS = (RunningNorm, nn.GroupNorm)
 
 
 class Claims:
@@ -127,7 +128,7 @@ class Claims:
         dim = None if cut is None else cut.dim
         part = degree if cut is None else cut.size // cut.own
         names: list[str] = []
-        if isinstance(module, nn.modules.conv._ConvNd):
+        if isinstance(module, Convolution):
             if module.groups > 1:
                 names = ["in_channels", "out_channels", "groups"]
             elif dim is not None:
@@ -162,7 +163,7 @@ def _output_dim(layer: nn.Module) -> int:
 
 def _channel(layer: nn.Module) -> int:
     """The dim of a layer's output that holds its channels, counted from the last."""
-    return 1 - _weight(layer).dim() if isinstance(layer, nn.modules.conv._ConvNd) else -1
+    return 1 - _weight(layer).dim() if isinstance(layer, Convolution) else -1
 
 
 def around(paths: list[str]) -> str:

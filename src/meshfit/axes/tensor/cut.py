@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshfit.axes.forward import wrap
 from meshfit.axes.tensor import rows
@@ -20,6 +19,7 @@ from meshfit.axes.tensor.ops import Group, Stream, enter, gather, leave
 from meshfit.axes.tensor.raw import Products
 from meshfit.axes.tensor.region import Leave, Raw, Region
 from meshfit.axes.tensor.vocabulary import Slice, local_of, whole_output
+from meshfit.torch_private import assert_on_device, own_parameters, tree_flatten, tree_map, tree_unflatten, version
 
 Forward = Callable[..., Any]
 Undo = Callable[[], None]
@@ -212,18 +212,18 @@ class Crossing:
         if self._entered is None:
             return enter(x, self.group)
         known = self._entered.get(id(x))
-        if known is not None and known[1] == x._version:
+        if known is not None and known[1] == version(x):
             return known[2]
         copy = enter(x, self.group)
-        self._entered[id(x)] = x, x._version, copy  # x is kept: its id must not be used again
-        self._entered[id(copy)] = copy, copy._version, copy
+        self._entered[id(x)] = x, version(x), copy  # x is kept: its id must not be used again
+        self._entered[id(copy)] = copy, version(copy), copy
         return copy
 
 
 def _in_range(index: Tensor, size: int) -> None:
     wrong = ((index < 0) | (index >= size)).any()
     if index.is_cuda:
-        torch._assert_async(~wrong)
+        assert_on_device(~wrong)
     elif bool(wrong):
         raise IndexError(f"index out of range: an embedding of {size} entries has none at {int(index.max())}")
 
@@ -238,13 +238,13 @@ def _without(holder: nn.Module | None, name: str) -> Iterator[Tensor | None]:
     if holder is None:
         yield None
         return
-    bias = holder._parameters[name]
+    bias = own_parameters(holder)[name]
     assert bias is not None
-    holder._parameters[name] = torch.zeros_like(bias) if type(holder).__name__ == "Conv1D" else None  # type: ignore
+    own_parameters(holder)[name] = torch.zeros_like(bias) if type(holder).__name__ == "Conv1D" else None  # type: ignore
     try:
         yield bias
     finally:
-        holder._parameters[name] = bias
+        own_parameters(holder)[name] = bias
 
 
 def _local_heads(module: nn.MultiheadAttention) -> Callable[[Forward], Forward]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfit.anatomy.aten import Given
 from meshfit.anatomy.pairs import Pair, Shard, Split, find_pairs
@@ -20,6 +19,7 @@ from meshfit.axes.tensor.explain import as_degrees, numberless
 from meshfit.axes.tensor.region import joined
 from meshfit.axes.tensor.twin import blocks_of, replaced
 from meshfit.axes.tensor.watch import Watched
+from meshfit.torch_private import tree_leaves, tree_map
 
 SMALL = 2**24
 """Parameters up to which a model is looked at as a whole."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshfit.axes.data.axis import tied
 from meshfit.axes.tensor.between import Between, counted, foretold
@@ -28,6 +27,7 @@ from meshfit.axes.tensor.region import VOCABULARY, Patch, Region, TensorPlan, Tr
 from meshfit.axes.tensor.twin import is_number, kinds_of, study
 from meshfit.axes.tensor.vocabulary_claim import candidates, of_vocabulary, verify
 from meshfit.axes.tensor.watch import watch
+from meshfit.torch_private import tree_leaves
 
 WORTH_GATHERING = 0.01
 """Layers of one kind that hold less than this share of a model stay whole: gathering costs more than it saves."""

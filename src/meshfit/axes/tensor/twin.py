@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_atoms import copied
+from meshfit.torch_private import map_tensors_in_place, own_modules, own_parameters
 
 LAYERS_OF_A_BLOCK = 2
 """A module with fewer weights than this in it is no block: nothing in it could be a pair."""
@@ -59,7 +60,7 @@ def converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in module.parameters():
         weight = to_precision(parameter.detach(), dtype).clone()
         memo[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-    return copied(module, memo)._apply(lambda t: to_precision(t, dtype))
+    return map_tensors_in_place(copied(module, memo), lambda t: to_precision(t, dtype))
 
 
 def to_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,9 +92,11 @@ def kinds_of(model: nn.Module) -> dict[str, int]:
         if id(module) not in known:
             plain = [(k, v) for k, v in vars(module).items() if _is_plain(v) and not is_number(k)]
             shapes = [
-                (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module._parameters.items() if p is not None
+                (n, tuple(p.shape), p.dtype, p.requires_grad)
+                for n, p in own_parameters(module).items()
+                if p is not None
             ]
-            inside = [(name, kind(child)) for name, child in module._modules.items() if child is not None]
+            inside = [(name, kind(child)) for name, child in own_modules(module).items() if child is not None]
             key = type(module), tuple(sorted(plain, key=lambda item: item[0])), tuple(shapes), tuple(inside)
             known[id(module)] = numbers.setdefault(key, len(numbers))
         return known[id(module)]
@@ -111,7 +114,7 @@ def blocks_of(model: nn.Module, alike: Mapping[str, Any], times: Mapping[str, in
     The outermost of those that lie in each other. ``alike`` says which are of a kind."""
     owners: dict[int, int] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for parameter in own_parameters(module).values():
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     groups: dict[Any, list[str]] = {}
     for path, module in model.named_modules():

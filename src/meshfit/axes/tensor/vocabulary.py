@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfit.axes.spec import Spec, SplitTensor
 from meshfit.axes.tensor import rows
 from meshfit.axes.tensor.ops import Group, enter, gather
 from meshfit.axes.tensor.vocabulary_loss import cross_entropy
+from meshfit.torch_private import tree_leaves, tree_map, without_subclasses
 
 OF_THE_SLICE = {"dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout", "is_leaf", "grad_fn", "is_sparse"}
 OF_THE_SLICE |= {"is_meta", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu", "_version", "ndim", "dim"}
@@ -117,11 +117,11 @@ class Slice(SplitTensor):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Slice)]
         if not given:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         first = given[0]
         if name in OF_THE_SLICE and len(given) == 1:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         if name in ANSWERS and args and args[0] is first:
             return ANSWERS[name](first, *args[1:], **kwargs)
@@ -145,7 +145,7 @@ def shape_of(x: Slice) -> torch.Size:
 
 def local_of(x: Slice) -> Tensor:
     """What this rank holds, as a plain tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         return x.as_subclass(Tensor)
 
 

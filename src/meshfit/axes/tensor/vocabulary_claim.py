@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from meshfit.anatomy.shares import as_ranges, divisors
 from meshfit.axes.tensor.check import Call, check, reference
 from meshfit.axes.tensor.explain import as_degrees
 from meshfit.axes.tensor.region import Cut, Patch, Region, Traffic, joined
 from meshfit.axes.tensor.watch import Watched
+from meshfit.torch_private import tree_map
 
 ENTRIES = 16
 """Of a rank, in the check."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshfit.axes.tensor.ops import Group
+from meshfit.torch_private import assert_on_device
 
 
 def cross_entropy(
@@ -57,7 +58,7 @@ def cross_entropy(
 def _in_bounds(target: Tensor, keep: Tensor, classes: int) -> None:
     wrong = keep & ((target < 0) | (target >= classes))
     if wrong.device.type == "cuda":
-        torch._assert_async(~wrong.any())
+        assert_on_device(~wrong.any())
     elif bool(wrong.any()):
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
 

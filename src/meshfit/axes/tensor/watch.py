@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshfit.anatomy.aten import Given
 from meshfit.axes.tensor.check import Call, alias, tensors_of
@@ -19,6 +18,7 @@ from meshfit.axes.tensor.ops import Alone
 from meshfit.axes.tensor.region import Traffic
 from meshfit.axes.tensor.vocabulary import Slice
 from meshfit.errors import JobError
+from meshfit.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 @dataclass(eq=False)
