@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
+from benchmarks.package import Tree, private_torch
 from meshfit import torch_private
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
@@ -433,3 +434,8 @@ def test_a_group_can_be_the_world() -> None:
         found = ranks.results
     assert found[0] == [0, 2, [0, 1], [11.0, 11.0, 101.0], [0, 1], 0]
     assert found[3] == [1, 2, [0, 1], [1100.0, 1100.0, 1010.0], [2, 3], 1]
+
+
+def test_private_torch_is_in_its_file_alone() -> None:
+    found = private_torch(Tree.here())
+    assert found == [], "give it a name in meshfit/torch_private.py, with a test here"
