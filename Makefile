@@ -1,22 +1,27 @@
 # make demo: trains the example on a fresh machine.   make test: all tests.   make check: what CI runs.
+# make more: what make test leaves out: the same properties over many more models.
 # make wide: the libraries of benchmarks/zoo_wide.py.
 PYTHON ?= python3
 VENV := .venv/bin
+TESTS := $(VENV)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 PIP := $(VENV)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check wide clean
+.PHONY: demo test check more wide clean
 
 demo: .venv/demo
 	$(VENV)/python examples/digits.py
 
 test: .venv/dev
-	$(VENV)/python -m pytest
+	$(TESTS)
+
+more: .venv/dev
+	$(TESTS) -m more
 
 check: .venv/dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/pyright
-	$(VENV)/python -m pytest
+	$(TESTS)
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -1,10 +1,14 @@
 """Start the template of all ranks while pytest collects."""
 
+import pytest
+
 from meshfit.drive import RANK_MODULES
 from meshfit.launch.warm import warm
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # its workers run the tests
     # What pytest's rewritten asserts call; and what cloudpickle believes a test needs that names both
     # ``dist`` and ``torch.tensor``.
     warm("_pytest.assertion.rewrite", "torch.distributed.tensor", *RANK_MODULES)

@@ -22,6 +22,7 @@ from meshfit.anatomy.again import after_recompute
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.flops import FORMULAS
 from meshfit.anatomy.trace import Cost, Event, Trace, Value
+from tests.few import few
 
 READS_VALUES = {"mixtral", "bert", "partial", "class-weights"}
 """They look at a value of the batch, which meta tensors do not have; the last holds a tensor of the CPU in its loss."""
@@ -64,7 +65,7 @@ def known_to(case: Case, model: nn.Module, batch: Any) -> list[Any]:
     return [*model.parameters(), *model.buffers(), *of_loss, batch]
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", few(ZOO, "gpt2", "mixtral", "t5", "mamba", "batchnorm-cnn", "partial", "lstm"))
 def test_zoo(name: str) -> None:
     """To the last operation, on real tensors and on meta tensors, where nothing is computed or held."""
     case = ZOO[name]

@@ -1107,8 +1107,10 @@ def test_low_precision_trains_about_as_well(precision: str, plan: str):
     assert all(parameter.dtype is torch.float32 for parameter in got.model.parameters())
 
 
-def test_compiled_whole_trains_alike():
-    """The slow one: some 20 s for the compiler."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_compiled_whole_trains_alike(backend: str, monkeypatch: pytest.MonkeyPatch):
+    """By torch's own kernels; inductor takes 20 s to generate others."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         result = fit(built(), compile="whole", steps=2)

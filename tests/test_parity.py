@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import parity, zoo
+from tests.few import few
 
 OVER_DATA = [trial for trial in parity.TRIALS if trial.axis == "data"]
-DIAGONAL = [(case, OVER_DATA[i % len(OVER_DATA)]) for i, case in enumerate(zoo.CASES)]
 
 SHARDED = {  # each plan once, with a model that does not make it easy
     "shard=2 zero=1": "t5",
@@ -23,9 +23,12 @@ SHARDED = {  # each plan once, with a model that does not make it easy
 }
 
 
-@pytest.mark.parametrize(("case", "trial"), DIAGONAL, ids=[f"{case.name}-{trial.plan}" for case, trial in DIAGONAL])
-def test_trains_like_one_device(case: zoo.Case, trial: parity.Trial) -> None:
-    outcome = parity.judge(case, trial, parity.fit)
+@pytest.mark.parametrize(
+    "name", few(zoo.ZOO, "gpt2", "mixtral", "t5", "batchnorm-cnn", "partial", "token-sum", "masked")
+)
+def test_trains_like_one_device(name: str) -> None:
+    trial = OVER_DATA[[*zoo.ZOO].index(name) % len(OVER_DATA)]
+    outcome = parity.judge(zoo.ZOO[name], replace(trial, steps=6), parity.fit)
     assert outcome.ok, outcome
 
 
@@ -62,4 +65,4 @@ def test_a_refusal_is_no_failure() -> None:
 def test_the_limits_are_above_rounding() -> None:
     """One device against itself, adding in another order, stays well within them."""
     case = next(case for case in zoo.CASES if case.name == "gpt2")
-    assert parity.judge(case, OVER_DATA[0], parity.sum_in_reverse).ok
+    assert parity.judge(case, replace(OVER_DATA[0], steps=6), parity.sum_in_reverse).ok
