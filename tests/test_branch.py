@@ -17,6 +17,9 @@ from meshfit.axes.branch.axis import Branch
 from meshfit.axes.branch.flow import ALL, Flow
 from meshfit.axes.branch.groups import even
 from meshfit.axes.costs import cost
+from meshfit.axes.find import inside_modules, wrapped
+from meshfit.axes.tensor.plan import plan_tensor
+from meshfit.axes.tensor.region import TensorPlan
 from meshfit.errors import PlanError
 from meshfit.job import Job
 from meshfit.launch.world import World
@@ -166,7 +169,7 @@ class Chain(nn.Sequential):
 MODELS = (Towers, Detached, OneGoesBack, Looks, TwoGroups, Nested, SharedNorm, TrunkNorm, InPlace, TiedToTrunk)
 
 
-@pytest.mark.parametrize("plan", ["branch=2", "branch=2 microbatches=2", "branch=2 data=2"])
+@pytest.mark.parametrize("plan", ["branch=2", "branch=2 microbatches=2", "branch=2 data=2", "branch=2 shard=2"])
 def test_trains_like_one_device(plan: str) -> None:
     """Losses, norms, weights, buffers, optimizer state; and the model is left whole."""
 
@@ -187,13 +190,29 @@ def test_three_ranks() -> None:
     assert min(run.placed.apart.found.dealt.loads) > 0.1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("plan", ["branch=2 recompute=full", "branch=2 offload=optimizer", "branch=2 precision=bf16"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "branch=2 recompute=full",
+        "branch=2 offload=optimizer",
+        "branch=2 precision=bf16",
+        "branch=2 shard=2 recompute=full",
+        "branch=2 tensor=2 microbatches=2",
+        "branch=2 tensor=2 shard=2",
+    ],
+)
 @pytest.mark.parametrize("name", ["siamese", "tied-heads"])
 def test_with_the_rest_of_the_plan(name: str, plan: str) -> None:
     case = BRANCHES[name]
     how = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3), "batch_size": 8, "clip": 1.0}
     verdict = meshfit.verify(
-        case.build, case.data(18), loss=case.loss, check_steps=3, plan=plan, devices="cpu:2", **how
+        case.build,
+        case.data(18),
+        loss=case.loss,
+        check_steps=3,
+        plan=plan,
+        devices=f"cpu:{Plan.parse(plan).devices}",
+        **how,
     )
     assert verdict.equal, verdict
 
@@ -245,36 +264,50 @@ def test_towers_draw_their_own_numbers() -> None:
     assert losses[0] > 1e-4
 
 
-@distributed(world=2)
-def test_cost_is_what_runs() -> None:
-    for name in ("siamese", "two-decoders", "tied-heads"):
-        case = BRANCHES[name]
-        job = Job(
-            model=case.build,
-            data=case.data(16),
-            loss=case.loss,
-            optimizer=torch.optim.AdamW,
-            batch_size=8,
-            epochs=1,
-            plan=Plan(branch=2),
-            shuffle=False,
-        ).settled(count=2, kind="cpu")
-        run = Run(job, World(dist.get_rank(), 2, torch.device("cpu")))
-        batches = run.batches()
-        first, batch = next(batches), next(batches)
-        run.schedule(first)  # ranks also say what they have to hand out
-        run.exchange.finish()
-        run.exchange.clear()
-        with Collectives() as seen:
-            run.schedule(batch)
+@pytest.mark.parametrize("plan", ["branch=2", "branch=2 shard=2", "branch=2 tensor=2"])
+def test_cost_is_what_runs(plan: str) -> None:
+    """Collectives of every rank, calls and bytes; and the bytes of its weights."""
+
+    @distributed(world=Plan.parse(plan).devices)
+    def run(text: str) -> None:
+        plan = Plan.parse(text)
+        for name in ("siamese", "tied-heads", *(["two-decoders"] if plan.tensor == 1 else [])):
+            case = BRANCHES[name]
+            job = Job(
+                model=case.build,
+                data=case.data(16),
+                loss=case.loss,
+                optimizer=torch.optim.AdamW,
+                batch_size=8,
+                epochs=1,
+                plan=plan,
+                shuffle=False,
+            ).settled(count=plan.devices, kind="cpu")
+            run = Run(job, World(dist.get_rank(), plan.devices, torch.device("cpu")))
+            batches = run.batches()
+            first, batch = next(batches), next(batches)
+            run.schedule(first)  # ranks also say what they have to hand out
             run.exchange.finish()
-        model = case.build().train()
-        found = Branch(degree=2).find(model, job.objective, batch.microbatches[0].content, device="cpu")
-        optimizer = torch.optim.AdamW(model.parameters())
-        said = cost(Plan(branch=2), found.trace, optimizer, branch=found, rank=dist.get_rank())  # type: ignore[arg-type]
-        assert (name, dict(seen.calls)) == (name, said.calls)
-        assert (name, dict(seen.moved)) == (name, said.moved)
-        assert sum(p.nbytes for p in run.model.parameters()) == said.held["weights"]
+            run.exchange.clear()
+            with Collectives() as seen:
+                run.schedule(batch)
+                run.exchange.finish()
+            model, content = case.build().train(), batch.microbatches[0].content
+            split = split_of(job, model, content) if plan.tensor > 1 else None
+            found = Branch(degree=2, atoms=tuple(wrapped(split))).find(model, job.objective, content, device="cpu")
+            optimizer = torch.optim.AdamW(model.parameters())
+            assert found.trace is not None
+            said = cost(plan, found.trace, optimizer, split=split, branch=found, rank=run.mesh.part)
+            assert (name, dict(seen.calls)) == (name, said.calls)
+            assert (name, dict(seen.moved)) == (name, said.moved)
+            if plan.shard == 1:
+                assert sum(p.nbytes for p in run.model.parameters()) == said.held["weights"]
+
+    run(text=plan)
+
+
+def split_of(job: Job, model: nn.Module, content: Any) -> TensorPlan:
+    return inside_modules(plan_tensor(model, lambda twin: job.objective(twin, content), 2, by_rows=False))
 
 
 def test_checkpoints_go_over_to_other_plans(tmp_path: Any) -> None:
@@ -297,7 +330,7 @@ def test_checkpoints_go_over_to_other_plans(tmp_path: Any) -> None:
     )
     wanted = fit("data=1", 6, "alone", False).model.state_dict()
     for number, (before, after) in enumerate(
-        (("branch=2", "data=1"), ("data=1", "branch=2"), ("branch=2", "branch=2"))
+        (("branch=2", "data=1"), ("data=1", "branch=2 shard=2"), ("branch=2 shard=2", "branch=2"))
     ):
         fit(before, 3, str(number), False)
         found = fit(after, 6, str(number), True).model.state_dict()
@@ -393,9 +426,7 @@ ASKED = {"loss": F.mse_loss, "optimizer": torch.optim.AdamW, "batch_size": 8, "s
         (Chain, "branch=2", "no parts that are worth 2 devices"),
         (Towers, "branch=3", "branch=2 would use all"),
         (Towers, "branch=2 pipeline=2", "does not go together with pipeline=2"),
-        (Towers, "branch=2 tensor=2", "does not go together with tensor=2"),
-        (Towers, "branch=2 shard=2", "does not go together with shard=2"),
-        (Towers, "branch=2 offload=parameters", "does not go together with offload=parameters"),
+        (Towers, "branch=2 context=2", "does not go together with context=2"),
         (Towers, "branch=2 compile=whole", "cannot be compiled whole"),
     ],
 )

@@ -132,15 +132,15 @@ def _check_experts(plan: Plan) -> None:
 
 
 def _check_branch(plan: Plan) -> None:
-    """What acts inside modules, or cuts them, would have to know which of them a rank has."""
-    others = [f"{axis}={getattr(plan, axis)}" for axis in ("pipeline", "tensor", "shard", "context", "expert")]
-    others = [word for word in others if not word.endswith("=1")]
-    others += [f"offload={plan.offload}"] * (plan.offload == "parameters")
+    """A branch is recorded on whole sequences and whole batches: what changes those between its modules does not go
+    with it."""
+    whole: dict[str, Any] = {"pipeline": 1, "schedule": "1f1b", "chunks": 0, "cut": "", "context": 1, "expert": 1}
+    whole["sequence"] = "auto" if plan.sequence == "split" else plan.sequence
+    others = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
     if others:
-        alone = Plan(branch=plan.branch, data=plan.data, microbatches=plan.microbatches, precision=plan.precision)
         raise PlanError(
             f"{plan}: branch= does not go together with {others[0]}",
-            f"{alone} works",
+            f"{replace(plan, **whole)} works",
             f"without branch=, {replace(plan, branch=1)} may",
         )
 

@@ -19,7 +19,7 @@ from meshfit.axes.data import batchnorm
 from meshfit.axes.data.axis import Replicate
 from meshfit.axes.expert.axis import Expert
 from meshfit.axes.expert.mixture import ExpertPlan
-from meshfit.axes.find import pipeline_of
+from meshfit.axes.find import pipeline_of, units_of_branch
 from meshfit.axes.offload import Offload
 from meshfit.axes.recompute.axis import Recompute
 from meshfit.axes.shard.axis import Shard
@@ -60,27 +60,28 @@ def cost(
         return serving.server(_payload(plan, trace), state_bytes(optimizer), workers=plan.data, index=server)
     joined = plan.shares // plan.data if plan.staleness else plan.shares
     outer, plan = plan, plan.worker if plan.crew > 1 else plan  # what ranks of one worker do among themselves
-    total, whole, alive, shared, pipe = Cost(), trace, 1.0, set[str](), pipeline_of(plan)
+    total, whole, alive, tied, pipe = Cost(), trace, 1.0, set[str](), pipeline_of(plan)
+    partial: set[str] = set()
     earlier: set[str] = set()  # parameters that ranks before this one hold, too
     if plan.pipeline > 1:
         trace, added, alive = pipe.cost(trace, stage)
         total += added
-        shared |= pipe.tied(whole)
+        tied |= pipe.tied(whole)
         earlier |= {name for before in range(stage) for name in pipe.cost(whole, before)[0].parameters}
     if plan.branch > 1:
         if branch is None:
             raise ValueError(f"{plan}: its cost depends on who runs what: Branch.find says so")
         trace, added = Branch(degree=plan.branch).cost(branch, rank, microbatches=plan.microbatches)
         total += added
-        shared |= {name for name, ranks in branch.dealt.parameters.items() if len(ranks) > 1}
+        tied |= {name for name, ranks in branch.dealt.parameters.items() if len(ranks) > 1}
         earlier |= {name for name, ranks in branch.dealt.parameters.items() if min(ranks) < rank}
     if plan.tensor > 1:
         if split is None:
             raise ValueError(f"{plan}: its cost depends on what is split: plan_tensor says so")
-        part = split.only(trace.parameters)
+        part = split.only(trace)
         trace, added = Tensor(degree=plan.tensor, plan=part).cost(trace, microbatches=plan.microbatches)
         total += added
-        shared |= set(split.shared)
+        partial = set(split.shared)
     if plan.context > 1:
         if sequence is None:
             raise ValueError(f"{plan}: its cost depends on what is cut: plan_context says so")
@@ -98,10 +99,12 @@ def cost(
         total += allreduce.cost(_trained(apart), plan.data * plan.shard)
         total += Cost(held={"weights": sum(p.bytes for p in apart.values())})
     if plan.apart or plan.tensor > 1 or plan.expert > 1:
-        total += across.cost(len(shared), plan.shares * plan.context)
+        total += across.cost(len(partial | tied), plan.shares * plan.context)
     before = trace
     if plan.cuts:
-        shard = Shard.of(plan, units(trace, tuple(name for name in trace.parameters if name not in apart)))
+        names = tuple(name for name in trace.parameters if name not in apart)
+        found = units(trace, names) if branch is None else units_of_branch(branch, rank, trace)
+        shard = Shard.of(plan, found)
         mixed = plan.pipeline > 1
         copies = plan.data * plan.expert * plan.context
         trace, added = shard.cost(trace, copies=copies, microbatches=plan.microbatches, ahead=ahead, accumulate=mixed)
@@ -111,8 +114,7 @@ def cost(
         own = replace(trace, parameters=rest)
         _, added = Replicate(degree=plan.shares).cost(own)
         total += added + _exchange(plan, own)
-    if plan.pipeline > 1:
-        total += pipe.tied_cost(whole, trace)
+    total += _summed([p for name, p in trace.parameters.items() if p.trained and name in tied])
     if outer.joins_batchnorms:
         total += batchnorm.cost(before, joined, plan.microbatches, served=outer.server > 0 and outer.crew == 1)
     if outer.crew > 1:
@@ -130,6 +132,13 @@ def cost(
         kept = sum(sum(state.of(p.shape, p.dtype)) for p in trace.parameters.values() if p.trained and prod(p.shape))
         total += Cost(host={"optimizer": kept}) if plan.offload == "parameters" else Cost(held={"optimizer": kept})
     return total + Cost(held={"activations": round(trace.cost.kept * alive)})
+
+
+def _summed(parameters: list[Parameter]) -> Cost:
+    """Of summing the gradients of parameters that ranks with other modules hold too."""
+    if not parameters:
+        return Cost()
+    return Cost(calls={"all_reduce": len(parameters)}, moved={"all_reduce": sum(p.bytes for p in parameters)})
 
 
 def _exchange(plan: Plan, trace: Trace) -> Cost:

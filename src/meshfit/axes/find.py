@@ -19,7 +19,7 @@ from meshfit.axes.compile import compilable
 from meshfit.axes.context.find import ContextPlan
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.pipeline.axis import Found as FoundStages
-from meshfit.axes.pipeline.axis import Pipeline, part_of_trace
+from meshfit.axes.pipeline.axis import Pipeline, only, part_of_trace
 from meshfit.axes.pipeline.cut import Shell
 from meshfit.axes.shard.units import Unit, traced, units
 from meshfit.axes.tensor.region import TensorPlan, joined
@@ -43,7 +43,7 @@ class Found:
     pipeline: FoundStages | None = None
     branch: FoundBranches | None = None
     units: tuple[tuple[Unit, ...], ...] = ((),)
-    """By the rank along the pipeline."""
+    """By the part of the model that a rank holds: its place along the pipeline, or the branches."""
     blocks: tuple[str, ...] = ()
     """To compute again in backward."""
     compiled: tuple[str, ...] = ()
@@ -73,8 +73,11 @@ def find(
     if plan.pipeline > 1:
         found = _staged(found, plan, model, objective, batch, device, whole)
     if plan.branch > 1:
-        dealt = Branch(degree=plan.branch, atoms=found.blocks).find(model, objective, batch, device=device)
+        atoms = (*found.blocks, *wrapped(found.tensor))
+        dealt = Branch(degree=plan.branch, atoms=atoms).find(model, objective, batch, device=device)
         found = replace(found, branch=dealt.to_send(), notes=(*found.notes, dealt.note))
+        if plan.cuts:
+            found = replace(found, units=tuple(units_of_branch(dealt, rank) for rank in range(plan.branch)))
     return found
 
 
@@ -83,12 +86,14 @@ def _split(found: Found, plan: Plan, model: nn.Module, objective: Objective, bat
 
     batch = _first(batch, TRIED)
     by_rows = plan.sequence == "split" or (
-        plan.sequence == "auto" and device == "cuda" and plan.pipeline == plan.context == 1
+        plan.sequence == "auto" and device == "cuda" and plan.context == 1 and not plan.apart
     )
     try:
         split = plan_tensor(model, lambda twin: as_number(objective(twin, batch)), plan.tensor, by_rows=by_rows)
     except Uncopied as error:
         raise _uncopied(plan, error) from error.__cause__
+    if plan.branch > 1:
+        split = inside_modules(split)
     if not split.regions:
         raise PlanError(
             f"{plan}: tensor={plan.tensor} splits nothing of this model",
@@ -240,7 +245,7 @@ def _staged(
     device: str,
     whole: Collection[str],
 ) -> Found:
-    atoms = [*found.blocks, *(_wrapped(found.tensor) if found.tensor else ()), *whole]
+    atoms = [*found.blocks, *wrapped(found.tensor), *whole]
     pipe = pipeline_of(plan, dict.fromkeys(atoms))
     staged = pipe.find(model, objective, batch, device=device)
     notes = (*found.notes, *staged.notes)
@@ -256,23 +261,46 @@ def _staged(
         replace(part_of_trace(staged.trace, cut, some), parameters={n: p for n, p in all_of_them.items() if n in names})
         for some, names in zip(stages, every, strict=True)
     ]
-    shared = {name for name in set().union(*every) if sum(name in names for names in every) > 1}
-    return replace(found, units=tuple(_units_of_part(trace, shared) for trace in own))
+    tied = {name for name in set().union(*every) if sum(name in names for names in every) > 1}
+    return replace(found, units=tuple(units_of_part(trace, tied) for trace in own))
 
 
-def _units_of_part(trace: Trace, shared: Collection[str]) -> tuple[Unit, ...]:
-    """Units of the modules that one rank calls; parameters that several ranks hold are cut alike on all of them.
+def units_of_part(trace: Trace, tied: Collection[str], trunk: Collection[str] = ()) -> tuple[Unit, ...]:
+    """Units of the modules that one rank calls. Parameters that other ranks hold too are cut alike on all of them:
+    each of ``tied`` by itself, those of the ``trunk``, which the ranks of a branch group run alike, together.
 
-    What a stage runs again are recorded steps: modules around them are not called, so they are no entrances."""
-    events = tuple(replace(event, within=()) for event in trace.events)
-    found = units(replace(trace, events=events), tuple(trace.parameters))
-    return tuple(replace(unit, apart=frozenset(name for name in unit.parameters if name in shared)) for unit in found)
+    What a part of the model runs are recorded steps: modules around them are not called, so they are no entrances."""
+    found: dict[tuple[str, ...], Unit] = {}
+    for names in ([n for n in trace.parameters if n in trunk], [n for n in trace.parameters if n not in trunk]):
+        part = only(trace, (e.index for e in trace.events if not set(names).isdisjoint(e.parameters)))
+        events = tuple(replace(event, within=()) for event in part.events)
+        held = {name: trace.parameters[name] for name in names}
+        for unit in units(replace(part, events=events, parameters=held), tuple(names)):
+            rows = [frozenset([name]) for name in unit.parameters if name in tied]
+            rows.append(frozenset(unit.parameters).difference(tied))
+            other = found.get(unit.entrances, Unit(unit.entrances, ()))
+            found[unit.entrances] = Unit(
+                unit.entrances, other.parameters + unit.parameters, other.rounded | unit.rounded, (*other.rows, *rows)
+            )
+    return tuple(found.values())
 
 
-def _wrapped(split: TensorPlan) -> list[str]:
+def units_of_branch(found: FoundBranches, rank: int, trace: Trace | None = None) -> tuple[Unit, ...]:
+    """Units of what ``rank`` of a branch group runs, which is ``trace`` as other axes left it."""
+    trace, own = trace or found.part(rank), found.dealt.parameters
+    tied = [name for name, ranks in own.items() if len(ranks) > 1]
+    return units_of_part(trace, tied, trunk=[name for name in trace.parameters if name not in own])
+
+
+def inside_modules(split: TensorPlan) -> TensorPlan:
+    """``split`` without what is in the model's own code, which no rank runs as a whole where modules are spread."""
+    return replace(split, regions=tuple(r for r in split.regions if r.module or r.lookups or r.slices or r.rows))
+
+
+def wrapped(split: TensorPlan | None) -> list[str]:
     """Modules at whose calls something acts: they are not to be cut."""
     paths = []
-    for region in split.regions:
+    for region in split.regions if split else ():
         apart = (*region.lookups, *region.slices, *region.rows)
         paths += [joined(region.module, path) for path in apart] if apart else [region.module]
     return [path for path in paths if path]

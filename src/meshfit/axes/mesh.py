@@ -58,6 +58,8 @@ class Mesh:
     """In the world."""
     stage: int = 0
     """Along the pipeline."""
+    part: int = 0
+    """Which modules this rank holds, among the parts of the model."""
     share: int = 0
     """Which part of a batch this rank takes."""
     has_results: bool = True
@@ -109,6 +111,7 @@ class Mesh:
             made=tuple(made),
             rank=rank,
             stage=own["pipeline"],
+            part=own["pipeline"] * plan.branch + own["branch"],
             share=(own["data"] * plan.shard + own["shard"]) * plan.expert + own["expert"],
             has_results=own["pipeline"] == last and own["tensor"] == own["branch"] == own["context"] == 0,
         )

@@ -273,7 +273,7 @@ def place(
         arithmetic = lambda: Precision(plan.precision).arithmetic(device)
         asks = plan.buffers == "exact"
         written = _agreed(lambda: find_written(model, objective, few, device, arithmetic, tries=asks), mesh)
-        by_rows = plan.sequence == "split" or (plan.sequence == "auto" and device.type == "cuda" and plan.pipeline == 1)
+        by_rows = plan.sequence == "split" or (plan.sequence == "auto" and device.type == "cuda" and not plan.apart)
         check_buffers.check(plan, written, by_rows=by_rows and plan.tensor > 1, joins=joins)
     if spreads or plan.context > 1 or plan.recompute != "none" or in_blocks:
         whole = [writer.path for writer in written.writers if check_buffers.splits(plan)]
@@ -294,7 +294,7 @@ def place(
         ties = tied(model)
     if found.branch is not None:
         assert mesh.branch is not None
-        placed.branched = Branch(degree=plan.branch, atoms=found.blocks).apply(model, found.branch, mesh.branch)
+        placed.branched = Branch(degree=plan.branch).apply(model, found.branch, mesh.branch)
         placed.model = model = placed.branched.part
         ties = tied(model)
     if mesh.batch is not None and plan.batchnorm == "global" and plan.exchange == "allreduce":
@@ -317,7 +317,7 @@ def place(
         placed.parts = expert.apply(model, mesh.expert, copies=plan.shard, tells=mesh.share < plan.expert)
     again = [path for path in found.blocks if not isinstance(model.get_submodule(path), Shell)]
     if plan.cuts:
-        shard = Shard.of(plan, found.units[mesh.stage])
+        shard = Shard.of(plan, found.units[mesh.part])
         placed.shards = shard.apply(model, mesh.shard, device, peers=mesh.terms)
         for path in again:  # computed again in backward, where nothing holds the whole's own open
             wrap(model.get_submodule(path), placed.shards.around(placed.shards.units[0]))

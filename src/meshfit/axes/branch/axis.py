@@ -122,7 +122,7 @@ class Branch:
         return Branched(self, found, group, part, skeleton, model)
 
     def cost(self, found: "Found", rank: int, *, microbatches: int = 1) -> tuple[Trace, Cost]:
-        """What ``rank`` runs of the trace (of one microbatch), and what it says to others."""
+        """What ``rank`` runs of the trace (of one microbatch), and what it says to others in forward and backward."""
         trace, calls, moved = found.trace, {"broadcast": 0, "all_reduce": 0}, {"broadcast": 0, "all_reduce": 0}
         assert trace is not None
         own = {event for phase in found.phases for events in phase.own for event in events}
@@ -136,11 +136,7 @@ class Branch:
             calls["all_reduce"] += len({layout.dtype for layout in entered})
             moved["all_reduce"] += sum((_count(layout) + 1) * layout.dtype.itemsize for layout in entered)
         calls, moved = ({k: n * microbatches for k, n in many.items() if n} for many in (calls, moved))
-        tied = [trace.parameters[name] for name, ranks in found.dealt.parameters.items() if len(ranks) > 1]
-        tied = [p for p in tied if p.trained and rank in found.dealt.parameters[p.name]]
-        summed = {"all_reduce": sum(p.bytes for p in tied)} if tied else {}
-        shared = Cost(calls={"all_reduce": len(tied)} if tied else {}, moved=summed)
-        return found.part(rank), Cost(calls=calls, moved=moved) + shared
+        return found.part(rank), Cost(calls=calls, moved=moved)
 
 
 def _layout(trace: Trace, id: int) -> Layout:

@@ -162,13 +162,6 @@ class Pipeline:
                 users.setdefault(name, set()).add(self.schedule.rank_of(stage))
         return {name for name, ranks in users.items() if len(ranks) > 1}
 
-    def tied_cost(self, trace: Trace, mine: Trace) -> Cost:
-        """Of summing the gradients of those that a rank which runs ``mine`` holds."""
-        shared = [p for name, p in mine.parameters.items() if p.trained and name in self.tied(trace)]
-        if not shared:
-            return Cost()
-        return Cost(calls={"all_reduce": len(shared)}, moved={"all_reduce": sum(p.bytes for p in shared)})
-
     def kept(self, trace: Trace, found: Stages) -> tuple[int, ...]:
         """Activation bytes at their most, by rank."""
         size = [sum(trace.events[i].cost.kept for i in events) for events in found.ranges]

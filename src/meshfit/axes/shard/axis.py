@@ -89,7 +89,7 @@ class Shard:
             for name in unit.parameters:
                 if (p := named[name]).is_floating_point() or p.is_complex():
                     gathered = self._gathered_as(p, places[name]) if name in unit.rounded else p.dtype
-                    kinds[p.dtype, p.requires_grad, gathered, name if name in unit.apart else ""].append(name)
+                    kinds[p.dtype, p.requires_grad, gathered, unit.row(name)].append(name)
             flats, ordered = [], []
             for (_, _, gathered, _), together in kinds.items():
                 flats.append(self._flat([named[name] for name in together], rank, gathered, device))

@@ -56,7 +56,7 @@ class Row:
 
 def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list[Row]:
     """A unit's rows. ``gathered``: bytes of an element of what autocast would round."""
-    kinds: dict[tuple[str, bool, int, str], dict[str, int]] = {}
+    kinds: dict[tuple[str, bool, int, frozenset[str]], dict[str, int]] = {}
     for name in unit.parameters:
         p = trace.parameters[name]
         if not p.dtype.startswith(CUT):
@@ -64,7 +64,7 @@ def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list
         elements = _elements(p.shape)
         size = p.bytes // max(1, elements)
         as_gathered = gathered if gathered and name in unit.rounded and p.dtype == "float32" else size
-        kinds.setdefault((p.dtype, p.trained, as_gathered, name if name in unit.apart else ""), {})[name] = elements
+        kinds.setdefault((p.dtype, p.trained, as_gathered, unit.row(name)), {})[name] = elements
     found = []
     for (_, trained, as_gathered, _), sizes in kinds.items():
         one = trace.parameters[next(iter(sizes))]

@@ -46,8 +46,13 @@ class Unit:
     rounded: frozenset[str] = frozenset()
     """Those that are used by modules alone which autocast lets round their parameters."""
 
-    apart: frozenset[str] = frozenset()
-    """Those that lie in a row of their own, and so are cut in the same places wherever they are held."""
+    rows: tuple[frozenset[str], ...] = ()
+    """Parameters that share a flat buffer with no others, and so are cut in the same places on every rank that holds
+    them. Those in none of these sets share buffers freely."""
+
+    def row(self, name: str) -> frozenset[str]:
+        """The parameters that ``name`` must share its flat buffer with; empty: any."""
+        return next((row for row in self.rows if name in row), frozenset())
 
 
 class Whole(nn.Module):

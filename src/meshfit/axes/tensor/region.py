@@ -5,7 +5,7 @@ from its share of the weights; outside, all ranks compute the same. A layer whos
 own: it is entered, and ``gathers`` what it returns.
 """
 
-from collections.abc import Collection
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfit.anatomy.shares import Ranges
+from meshfit.anatomy.trace import Trace
 
 VOCABULARY = ("embedding", "head", "tied")
 """Kinds of regions that are cut along the vocabulary: their traffic is that of a whole forward."""
@@ -206,10 +207,12 @@ class TensorPlan:
     def partial(self) -> tuple[str, ...]:
         return tuple(joined(region.module, name) for region in self.regions for name in region.partial)
 
-    def only(self, names: Collection[str]) -> "TensorPlan":
-        """What it says of some parameters: those of one rank of a pipeline."""
+    def only(self, trace: Trace) -> "TensorPlan":
+        """What it says of the modules that ``trace`` calls: those of one rank's part of the model."""
+        names, times = trace.parameters, Counter(event.name for event in trace.events if event.kind == "module")
         inside = lambda region: any(joined(region.module, each.name) in names for each in region.cuts) or region.rows
-        regions = tuple(region for region in self.regions if inside(region))
+        called = lambda region: region.calls if region.kind in VOCABULARY else times[region.module] or region.calls
+        regions = tuple(replace(region, calls=called(region)) for region in self.regions if inside(region))
         elements = {name: size for name, size in self.elements.items() if name in names}
         return replace(self, regions=regions, elements=elements)
 
