@@ -11,13 +11,14 @@ OPERATORS = {
     "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
     "send": "send",
 }
 
 
 class Collectives(TorchDispatchMode):
-    """Counts calls, and bytes of the larger side."""
+    """Counts calls, and bytes of the larger side; of an all_to_all those that are sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,5 +30,5 @@ class Collectives(TorchDispatchMode):
             name = OPERATORS[func._opname]
             self.calls[name] += 1
             sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]
-            self.moved[name] += max(sides)
+            self.moved[name] += sides[1] if name == "all_to_all" else max(sides)
         return func(*args, **(kwargs or {}))

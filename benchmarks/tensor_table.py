@@ -93,8 +93,8 @@ def _flops(run: Run) -> tuple[int, int]:
 def _watched(job: Job, world: World) -> dict[str, Any]:
     whole = {name: p.nbytes for name, p in job.build().named_parameters()}
     run = Run(job, world)
-    assert run.placed.parts is not None
-    cut = [name for name, p in run.model.named_parameters() if run.placed.parts.is_cut(p)]
+    (parts,) = run.placed.parts
+    cut = [name for name, p in run.model.named_parameters() if parts.is_cut(p)]
     batch = next(iter(run.batches()))
     with Collectives() as forward:
         run.job.objective(run.model, batch.microbatches[0].content)
@@ -119,8 +119,8 @@ def _foretold(job: Job, run: Run, batch: Any) -> int | None:
     trace = traced(model, job.objective, batch, device="cpu")
     if isinstance(trace, TraceError):
         return None
-    assert run.placed.parts is not None
-    found = cost(run.plan, trace, run.optimizer, split=run.placed.parts.plan)
+    (parts,) = run.placed.parts
+    found = cost(run.plan, trace, run.optimizer, split=parts.plan)
     return sum(found.moved.values())
 
 

@@ -134,7 +134,7 @@ def foretold(run: Run, model: nn.Module) -> int:
     else:
         trace = traced(model, job.objective, content, device="cpu")
     assert isinstance(trace, Trace), trace
-    split = None if run.placed.parts is None else run.placed.parts.plan
+    split = next((parts.plan for parts in run.placed.parts), None)
     found = cost(plan, trace, torch.optim.AdamW(model.parameters()), split=split, stage=run.mesh.stage)
     return sum(found.moved.values())
 

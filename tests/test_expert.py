@@ -15,16 +15,23 @@ from torch import Tensor, nn
 
 import meshfit
 from benchmarks import parity, zoo_experts
+from benchmarks.collectives import Collectives
 from benchmarks.zoo import Case, mean_loss, train_alone
 from meshfit.anatomy import trace
+from meshfit.anatomy.trace import Trace
 from meshfit.axes import check, costs
 from meshfit.axes.expert import balance, spread, travel
-from meshfit.axes.expert.axis import Expert
+from meshfit.axes.expert.axis import Expert, Owned
 from meshfit.axes.expert.find import plan_experts
 from meshfit.axes.expert.mixture import ExpertPlan
+from meshfit.axes.shard.units import traced
+from meshfit.axes.tensor.axis import Parts
 from meshfit.errors import PlanError
 from meshfit.events import Events
+from meshfit.job import Job
+from meshfit.launch.world import World
 from meshfit.plan import Plan
+from meshfit.run import Run
 from tests.distributed import distributed
 
 cloudpickle.register_pickle_by_value(zoo_experts)
@@ -178,8 +185,7 @@ def fit_list(plan: str, **asked: Any) -> meshfit.Result:
     ("plan", "says"),
     [
         ("expert=3", ["4 experts do not divide by 3", "expert=2 or expert=4"]),
-        ("expert=2 tensor=2", ["not with tensor=", "data=2 expert=2 works"]),
-        ("expert=2 pipeline=2 schedule=gpipe", ["not with pipeline=", "data=2 expert=2 works"]),
+        ("expert=2 pipeline=2 schedule=gpipe", ["not spread beside pipeline=2", "data=2 expert=2 works"]),
         ("expert=2 offload=parameters", ["offload=optimizer expert=2 works"]),
         ("expert=2 compile=whole", ["sends them to experts"]),
         ("expert=2 compile=block", ["compile"]),
@@ -216,6 +222,8 @@ TRIED = {
     "expert=4": "mixtral-balanced",
     "data=2 expert=2": "expert-list",
     "shard=2 expert=2": "mixtral",
+    "expert=2 tensor=2": "mixtral-balanced",
+    "shard=2 expert=2 tensor=2": "expert-list",
 }
 
 
@@ -289,7 +297,7 @@ def test_clipped_averaged_evaluated_and_predicted_like_one_device() -> None:
     case = case_of("expert-list")
     valid = case.data(9)
     kept = []
-    for plan in ("data=1", "expert=2", "data=2 expert=2"):
+    for plan in ("data=1", "expert=2", "data=2 expert=2", "expert=2 tensor=2"):
         trained = fit_list(plan, clip=0.05, ema=0.9, valid=valid, valid_every=4)
         measured = meshfit.evaluate(trained.model, valid, loss=case.loss, batch_size=5, plan=plan)["loss"]
         outputs = meshfit.predict(trained.model, valid, batch_size=5, plan=plan)
@@ -383,7 +391,14 @@ def test_with_the_rest_frozen(trained: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("data=1", "expert=2"), ("expert=2", "data=1"), ("expert=2", "shard=2 expert=2")]
+    ("first", "second"),
+    [
+        ("data=1", "expert=2"),
+        ("expert=2", "data=1"),
+        ("expert=2", "shard=2 expert=2"),
+        ("expert=2 tensor=2", "expert=2"),
+        ("shard=2", "expert=2 tensor=2"),
+    ],
 )
 @pytest.mark.parametrize("name", ["mixtral", "expert-list"])
 def test_goes_on_under_another_plan(name: str, first: str, second: str, tmp_path: Path) -> None:
@@ -489,8 +504,49 @@ def test_the_cost_of_plans_with_experts() -> None:
     assert cost["data=2 expert=2"].moved["all_reduce"] > cost["expert=2"].moved["all_reduce"]
 
 
+@pytest.mark.parametrize(("plan", "name"), [("expert=2 tensor=2", "mixtral"), ("expert=2 tensor=2", "expert-list")])
+def test_cost_is_what_runs(plan: str, name: str) -> None:
+    """Bytes of a step, of all ranks together: of two ranks that share experts one may take more rows than the other."""
+
+    @distributed(world=4)
+    def run(plan: str, name: str) -> None:
+        case, how = case_of(name), Plan.parse(plan)
+        each = 2 * how.shares * how.microbatches
+        job = Job(
+            model=case.build,
+            data=case.data(2 * each),
+            loss=case.loss,
+            optimizer=torch.optim.AdamW,
+            batch_size=each,
+            steps=2,
+            plan=how,
+            shuffle=False,
+        ).settled(count=how.devices, kind="cpu")
+        run = Run(job, World(dist.get_rank(), how.devices, torch.device("cpu")))
+        batches = run.batches()
+        for _ in range(2):
+            batch = next(batches)
+            with Collectives() as seen:
+                run.schedule(batch)
+                run.exchange.finish()
+            run.exchange.clear()
+        plans = {type(each): each.plan for each in run.placed.parts}
+        model, content = case.build().train(), batch.microbatches[0].content
+        whole = traced(model, job.objective, content, device="cpu")
+        assert isinstance(whole, Trace)
+        optimizer = torch.optim.AdamW(model.parameters())
+        said = costs.cost(how, whole, optimizer, split=plans[Parts], experts=plans[Owned], stage=run.mesh.stage)
+        assert sum(p.nbytes for p in run.model.parameters()) == said.held["weights"]
+        counts = torch.tensor([[seen.moved[op], said.moved[op]] for op in sorted({*seen.moved, *said.moved})])
+        dist.all_reduce(counts)
+        assert [counted for counted, _ in counts.tolist()] == [foretold for _, foretold in counts.tolist()]
+        run.close()
+
+    run(plan=plan, name=name)
+
+
 def test_check_needs_no_process() -> None:
-    with pytest.raises(PlanError, match="not with tensor="):
-        check(Plan.parse("expert=2 tensor=2"), nn.Linear(2, 2))
+    with pytest.raises(PlanError, match="not spread beside branch=2"):
+        check(Plan.parse("expert=2 branch=2"), nn.Linear(2, 2))
     assert spread.roles((torch.ones(3, 2), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)), {}) == (0, 1, 2)
     assert spread.roles((torch.ones(3, 2), torch.ones(3, 1)), {}) is None

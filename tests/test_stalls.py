@@ -1,11 +1,14 @@
 """A rank that stands still is named with its stack, and not the healthy one that waited for it."""
 
+import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +53,32 @@ def test_those_that_get_on_are_left_alone() -> None:
     assert not found(("waits", 50, 1), ("done", 0, 300))[1:]
     slow = replace(BEAT, state="busy", still=50, slowest=20.0)  # its steps take long
     assert not judge({0: (slow, 1.0), 1: (replace(slow, rank=1, state="waits"), 1.0)}, 45.0)
+
+
+def test_a_look_at_a_thread_keeps_nothing_of_it() -> None:
+    """What its frames hold, an autograd graph say, goes when they end, not when garbage is collected."""
+    kept: list[weakref.ref] = []
+    ready, go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        held = nn.Linear(1, 1)
+        kept.append(weakref.ref(held))
+        ready.set()
+        go.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait()
+    gc.disable()
+    try:
+        assert thread.ident is not None
+        heartbeat.where(thread.ident)
+        assert "go.wait()" in heartbeat.stack(thread.ident)
+        go.set()
+        thread.join()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_it_is_noticed_within_a_minute() -> None:

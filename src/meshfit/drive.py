@@ -398,7 +398,7 @@ def outcome_of(run: Run) -> Outcome:
         seconds=time.perf_counter() - run.started,
         phases=phases,
         captured=run.captured,
-        split=run.placed.parts.plan if isinstance(run.placed.parts, Parts) else None,
+        split=next((each.plan for each in run.placed.parts if isinstance(each, Parts)), None),
     )
 
 

@@ -147,8 +147,8 @@ class Run:
 
     def _make_update(self, scale: LossScale | None) -> Update:
         job, placed = self.job, self.placed
-        if placed.parts is not None:
-            share_state(self.optimizer, placed.parts)
+        for each in placed.parts:
+            share_state(self.optimizer, each)
         if placed.shards is not None:
             cut_state(self.optimizer, placed.shards)
         theirs = isinstance(job.optimizer, torch.optim.Optimizer)  # an optimizer of the user's own is left as it is
@@ -172,14 +172,14 @@ class Run:
             whole = self.plan.zero == 1 and self.plan.microbatches > 1
             mixed = placed.staged is not None
             exchange = Scatter(placed.shards, world=mesh.terms, copies=mesh.copies, accumulate=whole, mixed=mixed)
-        if placed.parts is None and placed.apart is None:
+        if not placed.parts and placed.apart is None:
             return exchange
         inner = exchange
         if owned is not None:
             experts = [p for p in self.model.parameters() if owned.is_cut(p)]
             inner = Apart(exchange, AllReduce(experts, mesh.alike, device), owned.load)
         spread = Spread(
-            parts=placed.parts,
+            parts=tuple(placed.parts),
             tied={} if placed.apart is None else placed.apart.tied,
             line=mesh.pipeline if placed.branched is None else mesh.branch,
             partial=placed.partial,

@@ -114,14 +114,14 @@ def _check_experts(plan: Plan) -> None:
     """Refuse what does not go with experts that are spread."""
     if plan.expert == 1:
         return
-    beside = [axis for axis in ("pipeline", "context", "branch", "tensor") if getattr(plan, axis) > 1]
+    beside = [axis for axis in ("pipeline", "context", "branch") if getattr(plan, axis) > 1]
     if beside:
         degrees = {axis: getattr(plan, axis) for axis in beside}
-        words = ("schedule", "chunks", "cut", "sequence")  # of those axes
+        words = ("schedule", "chunks", "cut")  # of those axes
         without: dict[str, Any] = {word: getattr(Plan(), word) for word in (*beside, *words)}
         other = replace(plan, **without, data=plan.data * prod(degrees.values()))
         raise PlanError(
-            f"{plan}: expert= goes with data= and shard=, not with {' and '.join(f'{axis}=' for axis in beside)}",
+            f"{plan}: experts are not spread beside {beside[0]}={degrees[beside[0]]}",
             f"{other} works",
         )
     if plan.offload == "parameters":

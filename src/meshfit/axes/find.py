@@ -141,6 +141,7 @@ def _experts(found: Found, plan: Plan, model: nn.Module, objective: Objective, b
         experts = plan_experts(model, lambda twin: objective(twin, batch), plan.expert, samples)
     except Uncopied as error:
         raise _uncopied(plan, error) from error.__cause__
+    experts = experts.without(_cut_by_experts(experts, found.tensor)) if found.tensor else experts
     if experts.mixtures:
         return replace(found, experts=experts, notes=(*found.notes, *experts.explain()))
     elsewhere = f"{replace(plan, expert=1, data=plan.data * plan.expert)} works"
@@ -169,6 +170,17 @@ def _experts(found: Found, plan: Plan, model: nn.Module, objective: Objective, b
         f"{degrees} divides them" if fitting and plan.expert not in fitting else "",
         elsewhere,
     )
+
+
+def _cut_by_experts(experts: ExpertPlan, split: TensorPlan) -> dict[str, str]:
+    """Mixtures whose parameters the tensor axis cuts along the dim of the experts, and why they stay as they are."""
+    cuts = split.cuts
+    return {
+        mixture.module: f"tensor={split.degree} cuts {each.name} by experts already"
+        for mixture in experts.mixtures
+        for each in mixture.cuts
+        if not mixture.listed and each.name in cuts and cuts[each.name].dim == each.dim
+    }
 
 
 def _first(batch: Any, samples: int) -> Any:

@@ -5,19 +5,31 @@ blocks) all do it through here, each around what the one before left; ``unwrap``
 """
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-_found: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""The forward that a module had of its own before anything was put around it; None: its class's."""
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_found: WeakKeyDictionary[nn.Module, tuple[Any, list[Around]]] = WeakKeyDictionary()
+"""The forward that a module had of its own before anything was put around it (None: its class's), and what was put
+around it, from the inside out."""
 
 
-def wrap(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let ``around(forward)`` run where ``module.forward`` did."""
-    _found.setdefault(module, module.__dict__.get("forward"))
-    module.__dict__["forward"] = around(module.forward)
+def wrap(module: nn.Module, around: Around, *, innermost: bool = False) -> None:
+    """Let ``around(forward)`` run where ``module.forward`` did; ``innermost``: inside all that is around it already."""
+    found, wraps = _found.setdefault(module, (module.__dict__.get("forward"), []))
+    if not innermost:
+        wraps.append(around)
+        module.__dict__["forward"] = around(module.forward)
+        return
+    wraps.insert(0, around)
+    forward = MethodType(type(module).forward, module) if found is None else found
+    for each in wraps:
+        forward = each(forward)
+    module.__dict__["forward"] = forward
 
 
 def unwrap(model: nn.Module) -> None:
@@ -25,7 +37,7 @@ def unwrap(model: nn.Module) -> None:
     for module in model.modules():
         if module not in _found:
             continue
-        found = _found.pop(module)
+        found, _ = _found.pop(module)
         if found is None:
             del module.__dict__["forward"]
         else:

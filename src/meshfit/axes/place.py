@@ -58,8 +58,8 @@ class Placed:
     """Between them and those of other ranks."""
     branched: Branched | None = None
     """This rank's branches."""
-    parts: Parts | Owned | None = None
-    """Of operations that are cut over the tensor axis, or experts over theirs."""
+    parts: list[Parts | Owned] = field(default_factory=list)
+    """Cuts of parameters, from the outside in: of operations over the tensor axis, then of experts over theirs."""
     groups: dict[str, Group] = field(default_factory=dict)
     """By axis: the ranks over which activations are split."""
     partial: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Placed:
     @property
     def owned(self) -> Owned | None:
         """Experts that are spread."""
-        return self.parts if isinstance(self.parts, Owned) else None
+        return next((each for each in self.parts if isinstance(each, Owned)), None)
 
     @property
     def plain(self) -> bool:
@@ -99,7 +99,7 @@ class Placed:
         return (
             self.apart is None
             and self.shards is None
-            and self.parts is None
+            and not self.parts
             and not any(is_wrapped(module) for module in self.model.modules())
         )
 
@@ -157,7 +157,7 @@ class Placed:
     def _wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Of the parameters that are here."""
         named = dict(self.model.named_parameters())
-        if self.shards is None and self.parts is None:
+        if self.shards is None and not self.parts:
             return {name: {key: t.detach().cpu().clone() for key, t in many.items()} for name, many in mine.items()}
         said: dict[str, dict[str, Tensor | torch.dtype]] = {}  # a dtype: it lies as the parameter does
         for name, many in mine.items():
@@ -184,17 +184,19 @@ class Placed:
             mine = self.shards.whole(tensor, mine)  # type: ignore[arg-type]
         if mine is None:
             mine = torch.zeros_like(tensor, dtype=dtype)
-        return mine if self.parts is None else self.parts.whole(tensor, mine)
+        for each in reversed(self.parts):
+            mine = each.whole(tensor, mine)
+        return mine
 
     def undo(self) -> None:
         """Leave the model as it was found, but trained: whole, with its own forwards. All ranks call it together."""
         if self.shards is not None:
             self.shards.undo(torch.device("cpu"))
-        if self.parts is not None:
-            self.parts.undo()
+        for each in reversed(self.parts):
+            each.undo()
         unwrap(self.model)
         if self.apart is not None:
-            self.parts = self.shards = None
+            self.parts, self.shards = [], None
             self.apart.undo(self.tensors())
         self.guards.close()
         for config in self.caches:
@@ -309,12 +311,14 @@ def place(
         assert mesh.tensor is not None
         buffers_to(model, device)  # moved after they were cut they would be other objects, and not known as cut
         placed.partial = found.tensor.shared
-        placed.parts = TensorAxis(degree=plan.tensor, plan=split_of_part(found.tensor, model)).apply(model, mesh.tensor)
-        placed.groups["tensor"] = placed.parts.ranks
+        split = TensorAxis(degree=plan.tensor, plan=split_of_part(found.tensor, model)).apply(model, mesh.tensor)
+        placed.parts.append(split)
+        placed.groups["tensor"] = split.ranks
     if found.experts is not None:
         assert mesh.expert is not None
         expert = Expert(degree=plan.expert, plan=found.experts)
-        placed.parts = expert.apply(model, mesh.expert, copies=plan.shard, tells=mesh.share < plan.expert)
+        tells = mesh.share < plan.expert and (mesh.tensor is None or dist.get_rank(mesh.tensor) == 0)
+        placed.parts.append(expert.apply(model, mesh.expert, copies=plan.shard, tells=tells))
     again = [path for path in found.blocks if not isinstance(model.get_submodule(path), Shell)]
     if plan.cuts:
         shard = Shard.of(plan, found.units[mesh.part])

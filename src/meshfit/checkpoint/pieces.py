@@ -58,20 +58,17 @@ class ShardLayout:
 def lie(placed: Placed, tensor: Tensor) -> ShardLayout:
     """How ``tensor``, a parameter or buffer of the placed model, lies."""
     found = placed.shards.place.get(tensor) if placed.shards is not None else None  # type: ignore[arg-type]
-    cut = placed.parts.cuts.get(tensor) if placed.parts is not None else None
     if found is None or found[0].degree == 1:
         shape, local = tuple(tensor.shape), [Piece(whole(tensor.shape), tuple(slice(0, n) for n in tensor.shape))]
     else:
         flat, i = found
         shape, taken = tuple(flat.shapes[i]), flat.slices(i)[1]
         local = list(_row_pieces(shape, flat.strides[i], taken.start, taken.stop))
-    if cut is None:
-        return ShardLayout(shape, tuple(local))
-    assert placed.parts is not None
-    ranges = cut.ranges[placed.parts.ranks.rank]
-    full = sum(stop - start for each in cut.ranges for start, stop in each)
-    pieces = [part for piece in local for part in _within(piece, cut.dim, ranges)]
-    return ShardLayout((*shape[: cut.dim], full, *shape[cut.dim + 1 :]), tuple(pieces))
+    for parts in reversed(placed.parts):
+        if (cut := parts.cuts.get(tensor)) is not None:
+            local = [part for piece in local for part in _within(piece, cut.dim, cut.ranges[parts.ranks.rank])]
+            shape = (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
+    return ShardLayout(shape, tuple(local))
 
 
 def uncut(tensor: Tensor) -> ShardLayout:

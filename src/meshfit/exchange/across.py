@@ -12,6 +12,7 @@ whether to stop.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,8 @@ RIDERS = 4  # squared norm, stop, loss, count; then a slot a share for broken lo
 class Spread:
     """How a model lies over ranks that work on the same samples."""
 
-    parts: Parts | Owned | None = None
-    """Of operations, over the tensor axis; or of experts, over theirs."""
+    parts: tuple[Parts | Owned, ...] = ()
+    """Of operations, over the tensor axis; of experts, over theirs."""
 
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameters that several stages, or branches, use, and the ranks of ``line`` that hold them."""
@@ -110,8 +111,8 @@ class Across:
         for p in self._shared:  # one that this rank did not reach adds nothing to what the others have
             if p is not None and p.requires_grad and p.numel() and p.grad is None:
                 p.grad = torch.zeros_like(p)
-        if self.spread.parts is not None:
-            self.spread.parts.sum_partial()
+        for each in self.spread.parts:
+            each.sum_partial()
         for p, ranks in self._tied:
             if p.grad is not None:
                 summed = p.grad.contiguous()
@@ -150,7 +151,7 @@ class Across:
         kinds: dict[float, list[Tensor]] = defaultdict(list)
         for p in self.parameters:
             if p.grad is not None:
-                weight = 1.0 if self.spread.parts is None else self.spread.parts.weight(p)
+                weight = prod(each.weight(p) for each in self.spread.parts)
                 kinds[weight / self._holders.get(p, 1)].append(p.grad)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight, grads in kinds.items():

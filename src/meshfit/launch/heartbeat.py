@@ -263,9 +263,17 @@ def _runs() -> bool:
     return False
 
 
+def _frames() -> dict[int, FrameType]:
+    """Of the other threads: with its own, a function would hold them all in a reference cycle, and with them the
+    autograd graphs of a step, which pin the shapes of parameters that are then cut."""
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    return frames
+
+
 def where(thread: int) -> str:
     """What a thread that gets nowhere is at: waits, excused, or elsewhere."""
-    frames = sys._current_frames()
+    frames = _frames()
     if thread not in frames:
         return "elsewhere"
     known = {each.ident for each in threading.enumerate()}
@@ -275,7 +283,7 @@ def where(thread: int) -> str:
 
 def evaluates(thread: int) -> bool:
     """Whether a thread is at an evaluation, which may take much longer than a step."""
-    frame = sys._current_frames().get(thread)
+    frame = _frames().get(thread)
     return any(inner.f_code.co_filename == f"{OURS}evaluation.py" for inner, _ in traceback.walk_stack(frame))
 
 
@@ -299,10 +307,10 @@ def _place(frame: FrameType) -> str:
 def stack(thread: int) -> str:
     """Of a thread, newest call last; and of Python's other threads that are in code which is not meshfit's."""
     text = ""
-    frames = sys._current_frames()
+    frames = _frames()
     names = {each.ident: each.name for each in threading.enumerate()}
     for ident, frame in frames.items():
-        if ident != thread and ident != threading.get_ident() and _is_theirs(frame):
+        if ident != thread and _is_theirs(frame):
             text += f"  in thread {names.get(ident, ident)}:\n{_lines(frame)}"
     return text + (_lines(frames[thread]) if thread in frames else "")
 

@@ -44,19 +44,20 @@ class Expert:
         ties, ranks = tied(model), OverRanks(group)
         if ranks.size != self.degree or self.plan.degree != self.degree:
             raise ValueError(f"a plan for {self.plan.degree} ranks, expert={self.degree} and a group of {ranks.size}")
-        load = Load([mixture.module for mixture in self.plan.mixtures], tells and ranks.rank == 0)
+        plan = self.plan.fitted({name: len(p) for name, p in model.named_parameters() if p.dim()})
+        load = Load([mixture.module for mixture in plan.mixtures], tells and ranks.rank == 0)
         undo = [
             step
-            for number, mixture in enumerate(self.plan.mixtures)
+            for number, mixture in enumerate(plan.mixtures)
             for step in spread(model, mixture, Travel(ranks, number, mixture.count, load))
         ]
         check_ties(model, ties)
-        return Owned(model, self.plan, ranks, load, undo, copies)
+        return Owned(model, plan, ranks, load, undo, copies)
 
     def cost(self, trace: Trace, *, microbatches: int = 1, again: Collection[str] = ()) -> tuple[Trace, Cost]:
         """Of a step on one rank, if as many rows come as are sent: over all ranks that is exact, whatever the router
         does. ``again``: blocks that are computed again in backward. Auxiliary losses are not in it."""
-        cuts = self.plan.cuts
+        cuts = self.plan.fitted({name: p.shape[0] for name, p in trace.parameters.items() if p.shape}).cuts
         parameters = {}
         for name, p in trace.parameters.items():
             if name in cuts:

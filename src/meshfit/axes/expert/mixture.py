@@ -1,5 +1,6 @@
 """Mixtures of experts in a model, and how they lie over ranks, as values."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from meshfit.axes.tensor.region import Cut
@@ -60,6 +61,22 @@ class ExpertPlan:
     @property
     def cuts(self) -> dict[str, Cut]:
         return {cut.name: cut for mixture in self.mixtures for cut in mixture.cuts}
+
+    def without(self, why: dict[str, str]) -> "ExpertPlan":
+        """The plan with the mixtures in ``why`` left whole, for the reasons there."""
+        mixtures = tuple(mixture for mixture in self.mixtures if mixture.module not in why)
+        return replace(self, mixtures=mixtures, why={**self.why, **why})
+
+    def fitted(self, lengths: Mapping[str, int]) -> "ExpertPlan":
+        """The plan for parameters of which another axis has cut some: ``lengths`` of their first dims now. An expert
+        that is a module is on one rank, however long its parameters are."""
+
+        def fit(cut: Cut) -> Cut:
+            length = lengths.get(cut.name, cut.size)
+            return replace(cut, ranges=tuple(((0, length),) if held else () for held in cut.ranges))
+
+        mixtures = [replace(m, cuts=tuple(map(fit, m.cuts))) if m.listed else m for m in self.mixtures]
+        return replace(self, mixtures=tuple(mixtures))
 
     def explain(self) -> list[str]:
         """What was found, in words."""

@@ -41,7 +41,8 @@ def spread(model: nn.Module, mixture: Mixture, travel: Travel) -> list[Undo]:
         Listed(model, mixture, travel).apply(module)
     else:
         own = [named[cut.name] for cut in mixture.cuts]
-        wrap(module, lambda forward: partial(_fused, forward, travel, own))
+        around = lambda forward: partial(_fused, forward, travel, own)
+        wrap(module, around, innermost=True)  # where channels are cut too, sums over those ranks are of fewer rows
     return undo
 
 
@@ -106,6 +107,8 @@ class Listed:
         self._asked: list[tuple[int, Tensor]] | None = None
         """Calls that are noted; None: they are answered."""
         self._answers: list[tuple[int, Tensor]] = []
+        self._made: dict[Any, Tensor] = {}
+        """What experts make of no rows, by the kind of rows."""
 
     def apply(self, module: nn.Module) -> None:
         for number, expert in enumerate(self.experts):
@@ -116,8 +119,7 @@ class Listed:
     def _expert(self, number: int, x: Tensor) -> Tensor:
         if self._asked is not None:
             self._asked.append((number, x))
-            with torch.no_grad():
-                like = self._forwards[self.travel.own.start](x.reshape(-1, x.shape[-1])[:0])
+            like = self._made_of_none(x)
             return like.new_zeros(*x.shape[:-1], like.shape[-1])
         expected, answer = self._answers.pop(0) if self._answers else (-1, x)
         if expected != number or answer.shape[:-1] != x.shape[:-1]:
@@ -126,6 +128,13 @@ class Listed:
                 "what calls the experts ran twice, and asked for something else the second time",
             )
         return answer
+
+    def _made_of_none(self, x: Tensor) -> Tensor:
+        kind = x.dtype, x.device, torch.is_autocast_enabled(x.device.type), x.shape[-1]
+        if kind not in self._made:
+            with torch.no_grad():
+                self._made[kind] = self._forwards[self.travel.own.start](x.reshape(-1, x.shape[-1])[:0])
+        return self._made[kind]
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
@@ -166,8 +175,7 @@ class Listed:
         ]
         real = next((each for each in made if each is not None), None)
         if real is None:
-            with torch.no_grad():
-                real = own[0](journey.arrived[:0])
+            real = self._made_of_none(journey.arrived)
         back = journey.back(journey.in_order([real[:0] if each is None else each for each in made]))
         parts = back.split([len(each) for each in rows])
         answers: list[Any] = [None] * len(asked)
