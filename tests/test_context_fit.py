@@ -153,7 +153,7 @@ def test_a_model_without_sequences_is_refused() -> None:
     assert "data=2 works" in str(error.value)
 
 
-@pytest.mark.parametrize("beside", ["pipeline=2", "tensor=2 sequence=split"])
+@pytest.mark.parametrize("beside", ["tensor=2 sequence=split"])
 def test_plans_that_do_not_go_together(beside: str) -> None:
     with pytest.raises(PlanError, match=r"sequences are not cut beside") as error:
         fit(f"context=2 {beside}", built())

@@ -89,6 +89,7 @@ def test_layers_and_shards(plan: str) -> None:
         ("tensor=2 pipeline=2 microbatches=2", "tied-gpt"),
         ("tensor=2 sequence=split pipeline=2 microbatches=2", "tied-gpt"),
         ("shard=2 context=2", "tied-gpt"),
+        ("context=2 pipeline=2 schedule=zbv microbatches=2", "tied-gpt"),
         ("data=2 expert=2", "expert-list"),
         ("expert=2 tensor=2", "mixtral-balanced"),
         ("expert=2 tensor=2 microbatches=2", "expert-list"),

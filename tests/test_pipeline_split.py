@@ -1,12 +1,20 @@
 """Pipelines whose stages hand on tensors that are split over ranks: rows (sequence=split) or positions (context=)."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import meshfit
 from benchmarks.zoo import ZOO
+from meshfit.axes.context.axis import Differs, plan_context, prove
+from meshfit.axes.context.piece import RULES, Piece
+from meshfit.axes.find import as_number
+from meshfit.axes.pipeline.program import Replayed
+from meshfit.loss.objective import Objective
 from meshfit.plan import Plan
 from meshfit.run import Run
 from meshfit.schedule.pipeline import Pipelined
@@ -20,6 +28,14 @@ CELLS = {
     "tensor=2 sequence=split pipeline=2 schedule=gpipe recompute=full": ["tied-gpt"],
     "data=2 tensor=2 sequence=split pipeline=2 microbatches=2": ["llama"],
     "shard=2 tensor=2 sequence=split pipeline=2 microbatches=2": ["llama"],
+    "context=2 pipeline=2 microbatches=2": ["tied-gpt", "t5"],
+    "context=3 pipeline=2": ["vit"],
+    "context=2 pipeline=2 schedule=interleaved microbatches=2": ["llama"],
+    "context=2 pipeline=2 schedule=zbv microbatches=2": ["tied-gpt"],
+    "context=2 pipeline=2 schedule=gpipe microbatches=2 recompute=full": ["tied-gpt"],
+    "data=2 context=2 pipeline=2 microbatches=2": ["tied-gpt"],
+    "shard=2 context=2 pipeline=2 microbatches=2": ["tied-gpt"],
+    "context=2 tensor=2 pipeline=2 microbatches=2": ["llama"],
 }
 
 
@@ -48,7 +64,10 @@ def crossing(run: Run) -> set[str]:
     return {spec.kind.axis for layout in layouts for spec in layout.specs}
 
 
-@pytest.mark.parametrize("plan", ["tensor=2 sequence=split pipeline=2 microbatches=2"])
+PLANS = ["tensor=2 sequence=split pipeline=2 microbatches=2", "context=2 pipeline=2 microbatches=2"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_evaluates_and_predicts_like_one_device(plan: str) -> None:
     case = ZOO["tied-gpt"]
     assert case.loss is not None
@@ -57,3 +76,44 @@ def test_evaluates_and_predicts_like_one_device(plan: str) -> None:
     torch.testing.assert_close(meshfit.predict(model, data, **how), want, rtol=1e-4, atol=1e-5)
     found = meshfit.evaluate(model, data, loss=case.loss, **how)
     assert found["loss"] == pytest.approx(float(case.loss(want, data[1])), rel=1e-5)
+
+
+def fit(plan: str, devices: int = 4, **more: Any) -> list[float]:
+    case = ZOO["tied-gpt"]
+    how = {"loss": case.loss, "optimizer": adamw, "batch_size": 4, "steps": 4, "progress": False, **more}
+    result = meshfit.fit(how.pop("model", case.build), case.data(12), plan=plan, devices=f"cpu:{devices}", **how)
+    return [step.loss for step in result.history]
+
+
+def test_goes_on_under_another_plan(tmp_path: Path) -> None:
+    whole = fit("data=1", 1)
+    given = {"checkpoint": "2 steps", "out": tmp_path / "run"}
+    first = fit(PLANS[1], steps=2, **given)
+    rest = fit(PLANS[0], resume=True, **given)
+    assert first + rest[-2:] == pytest.approx(whole, rel=1e-5)
+
+
+def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+    """No mean over samples: each is held against all others."""
+    rows = outputs.mean(1)
+    return F.cross_entropy(rows @ rows.t(), torch.arange(len(rows)) + 0 * targets[:, 0])
+
+
+def test_a_loss_of_the_whole_batch() -> None:
+    plan = PLANS[1]
+    assert fit(plan, loss=contrast) == pytest.approx(fit("data=1", 1, loss=contrast), rel=1e-4)
+
+
+def test_the_recorded_step_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that is wrong for a piece is found out, also if only the recording calls it."""
+    case = ZOO["tied-gpt"]
+    objective, batch = Objective(loss=case.loss), case.data(6)
+    plan = plan_context(case.build(), lambda m, some: as_number(objective(m, some)), batch, 2)
+    replayed = Replayed(objective, share=0.05, atoms=[each.module for each in plan.beginnings])
+    step = lambda model, some: as_number(replayed(model, some))
+    model = case.build()
+    assert step(model, batch).item() == as_number(objective(model, batch)).item()
+    prove(model, step, batch, plan)
+    monkeypatch.setitem(RULES, "relu", lambda func, x, **how: Piece(func(x.local.detach(), **how), x.span, x.group))
+    with pytest.raises(Differs, match="gradient"):
+        prove(model, step, batch, plan)

@@ -100,7 +100,7 @@ def check(plan: Plan, model: nn.Module) -> None:
 
 def _check_context(plan: Plan) -> None:
     """What sequences are not cut beside."""
-    whole: dict[str, Any] = {"pipeline": 1, "branch": 1, "expert": 1, "schedule": "1f1b", "chunks": 0, "cut": ""}
+    whole: dict[str, Any] = {"branch": 1, "expert": 1}
     whole["sequence"] = "auto" if plan.sequence == "split" else plan.sequence
     beside = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
     if beside:

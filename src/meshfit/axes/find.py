@@ -3,7 +3,8 @@ together, what is computed again. Found once, on one rank, from steps on a few s
 cut alike.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.pipeline.axis import Found as FoundStages
 from meshfit.axes.pipeline.axis import Pipeline, only, part_of_trace
 from meshfit.axes.pipeline.cut import Shell
+from meshfit.axes.pipeline.program import Replayed
 from meshfit.axes.shard.units import Unit, traced, units
 from meshfit.axes.tensor.region import TensorPlan, joined
 from meshfit.axes.tensor.twin import Uncopied
@@ -113,23 +115,36 @@ def _uncopied(plan: Plan, error: Exception) -> PlanError:
 
 
 def _cut_sequences(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
-    from meshfit.axes.context.axis import Differs, plan_context  # the first rank alone plans
+    from meshfit.axes.context.axis import plan_context  # the first rank alone plans
 
-    instead = f"{replace(plan, context=1, data=plan.data * plan.context)} works"
     try:
-        sequence = plan_context(model, lambda twin, some: as_number(objective(twin, some)), batch, plan.context)
+        with _proven(plan):
+            sequence = plan_context(model, lambda twin, some: as_number(objective(twin, some)), batch, plan.context)
     except Uncopied as error:
         raise _uncopied(plan, error) from error.__cause__
+    if not sequence.beginnings:
+        headline, *facts = sequence.refusal()
+        raise PlanError(f"{plan}: {headline}", *facts, _without_context(plan))
+    return replace(found, context=sequence, notes=(*found.notes, *sequence.explain()))
+
+
+@contextmanager
+def _proven(plan: Plan) -> Iterator[None]:
+    """Around the proof of a context plan."""
+    from meshfit.axes.context.axis import Differs  # the first rank alone plans
+
+    try:
+        yield
     except Differs as differs:
         raise PlanError(
             f"{plan}: cut over {plan.context} devices this model does not compute what it does on one",
             f"on a few samples, in double precision: {differs}",
-            instead,
+            _without_context(plan),
         ) from differs
-    if not sequence.beginnings:
-        headline, *facts = sequence.refusal()
-        raise PlanError(f"{plan}: {headline}", *facts, instead)
-    return replace(found, context=sequence, notes=(*found.notes, *sequence.explain()))
+
+
+def _without_context(plan: Plan) -> str:
+    return f"{replace(plan, context=1, data=plan.data * plan.context)} works"
 
 
 def _experts(found: Found, plan: Plan, model: nn.Module, objective: Objective, batch: Any) -> Found:
@@ -258,8 +273,15 @@ def _staged(
     whole: Collection[str],
 ) -> Found:
     atoms = [*found.blocks, *wrapped(found.tensor), *whole]
+    atoms += [each.module for each in found.context.beginnings] if found.context else []
     pipe = pipeline_of(plan, dict.fromkeys(atoms))
     staged = pipe.find(model, objective, batch, device=device)
+    if found.context is not None:
+        from meshfit.axes.context.axis import prove  # the first rank alone plans
+
+        step = Replayed(objective, share=staged.share, atoms=staged.atoms)
+        with _proven(plan):
+            prove(model, lambda twin, some: as_number(step(twin, some)), batch, found.context)
     notes = (*found.notes, *staged.notes)
     found = replace(found, pipeline=staged.to_send(), notes=notes)
     if not plan.cuts:

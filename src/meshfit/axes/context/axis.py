@@ -33,6 +33,11 @@ def plan_context(model: nn.Module, step: Step, batch: Any, degree: int) -> Conte
     return found
 
 
+def prove(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
+    """Of another ``step`` than the one that ``plan`` was found with. Raises ``Differs`` if it is not right."""
+    check(quiet(study(model)), step, batch, plan)
+
+
 def quiet(model: nn.Module) -> nn.Module:
     """Without dropout: ranks draw other numbers than one device. In place."""
     for module in model.modules():

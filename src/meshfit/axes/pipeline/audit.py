@@ -72,7 +72,7 @@ def faithful(
 ) -> tuple[tuple[str, ...], Recording]:
     """A recording that does what the model does, and the modules whose code it cannot run again: they are taken as a
     whole, as ``atoms`` are."""
-    taken = [f"model.{path}" for path in atoms]
+    taken = [f"model.{path}" if path else "model" for path in atoms]
     whole = Whole(model, objective)
     while True:
         try:

@@ -7,8 +7,9 @@ All ranks record alike, since they are given the same microbatches; nothing abou
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -162,3 +163,25 @@ class Programs(Generic[P]):
         with batches_of_one():  # a global BatchNorm has more samples; any other will say so when it runs
             recording = record(self.whole, (content,), training=training, share=self.share, atoms=self.atoms)
         return self.cut(replace(recording, trace=_relative(recording.trace)))
+
+
+class Replayed:
+    """``objective(model, content)`` by its recording, as stages run it. What the recorded functions do to tensors that
+    are split is proven on this: they need not be those that the model's own forward calls."""
+
+    def __init__(self, objective: Callable[[nn.Module, Any], Any], *, share: float, atoms: Iterable[str]):
+        self.objective, self.share, self.atoms = objective, share, tuple(atoms)
+        self._programs: dict[torch.dtype | None, Programs[Recorded]] = {}
+
+    def __call__(self, model: nn.Module, content: Any) -> Any:
+        """The first ``model`` of each dtype is the one that is recorded."""
+        whole, first = Whole(model, self.objective), next(model.parameters(), None)
+        dtype, device = (None, torch.device("cpu")) if first is None else (first.dtype, first.device)
+        if dtype not in self._programs:
+            self._programs[dtype] = Programs(model, self.objective, Recorded, share=self.share, atoms=self.atoms)
+        find = partial(self._programs[dtype].of, content, whole, device, training=model.training)
+        with ThreadPoolExecutor(1) as outside:  # of the modes of torch that the caller is in
+            recording = outside.submit(find).result().recording
+        env = Environment(whole, bind(recording, (content,)), device)
+        replay_range(recording, 0, len(recording.steps), env)
+        return decode(recording.outputs, env.resolve)
