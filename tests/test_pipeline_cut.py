@@ -84,10 +84,11 @@ def all_stages(model: nn.Module, stages: int, batch: Any, objective: Any = MSE, 
 def through(staged: list[Staged], objective: Any, content: Any, *, training: bool = True) -> Any:
     """All stages one after the other, in this process; gradients flow through."""
     received: list[Tensor] = []
-    result = None
+    result, layouts = None, {}
     for stage, part in enumerate(staged):
         root = part.root(objective)
         program = part.programs(objective).of(content, root, CPU, training=training)
+        program.layouts = layouts
         received, result = program.run(stage, root, program.bind(content), received, CPU)
     return result
 

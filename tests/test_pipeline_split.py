@@ -1,19 +1,25 @@
 """Pipelines whose stages hand on tensors that are split over ranks: rows (sequence=split) or positions (context=)."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import meshfit
+from benchmarks.collectives import Collectives
 from benchmarks.zoo import ZOO
 from meshfit.axes.context.axis import Differs, plan_context, prove
 from meshfit.axes.context.piece import RULES, Piece
-from meshfit.axes.find import as_number
+from meshfit.axes.costs import cost, stage_traffic
+from meshfit.axes.find import as_number, find, pipeline_of, wrapped
 from meshfit.axes.pipeline.program import Replayed
+from meshfit.job import Job
+from meshfit.launch.world import World
 from meshfit.loss.objective import Objective
 from meshfit.plan import Plan
 from meshfit.run import Run
@@ -22,12 +28,12 @@ from tests.distributed import distributed
 from tests.ranked import assert_alike
 
 CELLS = {
-    "tensor=2 sequence=split pipeline=2 microbatches=2": ["vit", "bert"],  # 17 rows over two ranks
+    "tensor=2 sequence=split pipeline=2 microbatches=2": ["tied-gpt", "vit", "bert"],  # vit: 17 rows over two ranks
     "tensor=2 sequence=split pipeline=2 schedule=interleaved microbatches=2": ["llama"],
-    "tensor=2 sequence=split pipeline=2 schedule=zbv microbatches=2": ["gpt2"],
+    "tensor=2 sequence=split pipeline=2 schedule=zbv microbatches=2": ["tied-gpt", "gpt2"],
     "tensor=2 sequence=split pipeline=2 schedule=gpipe recompute=full": ["tied-gpt"],
-    "data=2 tensor=2 sequence=split pipeline=2 microbatches=2": ["llama"],
-    "shard=2 tensor=2 sequence=split pipeline=2 microbatches=2": ["llama"],
+    "data=2 tensor=2 sequence=split pipeline=2 microbatches=2": ["tied-gpt", "llama"],
+    "shard=2 tensor=2 sequence=split pipeline=2 microbatches=2": ["tied-gpt", "llama"],
     "context=2 pipeline=2 microbatches=2": ["tied-gpt", "t5"],
     "context=3 pipeline=2": ["vit"],
     "context=2 pipeline=2 schedule=interleaved microbatches=2": ["llama"],
@@ -35,11 +41,21 @@ CELLS = {
     "context=2 pipeline=2 schedule=gpipe microbatches=2 recompute=full": ["tied-gpt"],
     "data=2 context=2 pipeline=2 microbatches=2": ["tied-gpt"],
     "shard=2 context=2 pipeline=2 microbatches=2": ["tied-gpt"],
-    "context=2 tensor=2 pipeline=2 microbatches=2": ["llama"],
+    "context=2 tensor=2 pipeline=2 microbatches=2": ["tied-gpt", "llama"],
 }
+OFTEN = ("tied-gpt",)
+"""Models that are not left to ``make more``."""
 
 
-@pytest.mark.parametrize(("plan", "name"), [(plan, name) for plan, names in CELLS.items() for name in names])
+def cells(plans: dict[str, list[str]]) -> list[Any]:
+    return [
+        pytest.param(plan, name, marks=() if name in OFTEN else pytest.mark.more)
+        for plan, names in plans.items()
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(("plan", "name"), cells(CELLS))
 def test_trains_like_one_device(plan: str, name: str) -> None:
     """Losses, norms, weights, optimizer state; and what crosses a cut is split."""
 
@@ -117,3 +133,49 @@ def test_the_recorded_step_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "relu", lambda func, x, **how: Piece(func(x.local.detach(), **how), x.span, x.group))
     with pytest.raises(Differs, match="gradient"):
         prove(model, step, batch, plan)
+
+
+COUNTED = {
+    "tensor=2 sequence=split pipeline=2 microbatches=2": ["tied-gpt", "vit"],  # vit: 17 rows
+    "tensor=2 pipeline=2 microbatches=2": ["tied-gpt"],
+    "context=2 pipeline=2 microbatches=2": ["tied-gpt", "vit"],
+    "context=2 tensor=2 pipeline=2 microbatches=2": ["tied-gpt"],
+}
+
+
+@pytest.mark.parametrize(("plan", "name"), cells(COUNTED))
+def test_cost_is_what_runs(plan: str, name: str) -> None:
+    """Sends and collectives of a rank, calls and bytes."""
+
+    @distributed(world=Plan.parse(plan).devices, timeout=180)
+    def run(plan: str, name: str) -> None:
+        case, how = ZOO[name], Plan.parse(plan)
+        each = 2 * how.shares * how.microbatches  # two samples in each microbatch of each rank
+        given = {"loss": case.loss, "optimizer": torch.optim.AdamW, "batch_size": each, "steps": 2, "shuffle": False}
+        job = Job(model=case.build, data=case.data(2 * each), plan=how, **given).settled(count=how.devices, kind="cpu")
+        rank = dist.get_rank()
+        run = Run(job, World(rank, how.devices, torch.device("cpu")))
+        first, batch = islice(run.batches(), 2)
+        run.schedule(first)  # sends headers too
+        run.exchange.finish()
+        run.exchange.clear()
+        with Collectives() as seen:
+            run.schedule(batch)
+            run.exchange.finish()
+        model, content, few = case.build().train(), batch.microbatches[0].content, run.loader.source.few()
+        found = [find(how, model, job.objective, few, "cpu") if rank == 0 else None]
+        dist.broadcast_object_list(found)
+        laid = found[0]
+        assert laid is not None
+        atoms = (*wrapped(laid.tensor), *(each.module for each in (laid.context.beginnings if laid.context else ())))
+        cut = pipeline_of(how, atoms).find(model, job.objective, content, device="cpu")
+        assert cut.trace is not None
+        ranks = {"tensor": rank % how.tensor, "context": rank // how.tensor % how.context}
+        parts = {"split": laid.tensor, "sequence": laid.context}
+        stages = stage_traffic(cut, model, job.objective, content, **parts, ranks=ranks)
+        optimizer = torch.optim.AdamW(model.parameters())
+        said = cost(how, cut.trace, optimizer, stage=run.mesh.stage, stages=stages, **parts)
+        assert dict(seen.calls) == said.calls
+        assert dict(seen.moved) == said.moved
+
+    run(plan=plan, name=name)

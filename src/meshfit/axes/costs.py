@@ -3,9 +3,12 @@
 Each maps the trace of what a rank runs to the trace of what it runs under that strategy, and adds what it costs beside.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,22 +17,29 @@ from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.trace import Parameter, Trace
 from meshfit.axes.branch.axis import Branch, Found
 from meshfit.axes.context.axis import Context
-from meshfit.axes.context.find import ContextPlan
+from meshfit.axes.context.find import ContextPlan, begin
+from meshfit.axes.context.ops import Imagined
+from meshfit.axes.context.piece import guarded
 from meshfit.axes.data import batchnorm
 from meshfit.axes.data.axis import Replicate
 from meshfit.axes.expert.axis import Expert
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.find import pipeline_of, units_of_branch
 from meshfit.axes.offload import Offload
+from meshfit.axes.pipeline.axis import Found as FoundStages
+from meshfit.axes.pipeline.traffic import StageTraffic, count
 from meshfit.axes.recompute.axis import Recompute
 from meshfit.axes.shard.axis import Shard
 from meshfit.axes.shard.units import units
 from meshfit.axes.tensor.axis import Tensor
+from meshfit.axes.tensor.cut import cut
+from meshfit.axes.tensor.ops import Stream
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.cost import Cost
 from meshfit.exchange import across, allreduce, local
 from meshfit.exchange.probe_optimizer import state_bytes
 from meshfit.plan import Plan
+from meshfit.schedule.actions import stages_of
 from meshfit.server import cost as serving
 from meshfit.server import worker_group as crew
 from meshfit.server.cost import Payload
@@ -48,11 +58,13 @@ def cost(
     server: int | None = None,
     branch: Found | None = None,
     rank: int = 0,
+    stages: StageTraffic | None = None,
 ) -> Cost:
     """Of a step under ``plan``. ``trace`` is of one microbatch of one rank, as if nothing were split; ``split`` what
     the tensor axis was found to, ``sequence`` what the context axis, ``experts`` what the expert axis; ``stage`` the
     rank's place along the pipeline; ``ahead``: see ``Shard.cost``. ``server``: of that model server, not of a rank.
-    ``branch`` who was found to run what of ``trace``, ``rank`` the place along that axis.
+    ``branch`` who was found to run what of ``trace``, ``rank`` the place along that axis. ``stages``: what is said
+    inside and between the stages of a pipeline, of which ranks split more than samples: see ``stage_traffic``.
 
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
@@ -64,8 +76,16 @@ def cost(
     partial: set[str] = set()
     earlier: set[str] = set()  # parameters that ranks before this one hold, too
     if plan.pipeline > 1:
-        trace, added, alive = pipe.cost(trace, stage)
+        if stages is None and (plan.tensor > 1 or plan.context > 1):
+            raise ValueError(f"{plan}: its cost depends on what is split inside stages: stage_traffic says so")
+        trace, added, alive = pipe.cost(trace, stage, sent=None if stages is None else stages.sent)
         total += added
+    if stages is not None:
+        own = stages_of(plan.schedule, plan.pipeline, pipe.stages // plan.pipeline, stage)
+        total += stages.cost(own, microbatches=plan.microbatches, wide=_wide(whole))
+        split = None if split is None else split.silent()
+        sequence = None if sequence is None else replace(sequence, traffic=())
+    if plan.pipeline > 1:
         tied |= pipe.tied(whole)
         earlier |= {name for before in range(stage) for name in pipe.cost(whole, before)[0].parameters}
     if plan.branch > 1:
@@ -139,6 +159,41 @@ def _summed(parameters: list[Parameter]) -> Cost:
     if not parameters:
         return Cost()
     return Cost(calls={"all_reduce": len(parameters)}, moved={"all_reduce": sum(p.bytes for p in parameters)})
+
+
+def stage_traffic(
+    found: FoundStages,
+    model: nn.Module,
+    objective: Callable[[nn.Module, Any], Any],
+    content: Any,
+    *,
+    split: TensorPlan | None = None,
+    sequence: ContextPlan | None = None,
+    ranks: Mapping[str, int] = MappingProxyType({}),
+) -> StageTraffic:
+    """What is said inside and between the stages of ``found``, for the microbatch ``content``; ``ranks``: the place
+    along the tensor and context axes."""
+
+    @contextmanager
+    def laid_out(twin: nn.Module) -> Iterator[dict[str, Imagined]]:
+        groups: dict[str, Imagined] = {}
+        if split is not None:
+            group = groups["tensor"] = Imagined(ranks.get("tensor", 0), split.degree)
+            stream = Stream(group)
+            for region in split.regions:
+                cut(twin, region, group, stream)
+        if sequence is not None:
+            group = groups["context"] = Imagined(ranks.get("context", 0), sequence.degree)
+            begin(twin, sequence.beginnings, group)
+        with guarded():
+            yield groups
+
+    return count(found, model, objective, content, laid_out)
+
+
+def _wide(trace: Trace) -> int:
+    """Bytes of an element of what is summed or gathered."""
+    return 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
 
 
 def _exchange(plan: Plan, trace: Trace) -> Cost:

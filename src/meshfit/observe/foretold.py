@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.costs import cost
-from meshfit.axes.find import pipeline_of
+from meshfit.axes.costs import cost, stage_traffic
+from meshfit.axes.find import pipeline_of, wrapped
 from meshfit.axes.shard.units import traced
 from meshfit.data import tree
 from meshfit.data.source import Stream, open_source
@@ -53,12 +53,16 @@ def _cost(training: "Training", few: Any) -> dict[str, dict[str, int]]:
     assert isinstance(devices, Devices)
     assert outcome is not None
     content, device = _microbatch(job, plan, few), devices.device(0).type
+    stages = None
     if plan.pipeline > 1:
-        trace = pipeline_of(plan).find(model, job.objective, content, device=device).trace
+        staged = pipeline_of(plan, wrapped(outcome.split)).find(model, job.objective, content, device=device)
+        trace = staged.trace
+        if outcome.split is not None:
+            stages = stage_traffic(staged, model, job.objective, content, split=outcome.split)
     else:
         trace = traced(model, job.objective, content, device=device)
     assert isinstance(trace, Trace)
-    found = cost(plan, trace, job.make_optimizer(model), split=outcome.split)
+    found = cost(plan, trace, job.make_optimizer(model), split=outcome.split, stages=stages)
     return {"held": found.held, "moved": found.moved}
 
 

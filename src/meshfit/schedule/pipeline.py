@@ -26,7 +26,6 @@ from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.pipeline.axis import Staged
 from meshfit.axes.pipeline.program import Layout, Program
 from meshfit.axes.precision import LossScale, Precision
-from meshfit.axes.spec import from_local, to_local
 from meshfit.axes.tensor.ops import Group
 from meshfit.comm.transport import (
     Pending,
@@ -40,7 +39,6 @@ from meshfit.comm.transport import (
 )
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.data.order import mix
-from meshfit.errors import JobError
 from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
 from meshfit.loss.objective import Over
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, short
@@ -238,22 +236,7 @@ class _Stages:
     def run(
         self, program: Program, stage: int, given: dict[int, Tensor], received: list[Tensor]
     ) -> tuple[list[Tensor], Any]:
-        """What ``stage`` hands on, as plain tensors: of one that is split, what this rank holds. Of the last stage,
-        also what the objective returns."""
-        split = [layout.specs for layout in program.layouts[stage - 1]] if stage else []
-        fed = [from_local(local, specs, self.groups) for local, specs in zip(received, split, strict=True)]
-        made, result = program.run(stage, self.root, given, fed, self.device)
-        locals = [to_local(tensor) for tensor in made]
-        layouts = tuple(Layout(tuple(t.shape), t.dtype, t.requires_grad, specs) for t, specs in locals)
-        said = program.layouts.setdefault(stage, layouts)
-        if said != layouts:
-            i = next(i for i, (a, b) in enumerate(zip(said, layouts, strict=True)) if a != b)
-            raise JobError(
-                f"what crosses from stage {stage} to the next has another size than before: {layouts[i].shape}",
-                f"it was {said[i].shape}, for a microbatch of the same shape: it depends on the values",
-                "name other modules to cut at (cut=), so that it does not cross",
-            )
-        return [tensor for tensor, _ in locals], result
+        return program.run(stage, self.root, given, received, self.device, self.groups)
 
     def send_forward(self, program: Program, stage: int, tensors: list[Tensor], target: int) -> None:
         if tensors and stage not in program.announced:

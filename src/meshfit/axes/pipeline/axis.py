@@ -136,23 +136,31 @@ class Pipeline:
             hollow(model, part)
         return Staged(self, found, rank, part, skeleton, model)
 
-    def cost(self, trace: Trace, rank: int, found: Stages | None = None) -> tuple[Trace, Cost, float]:
+    def cost(
+        self,
+        trace: Trace,
+        rank: int,
+        found: Stages | None = None,
+        sent: Callable[[int, int], int] | None = None,
+    ) -> tuple[Trace, Cost, float]:
         """What ``rank`` runs of ``trace`` (of one microbatch); what it sends; and the activations that it keeps at
-        their most, over those of one microbatch."""
+        their most, over those of one microbatch. ``sent``: bytes from one stage to another, where that is not what the
+        trace says."""
         found = found or self.cut_of(trace)
         own = stages_of(self.word, self.degree, self.stages // self.degree, rank)
         mine = part_of_trace(trace, found, own)
-        last = self.stages - 1
-        steps = [(stage + 1, found.cuts[stage].bytes) for stage in own if stage < last]
-        for stage in (stage for stage in own if stage):  # gradients, of what has one
-            values = [trace.values[v] for v in found.cuts[stage - 1].crossing]
-            steps.append((stage - 1, sum(value.bytes for value in values if value.needs_grad)))
-        away = [size for to, size in steps if self.schedule.rank_of(to) != rank and size]
-        times = self.microbatches
-        sent = Cost(
+
+        def crossing(stage: int, to: int) -> int:
+            values = [trace.values[v] for v in found.cuts[min(stage, to)].crossing]
+            return sum(value.bytes for value in values if to > stage or value.needs_grad)
+
+        steps = [(stage, to) for stage in own for to in (stage + 1, stage - 1) if 0 <= to < self.stages]
+        sizes = [(sent or crossing)(*step) for step in steps if self.schedule.rank_of(step[1]) != rank]
+        away, times = [size for size in sizes if size], self.microbatches
+        added = Cost(
             calls={"send": len(away) * times} if away else {}, moved={"send": sum(away) * times} if away else {}
         )
-        return mine, sent, self.kept(trace, found)[rank] / max(mine.cost.kept, 1)
+        return mine, added, self.kept(trace, found)[rank] / max(mine.cost.kept, 1)
 
     def tied(self, trace: Trace, found: Stages | None = None) -> set[str]:
         """Parameters that several ranks hold."""

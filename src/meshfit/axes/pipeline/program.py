@@ -6,7 +6,7 @@ All ranks record alike, since they are given the same microbatches; nothing abou
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,8 +21,10 @@ from meshfit.anatomy.record_program import decode
 from meshfit.anatomy.replay import Environment, bind, fact, replay_range, run
 from meshfit.axes.pipeline.cut import Split, decided, stages_like
 from meshfit.axes.shard.units import Whole, _relative
-from meshfit.axes.spec import Spec
+from meshfit.axes.spec import Spec, from_local, to_local
+from meshfit.axes.tensor.ops import Group
 from meshfit.data import tree
+from meshfit.errors import JobError
 from meshfit.torch_private import batches_of_one
 
 REMEMBERED = 64
@@ -100,9 +102,34 @@ class Program(Recorded):
         return cls(recording, stages_like(split, recording.trace))
 
     def run(
+        self,
+        stage: int,
+        root: nn.Module,
+        given: dict[int, Tensor],
+        received: list[Tensor],
+        device: torch.device,
+        groups: Mapping[str, Group] | None = None,
+    ) -> tuple[list[Tensor], Any]:
+        """What ``stage`` hands on, as plain tensors; of the last, also what the objective returns. Of tensors that are
+        split over ranks of ``groups`` it is given this rank's part, and hands on this rank's part."""
+        split = [layout.specs for layout in self.layouts[stage - 1]] if stage else []
+        fed = [from_local(local, specs, groups or {}) for local, specs in zip(received, split, strict=True)]
+        made, result = self._run(stage, root, given, fed, device)
+        parts = [to_local(tensor) for tensor in made]
+        layouts = tuple(Layout(tuple(t.shape), t.dtype, t.requires_grad, specs) for t, specs in parts)
+        said = self.layouts.setdefault(stage, layouts)
+        if said != layouts:
+            i = next(i for i, (a, b) in enumerate(zip(said, layouts, strict=True)) if a != b)
+            raise JobError(
+                f"what crosses from stage {stage} to the next has another size than before: {layouts[i].shape}",
+                f"it was {said[i].shape}, for a microbatch of the same shape: it depends on the values",
+                "name other modules to cut at (cut=), so that it does not cross",
+            )
+        return [tensor for tensor, _ in parts], result
+
+    def _run(
         self, stage: int, root: nn.Module, given: dict[int, Tensor], received: list[Tensor], device: torch.device
     ) -> tuple[list[Tensor], Any]:
-        """What ``stage`` hands on; of the last, also what the objective returns."""
         trace, stages = self.recording.trace, self.stages
         fed = {id: given[id] for id in stages.inputs[stage]}
         if stage:

@@ -216,6 +216,10 @@ class TensorPlan:
         elements = {name: size for name, size in self.elements.items() if name in names}
         return replace(self, regions=regions, elements=elements)
 
+    def silent(self) -> "TensorPlan":
+        """Without its collectives."""
+        return replace(self, regions=tuple(replace(region, traffic=()) for region in self.regions), traffic=())
+
     @property
     def copied(self) -> tuple[str, ...]:
         """Parameters and buffers of which several ranks hold the same share."""
