@@ -8,7 +8,7 @@ KNOWN = {
     "anatomy -> axes": 1,
     "anatomy -> loss": 1,
     "axes -> exchange": 7,
-    "axes -> schedule": 7,
+    "axes -> schedule": 6,
     "axes -> server": 6,
     "checkpoint -> meshfit": 1,
     "comm -> axes": 2,

@@ -39,7 +39,6 @@ from meshfit.cost import Cost
 from meshfit.exchange import across, allreduce, local
 from meshfit.exchange.probe_optimizer import state_bytes
 from meshfit.plan import Plan
-from meshfit.schedule.actions import stages_of
 from meshfit.server import cost as serving
 from meshfit.server import worker_group as crew
 from meshfit.server.cost import Payload
@@ -81,8 +80,7 @@ def cost(
         trace, added, alive = pipe.cost(trace, stage, sent=None if stages is None else stages.sent)
         total += added
     if stages is not None:
-        own = stages_of(plan.schedule, plan.pipeline, pipe.stages // plan.pipeline, stage)
-        total += stages.cost(own, microbatches=plan.microbatches, wide=_wide(whole))
+        total += stages.cost(pipe.stages_of(stage), microbatches=plan.microbatches, wide=_wide(whole))
         split = None if split is None else split.silent()
         sequence = None if sequence is None else replace(sequence, traffic=())
     if plan.pipeline > 1:

@@ -29,7 +29,6 @@ from meshfit.axes.tensor.twin import Uncopied
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
-from meshfit.schedule.actions import stages_of
 
 Objective = Callable[[nn.Module, Any], Any]
 
@@ -287,7 +286,7 @@ def _staged(
     if not plan.cuts:
         return found
     assert staged.trace is not None
-    stages = [stages_of(pipe.word, pipe.degree, pipe.stages // pipe.degree, rank) for rank in range(pipe.degree)]
+    stages = [pipe.stages_of(rank) for rank in range(pipe.degree)]
     every = [{name for stage in own for name in staged.split.parameters[stage]} for own in stages]
     cut = pipe.cut_of(staged.trace)
     all_of_them = staged.trace.parameters

@@ -25,13 +25,9 @@ from torch import Tensor
 
 from meshfit.axes.mesh import destroy, groups
 from meshfit.axes.pipeline.program import Layout
-from meshfit.errors import JobError
 from meshfit.events import current
 
 ALIGN = 64
-HEADER = 2048
-"""Bytes of a header for each tensor."""
-
 TAGS = 2**15
 
 
@@ -68,6 +64,17 @@ class Transport:
         work = self._issue(self._operation(dist.isend, buffer, target))
         self._sending = [(w, kept) for w, kept in self._sending if not w.is_completed()]
         self._sending.append((work, buffer))
+
+    def announce(self, layouts: Sequence[Layout], target: int) -> None:
+        """Say what the messages will hold: once, before the first."""
+        said = header(layouts)
+        self.send(torch.tensor([said.numel()]).view(torch.uint8), target)
+        self.send(said, target)
+
+    def hear(self, source: int) -> tuple[Layout, ...]:
+        """What ``source`` announces."""
+        size = self.take(self.receive(8, source)).cpu().view(torch.int64)
+        return read_header(self.take(self.receive(int(size), source)))
 
     def receive(self, size: int, source: int) -> Pending:
         """``size`` bytes; ask ``take`` for them."""
@@ -164,20 +171,10 @@ def unpacked(buffer: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
     return found
 
 
-def header_size(values: int) -> int:
-    return values * HEADER
-
-
 def header(layouts: Sequence[Layout]) -> Tensor:
     """``layouts`` as bytes."""
-    said = pickle.dumps(tuple(layouts))
-    if len(said) > header_size(len(layouts)):
-        raise JobError(
-            f"{len(layouts)} tensors cross from stage to stage, and what they are takes {len(said):,} bytes to say",
-            f"{HEADER:,} a tensor are the most: has one of them very many dims, or very many ranks?",
-        )
-    return torch.frombuffer(bytearray(said.ljust(header_size(len(layouts)), b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pickle.dumps(tuple(layouts))), dtype=torch.uint8)
 
 
 def read_header(buffer: Tensor) -> tuple[Layout, ...]:
-    return pickle.loads(buffer.numpy().tobytes())
+    return pickle.loads(buffer.cpu().numpy().tobytes())

@@ -30,11 +30,8 @@ from meshfit.axes.tensor.ops import Group
 from meshfit.comm.transport import (
     Pending,
     Transport,
-    header,
-    header_size,
     packed,
     packed_size,
-    read_header,
     unpacked,
 )
 from meshfit.data.loader import Batch, Microbatch
@@ -240,7 +237,7 @@ class _Stages:
 
     def send_forward(self, program: Program, stage: int, tensors: list[Tensor], target: int) -> None:
         if tensors and stage not in program.announced:
-            self.transport.send(header(program.layouts[stage]), target)
+            self.transport.announce(program.layouts[stage], target)
         program.announced.add(stage)
         self.transport.send(packed(tensors), target)
 
@@ -258,10 +255,7 @@ class _Stages:
         if kind == BACKWARD:  # gradients of what the stage before handed on
             return tuple(layout for layout in program.layouts[stage - 1] if layout.needs_grad)
         if stage not in program.layouts:
-            crossing, read = len(program.stages.cuts[stage].crossing), ()
-            if crossing:
-                read = read_header(self.transport.take(self.transport.receive(header_size(crossing), source)).cpu())
-            program.layouts[stage] = read
+            program.layouts[stage] = self.transport.hear(source) if program.stages.cuts[stage].crossing else ()
         return program.layouts[stage]
 
 

@@ -65,6 +65,10 @@ class Pipeline:
     def stages(self) -> int:
         return self.degree * (self.chunks or usual_chunks(self.word))
 
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds."""
+        return stages_of(self.word, self.degree, self.stages // self.degree, rank)
+
     @cached_property
     def schedule(self) -> Schedule:
         """Refuses what the schedule cannot take."""
@@ -122,7 +126,7 @@ class Pipeline:
     def apply(self, model: nn.Module, found: "Found", rank: int, *, drop: bool = True) -> "Staged":
         """Keep this rank's part of ``model``. With ``drop`` the rest of it is let go at once: those parameters have no
         elements any more."""
-        split, own = found.split, stages_of(self.word, self.degree, self.stages // self.degree, rank)
+        split, own = found.split, self.stages_of(rank)
         if split.stages != self.stages:
             raise PlanError(f"the split has {split.stages} stages, the plan {self.stages}")
         skeleton = twin(model, meta=True)
@@ -147,7 +151,7 @@ class Pipeline:
         their most, over those of one microbatch. ``sent``: bytes from one stage to another, where that is not what the
         trace says."""
         found = found or self.cut_of(trace)
-        own = stages_of(self.word, self.degree, self.stages // self.degree, rank)
+        own = self.stages_of(rank)
         mine = part_of_trace(trace, found, own)
 
         def crossing(stage: int, to: int) -> int:
@@ -252,7 +256,7 @@ class Staged:
         self.pipeline, self.found, self.rank, self.skeleton, self.model = pipeline, found, rank, skeleton, model
         self.part = part
         """A plain module that holds this rank's parameters and buffers, under their original names."""
-        self.stages = stages_of(pipeline.word, pipeline.degree, pipeline.stages // pipeline.degree, rank)
+        self.stages = pipeline.stages_of(rank)
 
     @property
     def last(self) -> bool:
