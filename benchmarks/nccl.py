@@ -96,11 +96,15 @@ def cells() -> list[Cell]:
         "data=2 pipeline=2 schedule=zbv microbatches=4",
         "shard=2 pipeline=2 microbatches=4",
         "tensor=2 pipeline=2 microbatches=4",
+        "tensor=2 sequence=split pipeline=2 microbatches=4",
+        "context=2 pipeline=2 microbatches=4",
+        "context=2 pipeline=2 schedule=zbv microbatches=4",
     ]
     mixed = [Cell(plan) for plan in many] + [Cell("data=2 expert=2", "mixture"), Cell("data=2 branch=2", "ensemble")]
     found += mixed
     for cell in mixed:  # pipelines with messages that no buffer of NCCL's can hold: both ends must come
-        large = "pipeline" in cell.plan and "tensor" not in cell.plan  # the planning of that takes a minute
+        planned = "tensor" in cell.plan or "context" in cell.plan  # the planning of that takes a minute
+        large = "pipeline" in cell.plan and not planned
         found.append(Cell(cell.plan, "wide" if large else cell.model, one_queue=True))
     for how in ("evaluate", "resume"):
         found += [Cell(plan, how=how) for plan in ("data=2", "shard=2", "tensor=2", "pipeline=2 microbatches=4")]

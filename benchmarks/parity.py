@@ -125,6 +125,9 @@ TRIALS = (
     Trial(axis="schedule", plan="shard=2 pipeline=2 microbatches=2"),
     Trial(axis="schedule", plan="tensor=2 pipeline=2 microbatches=2"),
     Trial(axis="schedule", plan="data=2 tensor=2 pipeline=2 microbatches=2"),
+    Trial(axis="schedule", plan="tensor=2 sequence=split pipeline=2 microbatches=2"),
+    Trial(axis="schedule", plan="context=2 pipeline=2 microbatches=2", models=WITH_SEQUENCES),
+    Trial(axis="schedule", plan="context=2 tensor=2 pipeline=2 microbatches=2", models=WITH_SEQUENCES),
     Trial(axis="more", plan="context=2", samples=30, models=WITH_SEQUENCES),
     Trial(axis="more", plan="context=3", samples=18, models=WITH_SEQUENCES),  # sequences of 16 and 17: uneven parts
     Trial(axis="more", plan="context=4", samples=30, models=WITH_SEQUENCES),
