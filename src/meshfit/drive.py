@@ -42,6 +42,7 @@ from meshfit.server import process as serve
 from meshfit.server import run as served
 from meshfit.step import Step
 from meshfit.torch_private import COMPILER
+from meshfit.turns import Turn, alone, in_one_turn, in_turns
 
 RANK_MODULES = (COMPILER, "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
 LEAVE_SECONDS = 10.0  # in which workers that joined may leave, at the end
@@ -69,6 +70,11 @@ Tap = Callable[[Run], None]
 
 def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
+    with alone():
+        return _begun(job, lockstep, tap)
+
+
+def _begun(job: Job, lockstep: bool, tap: Tap | None) -> "Training":
     if job.join is not None:
         from meshfit.server.join import Joined
 
@@ -163,12 +169,16 @@ class Here(Training):
             dist.broadcast_object_list(found)
         (self.folder,) = found
 
+    def __iter__(self) -> Iterator[Step]:
+        self._iterator = in_turns(Turn(self.world.device, world=self.world.size > 1), self._steps())
+        return self._iterator
+
     def _steps(self) -> Generator[Step, None, None]:
         from meshfit.loop import train
 
         saves = self.folder if self.job.checkpoint is not None else None
         watching = watched(self.world.rank, self.world.size, self.job.timeout)
-        with graceful_stop(saves, first=self.writes) as gently, _as_found(self.model, self.world), watching:
+        with graceful_stop(saves, first=self.writes) as gently, _as_found(self.model), watching:
             kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
             run = kind(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
             self.notes, self.last_step = [*self.said, *run.notes], run.last_step
@@ -191,14 +201,12 @@ class Here(Training):
 
 
 @contextmanager
-def _as_found(model: nn.Module, world: World) -> Iterator[None]:
-    """Afterwards the model is on its device and in its modes, and the process draws random numbers, as before."""
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model is on its device and in its modes, as before."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     modes = {module: module.training for module in model.modules()}
-    gpus = [world.device] if world.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(gpus, enabled=world.size == 1):
-            yield
+        yield
     finally:
         model.to(device)
         for module, mode in modes.items():
@@ -370,12 +378,12 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
     if given is not None and given.size > 1:
         connect(given, timeout=job.timeout)
         results: list[Any] = [None] * given.size
-        with _as_found(built.model, given):
+        with _as_found(built.model):
             dist.all_gather_object(results, work(built, given))
         return results
     if _plan(job).devices == 1:
         world = World(0, 1, job.devices.device(0))
-        with _as_found(built.model, world):
+        with in_one_turn(world.device), _as_found(built.model):
             return [work(built, world)]
     from meshfit.launch.warm import warm
 

@@ -403,8 +403,14 @@ _current = _NOBODY
 
 
 def current() -> Events:
-    """The events of the run that this process is at; of nobody, and forgotten, between runs.
+    """The events of the run whose turn it is in this process (``turns.py``); of nobody, and forgotten, between runs.
 
     For parts that are not handed any: ``with events.current().span("gather", bytes=n): ...``
     """
     return _current
+
+
+def use(events: Events | None) -> None:
+    """Let ``current()`` be ``events``; None: nobody's."""
+    global _current
+    _current = _NOBODY if events is None else events

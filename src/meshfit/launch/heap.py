@@ -15,7 +15,8 @@ MOST_MMAP_THRESHOLD = 32 * 2**20  # glibc takes no more
 
 
 def keep() -> None:
-    """From now on: give freed memory back only above 1 GiB, and take blocks up to 32 MiB from the heap."""
+    """Give freed memory back only above 1 GiB, and take blocks up to 32 MiB from the heap: for the rest of the process,
+    in all of its threads. It is never undone: glibc does not tell what was set before."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
