@@ -2,9 +2,11 @@
 
 import copy
 import sys
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import pytest
@@ -401,6 +403,58 @@ def test_functions_are_watched_however_they_are_called() -> None:
     _double(x)
     assert seen == [_Double] * 4
     assert torch.equal(x.grad, torch.full((2,), 4.0))  # type: ignore[arg-type]
+
+
+def test_functions_are_watched_in_one_thread_or_in_all() -> None:
+    seen = []
+
+    def watch(function, apply, args, kwargs):
+        seen.append(threading.get_ident())
+        return apply(*args, **kwargs)
+
+    x = torch.ones(2)
+    with ThreadPoolExecutor(1) as pool:
+        with torch_private.watched_functions(watch):
+            pool.submit(_double, x).result()
+            assert seen == []
+        with torch_private.watched_functions(watch, everywhere=True):
+            pool.submit(_double, x).result()
+        assert len(seen) == 1
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+def test_threads_of_autograd_have_the_values_of_their_caller() -> None:
+    """Deep in reentrant checkpoints backward goes on in another thread."""
+    value = torch_private.ThreadValue("test", "nobody's")
+    seen = set()
+
+    def nested(depth: int, x: torch.Tensor) -> torch.Tensor:
+        seen.add((threading.get_ident(), value.get()))
+        return torch.utils.checkpoint.checkpoint(nested, depth - 1, x * 2, use_reentrant=True) if depth else x * 2
+
+    x = torch.ones(1, requires_grad=True)
+    with value.set_to("mine"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested(70, x).sum().backward()
+    assert len({thread for thread, _ in seen}) > 1
+    assert {found for _, found in seen} == {"mine"}
+    assert value.get() == "nobody's"
+    with value.set_to("mine"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(value.get).result() == "nobody's"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_limit_of_recompiles_is_given_back() -> None:
+    from torch._dynamo import config
+
+    found = config.recompile_limit
+    first, second = torch_private.recompile_limit(found + 5), torch_private.recompile_limit(found + 9)
+    with first:
+        second.__enter__()
+        assert config.recompile_limit == found + 9
+    assert config.recompile_limit == found + 9
+    second.__exit__(None, None, None)
+    assert config.recompile_limit == found
 
 
 def test_a_node_knows_whether_backward_will_come_to_another() -> None:

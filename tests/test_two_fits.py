@@ -128,6 +128,7 @@ def _in_the_process() -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo looks at what it warns of itself
 @pytest.mark.parametrize("plan", ["data=1", "recompute=full", "compile=block", "data=2"])
 def test_nothing_is_left_of_a_training(plan: str) -> None:
     before = _in_the_process()

@@ -1,12 +1,14 @@
 """Every private or version-dependent piece of torch that meshfit uses: no other file of the package reaches for one
 (tests/test_torch_private.py holds that, and checks each piece). Supported: torch 2.11 to 2.13."""
 
+import functools
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+from meshfit.patches import replaced
 
 __all__ = ["BatchNorm", "Convolution", "Dropout", "RunningNorm"]  # base classes of all dims, with no public name
 __all__ += ["TorchDispatchMode"]  # documented, but only in this place
@@ -297,40 +301,53 @@ PRODUCT_NODES = frozenset(
 """Nodes that compute the gradients of their weights apart from those of their inputs."""
 
 
-@contextmanager
-def watched_functions(watch: Callable[..., Any]) -> Iterator[None]:
-    """Every ``autograd.Function`` that is applied within runs as ``watch(function, apply, args, kwargs)``.
+def watched_functions(watch: Callable[..., Any], *, everywhere: bool = False) -> AbstractContextManager[None]:
+    """Every ``autograd.Function`` that this thread, or one ``everywhere``, applies within runs as ``watch(function,
+    apply, args, kwargs)``.
 
     Below ``Function.apply``, which calls this: a method that was bound before (``f = MyFunction.apply`` at the top of a
     file) comes by here too."""
     level: Any = torch.autograd.function._SingleLevelFunction
-    before = level.__dict__.get("apply")
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        real: Any = getattr(super(level, cls), "apply") if before is None else before.__get__(None, cls)  # noqa: B009
-        if not issubclass(cls, torch.autograd.Function):  # one that functorch made for a level of its own
-            return real(*args, **kwargs)
-        return watch(cls, real, args, kwargs)
+    def real(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(level, cls), "apply")(*args, **kwargs)  # noqa: B009
 
-    level.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        if before is None:
-            del level.apply
-        else:
-            level.apply = before
+    def make(before: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not issubclass(cls, torch.autograd.Function):  # one that functorch made for a level of its own
+                return before(cls, *args, **kwargs)
+            return watch(cls, functools.partial(before, cls), args, kwargs)
+
+        return apply
+
+    return replaced(level, "apply", make, everywhere=everywhere, bind=classmethod, real=real)
 
 
-@contextmanager
-def batches_of_one() -> Iterator[None]:
-    """Within it ``F.batch_norm`` takes a single value a channel."""
-    functional: Any = torch.nn.functional
-    check, functional._verify_batch_size = functional._verify_batch_size, lambda size: None
-    try:
-        yield
-    finally:
-        functional._verify_batch_size = check
+def batches_of_one() -> AbstractContextManager[None]:
+    """Within it ``F.batch_norm`` of this thread takes a single value a channel."""
+    return replaced(torch.nn.functional, "_verify_batch_size", lambda before: lambda size: None)
+
+
+T = TypeVar("T")
+
+
+class ThreadValue(Generic[T]):
+    """A value for each thread; autograd's threads have that of the thread that called backward. ``name`` is unique."""
+
+    def __init__(self, name: str, default: T):
+        self._name, self._default = f"meshfit.{name}", default
+
+    def get(self) -> T:
+        return torch._C._get_obj_in_tls(self._name) if torch._C._is_key_in_tls(self._name) else self._default
+
+    @contextmanager
+    def set_to(self, value: T) -> Iterator[None]:
+        before = self.get()
+        torch._C._stash_obj_in_tls(self._name, value)
+        try:
+            yield
+        finally:
+            torch._C._stash_obj_in_tls(self._name, before)
 
 
 # Compilation
@@ -339,11 +356,29 @@ COMPILER = "torch._dynamo"
 """Takes a second to import, and building an optimizer imports it."""
 
 
-def raise_recompile_limit(least: int) -> None:
-    """Past the limit torch silently leaves code as it is."""
+_limits: list[int] = []
+_limiting = threading.Lock()
+
+
+@contextmanager
+def recompile_limit(least: int) -> Iterator[None]:
+    """Within it code is compiled anew ``least`` times if need be, in all threads: past its limit torch silently leaves
+    code as it is."""
     from torch._dynamo import config
 
-    config.recompile_limit = max(config.recompile_limit, least)
+    with _limiting:
+        if not _limits:
+            _limits.append(config.recompile_limit)  # as it was found
+        _limits.append(least)
+        config.recompile_limit = max(_limits)
+    try:
+        yield
+    finally:
+        with _limiting:
+            _limits.remove(least)
+            config.recompile_limit = max(_limits)
+            if len(_limits) == 1:
+                _limits.clear()
 
 
 # Process groups

@@ -35,6 +35,7 @@ from meshfit.anatomy.replay import Recording
 from meshfit.anatomy.trace import Cost, Dynamic
 from meshfit.data import tree
 from meshfit.loss.objective import call
+from meshfit.patches import replaced
 from meshfit.torch_private import COMPILER
 
 __all__ = ["Meter", "Recording", "TraceError", "record"]
@@ -302,12 +303,9 @@ def _seed(seed: int) -> None:
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
     """Tell libraries that they are being compiled: they then take the path that looks at no values."""
-    was = torch.compiler.is_compiling, torch.compiler.is_exporting
-    torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: True
-    try:
+    yes = lambda real: lambda: True
+    with replaced(torch.compiler, "is_compiling", yes), replaced(torch.compiler, "is_exporting", yes):
         yield
-    finally:
-        torch.compiler.is_compiling, torch.compiler.is_exporting = was
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:

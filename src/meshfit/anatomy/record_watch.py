@@ -10,6 +10,7 @@ import                    a module that a forward imports makes its constants fo
 import builtins
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from meshfit.anatomy.record_forward import Recorder, first_line
 from meshfit.anatomy.record_known import OWN, GlueError
 from meshfit.anatomy.record_program import Apply
+from meshfit.patches import replaced
 from meshfit.torch_private import TorchDispatchMode, watched_functions, without_torch_function
 
 
@@ -38,10 +40,9 @@ class Operators(TorchDispatchMode):
 
 @contextlib.contextmanager
 def watched(recorder: Recorder) -> Iterator[None]:
-    """Let ``recorder`` see the calls of modules and functions made within."""
-    module_call, module_set = nn.Module.__call__, nn.Module.__setattr__
+    """Let ``recorder`` see the calls of modules and functions that this thread makes within."""
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(module_call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = None if recorder.busy else recorder.paths.get(id(module))
         if path is None:
             return module_call(module, *args, **kwargs)
@@ -70,27 +71,25 @@ def watched(recorder: Recorder) -> Iterator[None]:
         with torch.set_grad_enabled(any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)):
             return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
 
-    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    def set_attribute(module_set: Callable[..., Any], module: nn.Module, name: str, value: Any) -> None:
         path = None if recorder.busy else recorder.paths.get(id(module))
         if path is not None:
             recorder.set(path, name, value)
         module_set(module, name, value)
 
-    import_module = builtins.__import__
-
-    def imported(*args: Any, **kwargs: Any) -> Any:
+    def imported(import_module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with without_torch_function():  # nor is meta the default device here
             return import_module(*args, **kwargs)
 
-    builtins.__import__ = imported
-    nn.Module.__call__ = call
-    nn.Module.__setattr__ = set_attribute  # type: ignore[assignment]
-    try:
-        with watched_functions(applied), Operators(recorder), recorder:
-            yield
-    finally:
-        nn.Module.__call__, nn.Module.__setattr__ = module_call, module_set
-        builtins.__import__ = import_module
+    with (
+        replaced(builtins, "__import__", lambda real: partial(imported, real)),
+        replaced(nn.Module, "__call__", lambda real: partial(call, real)),
+        replaced(nn.Module, "__setattr__", lambda real: partial(set_attribute, real)),
+        watched_functions(applied),
+        Operators(recorder),
+        recorder,
+    ):
+        yield
 
 
 def line_of(error: BaseException) -> str:

@@ -9,6 +9,7 @@ ranks) the whole cannot be compiled, but its blocks can: those without such a Ba
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.forward import wrap
 from meshfit.launch.peak import peak_flops
-from meshfit.torch_private import raise_recompile_limit
+from meshfit.torch_private import recompile_limit
 
 # What compiling costs and saves: a guess, on the careful side of the one model measured (a 124M GPT on one H200:
 # about 30 s more to start, a quarter of the time saved).
@@ -58,9 +59,10 @@ class Compile:
 class Blocks:
     """Blocks of a model that run compiled from when they are told to."""
 
-    def __init__(self, model: nn.Module, paths: tuple[str, ...]):
-        """Goes around the blocks' own forwards: before anything else does."""
-        self.count = len(paths)
+    def __init__(self, model: nn.Module, paths: tuple[str, ...], until: ExitStack):
+        """Goes around the blocks' own forwards: before anything else does. What they need of the process is given back
+        with ``until``."""
+        self.count, self._until = len(paths), until
         self._compiled = False
         for path in paths:
             wrap(model.get_submodule(path), self._around)
@@ -69,7 +71,7 @@ class Blocks:
         """From now on. Nothing is compiled before a block is called."""
         # Blocks share their code, and torch compiles it anew for each that differs in a number (its place, say); past
         # the limit it would silently leave the rest as they are.
-        raise_recompile_limit(self.count + 8)
+        self._until.enter_context(recompile_limit(self.count + 8))
         self._compiled = True
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:

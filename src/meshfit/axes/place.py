@@ -306,7 +306,7 @@ def place(
     if plan.buffers == "exact" and check_buffers.splits(plan):
         placed.buffers = Buffers(model, written, mesh.batch, microbatches=plan.microbatches)
     if in_blocks and found.compiled:
-        placed.compiled = Blocks(model, found.compiled)
+        placed.compiled = Blocks(model, found.compiled, placed.guards)
     if found.tensor is not None:
         assert mesh.tensor is not None
         buffers_to(model, device)  # moved after they were cut they would be other objects, and not known as cut

@@ -60,7 +60,7 @@ def over(group: meeting.Group | None) -> Callable[[Tensor], Tensor] | None:
 
     def act(tensor: Tensor) -> Tensor:
         mine = gathered_output(whole_output(tensor))
-        return meeting.rows(mine[: None if batchnorm._counted else 0], group)
+        return meeting.rows(mine[: None if batchnorm.counted() else 0], group)
 
     return act
 

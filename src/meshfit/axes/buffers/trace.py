@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from meshfit.anatomy.aten import WRITES
-from meshfit.torch_private import TorchDispatchMode, schema_of, storage_id, tree_flatten, tree_leaves, tree_unflatten
+from meshfit.torch_private import (
+    ThreadValue,
+    TorchDispatchMode,
+    schema_of,
+    storage_id,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 SUM, MEAN, MAX, MIN = "sum", "mean", "max", "min"
 SAME = ("aten.detach.default", "aten.alias.default")
@@ -167,25 +175,21 @@ class Opaque(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator["Self"]:
-        _active.append(self)
-        try:
-            with self:
-                yield self
-        finally:
-            _active.pop()
+        with _active.set_to(self), self:
+            yield self
 
 
-_active: list[Opaque] = []
-"""The call that is being watched in this process, if there is one."""
+_active: ThreadValue[Opaque | None] = ThreadValue("buffers.watched", None)
+"""The call that is being watched in this thread, if there is one."""
 
 
 def look_away(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Around the forward of a module inside one that is watched: none of its operations count as that one's."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _active or not _active[-1].looks:
+        mode = _active.get()
+        if mode is None or not mode.looks:
             return forward(*args, **kwargs)
-        mode = _active[-1]
         mode.looks = False
         try:
             result = forward(*args, **kwargs)

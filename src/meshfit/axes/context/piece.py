@@ -230,5 +230,5 @@ def guarded() -> Iterator[None]:
             args = tuple(whole(x) if isinstance(x, Piece) else x for x in args)
         return apply(*args, **kwargs)
 
-    with watched_functions(applied):
+    with watched_functions(applied, everywhere=True):
         yield

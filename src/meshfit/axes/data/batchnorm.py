@@ -7,8 +7,8 @@ same on GPUs alone.
     traffic per BatchNorm and microbatch: all_gather of 2C+1 floats, all_reduce of 2C
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,21 +20,14 @@ from meshfit.axes.forward import wrap
 from meshfit.comm import meeting
 from meshfit.cost import Cost
 from meshfit.events import current
+from meshfit.patches import replaced
 from meshfit.server.workers import Workers
-from meshfit.torch_private import BatchNorm, foreach_add, foreach_copy_
+from meshfit.torch_private import BatchNorm, ThreadValue, foreach_add, foreach_copy_
 
-_counted = True  # whether the samples in flight count; False while a rank runs a stand-in
-
-
-@contextmanager
-def counting(counted: bool) -> Iterator[None]:
-    """Within it, samples are (not) part of the batch's statistics."""
-    global _counted
-    before, _counted = _counted, counted
-    try:
-        yield
-    finally:
-        _counted = before
+_counted = ThreadValue("counted", True)
+counted, counting = _counted.get, _counted.set_to
+"""Whether the samples in flight are part of the batch's statistics: not while a rank runs a stand-in. ``with
+counting(False): ...``"""
 
 
 def batch_norms(model: nn.Module) -> list[BatchNorm]:
@@ -86,18 +79,13 @@ def cost(trace: Trace, ranks: int, microbatches: int, *, served: bool = False) -
 
 def _globally(forward: Any, group: meeting.Group) -> Any:
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        local = F.batch_norm
-
-        def batch_norm(input, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
-            if not training:
-                return local(input, mean, var, weight, bias, training, momentum, eps)
-            return _GlobalBatchNorm.apply(input, mean, var, weight, bias, momentum, eps, group)
-
-        F.batch_norm = batch_norm
-        try:
+        with replaced(F, "batch_norm", lambda local: partial(batch_norm, local)):
             return forward(*args, **kwargs)
-        finally:
-            F.batch_norm = local
+
+    def batch_norm(local, input, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+        if not training:
+            return local(input, mean, var, weight, bias, training, momentum, eps)
+        return _GlobalBatchNorm.apply(input, mean, var, weight, bias, momentum, eps, group)
 
     return run
 
@@ -109,7 +97,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         channels = x.shape[1]
         full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mean = torch.var_mean(full, axes, correction=0)
-        mine = torch.cat([mean, var, mean.new_full((1,), full.numel() / channels * _counted)])
+        mine = torch.cat([mean, var, mean.new_full((1,), full.numel() / channels * counted())])
         if not isinstance(group, Workers):  # which count for themselves
             current().moved("all_gather", mine.nbytes * meeting.place(group)[1])
         every = meeting.gather(mine, group)
@@ -122,7 +110,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
             running_var.lerp_((var * (total / (total - 1))).to(running_var.dtype), momentum)
         inverse = (var + eps).rsqrt()
         ctx.save_for_backward(x, mean, inverse, weight, total)
-        ctx.group, ctx.axes, ctx.counted = group, axes, _counted
+        ctx.group, ctx.axes, ctx.counted = group, axes, counted()
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)  # one kernel, given statistics
 
     @staticmethod

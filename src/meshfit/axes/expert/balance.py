@@ -12,7 +12,7 @@ Of several microbatches each has an auxiliary loss of its own, as on one device.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,25 +22,22 @@ from torch import Tensor, nn
 from meshfit.axes.data import batchnorm
 from meshfit.axes.forward import wrap
 from meshfit.comm import meeting
+from meshfit.patches import replaced
+from meshfit.torch_private import ThreadValue
 
 NAME = "load_balancing_loss_func"
 
-_running: set[Callable[..., Any]] = set()
-"""Functions that stand in for a library's while a forward runs."""
+_running: ThreadValue[frozenset[int]] = ThreadValue("balance.running", frozenset())
+"""Scopes in which a library's function is replaced while a forward runs."""
 
 
 @contextmanager
 def left_out(model: nn.Module) -> Iterator[None]:
     """Within it, the auxiliary losses of ``model`` are zero: whether the rest of a loss is a mean can then be tried."""
-    scopes = [scope for module in balanced(model) if (scope := _scope(module)) is not None]
-    kept = [(scope, scope[NAME]) for scope in scopes]
-    for scope, local in kept:
-        scope[NAME] = partial(_none, local)
-    try:
+    with ExitStack() as stack:
+        for scope in (_scope(module) for module in balanced(model)):
+            stack.enter_context(replaced(scope, NAME, lambda local: partial(_none, local)))
         yield
-    finally:
-        for scope, local in reversed(kept):
-            scope[NAME] = local
 
 
 def _logits(given: Any) -> bool:
@@ -78,23 +75,18 @@ def apply(model: nn.Module, group: meeting.Group) -> bool:
 
 def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: meeting.Group) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        local = scope[NAME]
-        if local in _running:  # a module around this one sees to it
+        if id(scope) in (running := _running.get()):  # a module around this one sees to it
+            return forward(*args, **kwargs)
+        with _running.set_to(running | {id(scope)}), replaced(scope, NAME, lambda local: partial(loss, local)):
             return forward(*args, **kwargs)
 
-        def loss(gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None, **more: Any):
-            if not _logits(gate_logits):
-                return local(gate_logits, num_experts, top_k, attention_mask, **more)
-            gathered = _gathered([logits for logits in gate_logits if logits is not None], attention_mask, group)
-            return local(gathered[0], num_experts, top_k, gathered[1], **more)
-
-        scope[NAME] = loss
-        _running.add(loss)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            scope[NAME] = local
-            _running.discard(loss)
+    def loss(
+        local: Any, gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None, **more: Any
+    ):
+        if not _logits(gate_logits):
+            return local(gate_logits, num_experts, top_k, attention_mask, **more)
+        gathered = _gathered([logits for logits in gate_logits if logits is not None], attention_mask, group)
+        return local(gathered[0], num_experts, top_k, gathered[1], **more)
 
     return run
 
@@ -107,6 +99,6 @@ def _gathered(
     rows = [each.reshape(-1, each.shape[-1]).to(device) for each in logits]
     if mask is not None:
         rows.append(mask.reshape(-1, 1).to(device, rows[0].dtype))
-    mine = torch.cat(rows, 1)[: None if batchnorm._counted else 0]
+    mine = torch.cat(rows, 1)[: None if batchnorm.counted() else 0]
     parts = meeting.rows(mine, group).split([each.shape[1] for each in rows], 1)
     return parts[: len(logits)], None if mask is None else parts[-1].detach().to(mask.dtype)

@@ -88,7 +88,7 @@ class Travel:
 
     def meet(self, rows: Tensor | None, counts: Tensor, calls: Tensor) -> "Journey | None":
         """``rows`` lie by expert, ``counts`` for each. None: there is nothing to be sent anywhere."""
-        said = [self.number, int(batchnorm._counted), -1, -1]
+        said = [self.number, int(batchnorm.counted()), -1, -1]
         if rows is not None:
             said[2:] = DTYPES.index(rows.dtype), rows.shape[1]
         header = torch.tensor(said, device=counts.device)

@@ -54,7 +54,7 @@ class Call:
         self._module, self._forward, self._changes, self._selective = module, forward, changes, selective
         self._given: tuple[tuple, dict[str, Any]] | None = (args, kwargs)
         self._inputs = _copied((args, kwargs))
-        self._counted, self._draws = batchnorm._counted, _draws()
+        self._counted, self._draws = batchnorm.counted(), _draws()
         self._results: list[_Result] = []
 
     def __call__(self, *tensors: Tensor) -> Any:
