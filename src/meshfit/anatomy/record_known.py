@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from meshfit import patches
 from meshfit.anatomy.record_program import (
     PLAIN,
     Device,
@@ -30,7 +31,7 @@ from meshfit.anatomy.record_program import (
 )
 from meshfit.torch_private import own_buffers, own_parameters, storage_id
 
-OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, patches.__file__)
 
 
 class Source(Flag):
