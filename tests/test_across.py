@@ -15,6 +15,7 @@ from meshfit.axes.mesh import Mesh
 from meshfit.plan import Plan
 from tests import ranked, traps
 from tests.distributed import distributed
+from tests.few import more
 from tests.ranked import SGD, X, Y, assert_alike, built, trained
 
 cloudpickle.register_pickle_by_value(traps)
@@ -31,7 +32,10 @@ DIAGONAL = {
 }
 
 
-@pytest.mark.parametrize(("plan", "name"), [(plan, name) for plan, names in DIAGONAL.items() for name in names])
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [more(plan, name) if name == "swin" else (plan, name) for plan, names in DIAGONAL.items() for name in names],
+)
 def test_trains_like_one_device(plan: str, name: str) -> None:
     case = ZOO[name]
     verdict = meshfit.verify(

@@ -26,6 +26,7 @@ from meshfit.launch.world import World
 from meshfit.plan import Plan
 from meshfit.run import Run
 from tests.distributed import distributed
+from tests.few import every_other
 from tests.ranked import SGD, assert_alike, trained
 
 
@@ -176,8 +177,11 @@ def test_trains_like_one_device(plan: str) -> None:
     @distributed(world=Plan.parse(plan).devices, timeout=200)
     def run(plan: str) -> None:
         like = "data=1 microbatches=2" if "micro" in plan else "data=1"
-        alone = [SharedNorm, TrunkNorm] if "micro" in plan else []  # of the last two samples, each would have one
-        for make in (make for make in MODELS if make not in alone):
+        few = {  # no BatchNorm with microbatches: of the last two samples, each would have one
+            "branch=2 microbatches=2": (Towers, Detached, TwoGroups, TiedToTrunk),
+            "branch=2 data=2": (Towers, SharedNorm, TrunkNorm, InPlace),
+        }
+        for make in few.get(plan, MODELS):
             assert_alike(make, plan, like=like, optimizer=SGD, clip=0.5)
 
     run(plan=plan)
@@ -190,18 +194,17 @@ def test_three_ranks() -> None:
     assert min(run.placed.apart.found.dealt.loads) > 0.1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "branch=2 recompute=full",
-        "branch=2 offload=optimizer",
-        "branch=2 precision=bf16",
-        "branch=2 shard=2 recompute=full",
-        "branch=2 tensor=2 microbatches=2",
-        "branch=2 tensor=2 shard=2",
-    ],
-)
-@pytest.mark.parametrize("name", ["siamese", "tied-heads"])
+REST = [
+    "branch=2 recompute=full",
+    "branch=2 offload=optimizer",
+    "branch=2 precision=bf16",
+    "branch=2 shard=2 recompute=full",
+    "branch=2 tensor=2 microbatches=2",
+    "branch=2 tensor=2 shard=2",
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), every_other(["siamese", "tied-heads"], REST))
 def test_with_the_rest_of_the_plan(name: str, plan: str) -> None:
     case = BRANCHES[name]
     how = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3), "batch_size": 8, "clip": 1.0}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import meshfit
 from meshfit.axes.buffers.find import Written, find
 from meshfit.errors import PlanError
+from tests.few import more
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(3))
 Y = (X[:, 0] > 0).long()
@@ -153,11 +154,11 @@ def assert_alone(result: meshfit.Result, model: Callable[[], nn.Module]) -> None
 @pytest.mark.parametrize(
     "plan",
     [
-        "data=2",
+        more("data=2"),
         "data=3",
-        "microbatches=2",
+        more("microbatches=2"),
         "microbatches=3 recompute=full",
-        "pipeline=2 microbatches=2",
+        more("pipeline=2 microbatches=2"),
         "data=2 pipeline=2 microbatches=4",
         "server=1 data=2",
     ],

@@ -29,6 +29,7 @@ from meshfit.loop import train
 from meshfit.run import Run
 from tests import traps
 from tests.distributed import distributed
+from tests.few import every_other
 from tests.ranked import ADAMW, SGD, X, Y, built
 
 cloudpickle.register_pickle_by_value(traps)
@@ -167,8 +168,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("plan", ["data=2", "shard=2", "shard=2 zero=1", "shard=2 zero=2 microbatches=2"])
+@pytest.mark.parametrize(
+    ("model", "plan"), every_other(MODELS, ["data=2", "shard=2", "shard=2 zero=1", "shard=2 zero=2 microbatches=2"])
+)
 @distributed(world=2)
 def test_there_and_back(model: str, plan: str, tmp_path: Path) -> None:
     """Saved and loaded under a plan; loaded alone from it, saved alone, loaded under it again: not a bit changes."""

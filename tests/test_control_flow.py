@@ -17,6 +17,7 @@ from meshfit.axes.shard.lockstep import GATHER, SCATTER, Lockstep, Meeting, _ahe
 from meshfit.errors import PlanError
 from tests import traps
 from tests.distributed import distributed
+from tests.few import every_other
 from tests.ranked import SGD, X, Y, assert_alike, built, trained
 
 cloudpickle.register_pickle_by_value(traps)
@@ -53,9 +54,11 @@ class Loops(Uneven):
         return self.last(x)
 
 
-@pytest.mark.parametrize("make", [Drops, Loops])
 @pytest.mark.parametrize(
-    "plan", ["shard=2", "shard=2 microbatches=2 recompute=full", "shard=2 zero=2", "shard=2 zero=1"]
+    ("make", "plan"),
+    every_other(
+        [Drops, Loops], ["shard=2", "shard=2 microbatches=2 recompute=full", "shard=2 zero=2", "shard=2 zero=1"]
+    ),
 )
 @distributed(world=2)
 def test_sharded_units_are_gathered_in_each_ranks_own_order(make: Any, plan: str) -> None:
@@ -92,8 +95,9 @@ class Exits(Halts):
     exits = True
 
 
-@pytest.mark.parametrize("plan", ["data=2", "shard=2", "shard=2 zero=1", "tensor=2"])
-@pytest.mark.parametrize("make", [Halts, Exits])
+@pytest.mark.parametrize(
+    ("make", "plan"), every_other([Halts, Exits], ["data=2", "shard=2", "shard=2 zero=1", "tensor=2"])
+)
 @distributed(world=2)
 def test_adaptive_depth_trains_like_one_device(make: Any, plan: str) -> None:
     # sorted by depth, so that ranks differ; evaluated after every step

@@ -28,6 +28,7 @@ from meshfit.plan import Plan
 from meshfit.step import Step
 from meshfit.verify import Verdict
 from tests import small
+from tests.few import every_other
 from tests.small import SCHEDULED, X, Y, assert_same, losses, slowly
 
 
@@ -42,8 +43,10 @@ def with_batchnorm() -> nn.Module:
 fit = partial(small.fit, model=build)
 
 
-@pytest.mark.parametrize("plan", ["server=1 data=3", "server=2 data=2", "server=1 data=2 microbatches=2", "server=1"])
-@pytest.mark.parametrize("how", [{}, SCHEDULED], ids=["plain", "scheduled"])
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    every_other(["server=1 data=3", "server=2 data=2", "server=1 data=2 microbatches=2", "server=1"], [{}, SCHEDULED]),
+)
 def test_servers_in_step_train_like_one_device(plan: str, how: dict[str, Any]) -> None:
     alone, spread = fit("data=1", **how), fit(plan, **how)
     assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
@@ -258,8 +261,7 @@ def dying(at: int, mark: Path) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("plan", ["server=1 data=3", "server=2 data=2"])
-@pytest.mark.parametrize("over", ["pair", "samples"])
+@pytest.mark.parametrize(("plan", "over"), every_other(["server=1 data=3", "server=2 data=2"], ["pair", "samples"]))
 def test_a_step_is_averaged_over_those_left(plan: str, over: str, tmp_path: Path) -> None:
     """Step 4 is that of one device over the samples of the others, all steps after it are of the whole batch."""
     pair = dying(4, tmp_path / "died")
@@ -369,8 +371,9 @@ def test_what_a_server_raises_is_told() -> None:
 # Checkpoints
 
 
-@pytest.mark.parametrize("first", ["server=2 data=2", "data=2", "server=1 data=2 ema"])
-@pytest.mark.parametrize("then", ["server=1 data=3", "data=1"])
+@pytest.mark.parametrize(
+    ("first", "then"), every_other(["server=2 data=2", "data=2", "server=1 data=2 ema"], ["data=1", "server=1 data=3"])
+)
 def test_resumes_under_another_plan(first: str, then: str, tmp_path: Path) -> None:
     how = SCHEDULED | {"ema": 0.9 if "ema" in first else None}
     out = tmp_path / "run"

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshfit
 from meshfit.best import Best
+from tests.few import every_other
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -337,8 +338,7 @@ def alone(case: str) -> meshfit.Result:
     return fit(**CASES[case])
 
 
-@pytest.mark.parametrize("plan", ["data=2", "data=3 microbatches=2"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "plan"), every_other(CASES, ["data=3 microbatches=2", "data=2"]))
 def test_many_devices_train_like_one(case: str, plan: str):
     want = alone(case)
     if "microbatches" in plan and case == "batchnorm":

@@ -12,6 +12,7 @@ import meshfit
 from meshfit.anatomy.record import record
 from meshfit.anatomy.replay import replay
 from meshfit.errors import MeshfitError
+from tests.few import every_other
 
 X = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(12, 2, generator=torch.Generator().manual_seed(1))
@@ -159,9 +160,11 @@ def test_requires_grad_is_recorded() -> None:
     torch.testing.assert_close(replay(record(model, X, share=0.0), model, X), model(X))
 
 
-@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize(
-    "plan", ["shard=2 zero=3", "shard=2 zero=1", "shard=2 zero=2 microbatches=2", "offload=parameters"]
+    ("plan", "kept"),
+    every_other(
+        ["shard=2 zero=3", "shard=2 zero=1", "shard=2 zero=2 microbatches=2", "offload=parameters"], [True, False]
+    ),
 )
 def test_gradients_that_a_function_asks_autograd_for_reach_the_shards(plan: str, kept: bool) -> None:
     assert_like_one_device(plan, Solver, kept)

@@ -14,6 +14,7 @@ from meshfit.axes.pipeline.axis import Found, Pipeline, Staged, part_of_trace
 from meshfit.axes.pipeline.cut import Shell
 from meshfit.errors import PlanError
 from meshfit.loss.objective import Objective
+from tests.few import few
 from tests.ranked import built
 
 CPU = torch.device("cpu")
@@ -202,7 +203,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         found(nn.Linear(8, 8), 9)
 
 
-@pytest.mark.parametrize("name", ["unet-diffusers", "t5", "gpt2", "resnet10"])
+@pytest.mark.parametrize("name", few(["unet-diffusers", "t5", "gpt2", "resnet10"], "t5", "gpt2"))
 def test_real_models(name: str) -> None:
     case = zoo.ZOO[name]
     with warnings.catch_warnings():

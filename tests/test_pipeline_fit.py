@@ -20,6 +20,7 @@ from meshfit.plan import Plan
 from meshfit.run import Run
 from tests import ranked, traps
 from tests.distributed import distributed
+from tests.few import more
 from tests.ranked import SGD, X, Y, assert_alike, built, trained
 
 cloudpickle.register_pickle_by_value(traps)
@@ -42,7 +43,13 @@ DIAGONAL = {
 }
 
 
-@pytest.mark.parametrize(("plan", "name"), [(plan, name) for plan, names in DIAGONAL.items() for name in names])
+MORE = {"resnet10", "unet-diffusers", "swin", "bert"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [more(plan, name) if name in MORE else (plan, name) for plan, names in DIAGONAL.items() for name in names],
+)
 def test_trains_like_one_device(plan: str, name: str) -> None:
     case = ZOO[name]
     verdict = meshfit.verify(
