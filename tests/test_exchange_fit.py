@@ -28,7 +28,7 @@ from meshfit.plan import Plan
 from meshfit.step import Step
 from meshfit.verify import Verdict
 from tests import small
-from tests.few import every_other
+from tests.few import every_other, more
 from tests.small import SCHEDULED, X, Y, assert_same, losses, slowly
 
 
@@ -213,7 +213,7 @@ def killing(which: int, at: int) -> Any:
     return kill
 
 
-@pytest.mark.parametrize(("plan", "which"), [("server=1 data=2", 1), ("server=2 data=3", 0)])
+@pytest.mark.parametrize(("plan", "which"), [more("server=1 data=2", 1), ("server=2 data=3", 0)])
 def test_a_worker_killed_in_step_is_not_missed(plan: str, which: int) -> None:
     alone = fit("data=1", steps=40)
     spread = fit(plan, steps=40, loss=slowly, callbacks=killing(which, 5))
@@ -234,7 +234,7 @@ def test_a_worker_killed_apart_is_not_missed() -> None:
     assert spread.history[-1].step == 60
 
 
-@pytest.mark.parametrize(("plan", "which"), [("server=1 data=2", 2), ("server=2 data=2", 3)])
+@pytest.mark.parametrize(("plan", "which"), [more("server=1 data=2", 2), ("server=2 data=2", 3)])
 def test_a_server_killed_goes_on_from_its_snapshot(plan: str, which: int) -> None:
     alone = fit("data=1", steps=40)
     spread = fit(plan, steps=40, loss=slowly, callbacks=killing(which, 14))
@@ -286,7 +286,7 @@ def test_a_step_is_averaged_over_those_left(plan: str, over: str, tmp_path: Path
         torch.testing.assert_close(spread.model.state_dict()[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("lost", ["redo", "average"])
+@pytest.mark.parametrize("lost", ["redo", more("average")])
 def test_a_worker_killed_under_batchnorm_over_all_is_not_missed(lost: str, tmp_path: Path) -> None:
     """It dies between two meetings: nobody can go on without it, so the step is done again in either case."""
     how = {"model": with_batchnorm, "data": (X[:48], Y[:48])}
@@ -311,7 +311,7 @@ class Fatal:
         return (outputs.argmax(1) == targets).float()
 
 
-@pytest.mark.parametrize("evaluation", [1, 5, 6])
+@pytest.mark.parametrize("evaluation", [1, more(5), 6])
 def test_the_first_worker_passes_its_duties_on(evaluation: int, tmp_path: Path) -> None:
     """Killed in the middle of an evaluation, the last one too: the next makes it, and knows the best so far."""
     how: dict[str, Any] = {"valid": (X, Y), "valid_every": 2, "best": "-loss", "checkpoint": 5, "ema": 0.5}
