@@ -38,7 +38,7 @@ from meshfit.axes.precision import Precision
 from meshfit.comm.transport import Transport
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.errors import PlanError
-from meshfit.exchange.across import Across, Spread
+from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
@@ -102,15 +102,15 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
     x = torch.randn(size.samples, size.width)
     names = tuple(f"layers.{i}" for i in range(0, len(model.layers), len(model.layers) // pipeline.stages))[1:]
     pipeline = Pipeline(degree=world.size, word=word, microbatches=microbatches, cut=names)
-    staged = pipeline.apply(model, pipeline.find(model, objective, (x[:4], x[:4]), device="cpu"), world.rank)
     group = dist.group.WORLD
     assert group is not None
+    where = pipeline.find(model, objective, (x[:4], x[:4]), device="cpu")
+    staged = pipeline.apply(model, where, world.rank, group)
     exchange = Across(
-        AllReduce(staged.part.parameters(), None, CPU),
-        Spread(tied=staged.tied, line=group),
-        staged.part,
+        AllReduce(staged.model.parameters(), None, CPU),
+        [staged],
+        staged.model,
         CPU,
-        copies=1,
         loss_replicas=1,
     )
     run = Pipelined(

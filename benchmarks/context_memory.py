@@ -33,7 +33,7 @@ def foretold(case: Case, plan: Plan) -> int:
     trace, optimizer = trace_of(case)
     step = lambda model, batch: as_number(objective(model, batch))
     sequence = plan_context(case.build().train(), step, case.data(SAMPLES), plan.context)
-    return cost(plan, trace, optimizer, sequence=sequence).held["activations"]
+    return cost(plan, trace, optimizer, found={"context": sequence}).held["activations"]
 
 
 def main() -> int:

@@ -93,7 +93,7 @@ def _flops(run: Run) -> tuple[int, int]:
 def _watched(job: Job, world: World) -> dict[str, Any]:
     whole = {name: p.nbytes for name, p in job.build().named_parameters()}
     run = Run(job, world)
-    (parts,) = run.placed.parts
+    parts = run.placed.layers["tensor"]
     cut = [name for name, p in run.model.named_parameters() if parts.is_cut(p)]
     batch = next(iter(run.batches()))
     with Collectives() as forward:
@@ -119,8 +119,7 @@ def _foretold(job: Job, run: Run, batch: Any) -> int | None:
     trace = traced(model, job.objective, batch, device="cpu")
     if isinstance(trace, TraceError):
         return None
-    (parts,) = run.placed.parts
-    found = cost(run.plan, trace, run.optimizer, split=parts.plan)
+    found = cost(run.plan, trace, run.optimizer, found=run.placed.found)
     return sum(found.moved.values())
 
 

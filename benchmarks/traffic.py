@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.collectives import Collectives
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.costs import cost
-from meshfit.axes.find import pipeline_of, traced
+from meshfit.axes.pipeline.axis import pipeline_of
+from meshfit.axes.shard.units import traced
 from meshfit.drive import begin
 from meshfit.job import Job
 from meshfit.plan import Plan
@@ -134,8 +135,7 @@ def foretold(run: Run, model: nn.Module) -> int:
     else:
         trace = traced(model, job.objective, content, device="cpu")
     assert isinstance(trace, Trace), trace
-    split = next((parts.plan for parts in run.placed.parts), None)
-    found = cost(plan, trace, torch.optim.AdamW(model.parameters()), split=split, stage=run.mesh.stage)
+    found = cost(plan, trace, torch.optim.AdamW(model.parameters()), found=run.placed.found, place=run.mesh.place)
     return sum(found.moved.values())
 
 

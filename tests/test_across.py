@@ -78,7 +78,7 @@ def test_hostile_models(plan: str) -> None:
 def test_ranks_of_one_operation_see_the_same_samples() -> None:
     mesh = Mesh.of(Plan.parse("data=2 tensor=2"), dist.get_rank(), 4)
     assert mesh.share == dist.get_rank() // 2
-    assert dist.get_process_group_ranks(mesh.tensor) == [[0, 1], [2, 3]][mesh.share]
+    assert dist.get_process_group_ranks(mesh.over("tensor")) == [[0, 1], [2, 3]][mesh.share]
     assert dist.get_process_group_ranks(mesh.batch) == [[0, 2], [1, 3]][dist.get_rank() % 2]
     assert mesh.has_results == (dist.get_rank() % 2 == 0)
 
@@ -123,7 +123,7 @@ def test_dropout(plan: str) -> None:
         if len(every) == 4:
             assert not torch.equal(here[:, 32:], every[2][:, 32:])
         mine = {name: p.detach().clone() for name, p in first.model.named_parameters()}
-        whole = [name for name, p in first.model.named_parameters() if not first.placed.parts[0].is_cut(p)]
+        whole = [name for name, p in first.model.named_parameters() if not first.placed.layers["tensor"].is_cut(p)]
         others: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(others, {name: mine[name] for name in whole})
         assert whole

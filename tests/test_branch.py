@@ -17,7 +17,7 @@ from meshfit.axes.branch.axis import Branch
 from meshfit.axes.branch.flow import ALL, Flow
 from meshfit.axes.branch.groups import even
 from meshfit.axes.costs import cost
-from meshfit.axes.find import inside_modules, wrapped
+from meshfit.axes.tensor.axis import TensorAxis, inside_modules
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.errors import PlanError
@@ -191,7 +191,7 @@ def test_trains_like_one_device(plan: str) -> None:
 def test_three_ranks() -> None:
     """Three members and three ranks; a member each."""
     run = assert_alike(BRANCHES["ensemble"].build, "branch=3", optimizer=SGD)
-    assert min(run.placed.apart.found.dealt.loads) > 0.1  # type: ignore[union-attr]
+    assert min(run.placed.branched.found.dealt.loads) > 0.1  # type: ignore[union-attr]
 
 
 REST = [
@@ -229,7 +229,7 @@ def test_each_rank_holds_its_own() -> None:
     whole = dict(Towers().named_parameters())
     assert every[0] | every[1] == whole.keys()
     assert every[0] & every[1] == {name for name in whole if name.startswith(("stem", "head"))}
-    held = sum(p.untyped_storage().nbytes() for p in run.placed.branched.model.parameters())  # type: ignore[union-attr]
+    held = sum(p.untyped_storage().nbytes() for p in run.placed.branched.before.parameters())  # type: ignore[union-attr]
     assert held == sum(whole[name].nbytes for name in names)
 
 
@@ -297,10 +297,11 @@ def test_cost_is_what_runs(plan: str) -> None:
                 run.exchange.finish()
             model, content = case.build().train(), batch.microbatches[0].content
             split = split_of(job, model, content) if plan.tensor > 1 else None
-            found = Branch(degree=2, atoms=tuple(wrapped(split))).find(model, job.objective, content, device="cpu")
+            atoms = tuple(TensorAxis().closed(split)) if split else ()
+            found = Branch(degree=2, atoms=atoms).find(model, job.objective, content, device="cpu")
             optimizer = torch.optim.AdamW(model.parameters())
             assert found.trace is not None
-            said = cost(plan, found.trace, optimizer, split=split, branch=found, rank=run.mesh.part)
+            said = cost(plan, found.trace, optimizer, found={"tensor": split, "branch": found}, place=run.mesh.place)
             assert (name, dict(seen.calls)) == (name, said.calls)
             assert (name, dict(seen.moved)) == (name, said.moved)
             if plan.shard == 1:

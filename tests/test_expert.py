@@ -19,13 +19,13 @@ from benchmarks.collectives import Collectives
 from benchmarks.zoo import Case, mean_loss, train_alone
 from meshfit.anatomy import trace
 from meshfit.anatomy.trace import Trace
-from meshfit.axes import check, costs
+from meshfit.axes import costs
 from meshfit.axes.expert import balance, spread, travel
-from meshfit.axes.expert.axis import Expert, Owned
+from meshfit.axes.expert.axis import Expert
 from meshfit.axes.expert.find import plan_experts
 from meshfit.axes.expert.mixture import ExpertPlan
+from meshfit.axes.refuse import check
 from meshfit.axes.shard.units import traced
-from meshfit.axes.tensor.axis import Parts
 from meshfit.errors import PlanError
 from meshfit.events import Events
 from meshfit.job import Job
@@ -497,7 +497,7 @@ def test_the_cost_of_plans_with_experts() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     whole = trace(model, case.data(SAMPLES))
     cost = {
-        text: costs.cost(Plan.parse(text), whole, optimizer, experts=plan if "expert" in text else None)
+        text: costs.cost(Plan.parse(text), whole, optimizer, found={"expert": plan})
         for text in ("data=4", "expert=2", "data=2 expert=2", "shard=2 expert=2", "expert=2 recompute=full")
     }
     experts = sum(p.numel() * 4 for name, p in model.named_parameters() if name in plan.cuts)
@@ -536,12 +536,11 @@ def test_cost_is_what_runs(plan: str, name: str) -> None:
                 run.schedule(batch)
                 run.exchange.finish()
             run.exchange.clear()
-        plans = {type(each): each.plan for each in run.placed.parts}
         model, content = case.build().train(), batch.microbatches[0].content
         whole = traced(model, job.objective, content, device="cpu")
         assert isinstance(whole, Trace)
         optimizer = torch.optim.AdamW(model.parameters())
-        said = costs.cost(how, whole, optimizer, split=plans[Parts], experts=plans[Owned], stage=run.mesh.stage)
+        said = costs.cost(how, whole, optimizer, found=run.placed.found, place=run.mesh.place)
         assert sum(p.nbytes for p in run.model.parameters()) == said.held["weights"]
         counts = torch.tensor([[seen.moved[op], said.moved[op]] for op in sorted({*seen.moved, *said.moved})])
         dist.all_reduce(counts)

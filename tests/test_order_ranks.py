@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _world
 
 from benchmarks import zoo, zoo_branches, zoo_experts
-from meshfit.axes.data.axis import Replicate
+from meshfit.axes.data.axis import broadcast
 from meshfit.axes.mesh import Mesh
 from meshfit.comm.transport import Transport
 from meshfit.job import Job
@@ -135,8 +135,8 @@ def test_neighbours_hear_each_other() -> None:
 @distributed(world=4, timeout=50)
 def test_all_groups_wait_as_long_as_the_world() -> None:
     mesh = Mesh.of(Plan(data=2, pipeline=2), dist.get_rank(), 4)
-    transport = Transport(mesh.pipeline, CPU, pairs(schedule("1f1b", 2, 2)))  # type: ignore[arg-type]
-    every = [mesh.data, mesh.pipeline, mesh.world, *(group for group, _ in transport._lines.values())]
+    transport = Transport(mesh.over("pipeline"), CPU, pairs(schedule("1f1b", 2, 2)))  # type: ignore[arg-type]
+    every = [mesh.over("data"), mesh.over("pipeline"), mesh.world, *(group for group, _ in transport._lines.values())]
     assert [timeout_of(group) for group in every if group] == [timedelta(seconds=50)] * 4
 
 
@@ -144,6 +144,6 @@ def test_all_groups_wait_as_long_as_the_world() -> None:
 def test_weights_that_are_not_contiguous_are_sent_too() -> None:
     model = nn.Linear(6, 3)
     model.weight = nn.Parameter(torch.full((6, 3), float(dist.get_rank())).t())
-    Replicate(degree=2).apply(model, Mesh.of(Plan(data=2), dist.get_rank(), 2), same=False, device=CPU)
+    broadcast(model, Mesh.of(Plan(data=2), dist.get_rank(), 2), CPU)
     assert not model.weight.is_contiguous()
     assert (model.weight == 0).all()

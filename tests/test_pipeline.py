@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import zoo
+from meshfit.axes.data.axis import Replicas
 from meshfit.axes.pipeline.axis import Pipeline, Staged
 from meshfit.axes.pipeline.weights import collect, deliver, whole_state
 from meshfit.axes.precision import LossScale, Precision
 from meshfit.comm.transport import Transport, header, layouts_of, packed, packed_size, read_header, unpacked
 from meshfit.data.loader import Loader
 from meshfit.data.source import open_source
-from meshfit.exchange.across import Across, Spread
+from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.loss.objective import Objective, call, split
 from meshfit.loss.probe import find_denominator
@@ -121,15 +122,14 @@ def pipelined(
     assert along is not None
     over = find_denominator(objective, model, loader.source.few(), CPU)
     found = pipeline.find(model.train(), objective, loader.source.few(), device="cpu").to_send()
-    staged = pipeline.apply(model, found, dist.get_rank(along))
+    staged = pipeline.apply(model, found, dist.get_rank(along), along)
     device = loader.device
-    staged.part.to(device)
+    staged.model.to(device)
     exchange = Across(
-        AllReduce(staged.part.parameters(), copies, device),
-        Spread(tied=staged.tied, line=along),
-        staged.part,
+        AllReduce(staged.model.parameters(), copies, device),
+        [staged, Replicas(staged.model, copies)],
+        staged.model,
         device,
-        copies=1 if copies is None else dist.get_world_size(copies),
         loss_replicas=1,
     )
     run = Pipelined(
@@ -144,13 +144,13 @@ def pipelined(
         seed=seed,
     )
     by = 1.0 if scale is None else float(scale.value)
-    return train(run, exchange, staged.part, loader, steps, by), staged, run
+    return train(run, exchange, staged.model, loader, steps, by), staged, run
 
 
 def assert_like(staged: Staged, want: dict[str, Tensor], *, near: float = 1e-4) -> None:
     """This rank's tensors are those of ``want``; all ranks together hold all of them."""
     off = total = 0.0
-    for name, tensor in staged.part.state_dict().items():
+    for name, tensor in staged.model.state_dict().items():
         assert not tensor.is_meta
         if tensor.is_floating_point():
             off += float((tensor.double() - want[name].double().to(tensor.device)).square().sum())
@@ -159,7 +159,7 @@ def assert_like(staged: Staged, want: dict[str, Tensor], *, near: float = 1e-4) 
             assert torch.equal(tensor, want[name].to(tensor.device)), name
     assert off**0.5 <= near * max(1e-6, total**0.5)
     names: list[Any] = [set()] * dist.get_world_size()
-    dist.all_gather_object(names, set(staged.part.state_dict()))
+    dist.all_gather_object(names, set(staged.model.state_dict()))
     assert set().union(*names) == set(want)
 
 
@@ -246,7 +246,7 @@ def test_statistics_are_counted_once_for_each_microbatch() -> None:
         built(normed), MSE, loader, steps=4, pipeline=Pipeline(degree=2, word="gpipe", microbatches=3)
     )
     torch.testing.assert_close(losses, wanted, atol=1e-5, rtol=1e-5)
-    counts = {int(b) for name, b in staged.part.named_buffers() if name.endswith("num_batches_tracked")}
+    counts = {int(b) for name, b in staged.model.named_buffers() if name.endswith("num_batches_tracked")}
     assert counts <= {12}
     assert_like(staged, dict(reference.state_dict()))
 
@@ -287,7 +287,7 @@ def test_predictions(word: str) -> None:
     want = model.eval()(X[:5])
     pipeline = Pipeline(degree=2, word=word, microbatches=4)
     staged = pipeline.apply(model, pipeline.find(model.train(), MSE, (X[:4], Y[:4]), device="cpu"), dist.get_rank())
-    staged.part.eval()
+    staged.model.eval()
     outputs = lambda model, batch: call(model, split(batch)[0])
     transport = Transport(dist.group.WORLD, CPU, pairs(pipeline.schedule))
     forward = Forward(staged, outputs, precision=Precision(), device=CPU, transport=transport)
@@ -316,13 +316,13 @@ def test_weights_reach_the_ranks_that_need_them_and_come_back() -> None:
     assert group is not None
     deliver(staged, model, group, CPU)
     whole = dict(built(zoo.TiedGPT).state_dict())
-    for name, tensor in staged.part.state_dict().items():
+    for name, tensor in staged.model.state_dict().items():
         assert torch.equal(tensor, whole[name])
     assert tuple(staged.tied) == ("token.weight",)
     back = whole_state(staged, group, keep=rank == 0)
     assert set(back) == (set(whole) if rank == 0 else set())
     assert all(torch.equal(back[name], whole[name]) for name in back)
-    mine = {name: {"twice": p.detach() * 2, "step": torch.tensor(3.0)} for name, p in staged.part.named_parameters()}
+    mine = {name: {"twice": p.detach() * 2, "step": torch.tensor(3.0)} for name, p in staged.model.named_parameters()}
     states = collect(mine, staged.owners, group, keep=True)
     assert set(states) == {name for name, _ in built(zoo.TiedGPT).named_parameters()}
     assert all(torch.equal(state["twice"], 2 * whole[name]) for name, state in states.items())

@@ -13,7 +13,7 @@ import meshfit
 from benchmarks.collectives import Collectives
 from benchmarks.zoo import ZOO
 from meshfit.axes.costs import cost
-from meshfit.axes.find import pipeline_of
+from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.plan import Plan
@@ -120,7 +120,7 @@ def test_cost_is_what_runs(plan: str) -> None:
             model = case.build().train()
             content = batch.microbatches[0].content
             trace = pipeline_of(how).find(model, job.objective, content, device="cpu").trace
-            said = cost(how, trace, torch.optim.AdamW(model.parameters()), stage=run.mesh.stage)
+            said = cost(how, trace, torch.optim.AdamW(model.parameters()), found=run.placed.found, place=run.mesh.place)
             assert (name, dict(seen.calls)) == (name, said.calls)
             assert (name, dict(seen.moved)) == (name, said.moved)
             if how.shard == 1:
@@ -150,7 +150,7 @@ class OnlyTheFirst(nn.Sequential):
 def test_stages_that_differ_in_what_they_sum() -> None:
     """One has a gradient that is summed over the tensor axis, the other none: they still speak of the same numbers."""
     run = assert_alike(OnlyTheFirst, "tensor=2 pipeline=2 microbatches=2", optimizer=SGD)
-    assert run.placed.partial == ("0.gain",)
+    assert run.placed.layers["tensor"].partial == ("0.gain",)
 
 
 def test_microbatches_are_chosen() -> None:

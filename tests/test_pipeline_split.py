@@ -1,5 +1,6 @@
 """Pipelines whose stages hand on tensors that are split over ranks: rows (sequence=split) or positions (context=)."""
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from torch import Tensor
 import meshfit
 from benchmarks.collectives import Collectives
 from benchmarks.zoo import ZOO
-from meshfit.axes.context.axis import Differs, plan_context, prove
+from meshfit.axes.context.axis import ContextAxis, Differs, plan_context, prove
 from meshfit.axes.context.piece import RULES, Piece
 from meshfit.axes.costs import cost, stage_traffic
-from meshfit.axes.find import as_number, find, pipeline_of, wrapped
+from meshfit.axes.find import find
+from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.pipeline.program import Replayed
+from meshfit.axes.tensor.axis import TensorAxis
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.loss.objective import Objective
@@ -165,16 +168,15 @@ def test_cost_is_what_runs(plan: str, name: str) -> None:
         model, content, few = case.build().train(), batch.microbatches[0].content, run.loader.source.few()
         found = [find(how, model, job.objective, few, "cpu") if rank == 0 else None]
         dist.broadcast_object_list(found)
-        laid = found[0]
-        assert laid is not None
-        atoms = (*wrapped(laid.tensor), *(each.module for each in (laid.context.beginnings if laid.context else ())))
-        cut = pipeline_of(how, atoms).find(model, job.objective, content, device="cpu")
+        assert found[0] is not None
+        laid, acting = found[0].values, (TensorAxis(), ContextAxis())
+        atoms = tuple(path for axis in acting if laid[axis.word] for path in axis.closed(laid[axis.word]))
+        cut = replace(pipeline_of(how), atoms=atoms).find(model, job.objective, content, device="cpu")
         assert cut.trace is not None
-        ranks = {"tensor": rank % how.tensor, "context": rank // how.tensor % how.context}
-        parts = {"split": laid.tensor, "sequence": laid.context}
-        stages = stage_traffic(cut, model, job.objective, content, **parts, ranks=ranks)
+        parts = {"split": laid["tensor"], "sequence": laid["context"]}
+        stages = stage_traffic(cut, model, job.objective, content, **parts, ranks=run.mesh.place)
         optimizer = torch.optim.AdamW(model.parameters())
-        said = cost(how, cut.trace, optimizer, stage=run.mesh.stage, stages=stages, **parts)
+        said = cost(how, cut.trace, optimizer, found=laid, place=run.mesh.place, stages=stages)
         assert dict(seen.calls) == said.calls
         assert dict(seen.moved) == said.moved
 

@@ -159,7 +159,7 @@ def laid_out(name: str, plan: Plan) -> tuple[Placed, Scatter, Any, Cost]:
     placed = place(plan, model, mesh, torch.device("cpu"), objective=objective, few=lambda: batch, same=True)
     assert placed.shards is not None
     accumulate = plan.zero == 1 and plan.microbatches > 1
-    exchange = Scatter(placed.shards, world=mesh.world, copies=mesh.data, accumulate=accumulate)
+    exchange = Scatter(placed.shards, world=mesh.world, copies=mesh.over("data"), accumulate=accumulate)
 
     def step() -> None:
         for i in range(plan.microbatches):

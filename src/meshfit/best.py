@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.data.axis import tensors_of
+from meshfit.axes.tensors import tensors_of
 
 
 class Best:

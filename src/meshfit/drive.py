@@ -9,7 +9,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit import axes as layout
-from meshfit.axes.data.axis import tensors_of
-from meshfit.axes.tensor.axis import Parts
-from meshfit.axes.tensor.region import TensorPlan
+from meshfit.axes.refuse import check, check_optimizer
+from meshfit.axes.tensors import tensors_of
 from meshfit.checkpoint.graceful_stop import GracefulStop, graceful_stop
 from meshfit.checkpoint.resume import folder_to_resume, saved
 from meshfit.errors import JobError, MeshfitError, NonFiniteError
@@ -60,8 +58,8 @@ class Outcome:
     """Where they are not in the caller's model already."""
     captured: dict[str, Any] = field(default_factory=dict)
     """What a tap put aside in the first rank."""
-    split: TensorPlan | None = None
-    """What the tensor axis was found to split."""
+    found: Mapping[str, Any] = field(default_factory=dict)
+    """What the axes were found to act on."""
 
 
 Tap = Callable[[Run], None]
@@ -109,8 +107,8 @@ class Training:
 
     def __init__(self, job: Job, lockstep: bool, tap: Tap | None):
         self.model = job.build()
-        layout.check(_plan(job), self.model)
-        layout.check_optimizer(_plan(job), job.make_optimizer(self.model))
+        check(_plan(job), self.model)
+        check_optimizer(_plan(job), job.make_optimizer(self.model))
         self.job = job
         self.said: list[str] = []
         """What was decided before ranks started, in words."""
@@ -406,7 +404,7 @@ def outcome_of(run: Run) -> Outcome:
         seconds=time.perf_counter() - run.started,
         phases=phases,
         captured=run.captured,
-        split=next((each.plan for each in run.placed.parts if isinstance(each, Parts)), None),
+        found=run.placed.found,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.buffers.watch import Frozen
 from meshfit.axes.data.batchnorm import counting
+from meshfit.axes.mesh import SHARES
 from meshfit.axes.place import Placed
 from meshfit.axes.precision import Precision
 from meshfit.data import tree
@@ -58,7 +59,7 @@ def measure(
 ) -> dict[str, float]:
     """Over all samples of ``loader``, on every rank: the mean loss (if there is one) and each metric."""
     total, count = 0.0, 0.0
-    measured = Metrics(metrics, placed.mesh.samples, loader.device, loader.rank)
+    measured = Metrics(metrics, placed.mesh.over("pipeline", *SHARES), loader.device, loader.rank)
 
     def returned(model: nn.Module, content: Any) -> tuple[Any, Any, Any]:
         inputs, targets = split(content)
@@ -93,7 +94,7 @@ def measure(
         forward.finish()
     sums = {} if objective is None else {"loss": (total, count)}
     summed = {"loss"} if over.kind == "sum" else set()
-    means = _mean_over_ranks(sums | measured.sums(), summed, placed.mesh.samples, loader.device)
+    means = _mean_over_ranks(sums | measured.sums(), summed, placed.mesh.over("pipeline", *SHARES), loader.device)
     found = means | measured.values()
     return {key: value for name in ("loss", *metrics) for key, value in found.items() if measures(name, key)}
 

@@ -28,7 +28,7 @@ class LocalRun(Run):
         plan = self.plan
         outer = Outer() if plan.exchange == "diloco" else None
         self.averaging = Local(
-            self.model, self.mesh.data, self.world.device, every=plan.every, outer=outer, overlap=plan.overlap
+            self.model, self.mesh.over("data"), self.world.device, every=plan.every, outer=outer, overlap=plan.overlap
         )
         return self.averaging
 

@@ -34,10 +34,10 @@ from meshfit.data.source import Stream, open_source
 from meshfit.errors import DataError, JobError, PlanError
 from meshfit.evaluation import measure
 from meshfit.events import Events
-from meshfit.exchange.across import Across, Spread, share_state
+from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
-from meshfit.exchange.expert_gradients import Apart
-from meshfit.exchange.scatter import Scatter, cut_state
+from meshfit.exchange.assemble import cut_state, exchange_of
+from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.update import Average, Update
 from meshfit.gradients import Guard, blank_of
 from meshfit.job import Job
@@ -147,10 +147,7 @@ class Run:
 
     def _make_update(self, scale: LossScale | None) -> Update:
         job, placed = self.job, self.placed
-        for each in placed.parts:
-            share_state(self.optimizer, each)
-        if placed.shards is not None:
-            cut_state(self.optimizer, placed.shards)
+        cut_state(self.optimizer, placed)
         theirs = isinstance(job.optimizer, torch.optim.Optimizer)  # an optimizer of the user's own is left as it is
         sparse = any(getattr(module, "sparse", False) for module in self.model.modules())  # no fused kernel takes it
         return Update(
@@ -164,29 +161,7 @@ class Run:
         )
 
     def _make_exchange(self) -> AllReduce | Scatter | Across:
-        placed, mesh, device, owned = self.placed, self.mesh, self.world.device, self.placed.owned
-        if placed.shards is None:
-            rest = [p for p in self.model.parameters() if owned is None or not owned.is_cut(p)]
-            exchange = AllReduce(rest, mesh.terms, device)
-        else:
-            whole = self.plan.zero == 1 and self.plan.microbatches > 1
-            mixed = placed.staged is not None
-            exchange = Scatter(placed.shards, world=mesh.terms, copies=mesh.copies, accumulate=whole, mixed=mixed)
-        if not placed.parts and placed.apart is None:
-            return exchange
-        inner = exchange
-        if owned is not None:
-            experts = [p for p in self.model.parameters() if owned.is_cut(p)]
-            inner = Apart(exchange, AllReduce(experts, mesh.alike, device), owned.load)
-        spread = Spread(
-            parts=tuple(placed.parts),
-            tied={} if placed.apart is None else placed.apart.tied,
-            line=mesh.pipeline if placed.branched is None else mesh.branch,
-            partial=placed.partial,
-            alike={} if placed.branched is None else placed.branched.alike,
-        )
-        copies, loss_replicas = self.copies * self.plan.context, self.plan.tensor * self.plan.branch
-        return Across(inner, spread, self.model, device, copies=copies, loss_replicas=loss_replicas)
+        return exchange_of(self.placed)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
         placed, objective, device = self.placed, self.job.objective, self.world.device
@@ -196,7 +171,7 @@ class Run:
             objective = Outputs()
         if placed.branched is not None:
             objective = placed.branched.objective(objective, self.precision, device)
-        if placed.staged is None or placed.transport is None:
+        if placed.staged is None:
             return Passes(
                 self.model,
                 objective,
@@ -219,7 +194,7 @@ class Run:
             scale=scale,
             exchange=self.exchange,
             device=device,
-            transport=placed.transport,
+            transport=placed.staged.transport,
             seed=self._stream,
             inside=placed.inside,
             split_backward=placed.shards is None and self.plan.recompute == "none",

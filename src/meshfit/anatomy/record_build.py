@@ -10,7 +10,7 @@ from meshfit.anatomy.record_known import Source, objects_in, storage
 from meshfit.anatomy.record_program import Part, Ref, Step, references
 from meshfit.anatomy.replay import Recording, fact
 from meshfit.anatomy.trace import Cost, Dynamic, Event, Parameter, Trace, Value
-from meshfit.axes.data.axis import tied
+from meshfit.axes.tensors import tied
 from meshfit.data import tree
 
 

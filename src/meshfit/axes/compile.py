@@ -10,16 +10,28 @@ ranks) the whole cannot be compiled, but its blocks can: those without such a Ba
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.axis import Applied, Axis
+from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.forward import wrap
+from meshfit.errors import PlanError
 from meshfit.launch.peak import peak_flops
+from meshfit.plan import Plan
 from meshfit.torch_private import recompile_limit
+
+if TYPE_CHECKING:
+    from meshfit.axes.find import Study
+    from meshfit.axes.place import Placed
+
+INSIDE = ("pipeline", "context", "branch", "tensor", "expert")
+"""Axes along which ranks talk in the middle of a forward."""
 
 # What compiling costs and saves: a guess, on the careful side of the one model measured (a 124M GPT on one H200:
 # about 30 s more to start, a quarter of the time saved).
@@ -56,13 +68,66 @@ class Compile:
         return torch.compile(objective.__call__)
 
 
-class Blocks:
+class CompileAxis(Axis):
+    """Of blocks, where something acts inside the model; the whole is compiled by the run, with its loss."""
+
+    word = "compile"
+
+    def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
+        acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
+        in_blocks = plan.compile == "block" or (plan.compile == "auto" and device == "cuda" and acts_inside)
+        return in_blocks and all(getattr(plan, axis) == 1 for axis in INSIDE)
+
+    def refuse(self, plan: Plan, model: nn.Module) -> None:
+        norms = batch_norms(model)
+        acts = [f"{axis}={getattr(plan, axis)}" for axis in INSIDE if getattr(plan, axis) > 1]
+        if plan.compile == "whole":
+            inside = {
+                f"shard={plan.shard} gathers weights": plan.shard > 1,
+                "offload=parameters fetches weights": plan.offload == "parameters",
+                f"tensor={plan.tensor} sums activations over ranks": plan.tensor > 1,
+                f"context={plan.context} gathers keys and values": plan.context > 1,
+                f"pipeline={plan.pipeline} hands them on": plan.pipeline > 1,
+                f"expert={plan.expert} sends them to experts": plan.expert > 1,
+                f"branch={plan.branch} hands them round": plan.branch > 1,
+                f"recompute={plan.recompute} runs blocks twice": plan.recompute != "none",
+                f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and plan.joins_batchnorms,
+            }
+            if any(inside.values()):
+                raise PlanError(
+                    f"{plan}: this model cannot be compiled whole",
+                    f"in the middle of the forward {' and '.join(what for what, so in inside.items() if so)}",
+                    f"{replace(plan, compile='none' if acts else 'block')} works"
+                    + ("; so does batchnorm=local beside compile=whole" if norms and plan.joins_batchnorms else ""),
+                )
+        if plan.compile == "block" and acts:
+            raise PlanError(
+                f"{plan}: blocks are not compiled where {acts[0]} acts inside them",
+                f"{replace(plan, compile='none')} works",
+            )
+        if plan.compile == "block" and plan.recompute == "selective":
+            raise PlanError(
+                f"{plan}: compiled blocks choose for themselves what to compute again",
+                f"{replace(plan, recompute='none')} does so; {replace(plan, recompute='full')} keeps least",
+            )
+
+    def find(self, study: "Study") -> tuple[str, ...]:
+        if isinstance(study.trace, TraceError):
+            if study.plan.compile == "block":
+                study.notes.append(f"compile: none, because the model cannot be traced ({study.trace.headline})")
+            return ()
+        return compilable(study.trace, global_batchnorm=study.plan.joins_batchnorms)
+
+    def apply(self, placed: "Placed", finding: tuple[str, ...]) -> "Blocks | None":
+        return Blocks(placed.model, finding) if finding else None
+
+
+class Blocks(Applied):
     """Blocks of a model that run compiled from when they are told to."""
 
-    def __init__(self, model: nn.Module, paths: tuple[str, ...], until: ExitStack):
-        """Goes around the blocks' own forwards: before anything else does. What they need of the process is given back
-        with ``until``."""
-        self.count, self._until = len(paths), until
+    def __init__(self, model: nn.Module, paths: tuple[str, ...]):
+        """Goes around the blocks' own forwards: before anything else does."""
+        self.count, self._until = len(paths), ExitStack()
         self._compiled = False
         for path in paths:
             wrap(model.get_submodule(path), self._around)
@@ -73,6 +138,9 @@ class Blocks:
         # the limit it would silently leave the rest as they are.
         self._until.enter_context(recompile_limit(self.count + 8))
         self._compiled = True
+
+    def undo(self) -> None:
+        self._until.close()
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] | None = None

@@ -4,8 +4,8 @@ Axes from outer to inner: pipeline, data, shard, expert, context, branch, tensor
 neighbours in rank, and so usually on one machine: the more an axis talks, the further in it is.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch.distributed as dist
@@ -17,53 +17,43 @@ from meshfit.torch_private import timeout_of
 
 Group = dist.ProcessGroup | None
 
+SHARES = ("data", "shard", "expert")
+"""Axes along which ranks work on different samples."""
+
+TOGETHER = (
+    SHARES,
+    (*SHARES, "context"),
+    ("data", "expert", "context"),
+    ("data", "shard", "context"),
+    ("pipeline", *SHARES),
+)
+"""Sets of axes over which gradients, losses or metrics are summed."""
+
+OWN_EXPERT = frozenset({"expert", "all_to_all"})
+"""The expert axis once more, in a group that no gradient goes over: see axes/expert/travel.py."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """The groups that this rank belongs to; None where it is alone."""
+    """This rank's place along each axis, and its groups."""
 
     world: Group = None
-    pipeline: Group = None
-    """Ranks that together hold one copy, layer after layer, and work on the same samples."""
-    data: Group = None
-    """Ranks that hold the same part of different copies."""
-    shard: Group = None
-    """Ranks that together hold one copy, and work on different samples."""
-    expert: Group = None
-    """Ranks that together hold the experts of one copy, and work on different samples."""
-    context: Group = None
-    """Ranks that work on parts of the same sequences."""
-    branch: Group = None
-    """Ranks that compute different branches of one copy, on the same samples."""
-    tensor: Group = None
-    """Ranks that together compute one operation, on the same samples."""
+    """All ranks; None where this one is alone."""
+    groups: Mapping[frozenset[str], Group] = field(default_factory=dict)
+    """By the axes along which their ranks differ."""
     batch: Group | Workers = None
-    """Ranks that hold, or shard, the same part of the model, and work on different samples: data, shard and expert
-    at once."""
-
-    shares: Group = None
-    """The ranks of ``batch`` in this world: without those of other workers of model servers."""
-
-    terms: Group = None
-    """Ranks whose gradients are terms of one sum: those of ``batch``, and of parts of the same sequences."""
-    copies: Group = None
-    """Ranks that hold the same slices of what is sharded: data, expert and context."""
-    alike: Group = None
-    """Ranks that hold the same experts, where those are spread: data and shard at once."""
-
-    samples: Group = None
-    """Ranks that differ in their samples, or in the layers that they hold: all but those of one operation."""
-
+    """Ranks that hold, or shard, the same part of the model, and work on different samples; with model servers, those
+    of all workers."""
+    place: Mapping[str, int] = field(default_factory=dict)
+    """This rank's index along each axis."""
     rank: int = 0
     """In the world."""
-    stage: int = 0
-    """Along the pipeline."""
     part: int = 0
     """Which modules this rank holds, among the parts of the model."""
     share: int = 0
     """Which part of a batch this rank takes."""
     has_results: bool = True
-    """Whether what the model returns is here, and no other rank's task to tell of."""
+    """Whether this rank reports what the model returns."""
     made: tuple[Group, ...] = ()
     """Groups that were made for it, and are none of the world's own."""
 
@@ -74,47 +64,51 @@ class Mesh:
             return cls()
         degrees = {axis: getattr(plan, axis) for axis in DEGREES}
         places = list(product(*(range(degree) for degree in degrees.values())))  # by rank
-        own = dict(zip(degrees, places[rank], strict=True))
+        place = dict(zip(degrees, places[rank], strict=True))
+        used = frozenset(axis for axis, degree in degrees.items() if degree > 1)
         made: list[Group] = []
 
-        def along(*axes: str, apart: bool = False) -> Group:
-            """The ranks that differ from this one along ``axes`` alone; ``apart``: in a group that is no other's."""
-            if all(degrees[axis] == 1 for axis in axes):
-                return None
-            if not apart and all(degrees[axis] == 1 for axis in degrees if axis not in axes):
-                return dist.group.WORLD
+        def along(axes: frozenset[str]) -> Group:
+            """The ranks that differ from this one along ``axes`` alone."""
             lines: dict[tuple[int, ...], list[int]] = {}
-            for other, place in enumerate(places):
-                fixed = tuple(at for axis, at in zip(degrees, place, strict=True) if axis not in axes)
+            for other, at in enumerate(places):
+                fixed = tuple(i for axis, i in zip(degrees, at, strict=True) if axis not in axes)
                 lines.setdefault(fixed, []).append(other)
             groups = {fixed: _made(ranks) for fixed, ranks in lines.items()}  # all ranks make all of them
-            made.append(groups[tuple(at for axis, at in own.items() if axis not in axes)])
+            made.append(groups[tuple(i for axis, i in place.items() if axis not in axes)])
             return made[-1]
 
+        wanted = dict.fromkeys(used.intersection(axes) for axes in (*([axis] for axis in DEGREES), *TOGETHER))
+        groups = {axes: dist.group.WORLD if axes == used else along(axes) for axes in wanted if axes}
+        if plan.expert > 1:
+            groups[OWN_EXPERT] = along(frozenset({"expert"}))
         last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
-        axes = {axis: along(axis, apart=axis == "expert") for axis in DEGREES}  # see axes/expert/travel.py
-
-        def together(*some: str) -> Group:
-            there = [axis for axis in some if axes[axis] is not None]
-            return axes[there[0]] if len(there) == 1 and there != ["expert"] else along(*there)
-
-        batch = together("data", "shard", "expert")
         return cls(
-            **axes,
             world=dist.group.WORLD,
-            batch=batch,
-            shares=batch,
-            terms=together("data", "shard", "expert", "context") if plan.context > 1 else batch,
-            copies=together("data", "expert", "context"),
-            alike=together("data", "shard") if plan.expert > 1 else None,
-            samples=along("pipeline", "data", "shard", "expert"),
+            groups=groups,
+            batch=groups.get(used.intersection(SHARES)),
+            place=place,
             made=tuple(made),
             rank=rank,
-            stage=own["pipeline"],
-            part=own["pipeline"] * plan.branch + own["branch"],
-            share=(own["data"] * plan.shard + own["shard"]) * plan.expert + own["expert"],
-            has_results=own["pipeline"] == last and own["tensor"] == own["branch"] == own["context"] == 0,
+            part=place["pipeline"] * plan.branch + place["branch"],
+            share=(place["data"] * plan.shard + place["shard"]) * plan.expert + place["expert"],
+            has_results=place["pipeline"] == last and place["tensor"] == place["branch"] == place["context"] == 0,
         )
+
+    def over(self, *axes: str) -> Group:
+        """The ranks that differ from this one along some of ``axes`` alone; None if there is no other."""
+        used = frozenset().union(*self.groups)
+        return self.groups.get(used.intersection(axes))
+
+    @property
+    def stage(self) -> int:
+        """Along the pipeline."""
+        return self.place.get("pipeline", 0)
+
+    @property
+    def shares(self) -> Group:
+        """The ranks of ``batch`` in this world: without those of other workers of model servers."""
+        return self.over(*SHARES)
 
     def close(self) -> None:
         """Let go of its groups. All ranks call it together, when nothing is under way."""

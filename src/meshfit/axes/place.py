@@ -1,10 +1,10 @@
-"""A model laid out over the ranks: the strategies of a plan, applied in their order.
+"""A model laid out over the ranks: the axes of a plan, applied in their order.
 
 What they need to know of the model is found before: see find.py.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,105 +12,109 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.axes.branch.axis import Branch, Branched
+from meshfit.axes.axis import Applied, Axis
+from meshfit.axes.branch.axis import Branched
 from meshfit.axes.buffers import check as check_buffers
 from meshfit.axes.buffers.find import Written
 from meshfit.axes.buffers.find import find as find_written
 from meshfit.axes.buffers.step import Buffers, look_away_from
 from meshfit.axes.compile import Blocks
-from meshfit.axes.context.axis import Context
-from meshfit.axes.context.piece import gathered_output, guarded
-from meshfit.axes.data import batchnorm
-from meshfit.axes.data.axis import Replicate, check_ties, tied
-from meshfit.axes.data.batchnorm import batch_norms
-from meshfit.axes.expert import balance
-from meshfit.axes.expert.axis import Expert, Owned
-from meshfit.axes.find import Found, find, pipeline_of, split_of_part
-from meshfit.axes.forward import is_wrapped, unwrap, wrap
+from meshfit.axes.context.piece import gathered_output
+from meshfit.axes.data.axis import Replicas, broadcast
+from meshfit.axes.find import Found, find
+from meshfit.axes.forward import is_wrapped, unwrap
 from meshfit.axes.mesh import Mesh
+from meshfit.axes.order import ORDER
+from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.axis import Staged
-from meshfit.axes.pipeline.cut import Shell
 from meshfit.axes.pipeline.weights import collect
 from meshfit.axes.precision import Precision
-from meshfit.axes.recompute.axis import Recompute
-from meshfit.axes.shard.axis import Shard, buffers_to
 from meshfit.axes.shard.gather import Shards
-from meshfit.axes.tensor.axis import Parts
-from meshfit.axes.tensor.axis import Tensor as TensorAxis
+from meshfit.axes.tensor.axis import splits_sequence
 from meshfit.axes.tensor.ops import Group
 from meshfit.axes.tensor.vocabulary import whole_output
-from meshfit.comm.transport import Transport
+from meshfit.axes.tensors import check_ties, tied
 from meshfit.plan import Plan
-from meshfit.schedule.issue import pairs
 from meshfit.schedule.pipeline import Forward
+
+L = TypeVar("L", bound=Applied)
 
 
 @dataclass
 class Placed:
     """A model on this rank."""
 
+    plan: Plan
     model: nn.Module
     """All of it, or with a pipeline or branches what this rank holds of it."""
     mesh: Mesh
-    staged: Staged | None = None
-    """This rank's stages of a pipeline."""
-    transport: Transport | None = None
-    """Between them and those of other ranks."""
-    branched: Branched | None = None
-    """This rank's branches."""
-    parts: list[Parts | Owned] = field(default_factory=list)
-    """Cuts of parameters, from the outside in: of operations over the tensor axis, then of experts over theirs."""
+    device: torch.device
+    found: Mapping[str, Any] = field(default_factory=dict)
+    """What the axes act on, by their words."""
+    layers: dict[str, Applied] = field(default_factory=dict)
+    """What each axis did to it, by the axis' word, from the outside in."""
     groups: dict[str, Group] = field(default_factory=dict)
     """By axis: the ranks over which activations are split."""
-    partial: tuple[str, ...] = ()
-    """Parameters of the whole model of whose gradient several ranks of that axis have a part."""
-    guards: ExitStack = field(default_factory=ExitStack)
-    """What is to be undone at the end, beside what is put around forwards."""
-    shards: Shards | None = None
-    balances: bool = False
-    """Whether an auxiliary loss is one over all ranks."""
-    compiled: Blocks | None = None
-    """Where blocks can be compiled, but not the whole."""
     caches: list[Any] = field(default_factory=list)
     """Configs of Hugging Face's in which ``use_cache`` was turned off for the training."""
     notes: list[str] = field(default_factory=list)
     written: Written = field(default_factory=Written)
     """Buffers that a forward writes, but for BatchNorm's."""
-    buffers: Buffers = field(default_factory=Buffers)
+
+    def layer(self, kind: type[L]) -> L | None:
+        return next((layer for layer in self.layers.values() if isinstance(layer, kind)), None)
 
     @property
-    def apart(self) -> Staged | Branched | None:
-        """Who knows what other ranks hold, if this one holds but some of the modules."""
-        return self.staged or self.branched
+    def staged(self) -> Staged | None:
+        """This rank's stages of a pipeline."""
+        return self.layer(Staged)
+
+    @property
+    def branched(self) -> Branched | None:
+        return self.layer(Branched)
+
+    @property
+    def shards(self) -> Shards | None:
+        return self.layer(Shards)
+
+    @property
+    def compiled(self) -> Blocks | None:
+        """Where blocks can be compiled, but not the whole."""
+        return self.layer(Blocks)
+
+    @property
+    def buffers(self) -> Buffers:
+        found = self.layer(Replicas)
+        return Buffers() if found is None else found.buffers
+
+    @property
+    def partitions(self) -> list[Partition]:
+        """Axes along which this rank holds but some of the modules, from the outside in."""
+        return [layer for layer in self.layers.values() if isinstance(layer, Partition)]
 
     @property
     def together(self) -> bool:
         """Whether the ranks meet in every forward: then all must run it, also those without a sample."""
-        return self.shards is not None or self.owned is not None or self.balances
-
-    @property
-    def owned(self) -> Owned | None:
-        """Experts that are spread."""
-        return next((each for each in self.parts if isinstance(each, Owned)), None)
+        return any(layer.meets for layer in self.layers.values())
 
     @property
     def plain(self) -> bool:
         """Whether nothing acts inside the model: only then can it be compiled as a whole."""
-        return (
-            self.apart is None
-            and self.shards is None
-            and not self.parts
-            and not any(is_wrapped(module) for module in self.model.modules())
-        )
+        acts = self.shards is not None or any(layer.spreads for layer in self.layers.values())
+        return not acts and not any(is_wrapped(module) for module in self.model.modules())
 
-    def inside(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def inside(self) -> Iterator[None]:
         """Around whatever runs the model."""
-        return nullcontext() if self.shards is None else self.shards.inside()
+        with ExitStack() as stack:
+            for layer in self.layers.values():
+                stack.enter_context(layer.inside())
+            yield
 
     @property
     def shape(self) -> nn.Module:
         """A model with all the names and shapes, if not the elements, of the whole."""
-        return self.model if self.apart is None else self.apart.skeleton
+        return self.partitions[0].skeleton if self.partitions else self.model
 
     def forwards(self, step: Callable[[nn.Module, Any], Any], precision: Precision, device: torch.device) -> "Forwards":
         """``step(model, content)`` as a function of the content; None where the result is another rank's. All ranks
@@ -119,8 +123,8 @@ class Placed:
 
     def changed(self) -> None:
         """Call when weights were changed by other means than a step."""
-        if self.shards is not None:
-            self.shards.changed()
+        for layer in self.layers.values():
+            layer.changed()
 
     def tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
         """All weights and buffers, whole, on the CPU. All ranks call it together; those that do not ``keep`` them get
@@ -129,12 +133,12 @@ class Placed:
         for name, tensor in _named(self.model):
             if tensor not in seen:
                 whole = self._whole(tensor, tensor.detach())
-                seen[tensor] = whole.cpu().clone() if keep or self.apart is not None else None
+                seen[tensor] = whole.cpu().clone() if keep or self.partitions else None
             found[name] = seen[tensor]
-        if self.apart is not None:
+        if self.partitions:
             every = self._collected({name: {"": tensor} for name, tensor in found.items()}, keep)
             found = {name: many[""] for name, many in every.items()}
-            names = [*_named(self.apart.skeleton)]  # also those under which no rank holds it
+            names = [*_named(self.shape)]  # also those under which no rank holds it
             known = {tensor: found[name] for name, tensor in names if name in found}
             found |= {name: known[tensor] for name, tensor in names if tensor in known}
         return found if keep else {}
@@ -142,24 +146,21 @@ class Placed:
     def wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Tensors that go with parameters (gradients, optimizer state), whole, on the CPU: by the parameter's name,
         then by a name of their own. A rank without a slice of a parameter may lack them. All ranks call it together."""
-        found = self._wholes(mine)
-        if self.apart is not None:
-            found = self._collected(found, keep=True)
-        return found
+        return self._collected(self._wholes(mine), keep=True)
 
     def _collected(self, mine: dict[str, dict[str, Tensor]], keep: bool) -> dict[str, dict[str, Tensor]]:
-        """What the ranks of the pipeline, or of the branches, have of it, together."""
-        group = self.mesh.branch if self.staged is None else self.mesh.pipeline
-        assert self.apart is not None
-        assert group is not None
-        return collect(mine, self.apart.owners, group, keep=keep)
+        """What the ranks that hold other modules have of it, together."""
+        for partition in reversed(self.partitions):
+            assert partition.group is not None
+            mine = collect(mine, partition.owners, partition.group, keep=keep or partition is not self.partitions[0])
+        return mine
 
     def _wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Of the parameters that are here."""
         named = dict(self.model.named_parameters())
-        if self.shards is None and not self.parts:
+        if self.shards is None and not any(layer.cuts for layer in self.layers.values()):
             return {name: {key: t.detach().cpu().clone() for key, t in many.items()} for name, many in mine.items()}
-        said: dict[str, dict[str, Tensor | torch.dtype]] = {}  # a dtype: it lies as the parameter does
+        said: dict[str, dict[str, Tensor | torch.dtype]] = {}  # a dtype: it is cut as the parameter is
         for name, many in mine.items():
             p = named[name]
             if p.numel() or not (self.shards and p in self.shards.place):  # else no optimizer ever steps it
@@ -179,30 +180,26 @@ class Placed:
         return found
 
     def _whole(self, tensor: Tensor, mine: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-        """All of what lies as ``tensor``, a parameter or buffer, does, and of which this rank has ``mine``."""
-        if self.shards is not None and tensor in self.shards.place:
-            mine = self.shards.whole(tensor, mine)  # type: ignore[arg-type]
+        """All of what is cut as ``tensor``, a parameter or buffer, is, and of which this rank has ``mine``."""
         if mine is None:
             mine = torch.zeros_like(tensor, dtype=dtype)
-        for each in reversed(self.parts):
-            mine = each.whole(tensor, mine)
+        for layer in reversed(self.layers.values()):
+            mine = layer.whole(tensor, mine)
         return mine
 
     def undo(self) -> None:
         """Leave the model as it was found, but trained: whole, with its own forwards. All ranks call it together."""
-        if self.shards is not None:
-            self.shards.undo(torch.device("cpu"))
-        for each in reversed(self.parts):
-            each.undo()
+        while self.layers:
+            word, layer = next(reversed(self.layers.items()))
+            if isinstance(layer, Partition):
+                unwrap(self.model)
+                layer.give_back(self.tensors())
+                self.model = layer.before
+            layer.undo()
+            del self.layers[word]
         unwrap(self.model)
-        if self.apart is not None:
-            self.parts, self.shards = [], None
-            self.apart.undo(self.tensors())
-        self.guards.close()
         for config in self.caches:
             config.use_cache = True
-        if self.transport is not None:
-            self.transport.close()
         self.mesh.close()
 
 
@@ -223,9 +220,8 @@ class Forwards:
         if placed.branched is not None:
             self._step = placed.branched.objective(step, precision, device)
         if placed.staged is not None:
-            assert placed.transport is not None
             how: dict[str, Any] = {
-                "transport": placed.transport,
+                "transport": placed.staged.transport,
                 "inside": placed.inside,
                 "groups": placed.groups,
             }
@@ -262,79 +258,38 @@ def place(
     ``before_cut`` is called while the parameters are still whole: an optimizer made there sees their shapes.
     ``drops``: a step may be dropped after its forward. ``joins``: workers may come later.
     """
-    ties = tied(model)
-    acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
-    in_blocks = plan.compile == "block" or (plan.compile == "auto" and device.type == "cuda" and acts_inside)
-    in_blocks &= plan.tensor == plan.expert == plan.context == 1 and not plan.apart
-    spreads = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.apart
-    found, caches = Found(), _without_caches(model)
-    if not spreads and plan.context == 1:  # else only parts of it go there
+    caches, found, written = _without_caches(model), Found(), Written()
+    used = [axis for axis in ORDER if axis.on(plan, model, device.type)]
+    stays = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.apart  # in host memory: parts of it go to devices
+    if not stays and plan.context == 1:
         model.to(device)
-    written = Written()
     if trains and (plan.devices > 1 or plan.server or plan.microbatches > 1 or drops):
         arithmetic = lambda: Precision(plan.precision).arithmetic(device)
         asks = plan.buffers == "exact"
         written = _agreed(lambda: find_written(model, objective, few, device, arithmetic, tries=asks), mesh)
-        by_rows = plan.sequence == "split" or (plan.sequence == "auto" and device.type == "cuda" and not plan.apart)
-        check_buffers.check(plan, written, by_rows=by_rows and plan.tensor > 1, joins=joins)
-    if spreads or plan.context > 1 or plan.recompute != "none" or in_blocks:
-        whole = [writer.path for writer in written.writers if check_buffers.splits(plan)]
-        found = _agreed(lambda: find(plan, model, objective, few(), device.type, whole), mesh)
-    if not spreads:
+        check_buffers.check(plan, written, by_rows=splits_sequence(plan, device.type), joins=joins)
+    if any(type(axis).find is not Axis.find for axis in used):
+        kept = [writer.path for writer in written.writers if check_buffers.splits(plan)]
+        found = _agreed(lambda: find(plan, model, objective, few(), device.type, kept), mesh)
+    if not stays:
         model.to(device)
-    Replicate(degree=plan.shares).apply(model, mesh, same=same, device=device)
+    if not same:
+        broadcast(model, mesh, device)
     before_cut()
-    placed = Placed(
-        model, mesh, notes=[*found.notes, *([CACHES_OFF] if caches else [])], caches=caches, written=written
-    )
-    placed.notes += check_buffers.notes(plan, written)
-    if found.pipeline is not None:
-        assert mesh.pipeline is not None
-        placed.staged = pipeline_of(plan, found.pipeline.atoms).apply(model, found.pipeline, mesh.stage)
-        placed.transport = Transport(mesh.pipeline, device, pairs(placed.staged.pipeline.schedule))
-        placed.model = model = placed.staged.part
-        ties = tied(model)
-    if found.branch is not None:
-        assert mesh.branch is not None
-        placed.branched = Branch(degree=plan.branch).apply(model, found.branch, mesh.branch)
-        placed.model = model = placed.branched.part
-        ties = tied(model)
-    if mesh.batch is not None and plan.batchnorm == "global" and plan.exchange == "allreduce":
-        batchnorm.apply(model, mesh.batch)
-    if mesh.batch is not None and not plan.apart and plan.in_step:
-        placed.balances = balance.apply(model, mesh.batch)
-    if plan.buffers == "exact" and check_buffers.splits(plan):
-        placed.buffers = Buffers(model, written, mesh.batch, microbatches=plan.microbatches)
-    if in_blocks and found.compiled:
-        placed.compiled = Blocks(model, found.compiled, placed.guards)
-    if found.tensor is not None:
-        assert mesh.tensor is not None
-        buffers_to(model, device)  # moved after they were cut they would be other objects, and not known as cut
-        placed.partial = found.tensor.shared
-        split = TensorAxis(degree=plan.tensor, plan=split_of_part(found.tensor, model)).apply(model, mesh.tensor)
-        placed.parts.append(split)
-        placed.groups["tensor"] = split.ranks
-    if found.experts is not None:
-        assert mesh.expert is not None
-        expert = Expert(degree=plan.expert, plan=found.experts)
-        tells = mesh.share < plan.expert and (mesh.tensor is None or dist.get_rank(mesh.tensor) == 0)
-        placed.parts.append(expert.apply(model, mesh.expert, copies=plan.shard, tells=tells))
-    again = [path for path in found.blocks if not isinstance(model.get_submodule(path), Shell)]
-    if plan.cuts:
-        shard = Shard.of(plan, found.units[mesh.part])
-        placed.shards = shard.apply(model, mesh.shard, device, peers=mesh.terms)
-        for path in again:  # computed again in backward, where nothing holds the whole's own open
-            wrap(model.get_submodule(path), placed.shards.around(placed.shards.units[0]))
-    else:
-        model.to(device)
-    if plan.recompute != "none":
-        Recompute(word=plan.recompute, blocks=tuple(again)).apply(model)
+    placed = Placed(plan, model, mesh, device, found.values, caches=caches, written=written)
+    placed.notes += [*found.notes, *([CACHES_OFF] if caches else []), *check_buffers.notes(plan, written)]
+    for axis in used:
+        ties = tied(placed.model)
+        layer = axis.apply(placed, found.values.get(axis.word))
+        if layer is not None:
+            placed.layers[axis.word] = layer
+        if isinstance(layer, Partition):
+            placed.model = layer.model
+        else:
+            check_ties(placed.model, ties)
+    if placed.shards is None:
+        placed.model.to(device)
     look_away_from(placed.buffers)
-    if found.context is not None:
-        assert mesh.context is not None
-        placed.guards.enter_context(guarded())
-        placed.groups["context"] = Context(degree=plan.context, plan=found.context).apply(model, mesh.context)
-    check_ties(model, ties)
     return placed
 
 

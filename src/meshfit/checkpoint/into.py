@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.data.axis import tensors_of
+from meshfit.axes.tensors import tensors_of
 from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import sizes, whole
 from meshfit.checkpoint.manifest import Manifest, Stored

@@ -59,16 +59,16 @@ def lie(placed: Placed, tensor: Tensor) -> ShardLayout:
     """How ``tensor``, a parameter or buffer of the placed model, lies."""
     found = placed.shards.place.get(tensor) if placed.shards is not None else None  # type: ignore[arg-type]
     if found is None or found[0].degree == 1:
-        shape, local = tuple(tensor.shape), [Piece(whole(tensor.shape), tuple(slice(0, n) for n in tensor.shape))]
+        shape, pieces = tuple(tensor.shape), [Piece(whole(tensor.shape), tuple(slice(0, n) for n in tensor.shape))]
     else:
         flat, i = found
         shape, taken = tuple(flat.shapes[i]), flat.slices(i)[1]
-        local = list(_row_pieces(shape, flat.strides[i], taken.start, taken.stop))
-    for parts in reversed(placed.parts):
-        if (cut := parts.cuts.get(tensor)) is not None:
-            local = [part for piece in local for part in _within(piece, cut.dim, cut.ranges[parts.ranks.rank])]
+        pieces = list(_row_pieces(shape, flat.strides[i], taken.start, taken.stop))
+    for layer in reversed(placed.layers.values()):
+        if (cut := layer.cuts.get(tensor)) is not None:
+            pieces = [part for piece in pieces for part in _within(piece, cut.dim, cut.ranges[layer.rank])]
             shape = (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
-    return ShardLayout(shape, tuple(local))
+    return ShardLayout(shape, tuple(pieces))
 
 
 def uncut(tensor: Tensor) -> ShardLayout:

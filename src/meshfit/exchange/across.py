@@ -1,93 +1,65 @@
-"""Gradients of a model that is spread over ranks which work on the same samples: its operations, or its layers.
+"""Gradients of a model that is spread over ranks which work on the same samples: its operations, modules or experts.
 
-``AllReduce`` or ``Scatter`` sums gradients over the ranks that hold the same part of the model, and differ in their
-samples. What is left are sums over the parts: of gradients that a rank has only some terms of (a norm's weight used by
-each rank for its own channels; an embedding tied to the head, both ends of a pipeline), and of a few numbers that every
-rank must know before it steps: the loss, which the last stage alone knows; the norm, in which each element counts once;
-whether to stop.
+``inner`` sums gradients over the ranks that hold the same part of the model, and differ in their samples. What is left
+are sums over the parts: of gradients that a rank has only some terms of (a norm's weight used by each rank for its own
+channels; an embedding tied to the head, both ends of a pipeline), and of a few numbers that every rank must know before
+it steps: the loss, which the last stage alone knows; the norm, in which each element counts once; whether to stop.
 
     traffic   the gradients of such parameters, once a step; one small all_reduce over all ranks
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.axes.expert.axis import Owned
+from meshfit.axes.axis import Applied
 from meshfit.axes.mesh import destroy, groups
-from meshfit.axes.tensor.axis import Parts
+from meshfit.axes.partition import Partition
 from meshfit.cost import Cost
 from meshfit.events import current
 from meshfit.exchange.allreduce import AllReduce, StepScalars
-from meshfit.exchange.expert_gradients import Apart
 from meshfit.exchange.scatter import Scatter
+from meshfit.exchange.separate import Separate
 from meshfit.exchange.update import total_norm
 
 RIDERS = 4  # squared norm, stop, loss, count; then a slot a share for broken losses, one a parameter of many ranks
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How a model lies over ranks that work on the same samples."""
-
-    parts: tuple[Parts | Owned, ...] = ()
-    """Of operations, over the tensor axis; of experts, over theirs."""
-
-    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Parameters that several stages, or branches, use, and the ranks of ``line`` that hold them."""
-
-    line: dist.ProcessGroup | None = None
-    """The ranks of a pipeline, or of branches."""
-
-    partial: tuple[str, ...] = ()
-    """Parameters of the whole model of whose gradient several ranks of the tensor axis have a part."""
-
-    alike: Mapping[str, int] = field(default_factory=dict)
-    """Parameters that several ranks of ``line`` hold with the same gradient, and how many do."""
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """Parameters whose gradients are sums over ranks, in the same order on all of them, whoever holds them."""
-        return tuple(dict.fromkeys((*self.partial, *self.tied)))
-
-
 class Across:
-    """``inner`` sums over samples, ``spread`` says what else there is to sum. ``copies``: of the whole model, in the
-    world; ``loss_replicas``: ranks that know the loss, for each share of a batch."""
+    """``inner`` sums over samples, ``layers`` say what else there is to sum. ``loss_replicas``: ranks that know the
+    loss, for each share of a batch."""
 
     summed = True
 
     def __init__(
         self,
-        inner: AllReduce | Scatter | Apart,
-        spread: Spread,
+        inner: AllReduce | Scatter | Separate,
+        layers: Sequence[Applied],
         model: nn.Module,
         device: torch.device,
         *,
-        copies: int,
         loss_replicas: int,
     ):
-        self.inner, self.spread, self.device, self.copies, self.loss_replicas = (
-            inner,
-            spread,
-            device,
-            copies,
-            loss_replicas,
-        )
+        self.inner, self.layers, self.device, self.loss_replicas = inner, layers, device, loss_replicas
         self.norm: Tensor | None = None
         """Of all gradients together, after ``finish``."""
         named = dict(model.named_parameters())
-        self._shared = [named.get(name) for name in spread.shared]
-        """Those of other ranks are None."""
-        self._tied = [(named[name], ranks) for name, ranks in spread.tied.items() if name in named]
-        self._lines = {} if spread.line is None else _lines(spread.line, spread.tied.values())
-        self._holders = {p: len(ranks) for p, ranks in self._tied}
-        self._holders |= {named[name]: count for name, count in spread.alike.items() if name in named}
+        partitions = [layer for layer in layers if isinstance(layer, Partition)]
+        shared = [name for layer in layers for name in layer.partial]
+        shared += [name for layer in partitions for name in layer.tied]
+        self._shared = [named.get(name) for name in dict.fromkeys(shared)]
+        """Parameters whose gradients are sums over ranks, in the same order on all; None where others hold them."""
+        self._tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._lines: list[dist.ProcessGroup] = []
+        for layer in partitions:
+            assert layer.group is not None
+            lines = _lines(layer.group, layer.tied.values())
+            self._lines += lines.values()
+            self._tied += [(named[name], lines[ranks]) for name, ranks in layer.tied.items() if name in named]
         self._added: list[Tensor] = []
         """Gradients that other ranks have terms of, and this one has not."""
 
@@ -111,23 +83,25 @@ class Across:
         for p in self._shared:  # one that this rank did not reach adds nothing to what the others have
             if p is not None and p.requires_grad and p.numel() and p.grad is None:
                 p.grad = torch.zeros_like(p)
-        for each in self.spread.parts:
-            each.sum_partial()
-        for p, ranks in self._tied:
+        for layer in self.layers:
+            layer.sum_partial()
+        for p, line in self._tied:
             if p.grad is not None:
                 summed = p.grad.contiguous()
-                dist.all_reduce(summed, group=self._lines[ranks])
+                dist.all_reduce(summed, group=line)
                 if summed is not p.grad:
                     p.grad.copy_(summed)
         loss_replicas = self.degree * self.loss_replicas
         known = [scalars.loss / loss_replicas, scalars.count / loss_replicas, *scalars.broken]
         numbers = torch.zeros(2 + len(known) + len(reached), dtype=torch.float64, device=self.device)
-        numbers[0], numbers[1] = self._square() / self.copies, scalars.stop
+        numbers[0], numbers[1] = self._square(), scalars.stop
         for i, number in enumerate((*known, *reached), start=2):
             numbers[i] = number
         current().moved("all_reduce", numbers.nbytes)
         dist.all_reduce(numbers)
         self._drop_unreached(reached, numbers[2 + len(known) :])
+        for layer in self.layers:
+            layer.stepped()
         gradients = self.gradients
         self.norm = numbers[0].sqrt().to(gradients[0].device if gradients else self.device)
         _, stop, loss, count, *broken = numbers[: 2 + len(known)].tolist() if numbers.is_cpu else numbers.unbind()
@@ -151,8 +125,7 @@ class Across:
         kinds: dict[float, list[Tensor]] = defaultdict(list)
         for p in self.parameters:
             if p.grad is not None:
-                weight = prod(each.weight(p) for each in self.spread.parts)
-                kinds[weight / self._holders.get(p, 1)].append(p.grad)
+                kinds[prod(layer.weight(p) for layer in self.layers)].append(p.grad)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight, grads in kinds.items():
             total += weight * total_norm(grads).double().square().to(self.device)
@@ -170,8 +143,8 @@ class Across:
 
     def remove(self) -> None:
         self.inner.remove()
-        destroy(self._lines.values())
-        self._lines = {}
+        destroy(self._lines)
+        self._lines = []
 
 
 def _lines(line: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -180,14 +153,6 @@ def _lines(line: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[t
     named = {members: tuple(sorted(world[r] for r in members)) for members in wanted if own in members}
     made = groups(named.values())
     return {members: made[named[members]] for members in sorted(named, key=lambda members: named[members])}
-
-
-def share_state(optimizer: torch.optim.Optimizer, parts: Parts | Owned) -> None:
-    """Cut what an optimizer holds already as its parameters are cut: some make state when they are built."""
-    for parameter in parts.cuts:
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                optimizer.state[parameter][key] = parts.share(parameter, value)
 
 
 def cost(shared: int, shares: int) -> Cost:

@@ -383,11 +383,3 @@ def _number(units: list[OpenUnit]) -> int:
     for unit in units:
         number = (number * 31 + unit.index + 1) % 65521
     return number
-
-
-def cut_state(optimizer: torch.optim.Optimizer, shards: Shards) -> None:
-    """Cut what an optimizer holds already as its parameters are cut: some make state when they are built."""
-    for parameter, (flat, i) in shards.place.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.shape == flat.shapes[i] and value.dim():
-                optimizer.state[parameter][key] = flat.cut(i, value)

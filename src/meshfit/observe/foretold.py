@@ -3,14 +3,16 @@
 import io
 import warnings
 from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.costs import cost, stage_traffic
-from meshfit.axes.find import pipeline_of, wrapped
+from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.shard.units import traced
+from meshfit.axes.tensor.axis import TensorAxis
 from meshfit.data import tree
 from meshfit.data.source import Stream, open_source
 from meshfit.launch.devices import Devices
@@ -55,14 +57,16 @@ def _cost(training: "Training", few: Any) -> dict[str, dict[str, int]]:
     content, device = _microbatch(job, plan, few), devices.device(0).type
     stages = None
     if plan.pipeline > 1:
-        staged = pipeline_of(plan, wrapped(outcome.split)).find(model, job.objective, content, device=device)
+        split = outcome.found.get("tensor")
+        atoms = () if split is None else tuple(TensorAxis().closed(split))
+        staged = replace(pipeline_of(plan), atoms=atoms).find(model, job.objective, content, device=device)
         trace = staged.trace
-        if outcome.split is not None:
-            stages = stage_traffic(staged, model, job.objective, content, split=outcome.split)
+        if split is not None:
+            stages = stage_traffic(staged, model, job.objective, content, split=split)
     else:
         trace = traced(model, job.objective, content, device=device)
     assert isinstance(trace, Trace)
-    found = cost(plan, trace, job.make_optimizer(model), split=outcome.split, stages=stages)
+    found = cost(plan, trace, job.make_optimizer(model), found=outcome.found, stages=stages)
     return {"held": found.held, "moved": found.moved}
 
 

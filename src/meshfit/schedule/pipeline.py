@@ -91,7 +91,7 @@ class Pipelined:
         self.staged, self.plan = staged, staged.pipeline.schedule
         self.device, self.seed, self.inside = device, seed, inside
         self.weigh = Passes(
-            staged.part, objective, over, precision, scale, exchange, device, inside, loss_replicas=loss_replicas
+            staged.model, objective, over, precision, scale, exchange, device, inside, loss_replicas=loss_replicas
         )
         self.split_backward, self.batch_loss = split_backward, batch_loss
         self.buffers = buffers or Buffers()
@@ -137,7 +137,7 @@ class Pipelined:
         """The loss of the whole batch, from a forward of all microbatches, and its gradients with respect to what the
         last stage gives for each."""
         ahead = _forwards(plan)
-        with torch.no_grad(), buffers_kept(self.staged.part):
+        with torch.no_grad(), buffers_kept(self.staged.model):
             step = _Step(self, ahead, batch, _Held())
             for entry in issued(ahead, self.staged.rank):
                 step.move(entry) if isinstance(entry, Transfer) else step.run(entry)

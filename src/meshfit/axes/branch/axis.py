@@ -9,24 +9,26 @@ by all ranks alike, on the same samples; so whatever they compute from what they
               for each microbatch. Gradients of parameters that branches of several ranks use, once a step
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from meshfit.anatomy.branches import branches
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.record_atoms import twin
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.branch.assign import Dealt, deal
 from meshfit.axes.branch.flow import Flow, Phase, detached
 from meshfit.axes.branch.ops import Line
 from meshfit.axes.branch.program import Program
+from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
 from meshfit.axes.pipeline.axis import only
 from meshfit.axes.pipeline.cut import hollow, part_of
@@ -37,6 +39,12 @@ from meshfit.axes.tensor.ops import Stream
 from meshfit.comm.transport import packed_size
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
+from meshfit.plan import Plan
+
+if TYPE_CHECKING:
+    from meshfit.axes.costs import Costing
+    from meshfit.axes.find import Study
+    from meshfit.axes.place import Placed
 
 SHARES = (0.05, 0.0)
 """Of all parameters, what a module may hold and still be taken as a whole: finer only if that helps."""
@@ -180,8 +188,44 @@ class Found:
         )
 
 
-class Branched:
-    """One rank's part of a model in branches."""
+class BranchAxis(Axis):
+    word = "branch"
+    splits = frozenset({Splits.MODULES})
+    cost_needs_finding = True
+
+    def refuse(self, plan: Plan, model: nn.Module) -> None:
+        """A branch is recorded on whole sequences and whole batches: what changes those between its modules does not go
+        with it."""
+        whole: dict[str, Any] = {"pipeline": 1, "schedule": "1f1b", "chunks": 0, "cut": "", "context": 1, "expert": 1}
+        whole["sequence"] = "auto" if plan.sequence == "split" else plan.sequence
+        others = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
+        if others:
+            raise PlanError(
+                f"{plan}: branch= does not go together with {others[0]}",
+                f"{replace(plan, **whole)} works",
+                f"without branch=, {replace(plan, branch=1)} may",
+            )
+
+    def find(self, study: "Study") -> Found:
+        strategy = Branch(degree=study.plan.branch, atoms=study.closed())
+        found = strategy.find(study.model, study.objective, study.batch, device=study.device)
+        study.notes.append(found.note)
+        return found
+
+    def apply(self, placed: "Placed", finding: Found) -> "Branched":
+        group = placed.mesh.over("branch")
+        assert group is not None
+        return Branch(degree=placed.plan.branch, atoms=finding.atoms).apply(placed.model, finding, group)
+
+    def cost(self, costing: "Costing", finding: Found) -> None:
+        plan, rank, dealt = costing.plan, costing.place.get("branch", 0), finding.dealt.parameters
+        costing.add(Branch(degree=plan.branch).cost(finding, rank, microbatches=plan.microbatches))
+        costing.tied |= {name for name, ranks in dealt.items() if len(ranks) > 1}
+        costing.earlier |= {name for name, ranks in dealt.items() if min(ranks) < rank}
+
+
+class Branched(Partition):
+    """The branches of one rank."""
 
     def __init__(
         self,
@@ -190,10 +234,10 @@ class Branched:
         group: dist.ProcessGroup,
         part: nn.Module,
         skeleton: nn.Module,
-        model: nn.Module,
+        whole: nn.Module,
     ):
-        self.branch, self.found, self.group, self.model = branch, found, group, model
-        self.part, self.skeleton = part, skeleton
+        super().__init__(part, skeleton, whole)
+        self.branch, self.found, self.group, self.ranks = branch, found, group, group
         self.rank = dist.get_rank(group)
 
     @property
@@ -212,27 +256,21 @@ class Branched:
         }
 
     @property
-    def alike(self) -> dict[str, int]:
-        """Parameters of the trunk, and how many ranks hold each, with the same gradient."""
-        own = self.found.dealt.parameters
-        return {name: self.branch.degree for name, _ in self.skeleton.named_parameters() if name not in own}
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """All ranks hold what the trunk uses, with the same gradient."""
+        own, every = self.found.dealt.parameters, tuple(range(self.branch.degree))
+        return {name: own.get(name, every) for name, _ in self.skeleton.named_parameters()}
 
     def objective(self, objective: Objective, precision: Precision, device: torch.device) -> Objective:
         """``objective(model, content)`` by the branches of all ranks, which call it together: the result is on all."""
         return _Objective(self, objective, precision, device)
-
-    def undo(self, whole: Mapping[str, Tensor]) -> None:
-        """Give the model back what other ranks held of it: ``whole`` has all weights and buffers by name."""
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            if tensor.shape != whole[name].shape:
-                tensor.data = whole[name].to(tensor.device)
 
 
 class _Objective:
     def __init__(self, branched: Branched, objective: Objective, precision: Precision, device: torch.device):
         found = branched.found
         self.branched, self.precision, self.device = branched, precision, device
-        self.root, self.line = Whole(branched.part, objective), Line(branched.group, device)
+        self.root, self.line = Whole(branched.model, objective), Line(branched.ranks, device)
         self.stream = Stream(self.line.ranks)
         cut = partial(Program.like, found.dealt, branched.rank)
         self.programs = Programs(branched.skeleton, objective, cut, share=found.share, atoms=found.atoms)

@@ -10,32 +10,38 @@ gathered where it is needed, and computed on the whole where nothing else is kno
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.context.check import Differs, check
 from meshfit.axes.context.find import ContextPlan, Step, begin, find
+from meshfit.axes.context.piece import guarded
 from meshfit.axes.tensor.ops import Ranks
-from meshfit.axes.tensor.twin import study
+from meshfit.axes.tensor.twin import study as study_copy
 from meshfit.cost import Cost
+from meshfit.errors import PlanError
+from meshfit.plan import Plan
+
+if TYPE_CHECKING:
+    from meshfit.axes.costs import Costing
+    from meshfit.axes.find import Study
+    from meshfit.axes.place import Placed
 
 
 def plan_context(model: nn.Module, step: Step, batch: Any, degree: int) -> ContextPlan:
     """Where to cut ``model``, which stays as it is; proven on samples of the data. Raises ``Differs`` if not right."""
-    twin = study(model)
+    twin = study_copy(model)
     found = find(twin, step, batch, degree)
     if found.beginnings:
         check(quiet(twin), step, batch, found)
     return found
-
-
-def prove(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
-    """Of another ``step`` than the one that ``plan`` was found with. Raises ``Differs`` if it is not right."""
-    check(quiet(study(model)), step, batch, plan)
 
 
 def quiet(model: nn.Module) -> nn.Module:
@@ -99,4 +105,79 @@ class Context:
         return after, Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
 
 
-__all__ = ["Context", "ContextPlan", "Differs", "plan_context"]
+class ContextAxis(Axis):
+    word = "context"
+    splits = frozenset({Splits.SEQUENCE})
+    cost_needs_finding = True
+
+    def refuse(self, plan: Plan, model: nn.Module) -> None:
+        whole: dict[str, Any] = {"branch": 1, "expert": 1}
+        whole["sequence"] = "auto" if plan.sequence == "split" else plan.sequence
+        beside = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
+        if beside:
+            raise PlanError(
+                f"{plan}: sequences are not cut beside {beside[0]}",
+                f"{replace(plan, **whole)} works; so does {replace(plan, context=1, data=plan.data * plan.context)}",
+            )
+
+    def find(self, study: "Study") -> ContextPlan:
+        plan = study.plan
+        with study.copying(), _proven(plan):
+            found = plan_context(study.model, study.loss, study.batch, plan.context)
+        if not found.beginnings:
+            headline, *facts = found.refusal()
+            raise PlanError(f"{plan}: {headline}", *facts, _without_context(plan))
+        study.notes += found.explain()
+        return found
+
+    def closed(self, finding: ContextPlan) -> Iterable[str]:
+        return (each.module for each in finding.beginnings)
+
+    def prove(self, study: "Study", step: Step, finding: ContextPlan) -> None:
+        with _proven(study.plan):
+            check(quiet(study_copy(study.model)), step, study.batch, finding)
+
+    def apply(self, placed: "Placed", finding: ContextPlan) -> "Positions":
+        group = placed.mesh.over("context")
+        assert group is not None
+        strategy = Context(degree=placed.plan.context, plan=finding)
+        placed.groups["context"] = strategy.apply(placed.model, group)
+        return Positions(placed.model, group)
+
+    def cost(self, costing: "Costing", finding: ContextPlan) -> None:
+        plan = finding if costing.stages is None else replace(finding, traffic=())
+        strategy = Context(degree=costing.plan.context, plan=plan)
+        costing.add(strategy.cost(costing.trace, microbatches=costing.plan.microbatches))
+
+
+@contextmanager
+def _proven(plan: Plan) -> Iterator[None]:
+    """Around the proof of a context plan."""
+    try:
+        yield
+    except Differs as differs:
+        raise PlanError(
+            f"{plan}: cut over {plan.context} devices this model does not compute what it does on one",
+            f"on a few samples, in double precision: {differs}",
+            _without_context(plan),
+        ) from differs
+
+
+def _without_context(plan: Plan) -> str:
+    return f"{replace(plan, context=1, data=plan.data * plan.context)} works"
+
+
+class Positions(Applied):
+    """A model that computes some positions of every sequence on this rank."""
+
+    sums = True
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup):
+        self.model, self.group, self._guard = model, group, ExitStack()
+        self._guard.enter_context(guarded())
+
+    def undo(self) -> None:
+        self._guard.close()
+
+
+__all__ = ["Context", "ContextAxis", "ContextPlan", "Differs", "plan_context"]

@@ -1,58 +1,64 @@
 """Data parallelism: every device holds the whole model and takes its share of each batch.
 
-memory    weights whole on every device (gradients and optimizer state too: see exchange)
-traffic   none of its own; exchange sums the gradients. BatchNorm: see axes/data/batchnorm.py
+memory    weights, gradients and optimizer state whole on every device
+traffic   gradients, all-reduced once a step: see exchange/allreduce.py. BatchNorm: see axes/data/batchnorm.py
 """
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from meshfit.anatomy.trace import Trace
+from meshfit.axes.axis import Applied, Axis, Splits
+from meshfit.axes.buffers import check as check_buffers
+from meshfit.axes.buffers.step import Buffers
+from meshfit.axes.data import batchnorm
+from meshfit.axes.expert import balance
 from meshfit.axes.mesh import Mesh
-from meshfit.cost import Cost
+from meshfit.plan import Plan
+
+if TYPE_CHECKING:
+    from meshfit.axes.place import Placed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replicate:
-    degree: int
+class DataAxis(Axis):
+    """What depends on the samples of other ranks, along whichever axes samples are split, is made global: BatchNorm,
+    auxiliary losses, buffers that a forward writes."""
 
-    def apply(self, model: nn.Module, mesh: Mesh, *, same: bool, device: torch.device | None = None) -> None:
-        """``same`` says that the ranks' weights are known to be equal; else the first rank's are sent, one at a time
-        by way of ``device``."""
-        if mesh.world is None or same:
-            return
-        for tensor in (*model.parameters(), *model.buffers()):
-            sent = tensor.detach().to(device).contiguous()
-            dist.broadcast(sent, 0, mesh.world)
-            if sent.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(sent)
+    word = "data"
+    splits = frozenset({Splits.SAMPLES})
 
-    def cost(self, trace: Trace) -> tuple[Trace, Cost]:
-        """Of the weights alone: gradients belong to the exchange."""
-        return trace, Cost(held={"weights": trace.parameter_bytes})
+    def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
+        return True
 
-
-def tied(model: nn.Module) -> dict[str, str]:
-    """Parameters that are one tensor: each further name, and the name it is first known by."""
-    first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            ties[name] = known
-    return ties
+    def apply(self, placed: "Placed", finding: Any) -> "Replicas":
+        plan, mesh, model = placed.plan, placed.mesh, placed.model
+        replicas = Replicas(model, mesh.over("data"))
+        if mesh.batch is not None and plan.batchnorm == "global" and plan.exchange == "allreduce":
+            batchnorm.apply(model, mesh.batch)
+        if mesh.batch is not None and not plan.apart and plan.in_step:
+            replicas.meets = balance.apply(model, mesh.batch)
+        if plan.buffers == "exact" and check_buffers.splits(plan):
+            replicas.buffers = Buffers(model, placed.written, mesh.batch, microbatches=plan.microbatches)
+        return replicas
 
 
-def check_ties(model: nn.Module, ties: dict[str, str]) -> None:
-    """A tie that a transform undid would train silently wrong."""
-    now = tied(model)
-    assert now == ties, f"tied parameters came apart: {sorted(ties.items() ^ now.items())}"
+class Replicas(Applied):
+    """One copy of the model, or of its part, among those on other samples."""
+
+    sums = True
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None):
+        self.model, self.group, self.buffers = model, group, Buffers()
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name, tied ones under each of their names."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: tensor.detach() for name, tensor in named}
+def broadcast(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Have the first rank's weights and buffers on all ranks, one at a time by way of ``device``."""
+    if mesh.world is None:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        sent = tensor.detach().to(device).contiguous()
+        dist.broadcast(sent, 0, mesh.world)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(sent)

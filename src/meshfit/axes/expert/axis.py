@@ -11,24 +11,38 @@ samples of all n; what is not an expert is summed over them as under ``data``.
 """
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.data.axis import check_ties, tied
+from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.expert.load import Load
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.expert.spread import bounds, spread
 from meshfit.axes.expert.travel import HEADER, OverRanks, Travel
 from meshfit.axes.forward import unwrap
+from meshfit.axes.mesh import OWN_EXPERT
 from meshfit.axes.tensor.cut import Undo
-from meshfit.axes.tensor.region import Cut
+from meshfit.axes.tensor.region import Cut, TensorPlan
+from meshfit.axes.tensors import check_ties, tied
 from meshfit.cost import Cost
+from meshfit.data import tree
+from meshfit.errors import PlanError
+from meshfit.events import current
+from meshfit.exchange import allreduce
+from meshfit.plan import Plan
+
+if TYPE_CHECKING:
+    from meshfit.axes.costs import Costing
+    from meshfit.axes.find import Study
+    from meshfit.axes.place import Placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,21 +52,20 @@ class Expert:
     degree: int
     plan: ExpertPlan
 
-    def apply(self, model: nn.Module, group: dist.ProcessGroup, *, copies: int = 1, tells: bool = True) -> "Owned":
-        """Cut ``model`` in place. ``copies``: ranks that hold the same experts beside those of other copies of the
-        model; ``tells``: whether this copy's load goes to the events."""
+    def apply(self, model: nn.Module, group: dist.ProcessGroup, *, reports: bool = True) -> "Owned":
+        """Cut ``model`` in place. ``reports``: whether this copy's load goes to the events."""
         ties, ranks = tied(model), OverRanks(group)
         if ranks.size != self.degree or self.plan.degree != self.degree:
             raise ValueError(f"a plan for {self.plan.degree} ranks, expert={self.degree} and a group of {ranks.size}")
         plan = self.plan.fitted({name: len(p) for name, p in model.named_parameters() if p.dim()})
-        load = Load([mixture.module for mixture in plan.mixtures], tells and ranks.rank == 0)
+        load = Load([mixture.module for mixture in plan.mixtures], reports and ranks.rank == 0)
         undo = [
             step
             for number, mixture in enumerate(plan.mixtures)
             for step in spread(model, mixture, Travel(ranks, number, mixture.count, load))
         ]
         check_ties(model, ties)
-        return Owned(model, plan, ranks, load, undo, copies)
+        return Owned(model, plan, ranks, load, undo)
 
     def cost(self, trace: Trace, *, microbatches: int = 1, again: Collection[str] = ()) -> tuple[Trace, Cost]:
         """Of a step on one rank, if as many rows come as are sent: over all ranks that is exact, whatever the router
@@ -82,26 +95,121 @@ class Expert:
         )
 
 
-class Owned:
-    """A model whose experts are spread, as the exchange, checkpoints and whoever compares weights see it."""
+class ExpertAxis(Axis):
+    word = "expert"
+    splits = frozenset({Splits.SAMPLES, Splits.EXPERTS})
+    cost_needs_finding = True
 
-    def __init__(self, model: nn.Module, plan: ExpertPlan, ranks: OverRanks, load: Load, undo: list[Undo], copies: int):
-        self.model, self.plan, self.ranks, self.load, self.copies = model, plan, ranks, load, copies
+    def refuse(self, plan: Plan, model: nn.Module) -> None:
+        beside = [axis for axis in ("pipeline", "context", "branch") if getattr(plan, axis) > 1]
+        if beside:
+            words = ("schedule", "chunks", "cut")  # of those axes
+            without: dict[str, Any] = {word: getattr(Plan(), word) for word in (*beside, *words)}
+            other = replace(plan, **without, data=plan.data * prod(getattr(plan, axis) for axis in beside))
+            raise PlanError(
+                f"{plan}: experts are not spread beside {beside[0]}={getattr(plan, beside[0])}",
+                f"{other} works",
+            )
+        if plan.offload == "parameters":
+            raise PlanError(
+                f"{plan}: experts that are spread stay on their devices",
+                f"{replace(plan, offload='optimizer')} works",
+            )
+
+    def find(self, study: "Study") -> ExpertPlan:
+        from meshfit.axes.expert.find import plan_experts  # the first rank alone plans
+
+        plan, batch = study.plan, study.few
+        samples = max((len(t) for t in tree.tensors(batch) if t.dim()), default=0)
+        with study.copying():
+            experts = plan_experts(study.model, lambda twin: study.objective(twin, batch), plan.expert, samples)
+        if (split := study.found("tensor")) is not None:
+            experts = experts.without(_cut_by_experts(experts, split))
+        if not experts.mixtures:
+            raise _nothing(plan, experts)
+        study.notes += experts.explain()
+        return experts
+
+    def apply(self, placed: "Placed", finding: ExpertPlan) -> "Owned":
+        group, plan = placed.mesh.groups[OWN_EXPERT], placed.plan
+        assert group is not None
+        strategy = Expert(degree=plan.expert, plan=finding)
+        first = placed.mesh.share < plan.expert and not placed.mesh.place["tensor"]
+        owned = strategy.apply(placed.model, group, reports=first)
+        owned.group = placed.mesh.over("expert")
+        return owned
+
+    def cost(self, costing: "Costing", finding: ExpertPlan) -> None:
+        plan = costing.plan
+        again = () if plan.recompute == "none" else recomputed_blocks(costing.trace)
+        strategy = Expert(degree=plan.expert, plan=finding)
+        costing.add(strategy.cost(costing.trace, microbatches=plan.microbatches, again=again))
+        own = {name: p for name, p in costing.trace.parameters.items() if name in finding.cuts}
+        costing.separate |= own
+        costing.total += allreduce.cost(costing.trained(own), plan.data * plan.shard)
+        costing.total += Cost(held={"weights": sum(p.bytes for p in own.values())})
+
+
+def _cut_by_experts(experts: ExpertPlan, split: TensorPlan) -> dict[str, str]:
+    """Mixtures whose parameters the tensor axis cuts along the dim of the experts, and why they stay as they are."""
+    cuts = split.cuts
+    return {
+        mixture.module: f"tensor={split.degree} cuts {each.name} by experts already"
+        for mixture in experts.mixtures
+        for each in mixture.cuts
+        if not mixture.listed and each.name in cuts and cuts[each.name].dim == each.dim
+    }
+
+
+def _nothing(plan: Plan, experts: ExpertPlan) -> PlanError:
+    """The refusal of a model without experts that could be spread."""
+    elsewhere = f"{replace(plan, expert=1, data=plan.data * plan.expert)} works"
+    if not experts.why and experts.batched:
+        return PlanError(
+            f"{plan}: the model has no experts that could be spread",
+            *experts.batched[:2],
+            "if these are experts: slices that one batched product multiplies are spread only where their module is"
+            " given rows, the experts chosen for each, and their weights",
+            elsewhere,
+        )
+    if not experts.why:
+        return PlanError(
+            f"{plan}: the model has no experts to spread",
+            "experts are slices of a module's parameters that is given rows, their choices and weights, or modules in"
+            " a list",
+            elsewhere,
+        )
+    fitting = [
+        n for n in range(2, min(experts.counts, default=0) + 1) if all(count % n == 0 for count in experts.counts)
+    ]
+    degrees = " or ".join(f"expert={n}" for n in fitting)
+    return PlanError(
+        f"{plan}: expert={plan.expert} spreads nothing of this model",
+        *(f"{path}: {why}" for path, why in list(experts.why.items())[:3]),
+        f"{degrees} divides them" if fitting and plan.expert not in fitting else "",
+        elsewhere,
+    )
+
+
+class Owned(Applied):
+    """A model whose experts are spread over ranks."""
+
+    sums = spreads = meets = True
+
+    def __init__(self, model: nn.Module, plan: ExpertPlan, ranks: OverRanks, load: Load, undo: list[Undo]):
+        self.model, self.plan, self.ranks, self.load = model, plan, ranks, load
+        self.group, self.rank = ranks.group, ranks.rank
         named = dict(model.named_parameters())
-        self.cuts: dict[Tensor, Cut] = {named[name]: each for name, each in plan.cuts.items()}
+        self.cuts: Mapping[Tensor, Cut] = {named[name]: each for name, each in plan.cuts.items()}
         """Of the parameters of experts, whether they are here or not."""
         self.shapes = {parameter: parameter.shape for parameter in self.cuts}
         self._undo = undo
 
-    def is_cut(self, tensor: Tensor) -> bool:
-        return tensor in self.cuts
-
     def weight(self, parameter: Tensor) -> float:
-        """How much this rank's part counts in a sum over the ranks of one copy that is to count each element once."""
-        return 1 / self.copies if parameter in self.cuts else 1 / self.ranks.size
+        return 1.0 if parameter in self.cuts else 1 / self.ranks.size
 
-    def sum_partial(self) -> None:
-        """Nothing: what comes to an expert comes to the rank that holds it."""
+    def stepped(self) -> None:
+        self.load.tell(current())
 
     def whole(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """``tensor``, which belongs to ``parameter``, of all ranks. All ranks call it together."""
@@ -114,8 +222,8 @@ class Owned:
         dist.all_reduce(whole, group=self.ranks.group)
         return whole
 
-    def share(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """This rank's share of ``tensor``, as large as ``parameter`` was: what ``whole`` undoes."""
+    def part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """This rank's part of ``tensor``, as large as ``parameter`` was: what ``whole`` undoes."""
         each = self.cuts.get(parameter)
         if each is None or tensor.dim() != len(self.shapes[parameter]):
             return tensor

@@ -9,27 +9,38 @@ every rank; the loss is computed on the last. In what order the ranks work: see 
     bubble    about (p - 1) / (m + p - 1) of the time, by the schedule
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.cuts import Stages, stages, work
 from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.record_atoms import twin
 from meshfit.anatomy.trace import Event, Trace
+from meshfit.axes.axis import Axis, Splits
+from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
 from meshfit.axes.pipeline.cut import Split, hollow, part_of, split_of, stages_before
-from meshfit.axes.pipeline.program import Program, Programs
+from meshfit.axes.pipeline.program import Program, Programs, Replayed
 from meshfit.axes.shard.units import Whole, _relative
+from meshfit.comm.transport import Transport
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
+from meshfit.plan import Plan
 from meshfit.schedule.actions import BACKWARD, FORWARD, Action, Schedule, rank_of, schedule, stages_of, usual_chunks
+from meshfit.schedule.issue import pairs
 from meshfit.schedule.simulate import Simulated, simulate
 from meshfit.torch_private import own_buffers
+
+if TYPE_CHECKING:
+    from meshfit.axes.costs import Costing
+    from meshfit.axes.find import Study
+    from meshfit.axes.place import Placed
 
 EVEN = 0.05
 """Imbalance of stages beyond which modules are opened further, for a better cut."""
@@ -123,7 +134,15 @@ class Pipeline:
             )
         return stages_before(trace, self.cut)
 
-    def apply(self, model: nn.Module, found: "Found", rank: int, *, drop: bool = True) -> "Staged":
+    def apply(
+        self,
+        model: nn.Module,
+        found: "Found",
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        drop: bool = True,
+    ) -> "Staged":
         """Keep this rank's part of ``model``. With ``drop`` the rest of it is let go at once: those parameters have no
         elements any more."""
         split, own = found.split, self.stages_of(rank)
@@ -138,7 +157,9 @@ class Pipeline:
         part = part_of(model, parameters, buffers)
         if drop:
             hollow(model, part)
-        return Staged(self, found, rank, part, skeleton, model)
+        staged = Staged(self, found, rank, part, skeleton, model)
+        staged.group = group
+        return staged
 
     def cost(
         self,
@@ -247,15 +268,63 @@ class Found:
         return replace(self, trace=None)
 
 
-class Staged:
-    """One rank's part of a model."""
+class PipelineAxis(Axis):
+    word = "pipeline"
+    splits = frozenset({Splits.MODULES})
+
+    def refuse(self, plan: Plan, model: nn.Module) -> None:
+        schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks or None)  # refuses what it cannot take
+
+    def find(self, study: "Study") -> Found:
+        strategy = replace(pipeline_of(study.plan), atoms=study.closed())
+        found = strategy.find(study.model, study.objective, study.batch, device=study.device)
+        study.prove(Replayed(study.objective, share=found.share, atoms=found.atoms))
+        study.notes += found.notes
+        return found
+
+    def apply(self, placed: "Placed", finding: Found) -> "Staged":
+        group = placed.mesh.over("pipeline")
+        assert group is not None
+        strategy = replace(pipeline_of(placed.plan), atoms=finding.atoms)
+        staged = strategy.apply(placed.model, finding, placed.mesh.stage, group)
+        staged.transport = Transport(group, placed.device, pairs(strategy.schedule))
+        return staged
+
+    def cost(self, costing: "Costing", finding: Found | None) -> None:
+        strategy, whole, stage = pipeline_of(costing.plan), costing.trace, costing.place.get("pipeline", 0)
+        stages, plan = costing.stages, costing.plan
+        if stages is None and (plan.tensor > 1 or plan.context > 1):
+            raise ValueError(f"{plan}: its cost depends on what is split inside stages: stage_traffic says so")
+        trace, added, costing.alive = strategy.cost(whole, stage, sent=None if stages is None else stages.sent)
+        costing.add((trace, added))
+        if stages is not None:
+            wide = 8 if any(p.dtype == "float64" for p in whole.parameters.values()) else 4
+            costing.total += stages.cost(strategy.stages_of(stage), microbatches=plan.microbatches, wide=wide)
+        costing.tied |= strategy.tied(whole)
+        costing.earlier |= {name for before in range(stage) for name in strategy.cost(whole, before)[0].parameters}
+
+
+def pipeline_of(plan: Plan) -> Pipeline:
+    return Pipeline(
+        degree=plan.pipeline,
+        word=plan.schedule,
+        chunks=plan.chunks,
+        microbatches=plan.microbatches,
+        cut=tuple(filter(None, plan.cut.split(","))),
+    )
+
+
+class Staged(Partition):
+    """The stages of one rank."""
+
+    transport: Transport
+    """To the ranks of other stages."""
 
     def __init__(
-        self, pipeline: Pipeline, found: Found, rank: int, part: nn.Module, skeleton: nn.Module, model: nn.Module
+        self, pipeline: Pipeline, found: Found, rank: int, part: nn.Module, skeleton: nn.Module, whole: nn.Module
     ):
-        self.pipeline, self.found, self.rank, self.skeleton, self.model = pipeline, found, rank, skeleton, model
-        self.part = part
-        """A plain module that holds this rank's parameters and buffers, under their original names."""
+        super().__init__(part, skeleton, whole)
+        self.pipeline, self.found, self.rank = pipeline, found, rank
         self.stages = pipeline.stages_of(rank)
 
     @property
@@ -294,14 +363,11 @@ class Staged:
         cut = partial(Program.like, found.split)
         return Programs(self.skeleton, objective, cut, share=found.share, atoms=found.atoms)
 
-    def undo(self, whole: Mapping[str, Tensor]) -> None:
-        """Give the model back what other ranks held of it: ``whole`` has all weights and buffers by name."""
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            if tensor.shape != whole[name].shape:
-                tensor.data = whole[name].to(tensor.device)
-
     def root(self, objective: Callable[[nn.Module, Any], Any]) -> nn.Module:
-        return Whole(self.part, objective)
+        return Whole(self.model, objective)
+
+    def undo(self) -> None:
+        self.transport.close()
 
 
 def part_of_trace(trace: Trace, found: Stages, own: Iterable[int]) -> Trace:

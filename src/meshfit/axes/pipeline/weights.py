@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.axes.data.axis import tied
 from meshfit.axes.pipeline.axis import Staged
+from meshfit.axes.tensors import tied
 from meshfit.torch_private import own_buffers, own_parameters
 
 
@@ -20,7 +20,7 @@ def deliver(staged: Staged, model: nn.Module, group: dist.ProcessGroup, device: 
     Tensors of a part that are on meta are made anew, so optimizers come after. All ranks call it together."""
     rank = dist.get_rank(group)
     holders = staged.holders
-    mine = _named(staged.part)
+    mine = _named(staged.model)
     whole = _named(model)
     made: dict[int, Tensor] = {}
     for name, ranks in holders.items():
@@ -37,7 +37,7 @@ def deliver(staged: Staged, model: nn.Module, group: dist.ProcessGroup, device: 
                 made[id(old)] = new
             else:
                 old.detach().copy_(new)
-    _replace(staged.part, made)
+    _replace(staged.model, made)
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def collect(
 
 def whole_state(staged: Staged, group: dist.ProcessGroup, *, keep: bool) -> dict[str, Tensor]:
     """All weights and buffers of the model, on the CPU, tied ones under each of their names."""
-    mine = {name: {"": tensor} for name, tensor in _named(staged.part).items()}
+    mine = {name: {"": tensor} for name, tensor in _named(staged.model).items()}
     found = {name: many[""] for name, many in collect(mine, staged.owners, group, keep=keep).items()}
     if keep:
         found |= {name: found[first] for name, first in tied(staged.skeleton).items()}

@@ -14,20 +14,29 @@ running statistic counts a batch once. What a block changes is learnt from its f
 training and not. A block must not change its inputs in place: torch then refuses the backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshfit.anatomy.again import after_recompute
+from meshfit.anatomy.again import after_recompute, recomputed_blocks
+from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.axis import Axis
 from meshfit.axes.forward import wrap
+from meshfit.axes.pipeline.cut import Shell
 from meshfit.axes.recompute.call import Call, Changes, is_empty_cache
 from meshfit.cost import Cost
 from meshfit.data import tree
+from meshfit.plan import Plan
+
+if TYPE_CHECKING:
+    from meshfit.axes.costs import Costing
+    from meshfit.axes.find import Study
+    from meshfit.axes.place import Placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +63,40 @@ class Recompute:
             for e in trace.events
         )
         return replace(trace, events=events), Cost(flops=sum(again.values()))
+
+
+class RecomputeAxis(Axis):
+    word = "recompute"
+
+    def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
+        return plan.recompute != "none"
+
+    def find(self, study: "Study") -> tuple[str, ...]:
+        if isinstance(study.trace, TraceError):
+            study.notes.append(f"recompute: none, because the model cannot be traced ({study.trace.headline})")
+            return ()
+        blocks, experts = recomputed_blocks(study.trace), study.found("expert")
+        if experts is not None:  # what an expert is given comes from other ranks: whole mixtures are computed again
+            blocks = tuple(path for path in blocks if not experts.holds(path))
+        return blocks
+
+    def closed(self, finding: tuple[str, ...]) -> Iterable[str]:
+        return finding
+
+    def apply(self, placed: "Placed", finding: tuple[str, ...]) -> None:
+        model, shards = placed.model, placed.shards
+        blocks = [path for path in finding if not isinstance(model.get_submodule(path), Shell)]
+        if shards is not None:  # in backward nothing else holds the whole model's own unit open
+            for path in blocks:
+                wrap(model.get_submodule(path), shards.around(shards.units[0]))
+        Recompute(word=placed.plan.recompute, blocks=tuple(blocks)).apply(model)
+
+    def cost(self, costing: "Costing", finding: Any) -> None:
+        def again() -> None:
+            strategy = Recompute(word=costing.plan.recompute, blocks=recomputed_blocks(costing.unsharded))
+            costing.add(strategy.cost(costing.trace))
+
+        costing.after.append(again)
 
 
 def _recomputed(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:

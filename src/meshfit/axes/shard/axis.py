@@ -20,24 +20,37 @@ equal to the element, an optimizer that was made before.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.axis import Axis, Splits
+from meshfit.axes.branch.axis import Found as FoundBranches
 from meshfit.axes.forward import wrap
+from meshfit.axes.pipeline.axis import only, part_of_trace, pipeline_of
 from meshfit.axes.precision import DTYPES
 from meshfit.axes.shard.cost import shard_cost
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.shard.open_unit import OpenUnit
-from meshfit.axes.shard.units import ROUNDED, Unit
+from meshfit.axes.shard.units import ROUNDED, Unit, units
+from meshfit.axes.tensors import buffers_to
 from meshfit.comm.flat import Flat
 from meshfit.cost import Cost
+from meshfit.errors import PlanError
 from meshfit.plan import Plan
-from meshfit.torch_private import has_forward_hooks, own_buffers, own_parameters
+from meshfit.schedule.actions import stages_of
+from meshfit.torch_private import has_forward_hooks, own_parameters
+
+if TYPE_CHECKING:
+    from meshfit.axes.costs import Costing
+    from meshfit.axes.find import Study
+    from meshfit.axes.place import Placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,17 +164,109 @@ class Shard:
         return flat
 
 
+class ShardAxis(Axis):
+    """Also for ``offload=parameters``, over one rank: parts then live in host memory."""
+
+    word = "shard"
+    splits = frozenset({Splits.SAMPLES, Splits.PARAMETERS})
+
+    def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
+        return plan.cuts
+
+    def find(self, study: "Study") -> tuple[tuple[Unit, ...], ...]:
+        """Units, by the part of the model that a rank holds: its place along the pipeline, or the branches."""
+        if study.plan.pipeline > 1:
+            return _units_of_stages(study)
+        if study.plan.branch > 1:
+            return tuple(units_of_branch(study.found("branch"), rank) for rank in range(study.plan.branch))
+        experts = study.found("expert")
+        own = () if experts is None else experts.cuts
+        names = tuple(name for name, _ in study.model.named_parameters() if name not in own)
+        if isinstance(study.trace, TraceError):
+            why = f"the model cannot be traced ({study.trace.headline})"
+            study.notes.append(f"shard: all parameters are gathered together, because {why}")
+            return ((Unit(("",), names),),)
+        _check_changes(study.plan, study.trace)
+        return (units(study.trace, names),)
+
+    def apply(self, placed: "Placed", finding: tuple[tuple[Unit, ...], ...]) -> Shards:
+        mesh, strategy = placed.mesh, Shard.of(placed.plan, finding[placed.mesh.part])
+        peers = mesh.over("data", "shard", "expert", "context")
+        return strategy.apply(placed.model, mesh.over("shard"), placed.device, peers=peers)
+
+    def cost(self, costing: "Costing", finding: Any) -> None:
+        plan, trace = costing.plan, costing.trace
+        costing.parameters = trace.parameters
+        own = tuple(name for name in trace.parameters if name not in costing.separate)
+        dealt = costing.found.get("branch")
+        cut = units(trace, own) if dealt is None else units_of_branch(dealt, costing.place.get("branch", 0), trace)
+        costing.add(
+            Shard.of(plan, cut).cost(
+                trace,
+                copies=plan.data * plan.expert * plan.context,
+                microbatches=plan.microbatches,
+                ahead=costing.ahead,
+                accumulate=plan.pipeline > 1,
+            )
+        )
+
+
+def _check_changes(plan: Plan, trace: Trace) -> None:
+    """Weights that a step changes by itself must be the ones at rest, not copies gathered for a call."""
+    changed = [(name, event.line) for event in trace.events for name in event.changes if name in trace.parameters]
+    if changed and plan.zero == 3:
+        whole = replace(plan, zero=2) if plan.shard > 1 else replace(plan, offload="optimizer")
+        raise PlanError(
+            f"{plan}: the model's own code changes {changed[0][0]}",
+            f"at {changed[0][1]}: on a device that keeps a slice of it, what is changed is a copy",
+            f"{whole} works: every device then holds it whole",
+        )
+
+
+def _units_of_stages(study: "Study") -> tuple[tuple[Unit, ...], ...]:
+    staged, pipe = study.found("pipeline"), pipeline_of(study.plan)
+    _check_changes(study.plan, staged.trace)
+    stages = [stages_of(pipe.word, pipe.degree, pipe.stages // pipe.degree, rank) for rank in range(pipe.degree)]
+    every = [{name for stage in own for name in staged.split.parameters[stage]} for own in stages]
+    cut, whole = pipe.cut_of(staged.trace), staged.trace.parameters
+    own = [
+        replace(part_of_trace(staged.trace, cut, some), parameters={n: p for n, p in whole.items() if n in names})
+        for some, names in zip(stages, every, strict=True)
+    ]
+    tied = {name for name in set().union(*every) if sum(name in names for names in every) > 1}
+    return tuple(units_of_part(trace, tied) for trace in own)
+
+
+def units_of_part(trace: Trace, tied: Collection[str], trunk: Collection[str] = ()) -> tuple[Unit, ...]:
+    """Units of the modules that one rank calls. Parameters that other ranks hold too are cut alike on all of them:
+    each of ``tied`` by itself, those of the ``trunk``, which the ranks of a branch group run alike, together.
+
+    What a part of the model runs are recorded steps: modules around them are not called, so they are no entrances."""
+    found: dict[tuple[str, ...], Unit] = {}
+    for names in ([n for n in trace.parameters if n in trunk], [n for n in trace.parameters if n not in trunk]):
+        part = only(trace, (e.index for e in trace.events if not set(names).isdisjoint(e.parameters)))
+        events = tuple(replace(event, within=()) for event in part.events)
+        held = {name: trace.parameters[name] for name in names}
+        for unit in units(replace(part, events=events, parameters=held), tuple(names)):
+            rows = [frozenset([name]) for name in unit.parameters if name in tied]
+            rows.append(frozenset(unit.parameters).difference(tied))
+            other = found.get(unit.entrances, Unit(unit.entrances, ()))
+            found[unit.entrances] = Unit(
+                unit.entrances, other.parameters + unit.parameters, other.rounded | unit.rounded, (*other.rows, *rows)
+            )
+    return tuple(found.values())
+
+
+def units_of_branch(found: FoundBranches, rank: int, trace: Trace | None = None) -> tuple[Unit, ...]:
+    """Units of what ``rank`` of a branch group runs, which is ``trace`` as other axes left it."""
+    trace, own = trace or found.part(rank), found.dealt.parameters
+    tied = [name for name, ranks in own.items() if len(ranks) > 1]
+    return units_of_part(trace, tied, trunk=[name for name in trace.parameters if name not in own])
+
+
 def _rest_to(model: nn.Module, device: torch.device, cut: set[nn.Parameter]) -> None:
     """Move buffers, and the parameters that are not cut, to the device."""
     buffers_to(model, device)
     for parameter in model.parameters():
         if parameter not in cut:
             parameter.data = parameter.data.to(device)
-
-
-def buffers_to(model: nn.Module, device: torch.device) -> None:
-    moved: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in own_buffers(module).items():
-            if buffer is not None:
-                own_buffers(module)[name] = moved.setdefault(id(buffer), buffer.to(device))

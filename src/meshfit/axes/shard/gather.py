@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshfit.axes.axis import Applied
 from meshfit.axes.shard.lockstep import GATHER, SCATTER, Lockstep, Meeting
 from meshfit.axes.shard.open_unit import OpenUnit
 from meshfit.axes.shard.saved import Saved
@@ -40,9 +41,13 @@ from meshfit.torch_private import (
     wrap_call,
 )
 
+CPU = torch.device("cpu")
 
-class Shards:
+
+class Shards(Applied):
     """A model's units. ``units[0]`` is the whole's, open while anything runs."""
+
+    sums = meets = True
 
     def __init__(
         self,
@@ -302,25 +307,33 @@ class Shards:
 
     # Whole tensors, for whoever saves or compares them
 
-    def whole(self, parameter: nn.Parameter, mine: Tensor | None) -> Tensor:
-        """All of a tensor that is cut as ``parameter`` is, of which ``mine`` is this rank's slice (None: nothing).
+    def weight(self, parameter: Tensor) -> float:
+        return 1.0 if parameter in self.place else 1 / self.degree
+
+    def whole(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """All of a tensor that is cut as ``parameter`` is; ``tensor`` is this rank's slice, maybe empty.
 
         All ranks of a copy call it together, for the same parameters in the same order.
         """
-        found = self.place.get(parameter)
+        found = self.place.get(parameter)  # type: ignore[call-overload]
         if found is None:
-            assert mine is not None
-            return mine.detach()
+            return tensor
         flat, i = found
-        numel = flat.shapes[i].numel()
-        row = torch.zeros(numel, dtype=flat.dtype if mine is None else mine.dtype, device=self.device)
-        if mine is not None and mine.numel():
-            row[flat.slices(i)[1]] = mine.detach().reshape(-1).to(self.device)
+        row = torch.zeros(flat.shapes[i].numel(), dtype=tensor.dtype, device=self.device)
+        if tensor.numel():
+            row[flat.slices(i)[1]] = tensor.detach().reshape(-1).to(self.device)
         if self.group is not None:
             dist.all_reduce(row, group=self.group)
         return row.new_empty(0).set_(row.untyped_storage(), 0, flat.shapes[i], flat.strides[i])
 
-    def undo(self, device: torch.device) -> None:
+    def part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """This rank's slice of a ``tensor`` of the parameter's whole shape."""
+        found = self.place.get(parameter)  # type: ignore[call-overload]
+        if found is None or not tensor.dim() or tensor.shape != found[0].shapes[found[1]]:
+            return tensor
+        return found[0].cut(found[1], tensor)
+
+    def undo(self, device: torch.device = CPU) -> None:
         """Give every parameter back whole, on ``device``."""
         self.changed()
         for module in self._hooked:

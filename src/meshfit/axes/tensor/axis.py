@@ -9,22 +9,33 @@ see the same samples and, outside regions, compute the same. What is cut, and wh
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.data.axis import check_ties, tied
+from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.forward import unwrap
 from meshfit.axes.mesh import destroy
+from meshfit.axes.pipeline.cut import Shell
 from meshfit.axes.tensor.cost import shrunk
 from meshfit.axes.tensor.cut import Undo, cut
 from meshfit.axes.tensor.ops import Ranks, Stream
-from meshfit.axes.tensor.region import Cut, TensorPlan
+from meshfit.axes.tensor.region import Cut, TensorPlan, joined
+from meshfit.axes.tensors import buffers_to, check_ties, tied
 from meshfit.cost import Cost
+from meshfit.errors import PlanError
+from meshfit.plan import Plan
+
+if TYPE_CHECKING:
+    from meshfit.axes.costs import Costing
+    from meshfit.axes.find import Study
+    from meshfit.axes.place import Placed
 
 SHORT_CUTS = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
 """What lets torch's modules take them, if it is not 0."""
@@ -82,8 +93,85 @@ class Tensor:
         return after, Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
 
 
-class Parts:
-    """A model that is cut over the ranks of a tensor group, as the exchange sees it.
+class TensorAxis(Axis):
+    word = "tensor"
+    splits = frozenset({Splits.OPERATIONS})
+    cost_needs_finding = True
+
+    def find(self, study: "Study") -> TensorPlan:
+        from meshfit.axes.tensor.plan import plan_tensor  # the first rank alone plans
+
+        plan = study.plan
+        with study.copying():
+            by_rows = splits_sequence(plan, study.device)
+            split = plan_tensor(study.model, lambda twin: study.loss(twin, study.few), plan.tensor, by_rows=by_rows)
+        if plan.branch > 1:
+            split = inside_modules(split)
+        if not split.regions:
+            raise PlanError(
+                f"{plan}: tensor={plan.tensor} splits nothing of this model",
+                *(f"{name}: {why}" for name, why in list(split.why.items())[:3]),
+                *split.notes[:2],
+                f"{replace(plan, tensor=1, data=plan.data * plan.tensor)} works",
+            )
+        study.notes += split.explain()
+        return split
+
+    def closed(self, finding: TensorPlan) -> Iterable[str]:
+        for region in finding.regions:
+            inner = (*region.lookups, *region.slices, *region.rows)
+            yield from filter(None, (joined(region.module, path) for path in inner) if inner else (region.module,))
+
+    def apply(self, placed: "Placed", finding: TensorPlan) -> "Parts":
+        buffers_to(placed.model, placed.device)  # moved after they were cut they would not be known as cut
+        group = placed.mesh.over("tensor")
+        assert group is not None
+        part = plan_of_part(finding, placed.model)
+        parts = Tensor(degree=placed.plan.tensor, plan=part).apply(placed.model, group)
+        parts.partial = finding.shared
+        placed.groups["tensor"] = parts.ranks
+        return parts
+
+    def cost(self, costing: "Costing", finding: TensorPlan) -> None:
+        part = finding.only(costing.trace) if costing.stages is None else finding.only(costing.trace).silent()
+        strategy = Tensor(degree=costing.plan.tensor, plan=part)
+        costing.add(strategy.cost(costing.trace, microbatches=costing.plan.microbatches))
+        costing.partial |= set(finding.shared)
+
+
+def splits_sequence(plan: Plan, device: str) -> bool:
+    """Whether what lies between tensor-parallel operations is split by tokens."""
+    by_default = plan.sequence == "auto" and device == "cuda" and plan.context == 1 and not plan.apart
+    return plan.tensor > 1 and (plan.sequence == "split" or by_default)
+
+
+def inside_modules(plan: TensorPlan) -> TensorPlan:
+    """``plan`` without what is in the model's own code, which no rank runs as a whole where modules are spread."""
+    return replace(plan, regions=tuple(r for r in plan.regions if r.module or r.lookups or r.slices or r.rows))
+
+
+def plan_of_part(plan: TensorPlan, part: nn.Module) -> TensorPlan:
+    """What of ``plan`` is in one rank's part of the model; all of it, if that is the whole."""
+    modules = {path: module for path, module in part.named_modules() if not isinstance(module, Shell)}
+    tensors = {name for name, _ in (*part.named_parameters(remove_duplicate=False), *part.named_buffers())}
+    regions = []
+    for region in plan.regions:
+        here = lambda paths, home=region.module: tuple(path for path in paths if joined(home, path) in modules)
+        lookups, slices, rows = map(here, (region.lookups, region.slices, region.rows))
+        if lookups or slices or rows:
+            patches = tuple(each for each in region.patches if joined(region.module, each.module) in modules)
+            cuts = tuple(each for each in region.cuts if joined(region.module, each.name) in tensors)
+            partial = tuple(name for name in region.partial if joined(region.module, name) in tensors)
+            apart = {"lookups": lookups, "slices": slices, "rows": rows, "enters": here(region.enters)}
+            region = replace(region, **apart, patches=patches, cuts=cuts, partial=partial)
+        elif region.module not in modules or region.lookups or region.slices or region.rows:
+            continue
+        regions.append(region)
+    return plan if regions == list(plan.regions) else replace(plan, regions=tuple(regions))
+
+
+class Parts(Applied):
+    """A model that is cut over the ranks of a tensor group.
 
     Gradients of parameters that are cut are complete on the ranks that hold them after ``sum_partial``: they are not
     summed over the tensor group again. All others are equal on all ranks then. ``weight`` says how much each counts in
@@ -91,10 +179,10 @@ class Parts:
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, ranks: Ranks, undo: list[Undo]):
-        self.model, self.plan, self.ranks = model, plan, ranks
+        self.model, self.plan, self.ranks, self.group, self.rank = model, plan, ranks, ranks.group, ranks.rank
         named = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
-        self.cuts: dict[torch.Tensor, Cut] = {
+        self.cuts: Mapping[torch.Tensor, Cut] = {
             named[name] if name in named else buffers[name]: each for name, each in plan.cuts.items()
         }
         """Of parameters and buffers that this rank has a share of."""
@@ -116,8 +204,7 @@ class Parts:
             else tuple(r for r, held in enumerate(each.ranges) if held == each.ranges[self.ranks.rank])
         )
 
-    def is_cut(self, tensor: torch.Tensor) -> bool:
-        return tensor in self.cuts
+    spreads = True
 
     def weight(self, parameter: torch.Tensor) -> float:
         """How much this rank's part counts in a sum over the tensor group that is to count each element once."""
@@ -145,8 +232,8 @@ class Parts:
             return tensor
         return each.joined(self.ranks.parts(tensor))
 
-    def share(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's share of ``tensor``, as large as ``parameter`` was: what ``whole`` undoes."""
+    def part(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``tensor``, as large as ``parameter`` was: what ``whole`` undoes."""
         each = self.cuts.get(parameter)
         if each is None or tensor.dim() != len(self.shapes[parameter]):
             return tensor

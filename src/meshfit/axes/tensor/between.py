@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.data.axis import tied
 from meshfit.axes.tensor import rows
 from meshfit.axes.tensor.check import Reference, Refused, check, reference, undrawn
 from meshfit.axes.tensor.cut import cut
@@ -21,6 +20,7 @@ from meshfit.axes.tensor.ops import Alone, Stream
 from meshfit.axes.tensor.region import Region, Traffic, joined
 from meshfit.axes.tensor.twin import blocks_of, converted, sharing
 from meshfit.axes.tensor.watch import Watched
+from meshfit.axes.tensors import tied
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch import nn
 
 from meshfit.anatomy.pairs import LAYERS, Pair, Split
 from meshfit.anatomy.shares import as_ranges
-from meshfit.axes.data.axis import tied
 from meshfit.axes.tensor.check import Refused
 from meshfit.axes.tensor.region import Cut, Leave, Patch, Raw, Region, joined
 from meshfit.axes.tensor.watch import Watched
+from meshfit.axes.tensors import tied
 from meshfit.torch_private import Convolution, RunningNorm
 
 NORMS = (RunningNorm, nn.GroupNorm)

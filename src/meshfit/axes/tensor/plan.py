@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfit.axes.data.axis import tied
 from meshfit.axes.tensor.between import Between, counted, foretold
 from meshfit.axes.tensor.check import Refused, check, reference
 from meshfit.axes.tensor.claim import NORMS, Claims, around, is_layer, merged
@@ -27,6 +26,7 @@ from meshfit.axes.tensor.region import VOCABULARY, Patch, Region, TensorPlan, Tr
 from meshfit.axes.tensor.twin import is_number, kinds_of, study
 from meshfit.axes.tensor.vocabulary_claim import candidates, of_vocabulary, verify
 from meshfit.axes.tensor.watch import watch
+from meshfit.axes.tensors import tied
 from meshfit.torch_private import tree_leaves
 
 WORTH_GATHERING = 0.01

@@ -1,0 +1,37 @@
+"""The tensors of a model: by name, tied ones, and where they are."""
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.torch_private import own_buffers
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Parameters that are one tensor: each further name, and the name it is first known by."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    return ties
+
+
+def check_ties(model: nn.Module, ties: dict[str, str]) -> None:
+    """A tie that a transform undid would train silently wrong."""
+    now = tied(model)
+    assert now == ties, f"tied parameters came apart: {sorted(ties.items() ^ now.items())}"
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name, tied ones under each of their names."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in named}
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None:
+                own_buffers(module)[name] = moved.setdefault(id(buffer), buffer.to(device))

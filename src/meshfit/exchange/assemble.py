@@ -1,0 +1,58 @@
+"""The exchange of a placed model: which gradients are summed over which ranks, by what its layers say."""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.axes.axis import SUMMED
+from meshfit.axes.order import ORDER
+from meshfit.axes.place import Placed
+from meshfit.exchange.across import Across
+from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.scatter import Scatter
+from meshfit.exchange.separate import Separate
+
+SUMMING = tuple(axis.word for axis in ORDER if axis.splits & SUMMED)
+"""Axes whose ranks compute terms of the same gradients."""
+
+
+def exchange_of(placed: Placed) -> AllReduce | Scatter | Across:
+    """All ranks call it together."""
+    plan, mesh, device, shards = placed.plan, placed.mesh, placed.device, placed.shards
+    over: dict[tuple[str, ...], list[nn.Parameter]] = defaultdict(list)
+    for p in placed.model.parameters():
+        if shards is None or p not in shards.place:
+            over[tuple(word for word in SUMMING if not _is_cut(placed, word, p))].append(p)
+    if shards is None:
+        inner = AllReduce(over.pop(SUMMING, []), mesh.over(*SUMMING), device)
+    else:
+        over.pop(SUMMING, None)  # no gradient: sharding leaves out only what cannot have one
+        inner = Scatter(
+            shards,
+            world=mesh.over(*SUMMING),
+            copies=mesh.over(*(word for word in SUMMING if word != "shard")),
+            accumulate=plan.zero == 1 and plan.microbatches > 1,
+            mixed=placed.staged is not None,
+        )
+    if over:
+        inner = Separate(inner, [AllReduce(some, mesh.over(*words), device) for words, some in sorted(over.items())])
+    layers = list(placed.layers.values())
+    if not any(layer.spreads for layer in layers):
+        assert not isinstance(inner, Separate)
+        return inner
+    return Across(inner, layers, placed.model, device, loss_replicas=plan.tensor * plan.branch)
+
+
+def _is_cut(placed: Placed, word: str, p: nn.Parameter) -> bool:
+    layer = placed.layers.get(word)
+    return layer is not None and layer.is_cut(p)
+
+
+def cut_state(optimizer: torch.optim.Optimizer, placed: Placed) -> None:
+    """Cut what an optimizer holds already as its parameters are cut: some make state when they are built."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                for layer in placed.layers.values():
+                    state[key] = layer.part(parameter, state[key])
