@@ -4,7 +4,7 @@
     python benchmarks/context_memory.py --models gpt2,llama --plans "context=2;context=4"
 
 Trains each model for three steps on one CPU rank and under each plan, and counts in every rank what a forward has made
-and not given back when it ends. Foretold is ``meshfit.axes.costs.cost``. The table shows the rank that keeps most, as
+and not given back when it ends. Foretold is ``meshfit.plan_cost.cost``. The table shows the rank that keeps most, as
 a part of what one device keeps. Exits with 1 if that is more than 1.25/n, or further than 10 % from what was foretold.
 """
 
@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look the models up u
 from benchmarks.memory import CASES, SAMPLES, job_of, measured, trace_of
 from benchmarks.zoo import Case
 from meshfit.axes.context.axis import plan_context
-from meshfit.axes.costs import cost
 from meshfit.axes.find import as_number
 from meshfit.plan import Plan
+from meshfit.plan_cost import cost
 
 MODELS, PLANS = "gpt2,llama,bert,t5,vit", "context=2;context=4"
 MORE, OFF = 1.25, 0.10

@@ -11,7 +11,7 @@ Trains each model for three steps in CPU ranks under each plan, and counts in ev
     activations   what a forward has made and not given back when it ends, gathered weights aside
     gathered      weights gathered at one time, at the most
 
-each storage once, whoever shares it. Foretold is ``meshfit.axes.costs.cost``, from a trace on meta tensors. On CPU
+each storage once, whoever shares it. Foretold is ``meshfit.plan_cost.cost``, from a trace on meta tensors. On CPU
 ranks host memory is the same memory, so what a plan would put there is told by what it is for; state under
 offload=optimizer is really moved, as it is on a GPU.
 
@@ -39,7 +39,6 @@ from benchmarks.anatomy_live import LiveBytes
 from benchmarks.zoo import Case, diffusers, seeded, take, torchvision, transformers
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.costs import cost
 from meshfit.axes.offload import Offloaded
 from meshfit.axes.shard.units import traced
 from meshfit.cost import Cost
@@ -51,6 +50,7 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
 from meshfit.launch.world import World
 from meshfit.plan import Plan
+from meshfit.plan_cost import cost
 from meshfit.run import Run
 
 LIMIT = 0.03

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.collectives import Collectives
 from benchmarks.zoo import Case
 from meshfit.anatomy.record import TraceError
-from meshfit.axes.costs import cost
 from meshfit.axes.shard.units import traced
 from meshfit.data import tree
 from meshfit.job import Job
@@ -26,6 +25,7 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.local import Ranks
 from meshfit.launch.world import World
 from meshfit.plan import Plan
+from meshfit.plan_cost import cost
 from meshfit.run import Run
 
 DEVICES = Devices("cpu", None)

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.collectives import Collectives
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.costs import cost
 from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.shard.units import traced
 from meshfit.drive import begin
 from meshfit.job import Job
 from meshfit.plan import Plan
+from meshfit.plan_cost import cost
 from meshfit.run import Run
 from meshfit.server.run import ServedRun
 

@@ -16,7 +16,6 @@ from meshfit.axes.branch.assign import deal
 from meshfit.axes.branch.axis import Branch
 from meshfit.axes.branch.flow import ALL, Flow
 from meshfit.axes.branch.groups import even
-from meshfit.axes.costs import cost
 from meshfit.axes.tensor.axis import TensorAxis, inside_modules
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import TensorPlan
@@ -24,6 +23,7 @@ from meshfit.errors import PlanError
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.plan import Plan
+from meshfit.plan_cost import cost
 from meshfit.run import Run
 from tests.distributed import distributed
 from tests.few import every_other

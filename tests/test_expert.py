@@ -17,9 +17,9 @@ import meshfit
 from benchmarks import parity, zoo_experts
 from benchmarks.collectives import Collectives
 from benchmarks.zoo import Case, mean_loss, train_alone
+from meshfit import plan_cost as costs
 from meshfit.anatomy import trace
 from meshfit.anatomy.trace import Trace
-from meshfit.axes import costs
 from meshfit.axes.expert import balance, spread, travel
 from meshfit.axes.expert.axis import Expert
 from meshfit.axes.expert.find import plan_experts

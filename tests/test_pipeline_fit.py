@@ -12,11 +12,11 @@ from torch import nn
 import meshfit
 from benchmarks.collectives import Collectives
 from benchmarks.zoo import ZOO
-from meshfit.axes.costs import cost
 from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.plan import Plan
+from meshfit.plan_cost import cost
 from meshfit.run import Run
 from tests import ranked, traps
 from tests.distributed import distributed

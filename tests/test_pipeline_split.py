@@ -16,8 +16,7 @@ from benchmarks.collectives import Collectives
 from benchmarks.zoo import ZOO
 from meshfit.axes.context.axis import ContextAxis, Differs, plan_context, prove
 from meshfit.axes.context.piece import RULES, Piece
-from meshfit.axes.costs import cost, stage_traffic
-from meshfit.axes.find import find
+from meshfit.axes.find import as_number, find
 from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.pipeline.program import Replayed
 from meshfit.axes.tensor.axis import TensorAxis
@@ -25,6 +24,7 @@ from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.loss.objective import Objective
 from meshfit.plan import Plan
+from meshfit.plan_cost import cost, stage_traffic
 from meshfit.run import Run
 from meshfit.schedule.pipeline import Pipelined
 from tests.distributed import distributed

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from meshfit.plan import Plan
 
 if TYPE_CHECKING:
-    from meshfit.axes.costs import Costing
     from meshfit.axes.find import Study
     from meshfit.axes.place import Placed
     from meshfit.axes.tensor.region import Cut
+    from meshfit.plan_cost import Costing
 
 
 class Splits(Enum):

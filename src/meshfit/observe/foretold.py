@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.costs import cost, stage_traffic
 from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.axis import TensorAxis
@@ -19,6 +18,7 @@ from meshfit.launch.devices import Devices
 from meshfit.observe.figures import size
 from meshfit.observe.reading import Recording
 from meshfit.plan import Plan
+from meshfit.plan_cost import cost, stage_traffic
 
 if TYPE_CHECKING:
     from meshfit.drive import Training

@@ -42,9 +42,9 @@ from meshfit.errors import PlanError
 from meshfit.plan import Plan
 
 if TYPE_CHECKING:
-    from meshfit.axes.costs import Costing
     from meshfit.axes.find import Study
     from meshfit.axes.place import Placed
+    from meshfit.plan_cost import Costing
 
 SHARES = (0.05, 0.0)
 """Of all parameters, what a module may hold and still be taken as a whole: finer only if that helps."""

@@ -24,24 +24,29 @@ from meshfit.axes.context.check import Differs, check
 from meshfit.axes.context.find import ContextPlan, Step, begin, find
 from meshfit.axes.context.piece import guarded
 from meshfit.axes.tensor.ops import Ranks
-from meshfit.axes.tensor.twin import study as study_copy
+from meshfit.axes.tensor.twin import study
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
 
 if TYPE_CHECKING:
-    from meshfit.axes.costs import Costing
     from meshfit.axes.find import Study
     from meshfit.axes.place import Placed
+    from meshfit.plan_cost import Costing
 
 
 def plan_context(model: nn.Module, step: Step, batch: Any, degree: int) -> ContextPlan:
     """Where to cut ``model``, which stays as it is; proven on samples of the data. Raises ``Differs`` if not right."""
-    twin = study_copy(model)
+    twin = study(model)
     found = find(twin, step, batch, degree)
     if found.beginnings:
         check(quiet(twin), step, batch, found)
     return found
+
+
+def prove(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
+    """Of another ``step`` than the one that ``plan`` was found with. Raises ``Differs`` if it is not right."""
+    check(quiet(study(model)), step, batch, plan)
 
 
 def quiet(model: nn.Module) -> nn.Module:
@@ -135,7 +140,7 @@ class ContextAxis(Axis):
 
     def prove(self, study: "Study", step: Step, finding: ContextPlan) -> None:
         with _proven(study.plan):
-            check(quiet(study_copy(study.model)), step, study.batch, finding)
+            prove(study.model, step, study.batch, finding)
 
     def apply(self, placed: "Placed", finding: ContextPlan) -> "Positions":
         group = placed.mesh.over("context")

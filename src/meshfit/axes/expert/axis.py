@@ -36,13 +36,12 @@ from meshfit.cost import Cost
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.events import current
-from meshfit.exchange import allreduce
 from meshfit.plan import Plan
 
 if TYPE_CHECKING:
-    from meshfit.axes.costs import Costing
     from meshfit.axes.find import Study
     from meshfit.axes.place import Placed
+    from meshfit.plan_cost import Costing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,8 +145,6 @@ class ExpertAxis(Axis):
         costing.add(strategy.cost(costing.trace, microbatches=plan.microbatches, again=again))
         own = {name: p for name, p in costing.trace.parameters.items() if name in finding.cuts}
         costing.separate |= own
-        costing.total += allreduce.cost(costing.trained(own), plan.data * plan.shard)
-        costing.total += Cost(held={"weights": sum(p.bytes for p in own.values())})
 
 
 def _cut_by_experts(experts: ExpertPlan, split: TensorPlan) -> dict[str, str]:

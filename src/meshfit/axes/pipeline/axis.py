@@ -38,9 +38,9 @@ from meshfit.schedule.simulate import Simulated, simulate
 from meshfit.torch_private import own_buffers
 
 if TYPE_CHECKING:
-    from meshfit.axes.costs import Costing
     from meshfit.axes.find import Study
     from meshfit.axes.place import Placed
+    from meshfit.plan_cost import Costing
 
 EVEN = 0.05
 """Imbalance of stages beyond which modules are opened further, for a better cut."""

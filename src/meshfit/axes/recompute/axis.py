@@ -34,9 +34,9 @@ from meshfit.data import tree
 from meshfit.plan import Plan
 
 if TYPE_CHECKING:
-    from meshfit.axes.costs import Costing
     from meshfit.axes.find import Study
     from meshfit.axes.place import Placed
+    from meshfit.plan_cost import Costing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,9 +48,9 @@ from meshfit.schedule.actions import stages_of
 from meshfit.torch_private import has_forward_hooks, own_parameters
 
 if TYPE_CHECKING:
-    from meshfit.axes.costs import Costing
     from meshfit.axes.find import Study
     from meshfit.axes.place import Placed
+    from meshfit.plan_cost import Costing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

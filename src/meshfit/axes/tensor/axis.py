@@ -33,9 +33,9 @@ from meshfit.errors import PlanError
 from meshfit.plan import Plan
 
 if TYPE_CHECKING:
-    from meshfit.axes.costs import Costing
     from meshfit.axes.find import Study
     from meshfit.axes.place import Placed
+    from meshfit.plan_cost import Costing
 
 SHORT_CUTS = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
 """What lets torch's modules take them, if it is not 0."""

@@ -109,6 +109,10 @@ def cost(
         axis.cost(costing, finding)
     if plan.apart or plan.tensor > 1 or plan.expert > 1:
         costing.total += across.cost(len(costing.partial | costing.tied), plan.shares * plan.context)
+    if costing.separate:
+        own = costing.separate.values()
+        costing.total += allreduce.cost(costing.trained(costing.separate), plan.data * plan.shard * plan.context)
+        costing.total += Cost(held={"weights": sum(p.bytes for p in own)})
     if not plan.cuts:
         rest = {name: p for name, p in costing.trace.parameters.items() if name not in costing.separate}
         own = replace(costing.trace, parameters=rest)
