@@ -72,7 +72,7 @@ def job(plan: str, steps: int) -> Job:
     asked: dict[str, Any] = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-4), "batch_size": SAMPLES}
     asked |= {"step": contrast, "steps": steps, "plan": plan, "shuffle": False, "devices": "cpu"}
     count = Plan.parse(plan).devices
-    return Job.of({"model": Towers(), "data": data, **asked}).training().settled(count=count, kind="cpu")
+    return Job(**{"model": Towers(), "data": data, **asked}).training().settled(count=count, kind="cpu")
 
 
 def measure(world: World, turns: int, steps: int, folder: str) -> dict[str, Any]:

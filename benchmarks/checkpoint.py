@@ -229,8 +229,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=os.environ.get("TMPDIR")))
-    job = Job.of(
-        {
+    job = Job(
+        **{
             "model": partial(stack, asked.parameters),
             "data": (torch.randn(8, WIDTH), torch.randn(8, WIDTH)),
             "loss": F.mse_loss,

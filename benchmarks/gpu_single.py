@@ -253,7 +253,7 @@ def by_meshfit(shape: Shape, clock: Clock) -> Trained:
         batch_size=shape.batch,
         steps=5000,
         clip=1.0,
-        precision="bf16",
+        plan="auto precision=bf16",
         devices=1,
         progress=False,
         each_step=[lambda step: "stop" if clock(step.step) else None],

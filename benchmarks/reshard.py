@@ -134,7 +134,7 @@ def job_of(plan: str, model: Any, **more: Any) -> Job:
         "plan": plan,
         "devices": f"cpu:{Plan.parse(plan).devices}",
     }
-    return Job.of({**asked, **more}).training()
+    return Job(**{**asked, **more}).training()
 
 
 def tapped(run: Run) -> None:

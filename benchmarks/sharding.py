@@ -192,7 +192,7 @@ def peak_by_hand(world: World, _: Any) -> tuple[int, int]:
 def peak_by_meshfit(world: World, _: Any) -> tuple[int, int]:
     from meshfit.loop import train
 
-    job = Job.of(asked_of_meshfit(GPT, world.size, 4, lambda optimizer: optimizer)).settled()
+    job = Job(**asked_of_meshfit(GPT, world.size, 4, lambda optimizer: optimizer)).settled()
     return peak_of(train(Run(job, world)))
 
 

@@ -30,7 +30,7 @@ def trained(model: nn.Module, plan: str, *, steps: int = 3, **asked: Any) -> tup
     world = World(0 if alone else dist.get_rank(), 1 if alone else dist.get_world_size(), torch.device("cpu"))
     how = {} if "step" in asked else {"loss": F.mse_loss}
     asked = {"data": (X, Y), "optimizer": ADAMW, "batch_size": BATCH, "steps": steps, "plan": plan, **how, **asked}
-    job = Job.of({"model": model, **asked}).training().settled(count=world.size, kind="cpu")
+    job = Job(**{"model": model, **asked}).training().settled(count=world.size, kind="cpu")
     run = Run(job, world)
     seen = list(train(run))
     run.settle()

@@ -41,7 +41,7 @@ def begun(model: Any, plan: str = "data=1", **asked: Any) -> Run:
     world = World(0 if alone else dist.get_rank(), 1 if alone else dist.get_world_size(), torch.device("cpu"))
     asked = {"data": (X, Y), "loss": F.mse_loss, "optimizer": ADAMW, "batch_size": 8, "steps": 9, "plan": plan, **asked}
     model = model if isinstance(model, nn.Module) else built(model)
-    return Run(Job.of({"model": model, **asked}).training().settled(count=world.size, kind="cpu"), world)
+    return Run(Job(**{"model": model, **asked}).training().settled(count=world.size, kind="cpu"), world)
 
 
 def advance(run: Run, steps: int) -> list[float]:

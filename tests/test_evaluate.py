@@ -331,7 +331,7 @@ def test_trained_then_evaluated():
 
 
 def test_low_precision_is_near():
-    low = predict(net(), X, precision="bf16", plan="data=2")
+    low = predict(net(), X, plan="data=2 precision=bf16")
     assert low.dtype is torch.float32
     torch.testing.assert_close(low, want(net(), X), atol=0.05, rtol=0.05)
     assert not torch.equal(low, want(net(), X))

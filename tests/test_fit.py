@@ -348,20 +348,20 @@ def test_many_devices_train_like_one(case: str, plan: str):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "batchnorm"])
 def test_microbatches_train_like_one_batch(case: str):
-    assert_alike(fit(**CASES[case], microbatches=3), alone(case))
+    assert_alike(fit(**CASES[case], plan="microbatches=3"), alone(case))
 
 
 def test_batchnorm_sees_the_same_microbatches_under_every_plan():
-    job = {**CASES["batchnorm"], "microbatches": 2, "batch_size": 8}
-    assert_alike(fit(**job, plan="data=2"), fit(**job))
+    job = {**CASES["batchnorm"], "batch_size": 8}
+    assert_alike(fit(**job, plan="data=2 microbatches=2"), fit(**job, plan="microbatches=2"))
 
 
 @both
 def test_a_batch_smaller_than_its_microbatches_leaves_batchnorm_alone(plan: str):
     job = {**CASES["batchnorm"], "epochs": 1}
-    short = fit(**job, microbatches=2, plan=plan)  # the last batch has one sample: one of two microbatches is empty
+    short = fit(**job, plan=f"{plan} microbatches=2")  # the last batch has one sample: one of two microbatches is empty
     assert all(tensor.isfinite().all() for tensor in short.model.state_dict().values())
-    tracked = fit(**job, microbatches=2, steps=3).model.state_dict()
+    tracked = fit(**job, plan="microbatches=2", steps=3).model.state_dict()
     last = (random(SAMPLES, 2, 4, 4), CLASS)
     whole = built(convolutional)
     whole.load_state_dict(tracked)
@@ -387,13 +387,13 @@ def test_a_microbatch_of_padding_alone_weighs_nothing(plan: str):
     labels = PADDED[:8].clone()
     labels[4:] = -100
     job = {**CASES["padded"], "data": (TOKENS[:8], labels), "batch_size": 8, "shuffle": False}
-    assert_alike(fit(**job, plan=plan, microbatches=2), fit(**job))
+    assert_alike(fit(**job, plan=f"{plan} microbatches=2"), fit(**job))
 
 
 def test_a_parameter_used_in_the_first_microbatch_alone_still_learns():
     to = torch.tensor([0, 2, 0, 2, 0, 0, 1, 1])  # expert 2: in the first of two microbatches, on both ranks
     job = {**CASES["experts"], "data": (X[:8], to, Y[:8]), "batch_size": 8}
-    assert_alike(fit(**job, plan="data=2", microbatches=2), fit(**job))
+    assert_alike(fit(**job, plan="data=2 microbatches=2"), fit(**job))
 
 
 @both
@@ -437,7 +437,7 @@ def test_a_loss_that_draws_random_numbers_is_not_called_contrastive():
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        fit(step=diffuse, microbatches=2)
+        fit(step=diffuse, plan="microbatches=2")
     assert not [str(warning.message) for warning in said]
 
 
@@ -972,8 +972,22 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "patience alone": ({"patience": 2, "valid": (X, Y)}, meshfit.JobError, "needs best="),
     "ema": ({"ema": 2}, meshfit.JobError, "ema=2"),
     "on_nan": ({"on_nan": "ignore"}, meshfit.JobError, '"stop" or "skip"'),
-    "precision": ({"precision": "fp8"}, meshfit.PlanError, "precision=fp8"),
-    "precision twice": ({"precision": "fp16", "plan": "data=2 precision=bf16"}, meshfit.PlanError, "given twice"),
+    "precision": ({"plan": "data=1 precision=fp8"}, meshfit.PlanError, "precision=fp8"),
+    "precision beside the plan": (
+        {"precision": "bf16", "plan": "data=2 microbatches=2"},
+        meshfit.JobError,
+        'fit has no argument .precision..*plan="data=2 microbatches=2 precision=bf16"',
+    ),
+    "precision beside the plan's": (
+        {"precision": "fp16", "plan": "data=2 precision=bf16"},
+        meshfit.JobError,
+        'plan="data=2 precision=fp16"',
+    ),
+    "microbatches beside the plan": ({"microbatches": 2}, meshfit.JobError, 'plan="data=2 microbatches=2"'),
+    "batchnorm beside the plan": ({"batchnorm": "local"}, meshfit.JobError, 'plan="data=2 batchnorm=local"'),
+    "compile beside the plan": ({"compile": True}, meshfit.JobError, r'plan="data=2 compile=auto.none.whole.block"'),
+    "a degree beside the plan": ({"shard": 2, "plan": "auto"}, meshfit.JobError, 'plan="shard=2"'),
+    "an unknown argument": ({"batchsize": 2}, meshfit.JobError, "no argument 'batchsize'.*did you mean batch_size"),
     "shuffle by word": ({"shuffle": "no"}, meshfit.JobError, "shuffle='no' is not True or False"),
     "out of a number": ({"out": 5}, meshfit.JobError, "out=5 is not a path"),
     "out in a bucket": ({"out": "s3://bucket/run"}, meshfit.JobError, "s3://bucket/run' is a URL.*write a path"),
@@ -988,8 +1002,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "best of a number": ({"valid": (X, Y), "best": 3}, meshfit.JobError, "best=3 is not the name of a metric"),
     "resume of a number": ({"resume": 3}, meshfit.JobError, "resume=3 is not True, False or a path"),
     "listen on a port": ({"listen": 7000}, meshfit.JobError, "listen=7000 is not an address"),
-    "precision of a number": ({"precision": 16}, meshfit.JobError, "precision=16 is not"),
-    "microbatches by word": ({"microbatches": "2"}, meshfit.JobError, "microbatches='2'"),
     "devices of a fraction": ({"devices": 1.5}, meshfit.PlanError, "devices=1.5 is not understood"),
     "workers by word": ({"workers": "many"}, meshfit.JobError, "workers='many'"),
     "checkpoint of a bucket": ({"checkpoint": "s3://b", "out": "x"}, meshfit.JobError, "checkpoint='s3://b'"),
@@ -1100,7 +1112,7 @@ def test_on_one_device_the_models_own_exception_comes_through():
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_trains_about_as_well(precision: str, plan: str):
     job = {"epochs": 8, "optimizer": ADAMW, "data": (X, CLASS), "loss": F.cross_entropy}
-    want, got = fit(**job), fit(**job, precision=precision, plan=plan)
+    want, got = fit(**job), fit(**job, plan=f"{plan} precision={precision}")
     assert losses(got)[0] == pytest.approx(losses(want)[0], rel=0.02)
     assert losses(got)[0] != losses(want)[0]
     assert sum(losses(got)[-4:]) == pytest.approx(sum(losses(want)[-4:]), rel=0.2)
@@ -1113,7 +1125,7 @@ def test_compiled_whole_trains_alike(backend: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        result = fit(built(), compile="whole", steps=2)
+        result = fit(built(), plan="compile=whole", steps=2)
     torch.testing.assert_close(losses(result), losses(fit(steps=2)), atol=1e-5, rtol=1e-5)
     assert any("compile=whole" in note for note in result.notes)
 

@@ -46,7 +46,7 @@ def recorded(case: zoo.Case, plan: str, **asked: Any) -> list[list[Operation]]:
     asked = {"data": data, "valid": data, "valid_every": 1, "optimizer": ADAMW, "batch_size": 8, "steps": 2, **asked}
     how = {} if case.loss is None else {"loss": case.loss}
     with Recorder() as recorder:
-        job = Job.of({"model": case.build(), "plan": plan, **asked, **how}).training()
+        job = Job(**{"model": case.build(), "plan": plan, **asked, **how}).training()
         run = Run(job.settled(count=world.size, kind="cpu"), world)
         if run.placed.shards is not None:
             run.placed.shards.lockstep.ahead = True

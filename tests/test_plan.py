@@ -52,13 +52,6 @@ def test_degrees_must_make_the_devices() -> None:
     assert settle("data=3", None) == Plan(data=3)  # CPU ranks: as many as the plan names
 
 
-def test_a_keyword_and_the_plan_may_not_differ() -> None:
-    assert settle("data=2", None, precision="bf16").precision == "bf16"
-    assert settle("data=2 precision=bf16", None, precision="bf16").precision == "bf16"
-    with pytest.raises(PlanError, match="precision is given twice"):
-        settle("data=2 precision=bf16", None, precision="fp16")
-
-
 def test_devices_as_written() -> None:
     assert find("cpu:3") == Devices("cpu", (0, 1, 2))
     assert find("cpu").count is None

@@ -289,7 +289,7 @@ class Flow(IterableDataset):
 def test_a_job_in_fp64_has_all_that_floats_in_double(data: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
     asked = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": nn.CrossEntropyLoss(torch.ones(4)), "steps": 1}
-    job = Job.of({"model": model, "data": data, "plan": "data=1", "devices": "cpu", **asked})
+    job = Job(**{"model": model, "data": data, "plan": "data=1", "devices": "cpu", **asked})
     wide = doubled(job)
     floats, whole = open_source(wide.data).few(4)
     assert (floats.dtype, whole.dtype) == (torch.float64, torch.int64)

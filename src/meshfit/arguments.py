@@ -1,15 +1,54 @@
 """What each argument of ``fit`` and its kin may be: checked before anything starts, with one clear error."""
 
+import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from meshfit.errors import JobError
+from meshfit.errors import JobError, MeshfitError, did_you_mean
+from meshfit.plan import DEGREES, WORDS, Plan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NO_METRICS: Mapping[str, Any] = {}
+
+
+def verb(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function. An argument that it does not have is refused with what to write instead, and a
+    ``MeshfitError`` ends in the caller's own line, not in ours: it says what to mend there."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            for name in kwargs:
+                if name not in known:
+                    raise JobError(f"{function.__name__} has no argument {name!r}", _instead(name, kwargs, known))
+            return function(*args, **kwargs)
+        except MeshfitError as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+def _instead(name: str, given: dict[str, Any], known: list[str]) -> str:
+    """What to write for an argument that there is not. Many are words of the plan."""
+    if name not in [field.name for field in fields(Plan)]:
+        return did_you_mean(name, known)
+    plan, value = str(given.get("plan", "auto")), given[name]
+    left_out = (name, "auto") if name in DEGREES else (name,)
+    words = [word for word in plan.split() if word.partition("=")[0] not in left_out]
+    if name in WORDS and value not in WORDS[name]:
+        value = "|".join(WORDS[name])
+    return f'it is a word of the plan: plan="{" ".join([*words, f"{name}={value}"])}"'
 
 
 def whole(value: Any) -> bool:
@@ -47,10 +86,6 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ema": (_or_none(lambda value: number(value) and 0 < value < 1), "a decay between 0 and 1"),
     "clip": (_above_0(number), "a number above 0"),
     "on_nan": (lambda value: value in ("stop", "skip"), '"stop" or "skip"'),
-    "precision": (_text, '"fp32", "bf16" or "fp16"'),
-    "microbatches": (_above_0(whole), "a whole number above 0"),
-    "batchnorm": (_text, '"global" or "local"'),
-    "compile": (_text, '"auto", "none", "whole" or "block"'),
     "shuffle": (_switch, "True or False"),
     "seed": (whole, "a whole number"),
     "out": (_path, "a path"),

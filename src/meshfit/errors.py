@@ -10,12 +10,6 @@ ours, or the user's own exception, and keeps its traceback.
 """
 
 import difflib
-import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class MeshfitError(Exception):
@@ -68,16 +62,3 @@ def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
     """``word`` beside the known words it may stand for."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-
-
-def clearly(verb: Callable[P, R]) -> Callable[P, R]:
-    """A public verb whose ``MeshfitError`` ends in the caller's own line, not in ours: it says what to mend there."""
-
-    @functools.wraps(verb)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return verb(*args, **kwargs)
-        except MeshfitError as error:
-            raise error.with_traceback(None) from None
-
-    return call

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshfit.arguments import NO_METRICS, verb
 from meshfit.axes.buffers.watch import Frozen
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.place import Placed, place
@@ -19,7 +20,7 @@ from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.source import open_source
 from meshfit.drive import everywhere
-from meshfit.errors import JobError, clearly, did_you_mean
+from meshfit.errors import JobError
 from meshfit.evaluation import measure, outputs_of
 from meshfit.job import Job
 from meshfit.launch.world import World, from_environment
@@ -29,46 +30,54 @@ from meshfit.loss.probe import LARGEST, find_denominator
 from meshfit.plan import Plan
 
 
-@clearly
-def evaluate(model: Any, data: Any, **asked: Any) -> dict[str, float]:
-    """The loss and the metrics of ``model`` over ``data``: means in which every sample counts once.
-
-    Takes of ``fit``'s keywords: loss, step, metrics, batch_size, plan, devices, precision.
-    """
-    job = _settled({"model": model, "data": data, "valid": data}, asked, "evaluate")
+@verb
+def evaluate(
+    model: nn.Module | Callable[[], nn.Module],
+    data: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    step: Callable[..., Any] | None = None,
+    metrics: Mapping[str, Any] = NO_METRICS,
+    batch_size: int | str = 32,
+    seed: int = 0,
+    plan: Plan | str = "auto",
+    devices: str | int = "auto",
+) -> dict[str, float]:
+    """The loss and the metrics of ``model`` over ``data``: means in which every sample counts once. The arguments are
+    those of ``fit``."""
+    job = _settled(Job(**dict(locals()), valid=data))
     if job.loss is None and job.step is None and not job.metrics and not isinstance(data, Mapping):
         raise JobError("evaluate has nothing to measure", "give loss=, or metrics={name: function}")
     return everywhere(job, _evaluate)[0]
 
 
-@clearly
-def predict(model: Any, data: Any, **asked: Any) -> Any:
+@verb
+def predict(
+    model: nn.Module | Callable[[], nn.Module],
+    data: Any,
+    *,
+    batch_size: int | str = 32,
+    seed: int = 0,
+    plan: Plan | str = "auto",
+    devices: str | int = "auto",
+) -> Any:
     """``model``'s outputs for every sample of ``data``, in order, on the CPU.
 
     ``data`` is given as to ``fit``: the last of a tuple is its targets, and left out, where the model takes so many
     arguments; where it needs all of the tuple it is given all, and where it may be called both ways the question is
-    refused: ``predict(model, x)`` and ``predict(model, ((a, b),))`` are clear. Takes batch_size, plan, devices,
-    precision.
+    refused: ``predict(model, x)`` and ``predict(model, ((a, b),))`` are clear. The other arguments are
+    those of ``fit``.
     """
-    job = _settled({"model": model, "data": data}, asked, "predict")
+    job = _settled(Job(**dict(locals())))
     parts = [part for found in everywhere(job, _predict) for part in found]
     return tree.concatenate([outputs for _, outputs in sorted(parts, key=lambda part: part[0])])
 
 
 Inputs = Callable[[Any], Any]
 
-TAKES = {
-    "predict": ("batch_size", "seed", "plan", "devices", "precision"),
-    "evaluate": ("loss", "step", "metrics", "batch_size", "seed", "plan", "devices", "precision"),
-}
 
-
-def _settled(given: dict[str, Any], asked: dict[str, Any], verb: str) -> Job:
-    for key in asked:
-        if key not in TAKES[verb]:
-            raise JobError(f"{verb} has no argument {key!r}", did_you_mean(key, TAKES[verb]))
+def _settled(job: Job) -> Job:
     world = from_environment()
-    job = Job.of({**given, **asked})
     return job.settled() if world is None else job.settled(count=world.size, kind=world.device.type)
 
 

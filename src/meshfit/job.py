@@ -2,9 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -24,124 +24,41 @@ from meshfit.plan import Plan, settle
 from meshfit.schedule.actions import schedule
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Job:
-    """One training: a model, its data, and how to go about it. The keywords of ``meshfit.fit``."""
+    """One training: a model, its data, and how to go about it. Its fields are the arguments of ``meshfit.fit``, and
+    explained there."""
 
     model: Any
-    """An nn.Module, or a function that builds one. Called as model(x), model(*x) or model(**x) by what data yields."""
-
     data: Any
-    """Tensors, arrays, a Dataset, an IterableDataset; or a function, called in each rank, that returns one."""
-
+    _: KW_ONLY
     loss: Callable[..., Any] | None = None
-    """loss(outputs, targets): a mean, or (sum, count). None: the model returns its own (Hugging Face's .loss)."""
-
     step: Callable[..., Any] | None = None
-    """Instead of loss: step(model, batch) returns the loss, for distillation and the like."""
-
     optimizer: Any = None
-    """A function of the parameters: lambda params: torch.optim.AdamW(params, lr=3e-4). One whose argument is
-    named ``model`` is given the model: for groups of parameters."""
-
     scheduler: Callable[..., Any] | None = None
-    """A function of the optimizer (and, if it takes two arguments, of the number of steps), stepped every step."""
-
     batch_size: int | str = 32
-    """Samples an optimizer step sees over all devices; "32/device" derives it."""
-
     epochs: float | None = None
-    """Passes over the data. One of epochs and steps is needed; with both, the shorter ends it."""
-
     steps: int | None = None
-    """Optimizer steps."""
-
     valid: Any = None
-    """Data to evaluate on, in the form of ``data``; every sample counts once."""
-
     valid_every: int | None = None
-    """Steps between evaluations; at the end of each epoch by default."""
-
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Functions of outputs and targets that give one number, one number a sample, or (sum, count); or objects with
-    update, compute and reset, as torchmetrics has them. The same value under every plan: see metrics.py."""
-
     best: str | None = None
-    """Keep the weights of the best evaluation by this metric: "accuracy" (highest), "-loss" (lowest)."""
-
     patience: int | None = None
-    """Stop after so many evaluations without a new best."""
-
     ema: float | None = None
-    """Also keep an exponential moving average of the weights with this decay; evaluated and returned."""
-
     clip: float | None = None
-    """Largest norm of the gradient; longer ones are scaled down to it."""
-
-    on_nan: str = "stop"
-    """A NaN or infinite loss or gradient: "stop" the run, or "skip" the step. The weights stay finite either way."""
-
-    precision: str | None = None
-    """Short for precision= in the plan."""
-
-    microbatches: int | None = None
-    """Short for microbatches= in the plan."""
-
-    batchnorm: str | None = None
-    """Short for batchnorm= in the plan."""
-
-    compile: str | None = None
-    """Short for compile= in the plan."""
-
+    on_nan: Literal["stop", "skip"] = "stop"
     shuffle: bool = True
-    """Visit the samples in a new order each epoch, the same under every plan."""
-
     workers: int | str | None = None
-    """Who reads data ahead of each rank: 4 (threads or processes, as a short measurement tells), "processes",
-    "4 threads"; 0: the training itself, when it needs it. None: as many as keep up, where that helps."""
-
     seed: int = 0
-    """Of initial weights (of a model function), order of samples, dropout."""
-
     plan: Plan | str = "auto"
-    """How to spread it: "data=4". "auto" takes every device for the data."""
-
     devices: Devices | str | int = "auto"
-    """ "auto" (every GPU; without GPUs as many CPU ranks as the plan names), a number, "cpu:4", "cuda:0,2"."""
-
     out: Path | str | None = None
-    """Folder for what the run writes; a new one beside it if it holds a run already."""
-
-    checkpoint: Any = None
-    """How often to save all that the training is made of, into out/checkpoints: 500 (steps), "10 minutes", "3%" of the
-    time; and at the end. None: never."""
-
+    checkpoint: int | str | None = None
     resume: bool | Path | str = False
-    """Go on from the newest checkpoint of ``out`` that is intact, if there is one (True), or from the one at a path:
-    under any plan, at the very sample."""
-
     listen: str | None = None
-    """Where workers of other hosts may join, with server= in the plan: "10.0.0.5:7000"; one port for each server."""
-
     join: str | None = None
-    """Be workers of the run that listens there, one for each device; its plan, and its end, are this one's."""
-
     timeout: float = 600.0
-    """Seconds that a rank may wait for the others in a collective; then the training ends with an error. A rank that
-    stands still is reported long before."""
-
     independent: bool = False
-    """Train here alone although srun, mpirun or Kubernetes started several such processes: a sweep, say. Without it
-    they are refused, unless torchrun joins them to one training. MESHFIT_INDEPENDENT=1 says the same."""
-
-    @classmethod
-    def of(cls, asked: dict[str, Any]) -> Self:
-        """From keywords, with a word on unknown ones."""
-        known = [f.name for f in fields(cls)]
-        for key in asked:
-            if key not in known:
-                raise JobError(f"fit has no argument {key!r}", did_you_mean(key, known))
-        return cls(**asked)
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -189,14 +106,7 @@ class Job:
         devices = self.devices if isinstance(self.devices, Devices) else find(self.devices)
         if count is not None:
             devices = Devices(kind or devices.kind, tuple(range(count)))
-        plan = settle(
-            self.plan,
-            devices.count,
-            precision=self.precision,
-            microbatches=self.microbatches,
-            batchnorm=self.batchnorm,
-            compile=self.compile,
-        )
+        plan = settle(self.plan, devices.count)
         settled = replace(self, devices=devices, plan=plan, batch_size=self._samples_a_batch(plan))
         return settled.flowing(self)
 
@@ -206,7 +116,7 @@ class Job:
         plan, size = self.plan, self.batch_size
         assert isinstance(plan, Plan)
         assert isinstance(size, int)
-        said = isinstance(asked.plan, Plan) or "microbatches=" in asked.plan or asked.microbatches is not None
+        said = isinstance(asked.plan, Plan) or "microbatches=" in asked.plan
         if plan.pipeline == 1 or plan.schedule == "sequential" or said or batch_norms(self.build()):
             return self
         for count in range(min(4 * plan.pipeline, size // plan.shares), 1, -1):

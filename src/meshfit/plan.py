@@ -341,11 +341,10 @@ class Plan:
         return self.exchange == "allreduce" and not self.staleness
 
 
-def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:
+def settle(plan: "Plan | str", devices: int | None) -> Plan:
     """The plan to run: read from text, "auto" filled in, and checked against the devices there are.
 
-    ``devices`` is None where any number of CPU ranks may be started. ``given`` holds what ``fit`` was told
-    beside the plan (``precision="bf16"``); saying something else in both places is an error.
+    ``devices`` is None where any number of CPU ranks may be started.
     """
     if isinstance(plan, Plan):
         settled = plan
@@ -356,15 +355,6 @@ def settle(plan: "Plan | str", devices: int | None, **given: object) -> Plan:
         settled = replace(Plan.parse(rest), data=devices or 1)
     else:
         settled = Plan.parse(plan)
-    for key, value in given.items():
-        if value is None:
-            continue
-        stated = getattr(settled, key)
-        if stated not in (value, getattr(Plan(), key)):
-            raise PlanError(
-                f"{key} is given twice", f"plan: {key}={stated}", f"fit: {key}={value!r}", "keep one of them"
-            )
-        settled = replace(settled, **{key: value})
     if devices is not None and settled.devices != devices:
         n = settled.devices
         raise PlanError(

@@ -15,14 +15,18 @@ Averaged after each step of plain SGD, though, weights are those of one device.
 
 import copy
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from meshfit.arguments import NO_METRICS, verb
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.drive import begin
-from meshfit.errors import PlanError, clearly
+from meshfit.errors import PlanError
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
 from meshfit.plan import Plan
@@ -66,13 +70,47 @@ class Verdict:
         return EXIT_CODES[self.answer]
 
 
-@clearly
-def verify(model: Any, data: Any, *, check_steps: int = 5, **asked: Any) -> Verdict:
-    """Train ``check_steps`` steps on one device and under the plan, and compare. The keywords are those of ``fit``.
+@verb
+def verify(
+    model: nn.Module | Callable[[], nn.Module],
+    data: Any,
+    *,
+    check_steps: int = 5,
+    loss: Callable[..., Any] | None = None,
+    step: Callable[..., Any] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+    scheduler: Callable[..., Any] | None = None,
+    batch_size: int | str = 32,
+    epochs: float | None = None,
+    steps: int | None = None,
+    valid: Any = None,
+    valid_every: int | None = None,
+    metrics: Mapping[str, Any] = NO_METRICS,
+    best: str | None = None,
+    patience: int | None = None,
+    ema: float | None = None,
+    clip: float | None = None,
+    on_nan: Literal["stop", "skip"] = "stop",
+    shuffle: bool = True,
+    workers: int | str | None = None,
+    seed: int = 0,
+    plan: Plan | str = "auto",
+    devices: str | int = "auto",
+    out: Path | str | None = None,
+    checkpoint: int | str | None = None,
+    resume: bool | Path | str = False,
+    listen: str | None = None,
+    join: str | None = None,
+    timeout: float = 600.0,
+    independent: bool = False,
+) -> Verdict:
+    """Train ``check_steps`` steps on one device and under the plan, and compare. The model is left as it is.
 
-    The model is left as it is.
+    The other arguments are those of ``fit``; those of its length, its evaluations and its files make no difference.
     """
-    return verify_job(Job.of({"model": model, "data": data, "steps": check_steps, **asked}).training(), check_steps)
+    asked = dict(locals())
+    del asked["check_steps"]
+    return verify_job(Job(**{**asked, "steps": check_steps}).training(), check_steps)
 
 
 def verify_job(job: Job, steps: int = 5) -> Verdict:
@@ -81,16 +119,15 @@ def verify_job(job: Job, steps: int = 5) -> Verdict:
     plan, devices = settled.plan, settled.devices
     assert isinstance(plan, Plan)
     assert isinstance(devices, Devices)
-    spread = replace(settled, precision=None, microbatches=None, batchnorm=None, compile=None)  # all in the plan now
     first = "cpu" if devices.kind == "cpu" else f"{devices.kind}:{(devices.indices or (0,))[0]}"
     together = plan.microbatches if batch_norms(job.build()) else 1  # BatchNorm is over each microbatch by itself
     one = Plan(precision=plan.precision, batchnorm=plan.batchnorm, microbatches=together, compile="none")
     if plan in (one, replace(one, compile="auto")):
         raise PlanError(f"{plan} is one device: there is nothing to compare", "name a plan that spreads: data=2, say")
-    alone = replace(spread, plan=one, devices=first)
+    alone = replace(settled, plan=one, devices=first)
     if not plan.in_step and not _averages_gradients(plan, job):
-        return _beside(spread, plan, steps)
-    return _Proof(alone, spread, plan, steps).verdict()
+        return _beside(settled, plan, steps)
+    return _Proof(alone, settled, plan, steps).verdict()
 
 
 class _Proof:

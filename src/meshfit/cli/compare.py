@@ -67,7 +67,7 @@ def train_under(
             changed["devices"] = devices
         console.print(f"  {plan} ...", style="dim")
         try:
-            runs.append(_trained(Job.of(changed).training()))
+            runs.append(_trained(Job(**changed).training()))
         except MeshfitError as error:
             failed[plan] = str(error)
     return runs, failed

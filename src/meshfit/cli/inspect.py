@@ -152,7 +152,7 @@ def _inspect_script(path: Path, arguments: list[str], specs: list[str], which: i
     def instead(asked: dict[str, Any]) -> dict[str, Any]:
         try:
             with redirect_stdout(stdout):
-                told(_from_job(Job.of(asked), str(path), specs))
+                told(_from_job(Job(**asked), str(path), specs))
         except MeshfitError as error:
             raise SystemExit(tell(error)) from None
         raise SystemExit(0)

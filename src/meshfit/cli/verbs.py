@@ -69,7 +69,7 @@ def verify(
 
     def instead(asked: dict[str, Any]) -> dict[str, Any]:
         try:
-            verdict = verify_job(Job.of({**asked, **_given(plan=plan, devices=devices)}).training(), steps)
+            verdict = verify_job(Job(**{**asked, **_given(plan=plan, devices=devices)}).training(), steps)
         except MeshfitError as error:
             tell(error)
             raise SystemExit(FAILED) from None

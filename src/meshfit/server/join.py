@@ -34,7 +34,7 @@ PATIENCE = 5.0  # seconds for a run to be there
 ANSWER_SECONDS = 30.0
 THERE = {"valid": None, "metrics": {}, "best": None, "patience": None, "out": None, "checkpoint": None}
 """What is done where the run is."""
-THERE |= {"resume": False, "precision": None, "microbatches": None, "batchnorm": None, "compile": None, "epochs": None}
+THERE |= {"resume": False, "epochs": None}
 
 
 def ask(at: str, key: bytes, job: dict[str, Any] | None = None) -> dict[str, Any]:
