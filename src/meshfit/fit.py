@@ -22,6 +22,7 @@ from torch import nn
 from meshfit.arguments import NO_METRICS, verb
 from meshfit.drive import Training, begin
 from meshfit.errors import JobError
+from meshfit.history import History
 from meshfit.job import Job
 from meshfit.observe.folder import Folder
 from meshfit.observe.progress import Progress
@@ -128,12 +129,12 @@ def fit(
     if (shown := asked.pop("progress")) is not None and not isinstance(shown, bool):
         raise JobError(f"progress={shown!r} is not True or False")
     job = Job(**asked_through(asked)).training()
-    history: list[Step] = []
+    history = History()
     unread: deque[Step] = deque()  # steps whose loss is still on its way from a GPU: a callback would wait for it
     training = begin(job, lockstep=bool(each_step))
     with training, Progress(training, shown=shown) as bar, Folder(training) as folder:
         for each in training:
-            history.append(each)
+            history.add(each)
             bar.show(each)
             folder.add(each)
             said = [function(each) for function in each_step]
@@ -148,8 +149,6 @@ def fit(
                 callback(each)
     for function in (*callbacks, *each_step):
         getattr(function, "finish", lambda: None)()
-    # Ranks that step apart tell of their steps when they come to it; some are told again, where a server had to go back
-    history = [each for _, each in sorted({each.step: each for each in history}.items())]
     result = Result.of(training, history)
     if bar.shown:
         show(result)

@@ -1,27 +1,28 @@
 """What ``fit`` returns."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from meshfit.history import History
+from meshfit.observe.kinds import KINDS, PHASES
 from meshfit.plan import Plan
-from meshfit.step import Step
 
 if TYPE_CHECKING:
     from meshfit.drive import Training
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
-    """A finished training."""
+    """A finished training. Prints as the few lines that one wants to know."""
 
-    model: nn.Module = field(repr=False)
+    model: nn.Module
     """The caller's model (or the one its function built), with the trained weights, where it was."""
 
-    history: list[Step] = field(repr=False)
-    """Every step, in order."""
+    history: History
+    """Steps in order: all of the first 10,000; of a longer training some thousands, evenly, and every evaluation."""
 
     metrics: dict[str, float]
     """Of the last evaluation; the last step's loss where there was none."""
@@ -33,14 +34,14 @@ class Result:
     batch_size: int
     steps: int
     seconds: float
-    phases: list[dict[str, float]] = field(repr=False)
+    phases: list[dict[str, float]]
     """By rank: seconds in data, forward_backward, exchange, update, evaluate."""
 
-    notes: list[str] = field(repr=False)
+    notes: list[str]
     folder: Path | None = None
 
     @classmethod
-    def of(cls, training: "Training", history: list[Step]) -> "Result":
+    def of(cls, training: "Training", history: History) -> "Result":
         outcome, job = training.outcome, training.job
         assert outcome is not None
         evaluations = [step.valid for step in history if step.valid]
@@ -57,9 +58,49 @@ class Result:
             best=best,
             plan=job.plan,  # type: ignore[arg-type]
             batch_size=job.batch_size,  # type: ignore[arg-type]
-            steps=len(history),
+            steps=history.total,
             seconds=outcome.seconds,
             phases=outcome.phases,
             notes=[*training.said, *outcome.notes],
             folder=training.folder,
         )
+
+    @property
+    def rate(self) -> float:
+        """Samples a second, over all devices."""
+        if not self.history:
+            return 0.0
+        first, last = self.history[0], self.history[-1]
+        return (last.samples - max(0, first.samples - self.batch_size)) / max(last.seconds, 1e-9)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What was trained, how and with what outcome, in a few lines: a word, and what there is to say."""
+        rows = [
+            ("plan", f"{self.plan}, batch of {self.batch_size:,} over all devices"),
+            ("trained", f"{self.steps:,} steps in {self.seconds:.1f} s, {self.rate:,.0f} samples/s"),
+        ]
+        if self.history:
+            rows.append(("loss", f"{self.history[0].loss:.4g} to {self.history[-1].loss:.4g}"))
+        if any(step.valid for step in self.history):
+            rows.append(("valid", _measured(self.metrics)))
+        if self.best is not None:
+            rows.append(("best, kept", _measured(self.best)))
+        if skipped := self.history.skipped:
+            rows.append(("skipped", f"{skipped:,} steps, not finite"))
+        return rows
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        if self.phases:
+            whole = max(self.seconds, 1e-9) * len(self.phases)
+            shares = {phase: sum(rank.get(phase, 0.0) for rank in self.phases) / whole for phase in PHASES}
+            shown = [f"{KINDS[phase].label} {share:.0%}" for phase, share in shares.items() if share >= 0.005]
+            rows.append(("time", ", ".join(shown)))
+        if self.folder is not None:
+            rows.append(("folder", str(self.folder)))
+        rows += [("note", note) for note in self.notes]
+        return "\n".join(f"{word:<12}{said}" for word, said in rows)
+
+
+def _measured(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -21,19 +21,10 @@ MOST_RANKS = 8
 
 def summary(result: "Result") -> RenderableType:
     """A table of the run's time by phase and rank, with what it came to above it."""
-    rate = result.history[-1].samples / result.history[-1].seconds if result.history else 0.0
-    measured = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
     run = None if result.folder is None else recording(result.folder)
     head = Table.grid(padding=(0, 2))
-    head.add_row("plan", f"{result.plan}, batch of {result.batch_size} over all devices")
-    head.add_row("trained", f"{result.steps:,} steps in {result.seconds:.1f} s, {rate:,.0f} samples/s")
-    head.add_row("last", measured)
-    if result.best is not None:
-        head.add_row("best, kept", ", ".join(f"{name} {value:.4g}" for name, value in result.best.items()))
-    if skipped := sum(not step.taken for step in result.history):
-        head.add_row("skipped", f"{skipped} steps, not finite")
-    for note in result.notes:
-        head.add_row("note", Text(note))
+    for word, said in (*result.rows(), *(("note", note) for note in result.notes)):
+        head.add_row(word, Text(said))
     if run is not None and run.ranks:
         head.add_row("verdict", Text(verdict(run)))
     if result.folder is not None:
