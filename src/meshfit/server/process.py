@@ -122,7 +122,7 @@ class Serve:
         folders = [Path(world.folder) / f"kept{i}" for i in range(plan.server)]
         steps = job.steps if job.steps is None or not plan.staleness else -(-job.steps // plan.data)
         nothing = {"valid": None, "metrics": {}, "best": None, "patience": None, "checkpoint": None}
-        alone = replace(job, plan=Plan(compile="none"), microbatches=None, precision=None, steps=steps, **nothing)
+        alone = replace(job, plan=Plan(compile="none"), steps=steps, **nothing)
         run = Run(alone, World(0, 1, torch.device("cpu")))
         with saved(run, self.folder):
             pass  # it is restored, if it is to be
