@@ -13,12 +13,13 @@ from meshfit.axes.data import batchnorm
 from meshfit.axes.precision import Precision
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.source import open_source
+from meshfit.exchange.protocol import RepeatBatch
 from meshfit.loss.objective import Objective
 from meshfit.loss.probe import find_denominator
 from meshfit.schedule.passes import Passes
 from meshfit.server.build import keep
 from meshfit.server.server import Server, Terms
-from meshfit.server.worker import Again, Served, Worker
+from meshfit.server.worker import Served, Worker
 
 CPU = torch.device("cpu")
 SECRET = b"a secret of tests and benchmarks"
@@ -123,7 +124,7 @@ class Work:
                     return
                 correction = self.correction(batch, scalars.count)
                 updated = self.update(worker.gradients, scalars.loss * correction, correction, worker.norm)
-            except Again:
+            except RepeatBatch:
                 continue
             worker.clear()
             self.losses.append(float(scalars.loss * correction))

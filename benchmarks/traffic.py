@@ -34,7 +34,7 @@ from meshfit.job import Job
 from meshfit.plan import Plan
 from meshfit.plan_cost import cost
 from meshfit.run import Run
-from meshfit.server.run import ServedRun
+from meshfit.server.coordination import ServerCoordination
 
 STEPS, EVERY, SAMPLES = 17, 8, 12
 """Steps are counted from the first to the last: a multiple of EVERY between them."""
@@ -103,7 +103,7 @@ class Count:
         seen.__enter__()
 
         def moved() -> Counter[str]:
-            return seen.moved + Counter(run.worker.moved if isinstance(run, ServedRun) else {})
+            return seen.moved + Counter(getattr(run.exchange, "moved", {}))
 
         def stepped(correction: Any) -> None:
             if not at:
@@ -128,7 +128,8 @@ class Count:
 
 def foretold(run: Run, model: nn.Module) -> int:
     job, plan = run.job, run.plan
-    loader = run._loader(run.worker.share) if isinstance(run, ServedRun) else run.loader
+    served = isinstance(run.coordination, ServerCoordination)
+    loader = run.coordination.loader(run.exchange.share) if served else run.loader
     content = next(iter(loader.epoch(0))).microbatches[0].content
     if plan.pipeline > 1:
         trace = pipeline_of(plan).find(model, job.objective, content, device="cpu").trace

@@ -10,8 +10,9 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,13 +32,12 @@ from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices
 from meshfit.launch.stalls import watched
 from meshfit.launch.world import World, connect, from_environment
-from meshfit.local import LocalRun
 from meshfit.observe.folder import new_folder
 from meshfit.observe.rank import observed
 from meshfit.plan import Plan, renamed
 from meshfit.run import Run
 from meshfit.server import process as serve
-from meshfit.server import run as served
+from meshfit.server.coordination import worker_run
 from meshfit.step import Step
 from meshfit.torch_private import COMPILER
 from meshfit.turns import Turn, alone, in_one_turn, in_turns
@@ -172,28 +172,19 @@ class Here(Training):
         return self._iterator
 
     def _steps(self) -> Generator[Step, None, None]:
-        from meshfit.loop import train
-
         saves = self.folder if self.job.checkpoint is not None else None
         watching = watched(self.world.rank, self.world.size, self.job.timeout)
         with graceful_stop(saves, first=self.writes) as gently, _as_found(self.model), watching:
-            kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
-            run = kind(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
-            self.notes, self.last_step = [*self.said, *run.notes], run.last_step
+            run = Run(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
             run.may_stop |= self._lockstep and self.world.size > 1
-            if self._tap is not None:
-                self._tap(run)
+
+            def begun() -> None:
+                self.notes, self.last_step = [*self.said, *run.notes], run.last_step
+                gently.begun = True
+
             try:
-                with saved(run, self.folder) as save, observed(run):
-                    self.notes = [*self.said, *run.notes]
-                    gently.begun = True
-                    for step in train(run, stop=lambda: self._stop):
-                        asked = save()
-                        yield step
-                        if asked or (self._stop and self.world.size == 1):
-                            break
+                yield from driven(run, self.folder, self._tap, begun=begun, stop=lambda: self._stop)
                 self.outcome = outcome_of(run)
-                run.settle()
             finally:
                 run.close()
 
@@ -212,7 +203,7 @@ def _as_found(model: nn.Module) -> Iterator[None]:
 
 
 class Ranked(Training):
-    """Trains in ranks started for it; this process hears of every step and gets the weights at the end."""
+    """Trains in ranks started for it; this process gets every step, and the weights at the end."""
 
     def __init__(self, job: Job, lockstep: bool, tap: Tap | None):
         from meshfit.launch.warm import warm
@@ -255,29 +246,34 @@ class Ranked(Training):
         load(self.model, outcome.weights)
         self.outcome = outcome
 
-    def _ranks(self) -> AbstractContextManager[Any]:
-        work = Work(replace(self.job, model=self.model), self._lockstep, self.folder, self._tap)
-        if self.job.listen is not None:
-            work = replace(work, key=listen.announced(self.job.listen))
-        return started(self.job, work)
+    @contextmanager
+    def _ranks(self) -> Iterator[Any]:
+        """Started, each at its ``Work``; model servers beside them, if the plan has any."""
+        job, plan, folder = replace(self.job, model=self.model), _plan(self.job), self.folder
+        work = Work(job, self._lockstep, folder, self._tap, partial(Run, folder=folder))
+        if not plan.server:
+            with started(self.job, work, log=folder) as ranks:
+                yield ranks
+            return
+        from meshfit.server.launch import Servers
+
+        key = None if job.listen is None else listen.announced(job.listen)
+        secret = secrets.token_bytes(32)  # by which the processes of this run know each other
+        work = replace(work, make=partial(worker_run, secret=secret, folder=folder))
+        spare = [w * plan.crew + i for w in serve.spare(job) for i in range(plan.crew)]
+        with started(self.job, work, log=folder, spare=spare, crew=plan.crew) as ranks:
+            serving = serve.Serve(ranks.work.job, secret, folder, key)
+            with Servers(serving, count=plan.server, folder=ranks.folder, log=folder) as ranks.beside:
+                yield ranks
 
 
 @contextmanager
-def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
+def started(job: Job, work: "Work | Silent", **how: Any) -> Iterator[Any]:
     """Ranks at ``work``. Where the model that a function built cannot be sent, the function is."""
     from meshfit.launch.local import Ranks
 
     assert isinstance(job.devices, Devices)
-    plan = _plan(job)
-    serves = plan.server > 0 and isinstance(work, Work)
-    how: dict[str, Any] = {
-        "size": plan.devices,
-        "devices": job.devices,
-        "timeout": job.timeout,
-        "spare": [w * plan.crew + i for w in serve.spare(work.job) for i in range(plan.crew)] if serves else (),
-        "crew": plan.crew,
-        "log": work.folder if isinstance(work, Work) else None,
-    }
+    how |= {"size": _plan(job).devices, "devices": job.devices, "timeout": job.timeout}
     with ExitStack() as stack:
         try:
             ranks = stack.enter_context(Ranks(work, **how))
@@ -286,13 +282,6 @@ def started(job: Job, work: "Work | Silent") -> Iterator[Any]:
                 raise
             work = replace(work, job=replace(work.job, model=job.model))
             ranks = stack.enter_context(Ranks(work, **how))
-        if serves and isinstance(work, Work):
-            from meshfit.server.launch import Servers
-
-            serving = serve.Serve(work.job, work.secret, work.folder, work.key)
-            ranks.beside = stack.enter_context(
-                Servers(serving, count=plan.server, folder=ranks.folder, log=work.folder)
-            )
         yield ranks
 
 
@@ -305,56 +294,61 @@ def _joined(outcomes: list[Outcome], notes: list[str]) -> Outcome:
 
 @dataclass(frozen=True)
 class Work:
-    """What each rank does: the loop, with its steps fed to the caller by the first rank."""
+    """What each rank does: it trains, and the one that reports sends its steps to the caller."""
 
     job: Job
     lockstep: bool
     folder: Path | None
     tap: Tap | None
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    """By which the processes of this run know each other."""
-    key: bytes | None = field(default=None, repr=False)
-    """By which it knows workers that join it."""
+    make: Callable[[Job, World], Run]
 
     def __call__(self, world: World, channel: Channel) -> Outcome | None:
-        from meshfit.loop import train
-
-        if _plan(self.job).server:
-            run = served.ServedRun(self.job, world, self.secret, folder=self.folder)
-        else:
-            kind = Run if _plan(self.job).exchange == "allreduce" else LocalRun
-            run = kind(self.job, world, folder=self.folder)
+        run = self.make(self.job, world)
         run.may_stop |= self.lockstep
-        if self.tap is not None:
-            self.tap(run)
-        feed = Feed(channel, self.lockstep)
+        feed, coordination = Feed(channel, self.lockstep), run.coordination
+
+        def begun() -> None:
+            if coordination.reports:
+                channel.send(Begun(run.notes, run.last_step))
+
         try:
-            with saved(run, self.folder) as save, observed(run):
-                if run.tells:
-                    channel.send(Begun(run.notes, run.last_step))
-                for step in train(run, stop=feed.stopped):
-                    asked = save()
-                    feed.add(step, run)
-                    if asked:
-                        break
+            for step in driven(run, self.folder, self.tap, begun=begun, stop=feed.stopped):
+                feed.add(step, run)
         except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
-            weights = run.placed.tensors(keep=run.tells)
-            if run.tells:
+            weights = run.placed.tensors(keep=coordination.reports)
+            if coordination.reports:
                 feed.flush()
                 channel.send(Outcome(weights=weights, notes=run.notes, seconds=0.0, phases=[]))
             if run.mesh.world is not None:
                 dist.barrier()  # no rank raises before the caller has it
-            if not run.raises:
+            if not coordination.leads:
                 return None
             raise
         feed.late(run)
         feed.flush()
         outcome = outcome_of(run)
-        run.settle()
-        weights = run.placed.tensors(keep=run.tells)
+        weights = run.placed.tensors(keep=coordination.leads and run.world.rank == 0)
         run.exchange.remove()
         run.events.close()  # the model goes with this process: nothing else need be put back
-        return replace(outcome, weights=weights) if run.tells or run.mesh.rank == 0 else None
+        return replace(outcome, weights=weights) if run.mesh.rank == 0 else None
+
+
+def driven(
+    run: Run, folder: Path | None, tap: Tap | None, *, begun: Callable[[], None], stop: Callable[[], bool]
+) -> Generator[Step, None, None]:
+    """Train ``run`` in this rank: restored from ``folder`` and saved there, observed, its steps yielded. ``begun`` is
+    called before the first step; ``stop`` is asked whether to drop the step under way, on all ranks."""
+    from meshfit.loop import train
+
+    if tap is not None:
+        tap(run)
+    with saved(run, folder) as save, observed(run):
+        begun()
+        for step in train(run, stop):
+            asked = save()
+            yield step
+            if asked or (run.coordination.alone and stop()):
+                break
 
 
 @dataclass(frozen=True)
@@ -391,17 +385,19 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
 
 
 def outcome_of(run: Run) -> Outcome:
-    """All but the weights. All ranks call it together."""
-    run.finish()
+    """All but the weights, which are then in the model. All ranks call it together."""
+    run.coordination.finish()
     run.at_end()
     mine = run.events.phases()
     phases: list = [mine]
     if run.world.size > 1:
         phases = [None] * run.world.size
         dist.all_gather_object(phases, mine)
+    seconds = time.perf_counter() - run.started
+    run.settle()
     return Outcome(
         notes=run.notes,
-        seconds=time.perf_counter() - run.started,
+        seconds=seconds,
         phases=phases,
         captured=run.captured,
         found=run.placed.found,

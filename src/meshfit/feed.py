@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from meshfit.launch.channel import Channel
 from meshfit.run import Run
-from meshfit.server.run import ServedRun
 from meshfit.step import Step
 
 LATE_STEPS = 200  # that may go untold when the rank that tells of them is killed
@@ -43,8 +42,8 @@ class Feed:
 
     def add(self, step: Step, run: Run) -> None:
         self.late(run)
-        if not run.tells:
-            if isinstance(run, ServedRun):
+        if not run.coordination.reports:
+            if run.coordination.missed is not None:
                 self.aside.append(step)
             return
         self.held.append(step)
@@ -52,10 +51,11 @@ class Feed:
             self.flush()
 
     def late(self, run: Run) -> None:
-        """Tell of what the rank before this one may have left untold."""
-        if run.tells and self.aside:
+        """As the new leader, send the steps that the one before may not have sent."""
+        missed = run.coordination.missed
+        if run.coordination.reports and missed is not None and self.aside:
             self.flush()
-            steps = [replace(step, valid=run.missed.get(step.step, step.valid)) for step in self.aside]
+            steps = [replace(step, valid=missed.get(step.step, step.valid)) for step in self.aside]
             self.channel.send(Late(steps))
             self._unanswered += len(steps)
             self.aside.clear()

@@ -7,10 +7,10 @@ whoever iterates.
 import time
 from collections.abc import Callable, Iterator
 
+from meshfit.exchange.protocol import RepeatBatch
 from meshfit.nonfinite import Watch
 from meshfit.observe.rank import tell_batch
 from meshfit.run import Run
-from meshfit.server.worker import Again
 from meshfit.step import Reading, Step
 
 
@@ -49,10 +49,10 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
                 run.placed.buffers.commit()
                 reading = Reading(loss, updated.norm, updated.taken, scalars.stop, *scalars.broken)
                 run.exchange.clear()
-        except Again:  # a model server, or a worker of it, was lost in the middle of the step
+        except RepeatBatch:
             run.placed.buffers.drop()
             continue
-        run.count(batch)
+        run.coordination.count(batch)
         watch.see(reading, batch, statistics)
         yield Step(
             step=run.step,

@@ -15,7 +15,6 @@ import torch
 from meshfit.data import tree
 from meshfit.data.loader import Batch, shares
 from meshfit.errors import NonFiniteError
-from meshfit.exchange.local import Local
 from meshfit.step import Reading
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 class Watch:
     def __init__(self, run: "Run"):
         self.run = run
-        self.error: NonFiniteError | None = None
-        """Where ranks step apart: what this one has met, and tells the others when they meet."""
         self.coming: deque[tuple[int, Reading, Batch, list]] = deque()
         self._stop: int | None = None
         """The step in which a rank asked to stop."""
@@ -51,8 +48,7 @@ class Watch:
     def finish(self) -> None:
         while self.coming:
             self._judge(*self.coming.popleft())
-        if isinstance(self.run.exchange, Local):
-            self.run.exchange.agree(self.error)
+        self.run.coordination.agree()
 
     def _judge(self, step: int, reading: Reading, batch: Batch, statistics: list) -> None:
         loss, norm, taken, stop, *broken = reading.values
@@ -71,10 +67,7 @@ class Watch:
             "the weights are as they were before that step",
             'on_nan="skip" would leave such steps out; a smaller learning rate or clip=1.0 may prevent them',
         )
-        if not isinstance(self.run.exchange, Local):
-            raise error
-        self.error = self.error or error
-        self.run.exchange.halt()
+        self.run.coordination.met(error)
 
     def _samples(self, batch: Batch, broken: list[int]) -> str:
         bad = self._samples_with_nan(batch)

@@ -8,8 +8,9 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import final
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from meshfit.axes.offload import Offload
 from meshfit.axes.place import place
 from meshfit.axes.precision import LossScale, Precision
 from meshfit.best import Best
+from meshfit.coordination import Coordination, LocalSteps
 from meshfit.data import tree
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.order import mix
@@ -55,23 +57,38 @@ from meshfit.schedule.pipeline import Pipelined
 MEASURED_STEPS = (10, 25)  # between them, whether compiling would pay is measured
 
 
+@final
 class Run:
-    """A training under way in one rank.
+    """A training under way in one rank of ``world``.
 
-    ``same`` says that all ranks were handed the same weights; under torchrun each built its own, and the first
-    rank's are sent to the others.
+    ``same``: all ranks were handed the same weights; under torchrun each built its own, and the first rank's are sent
+    to the others. ``coordinate``: how it works together with the other ranks of the training.
     """
 
-    def __init__(self, job: Job, world: World, *, folder: Path | None = None, same: bool = True):
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        *,
+        folder: Path | None = None,
+        same: bool = True,
+        coordinate: "Callable[[Run], Coordination] | None" = None,
+    ):
         assert isinstance(job.plan, Plan)
         self.job, self.world, self.plan = job, world, job.plan
+        self.world_plan = self.plan.worker if self.plan.server else self.plan
+        """What the ranks of this world do: one worker's part, under model servers."""
         self.notes: list[str] = []
         """What was decided for the user, in words."""
-        self.events = Events(None if folder is None else folder / "events", self.number)
-        self.mesh = self._mesh()
+        if coordinate is None:
+            coordinate = Coordination if self.plan.exchange == "allreduce" else LocalSteps
+        self.coordination = coordinate(self)
+        rank = self.coordination.worker * world.size + world.rank  # of all ranks
+        self.events = Events(None if folder is None else folder / "events", rank)
+        self.mesh = self.coordination.mesh(Mesh.of(self.world_plan, world.rank, world.size))
         self.loader = self.loader_of(job.data, microbatches=self.plan.microbatches, shuffle=job.shuffle)
         self.valid = None if job.valid is None else self.loader_of(job.valid)
-        self.last_step = self._last_step()
+        self.last_step = self.coordination.last_step()
 
         self.precision = Precision(self.plan.precision)
         self.model = job.build()
@@ -105,8 +122,7 @@ class Run:
         self.over = self.over or self._find_over(self.placed.inside)
         self.notes += batch_loss.notes(self.plan, self.over, self.loader.batch_size) if self._splits else []
 
-        self.update = self._make_update(scale)
-        self.exchange = self._make_exchange()
+        self.update, self.exchange = self.coordination.assemble(scale)
         self.schedule = self._make_schedule(scale)
         self._compile_if(self._step_seconds, self.last_step)
 
@@ -115,7 +131,7 @@ class Run:
         self._blank = None
         self.statistics = batchnorm.Statistics(self.model, self.placed.written.names)
         self.best = None if job.best is None else Best(job.best, job.patience)
-        self.may_stop = False
+        self.may_stop = self.coordination.may_stop
         """Whether a stop must drop the step under way: its flag is then read at once, which on a GPU means waiting.
         Else it is read a step later, with the loss."""
         self.tap: Callable[[Tensor | float], None] = lambda correction: None
@@ -124,28 +140,16 @@ class Run:
         """Called after the last step."""
         self.captured: dict[str, object] = {}
         self.staleness: int | None = None
-        """Updates by which the last gradient was late, where ranks step apart."""
+        """Of the last gradient, with asynchronous updates: updates that came between."""
         torch.manual_seed(self._stream)
         random.seed(self._stream)  # a model may draw from these too: ranks that share samples must draw the same
         np.random.seed(self._stream % 2**32)
         self.step = self.samples = 0
         self.position = Position()
+        self.coordination.ready()
         self.started = time.perf_counter()
 
-    @property
-    def number(self) -> int:
-        """Among all ranks of the training."""
-        return self.world.rank
-
-    @property
-    def copies(self) -> int:
-        """Of the model, in the world of this run."""
-        return self.plan.data
-
-    def _mesh(self) -> Mesh:
-        return Mesh.of(self.plan, self.world.rank, self.world.size)
-
-    def _make_update(self, scale: LossScale | None) -> Update:
+    def make_update(self, scale: LossScale | None) -> Update:
         job, placed = self.job, self.placed
         cut_state(self.optimizer, placed)
         theirs = isinstance(job.optimizer, torch.optim.Optimizer)  # an optimizer of the user's own is left as it is
@@ -160,7 +164,7 @@ class Run:
             offload=Offload().apply(self.optimizer, self.world.device) if self.plan.offload == "optimizer" else None,
         )
 
-    def _make_exchange(self) -> AllReduce | Scatter | Across:
+    def make_exchange(self) -> AllReduce | Scatter | Across:
         return exchange_of(self.placed)
 
     def _make_schedule(self, scale: LossScale | None) -> Passes | Pipelined:
@@ -211,6 +215,7 @@ class Run:
         self._blank = blank_of(self.model) if self._guards and self.mesh.rank == 0 else None
         self.optimizer = self.job.make_optimizer(self.model)
         self._step_seconds = self._expected_step()
+        self.coordination.before_sharding()
 
     @property
     def _guards(self) -> bool:
@@ -226,7 +231,7 @@ class Run:
             source=open_source(data),
             batch_size=self.job.batch_size,
             rank=self.mesh.share,
-            ranks=self.plan.shares,
+            ranks=self.world_plan.shares,
             device=self.world.device,
             microbatches=microbatches,
             seed=self.job.seed,
@@ -236,6 +241,10 @@ class Run:
         )
 
     def batches(self) -> Iterator[Batch]:
+        """Those that this rank computes its share of."""
+        return self.coordination.batches()
+
+    def epochs(self) -> Iterator[Batch]:
         """The batches of the run from its position on, epoch after epoch."""
         epoch, start = self.position.now(self.step)
         made = 0  # since the run was started, or resumed
@@ -255,41 +264,12 @@ class Run:
                 raise DataError(f"data= gave no sample in epoch {epoch}", "it must hold some each time it is read")
             epoch, start = epoch + 1, 0
 
-    def count(self, batch: Batch) -> None:
-        """A step was taken."""
-        self.step, self.samples = self.step + 1, self.samples + batch.size
-
-    @property
-    def tells(self) -> bool:
-        """Whether what it comes to is this rank's to tell."""
-        return self.world.rank == 0
-
-    @property
-    def missed(self) -> dict[int, dict[str, float]]:
-        """By step: evaluations made in place of a rank that is gone."""
-        return {}
-
-    @property
-    def raises(self) -> bool:
-        """Whether this rank tells of a loss that is not finite, where others met it too."""
-        return True
-
-    @property
-    def saves(self) -> bool:
-        """Whether this rank takes part in saving."""
-        return True
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Around what reads all that a checkpoint holds."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """The last step has been made."""
-
-    def resumed(self) -> None:
-        """Called when a checkpoint has been loaded."""
-
     def evaluation_is_due(self, batch: Batch) -> bool:
+        """Whether this rank evaluates after it."""
+        return self.coordination.leads and self.evaluates_after(batch)
+
+    def evaluates_after(self, batch: Batch) -> bool:
+        """Whether some rank does."""
         if self.valid is None:
             return False
         every = self.job.valid_every
@@ -297,6 +277,9 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on the validation data, the same on every rank; of the averaged weights if there are."""
+        return self.coordination.evaluate(self._measure)
+
+    def _measure(self) -> dict[str, float]:
         assert self.valid is not None
         assert self.over is not None
         with self.events.span("evaluate"), self.events.aside(), self._averaged():
@@ -327,10 +310,11 @@ class Run:
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The tensors an optimizer keeps, whole, on the CPU, by parameter and key. All ranks call it together."""
         offload, held = self.update.offload, {}
-        for name, p in self.model.named_parameters():
-            state = offload.read(p) if offload is not None else self.optimizer.state.get(p, {})
-            held[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        return self.placed.wholes(held)
+        with self.coordination.whole():
+            for name, p in self.model.named_parameters():
+                state = offload.read(p) if offload is not None else self.optimizer.state.get(p, {})
+                held[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            return self.placed.wholes(held)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -357,14 +341,6 @@ class Run:
         self.placed.undo()
         self.events.close()
 
-    def _last_step(self) -> int | None:
-        """None: until the stream has ended ``epochs`` times."""
-        per_epoch = self.loader.batches_per_epoch
-        limits = [] if self.job.steps is None else [int(self.job.steps)]
-        if self.job.epochs is not None and per_epoch is not None:
-            limits.append(max(1, math.ceil(round(self.job.epochs * per_epoch, 9))))
-        return min(limits) if limits else None
-
     @property
     def _stream(self) -> int:
         """The seed of the random numbers (dropout) of one share of the batch: another for each, the same each time."""
@@ -372,8 +348,8 @@ class Run:
 
     @property
     def share(self) -> int:
-        """Which part of a batch this rank takes, among all that are at work."""
-        return self.mesh.share
+        """Which part of a batch this rank takes, among all ranks of the training."""
+        return self.coordination.worker * self.world_plan.shares + self.mesh.share
 
     def _seed_of(self, share: int) -> int:
         mixed = mix(np.array([share], np.uint64), np.uint64(self.job.seed % 2**64))

@@ -258,7 +258,7 @@ def _want_random(loading: Loading, found: Manifest) -> None:
     own = f"random/rank{run.world.rank}/"
     kinds = [key.removeprefix(own) for key in found.tensors if key.startswith(own)]
     same = body["plan"] == str(run.plan) and body["world"] == run.world.size and body["seed"] == run.job.seed
-    if same and run.saves and "torch" in kinds and ("cuda" in kinds) == (run.world.device.type == "cuda"):
+    if same and run.coordination.saves and "torch" in kinds and ("cuda" in kinds) == (run.world.device.type == "cuda"):
         states = {
             kind: loading.fresh(own + kind, found.tensors[own + kind], ShardLayout((), ()), None, torch.device("cpu"))
             for kind in kinds

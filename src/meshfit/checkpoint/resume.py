@@ -29,12 +29,12 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
         assert folder is not None
         if manifest.folders(open_files(folder / manifest.INSIDE)):
             restore(run, folder)
-            run.resumed()
+            run.coordination.resumed()
         else:
             run.notes.append(f"resume: there is no checkpoint in {folder} yet: from the beginning")
     elif job.resume:
         restore(run, job.resume)
-        run.resumed()
+        run.coordination.resumed()
     if job.checkpoint is None:
         yield lambda: False
         return
@@ -59,7 +59,7 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
 
     def after() -> bool:
         nonlocal last
-        if run.saves and not saving:
+        if run.coordination.saves and not saving:
             begin(first=False)
         if not saving:
             return asked.now(run.step)
@@ -72,10 +72,10 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
         return False
 
     try:
-        if run.saves:
+        if run.coordination.saves:
             begin(first=True)
         yield after
-        if run.saves and not saving:
+        if run.coordination.saves and not saving:
             begin(first=False)
         if saving and run.step > last:
             saver.save(run, wait=True)

@@ -144,7 +144,7 @@ class Saver:
         assert self._due is not None
         self._join()
         self._raise()
-        with run.whole():
+        with run.coordination.whole():
             part = self._part(run, metrics)
         if self.background and not wait:
             self._thread = threading.Thread(target=self._write, args=(part,), name="meshfit-checkpoint", daemon=True)

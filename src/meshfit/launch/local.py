@@ -72,14 +72,14 @@ class Ranks:
         self._role, self._meet, self._joined, self._spare, self._crew = role, folder, joined, spare, crew
         self._ending: dict[int, int] = {}
         """Of those to spare: whose death ends them."""
-        self._work, self._devices, self._timeout, self._log = work, devices, timeout, log
+        self.work, self._devices, self._timeout, self._log = work, devices, timeout, log
         self._returned: dict[int, Any] = {}
         self._exited: dict[int, int] = {}
         self._folder: str | None = None  # where ranks meet; known once they have been forked
 
     def __enter__(self) -> Self:
         warm.warm()  # imports torch while we pickle
-        with encode(self._work, what="the job", inside="job.") as work:
+        with encode(self.work, what="the job", inside="job.") as work:
             self._run, self._channels = warm.fork(self.size, _installed(work.modules))
             self._open = set(range(self.size))
             self._output = Output(self.size, role=self._role, folder=self._log)

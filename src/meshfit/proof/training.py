@@ -16,7 +16,6 @@ from meshfit.drive import begin
 from meshfit.job import Job
 from meshfit.proof.modules import Watched
 from meshfit.run import Run
-from meshfit.server.run import ServedRun
 from meshfit.step import Step
 
 
@@ -118,9 +117,9 @@ class Capture:
             if run.step == 0:
                 run.captured["first_buffers"] = buffers(run.placed.tensors())
                 made = {name: {"": p.grad * correction} for name, p in named.items() if p.grad is not None}
-                if isinstance(run, ServedRun) and run.peers is not None:  # each has its own; the servers sum them
+                if (peers := run.coordination.peers) is not None:  # each worker has its own; the servers sum them
                     for each in made.values():
-                        dist.all_reduce(each[""], group=run.peers)
+                        dist.all_reduce(each[""], group=peers)
                 run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}
                 run.captured["order"] = watched.order
                 if self.watched:

@@ -20,15 +20,11 @@ from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.precision import LossScale, Precision
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.events import current
-from meshfit.exchange.across import Across
-from meshfit.exchange.allreduce import AllReduce
-from meshfit.exchange.local import Local
-from meshfit.exchange.scatter import Scatter
+from meshfit.exchange.protocol import Exchange
 from meshfit.generators import Generators
 from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
 from meshfit.loss.gather import gathering
 from meshfit.loss.objective import Over, check_scalar
-from meshfit.server.worker import Worker
 
 
 @dataclass(slots=True)
@@ -40,7 +36,7 @@ class Passes:
     over: Over
     precision: Precision
     scale: LossScale | None
-    exchange: AllReduce | Scatter | Across | Worker | Local
+    exchange: Exchange
     device: torch.device
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around what runs the model: see layout."""

@@ -8,27 +8,28 @@ all (evaluations, checkpoints, the folder) is done there. A callback's "stop" le
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 import meshfit
 from meshfit.axes.precision import LossScale
-from meshfit.drive import Outcome, Ranked, Tap, outcome_of
+from meshfit.drive import Ranked, Tap, Work
 from meshfit.errors import JobError
-from meshfit.feed import Begun, Feed
 from meshfit.job import Job
 from meshfit.launch import key as keys
-from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices, find
 from meshfit.launch.listen import addresses
 from meshfit.launch.world import World, cores
 from meshfit.plan import Plan
+from meshfit.run import Run
+from meshfit.server.coordination import ServerCoordination
 from meshfit.server.fingerprint import facts_of
-from meshfit.server.run import ServedRun
 from meshfit.server.wire import Gone, TurnedAway, Wire, WireError, connect
-from meshfit.server.worker import Served
+from meshfit.server.worker import Served, Worker
+from meshfit.server.worker_group import Crew
 
 PATIENCE = 5.0  # seconds for a run to be there
 ANSWER_SECONDS = 30.0
@@ -102,64 +103,39 @@ class Joined(Ranked):
 
         assert isinstance(self.job.devices, Devices)
         count = self.job.devices.count or 1
-        work = Join(self.job, self.key, self._lockstep, self._tap)
+        work = Work(self.job, self._lockstep, None, self._tap, partial(joined_run, key=self.key))
         how: dict[str, Any] = {"devices": self.job.devices, "timeout": self.job.timeout}
         with Ranks(work, size=count, joined=False, spare=range(count), **how) as ranks:
             yield ranks
 
 
-@dataclass(frozen=True)
-class Join:
-    """What each of these workers does."""
-
-    job: Job
-    key: bytes = field(repr=False)
-    lockstep: bool
-    tap: Tap | None
-
-    def __call__(self, world: World, channel: Channel) -> Outcome:
-        from meshfit.loop import train
-
-        if world.device.type == "cpu":
-            torch.set_num_threads(max(1, cores() // world.size))
-        run = JoinedRun(self.job, world, self.key)
-        if self.tap is not None:
-            self.tap(run)
-        feed = Feed(channel, self.lockstep)
-        if run.tells:
-            channel.send(Begun(run.notes, run.last_step))
-        for step in train(run):
-            feed.add(step, run)
-            if run.tells and feed.stopped():
-                break
-        feed.flush()
-        outcome = outcome_of(run)
-        run.settle()
-        weights = run.placed.tensors()
-        run.exchange.remove()
-        return replace(outcome, weights=weights)
+def joined_run(job: Job, world: World, key: bytes) -> Run:
+    """The run of worker ``world.rank`` of those on this host."""
+    if world.device.type == "cpu":
+        torch.set_num_threads(max(1, cores() // world.size))
+    alone = World(0, 1, world.device, world.folder)
+    return Run(job, alone, coordinate=lambda run: JoinedCoordination(run, key, index=world.rank))
 
 
-class JoinedRun(ServedRun):
-    """A worker's that has joined."""
+class JoinedCoordination(ServerCoordination):
+    """Of the ``index``-th worker that joins from this host. The run that it joins evaluates, saves, and goes on without
+    it."""
 
-    def __init__(self, job: Job, world: World, key: bytes):
-        self.here = world.rank
-        super().__init__(job, world, key)
-        self.may_stop = True
+    may_stop = True
 
-    def _make_update(self, scale: LossScale | None) -> Served:  # type: ignore[override]
-        assert self.job.join is not None
-        facts = facts_of(self.job, self.model, self.loader.source)
-        self.id = ask(self.job.join, self.secret, facts)["worker"]
-        return super()._make_update(scale)
+    def __init__(self, run: Run, key: bytes, *, index: int):
+        assert run.job.join is not None
+        super().__init__(run, addresses(run.job.join, run.plan.server), key, worker=index)
+        self.index = index
 
-    def _addresses(self) -> list[str]:
-        assert self.job.join is not None
-        return addresses(self.job.join, self.plan.server)
+    def assemble(self, scale: LossScale | None) -> tuple[Served, Worker | Crew]:
+        job = self.run.job
+        assert job.join is not None
+        self.worker = ask(job.join, self.secret, facts_of(job, self.run.model, self.run.loader.source))["worker"]
+        return super().assemble(scale)
 
     def _ticket(self) -> int | None:
-        return self.worker.ticket
+        return self.exchange.ticket
 
     @property
     def first(self) -> bool:
@@ -167,14 +143,17 @@ class JoinedRun(ServedRun):
 
     @property
     def leads(self) -> bool:
-        return False
+        return True
 
     @property
-    def tells(self) -> bool:
+    def reports(self) -> bool:
         """To the caller on this host."""
-        return self.here == 0
+        return self.index == 0
+
+    @property
+    def alone(self) -> bool:
+        return True
 
     def finish(self) -> None:
-        """Others go on."""
-        if self.plan.staleness:
-            self.worker.pull()
+        if self.run.plan.staleness:
+            self.exchange.pull()

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from meshfit.server.snapshot import newest, write
 
 if TYPE_CHECKING:
-    from meshfit.server.run import ServedRun
+    from meshfit.run import Run
 
 
 class Leader:
-    def __init__(self, run: "ServedRun", folder: Path):
+    def __init__(self, run: "Run", folder: Path):
         self.run, self.folder = run, folder
         self.taken = False
         """Whether it is this worker's."""

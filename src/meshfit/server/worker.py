@@ -8,7 +8,7 @@ still worked on once.
     traffic   gradients up and weights down, each once a step: 2P bytes
     memory    weights and gradients, on this host shared with the servers; no optimizer state
 
-``Again`` says that the batch under way is to be done again, with the weights and the share that there are by then.
+``RepeatBatch`` says that the batch under way is to be computed again, with the weights and the share of that moment.
 """
 
 import math
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.exchange.allreduce import StepScalars
+from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.update import Updated
 from meshfit.server.connection import Line
 from meshfit.server.cost import Payload
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from meshfit.server.worker_group import Crew
 
 BETWEEN_SECONDS = 0.002  # two looks at servers that are about to step
-
-
-class Again(Exception):
-    """Do the batch of ``worker.ticket`` now, as ``worker.share`` says; what was computed is void."""
 
 
 class Worker:
@@ -344,7 +341,7 @@ class Worker:
         if drop:
             self.pull()
         self._ask_place()
-        raise Again
+        raise RepeatBatch
 
     def _ask_place(self) -> None:
         (answer,) = self._ask("where", [{}], lines=self.lines[:1])

@@ -28,6 +28,7 @@ from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.events import current
 from meshfit.exchange.allreduce import StepScalars
+from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.update import Updated
 from meshfit.plan import Plan
 from meshfit.server.cost import Payload
@@ -35,7 +36,7 @@ from meshfit.server.packing import statistics
 from meshfit.server.shared_memory import Region
 from meshfit.server.shared_model import Part, Whole, hand_out, receive
 from meshfit.server.snapshot import put_down
-from meshfit.server.worker import Again, Worker
+from meshfit.server.worker import Worker
 
 FACTS = 9  # whether it is to be done again; then what ``Crew._mirror`` reads
 HEARD = 4  # loss, count, stop, norm; then a slot a worker for broken losses
@@ -177,7 +178,7 @@ class Crew:
     # What the first rank does, and all hear of
 
     def _facts(self, act: Callable[[], list[float]]) -> list[float]:
-        """What ``act`` gives, in the first rank; on all of them. ``Again`` too: weights and place are then new."""
+        """What ``act`` returns in the first rank, on all; ``RepeatBatch`` too: weights and place are then new."""
         room = HEARD + self.workers
         said = torch.zeros(FACTS + room, dtype=torch.float64)
         worker = self.worker
@@ -185,7 +186,7 @@ class Crew:
             again, found = 0.0, []
             try:
                 found = act()
-            except Again:
+            except RepeatBatch:
                 again = 1.0
             place, ticket = worker.share, -1 if worker.ticket is None else worker.ticket
             told = [again, ticket, *place, worker.version, worker.taken, worker.seen, worker.staleness]
@@ -198,7 +199,7 @@ class Crew:
             self.inner.clear()
             self._unstage()
             self._take()
-            raise Again
+            raise RepeatBatch
         return rest[FACTS - 1 :]
 
     def _mirror(

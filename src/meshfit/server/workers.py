@@ -2,7 +2,7 @@
 
 BatchNorm over the whole batch, and auxiliary losses of mixtures, need what all workers have in the middle of a forward.
 A process group would break with the first worker that dies; this one is whoever shares the batch now, and when one is
-gone all hear ``Again``. Outside of a batch (an evaluation, a trial) a worker is alone.
+gone all hear ``RepeatBatch``. Outside of a batch (an evaluation, a trial) a worker is alone.
 
     traffic   what is gathered, up once and down from every worker; in words, a third more
 """

@@ -1,0 +1,229 @@
+"""How a worker of model servers works together with the others: through the servers, and through nothing else.
+
+A worker is a world of its own: one rank that holds the model whole, or a worker group whose ranks hold it by a layout
+(worker_group.py). The servers hand out its batches. So no worker waits for another but through them, and one that is
+killed is missed by nobody. BatchNorm over the whole batch goes through the servers too (workers.py); only worker groups
+use collectives for it. What one worker does for all is the leader's: leader.py.
+
+    server=s data=w               a step is a batch, shared by the workers that are there: the step of one device
+    server=s data=w staleness=k   a step is one worker's gradient over batch_size/w samples, applied as it comes.
+                                  Schedules and epochs count samples; steps= counts these steps
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from meshfit.axes.mesh import Mesh
+from meshfit.axes.precision import LossScale
+from meshfit.coordination import Coordination, Metrics
+from meshfit.data.loader import Batch, Loader
+from meshfit.exchange.protocol import RepeatBatch
+from meshfit.job import Job
+from meshfit.launch.worker_groups import own_world
+from meshfit.launch.world import World
+from meshfit.run import Run
+from meshfit.server.leader import Leader
+from meshfit.server.process import last_ticket, own_batch, patience_of, plan_of
+from meshfit.server.server_state import ServerState
+from meshfit.server.shared_model import Whole, stand_in
+from meshfit.server.worker import Served, Worker
+from meshfit.server.worker_group import Crew
+from meshfit.server.workers import Workers
+
+
+def worker_run(job: Job, world: World, secret: bytes, *, folder: Path | None) -> Run:
+    """The run of a worker that is started with its servers. All ranks call it together."""
+    plan = plan_of(job)
+    own, peers, batch = own_world(plan, world, timeout=patience_of(job) + 60.0)
+    addresses = [f"unix:{world.folder}/server{i}" for i in range(plan.server)]
+    worker = world.rank // plan.crew
+    return Run(
+        job,
+        own,
+        folder=folder,
+        coordinate=lambda run: ServerCoordination(run, addresses, secret, worker=worker, peers=peers, batch=batch),
+    )
+
+
+class ServerCoordination(Coordination):
+    """Of worker ``worker``, with the servers at ``addresses``. ``batch``, for worker groups: ranks of all workers that
+    share a batch with this one."""
+
+    def __init__(
+        self,
+        run: Run,
+        addresses: list[str],
+        secret: bytes,
+        *,
+        worker: int,
+        peers: ProcessGroup | None = None,
+        batch: ProcessGroup | None = None,
+    ):
+        super().__init__(run)
+        self.addresses, self.secret, self.worker, self.peers = addresses, secret, worker, peers
+        self.leader = Leader(run, Path(run.world.folder) / "leader")
+        self.missed = self.leader.missed
+        self._workers, self._batch = Workers(), batch
+        self._loaders: dict[tuple[int, int], Loader] = {}
+        self._last: Batch | None = None
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def mesh(self, mesh: Mesh) -> Mesh:
+        if self.run.plan.crew == 1:
+            return replace(mesh, batch=self._workers if self.run.plan.in_step else None)
+        return mesh if self._batch is None else replace(mesh, batch=self._batch)
+
+    def last_step(self) -> int | None:
+        if not self.run.plan.staleness:
+            return super().last_step()
+        return last_ticket(self.run.job, self.run.loader)
+
+    def before_sharding(self) -> None:
+        run = self.run
+        if run.world.size > 1:
+            self._whole = Whole.of(run.model, servers=run.plan.server, compress=run.plan.compress)
+            self._stand_in = stand_in(run.model) if run.world.rank == 0 else None
+
+    def assemble(self, scale: LossScale | None) -> tuple[Served, Worker | Crew]:
+        run = self.run
+        if run.world.size == 1:
+            self.exchange = self._workers.worker = self._reach(run.model, run.world.device)
+        else:
+            self.exchange = self._group()
+        update = Served(self.exchange, ema=run.job.ema is not None)
+        update.scheduler = run.job.make_scheduler(run.optimizer, run.last_step)
+        self._state = ServerState(run, self.exchange, update)
+        return update, self.exchange
+
+    def _reach(self, model: nn.Module, device: torch.device) -> Worker:
+        return Worker(
+            model,
+            self.addresses,
+            self.secret,
+            id=self.worker,
+            device=device,
+            staleness=self.run.plan.staleness,
+            compress=self.run.plan.compress,
+            timeout=patience_of(self.run.job),
+        )
+
+    def _group(self) -> Crew:
+        model, self._stand_in = self._stand_in, None
+        return Crew(
+            self.run.make_exchange(),
+            self.run.placed,
+            self._whole,
+            workers=self.run.plan.data,
+            shares=self.run.world_plan.shares,
+            model=model,
+            reach=lambda model: self._reach(model, torch.device("cpu")),
+            address=f"{self.run.world.folder}/crew{self.worker}",
+        )
+
+    def ready(self) -> None:
+        self.run.step, self.run.samples = self.exchange.version, int(self.exchange.seen)
+        if self.run.plan.staleness:
+            self.run.notes.append(
+                f"server: a step is one worker's gradient over {own_batch(self.run.job)} samples; "
+                "schedule and epochs count samples"
+            )
+
+    # Batches
+
+    def loader(self, share: tuple[int, int]) -> Loader:
+        """Of the i-th of n workers that share each batch, or, asynchronous, of a worker with batches of its own."""
+        if share not in self._loaders:
+            run, shares = self.run, self.run.world_plan.shares
+            how = {"batch_size": own_batch(run.job), "workers": 0 if run.plan.staleness else run.loader.workers}
+            at, of = share[0] * shares + run.mesh.share, share[1] * shares
+            self._loaders[share] = replace(run.loader, rank=at, ranks=of, _kept={}, **how)
+        return self._loaders[share]
+
+    def batches(self) -> Iterator[Batch]:
+        """Those of the worker's tickets, prefetched as long as one follows the other."""
+        coming: Iterator[Batch] = iter(())
+        due: tuple[Any, ...] = ()
+        while (ticket := self._ticket()) is not None:
+            loader = self.loader(self.exchange.share)
+            epoch, index = divmod(ticket, loader.batches_per_epoch or 1)
+            if due != (self.exchange.share, epoch, index):
+                coming = loader.epoch(epoch, index)
+            batch = next(coming)
+            due = (self.exchange.share, epoch, index + 1)
+            self.exchange.samples = sum(part.samples for part in batch.microbatches)
+            self.run.position.hand_out(batch, self.run.step)
+            if isinstance(self.exchange, Worker):
+                self.exchange.at_work = True
+            yield batch
+
+    def _ticket(self) -> int | None:
+        """The next batch. Before that, what the leader does, if this worker has become it."""
+        if isinstance(self.exchange, Crew):
+            return self.exchange.ticket
+        while True:
+            if self.first and not self.leader.taken:
+                self.leader.take()
+                if not self.run.plan.staleness and self._last is not None and self.run.evaluates_after(self._last):
+                    self.leader.missed[self.run.step] = self.run.evaluate()
+            if self.exchange.ticket is not None or self.first:
+                return self.exchange.ticket
+            try:
+                if self.exchange.after_others():
+                    return None
+                self.exchange.first = self.worker
+            except RepeatBatch:  # a server was started again, and is not at the end
+                continue
+
+    def count(self, batch: Batch) -> None:
+        self._last = batch
+        self.run.step, self.run.samples = self.exchange.taken, int(self.exchange.seen)
+        if self.run.plan.staleness:
+            self.run.staleness = self.exchange.staleness
+            self.run.events.scalar("staleness", self.exchange.staleness)
+
+    # What the leader does
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of the connected workers; of worker groups, the first of all."""
+        return self.worker == 0 if isinstance(self.exchange, Crew) else self.exchange.first == self.worker
+
+    @property
+    def leads(self) -> bool:
+        """In step, the first worker of those that share a batch; asynchronous, each reports its own steps."""
+        if self.run.plan.staleness:
+            return True
+        return self.exchange.rank == 0 if isinstance(self.exchange, Crew) else self.first
+
+    @property
+    def saves(self) -> bool:
+        return self.first
+
+    def evaluate(self, measure: Callable[[], Metrics]) -> Metrics:
+        if self.run.plan.staleness or self.run.plan.crew > 1:
+            return measure()
+        return self.leader.evaluate(measure)
+
+    # What the servers hold
+
+    def whole(self) -> AbstractContextManager[None]:
+        return self._state.fetched(self.loader((0, 1)))
+
+    def resumed(self) -> None:
+        """The servers have loaded it too, and theirs counts."""
+        self.run.optimizer.state.clear()
+        self.exchange.pull()
+        self.run.step = self.exchange.version
+
+    def finish(self) -> None:
+        self.exchange.stop()
