@@ -26,9 +26,9 @@ import meshfit
 from meshfit.data.source import open_source
 from meshfit.errors import JobError, MeshfitError, PlanError, RankError
 from meshfit.job import Job
-from meshfit.launch.listen import addresses
 from meshfit.server import join as joined
 from meshfit.server.fingerprint import differences, facts_of
+from meshfit.server.listen import addresses
 from meshfit.server.wire import connect
 from meshfit.step import Step
 
@@ -240,7 +240,7 @@ def test_one_that_makes_no_sense_is_refused_alone(kind: str, words: dict[str, An
 
 
 def test_another_version_is_told_so(host: Host, key: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshfit, "__version__", "9.9")
+    monkeypatch.setattr("meshfit.drive.VERSION", "9.9")
     assert "here" in (found := refusal(join=host.at))
     assert found.startswith(f"the run at {host.at} is of another version")
     wire = connect(f"tcp:{host.at}", host.key.encode())

@@ -15,8 +15,9 @@ from meshfit.plan import Plan
 from meshfit.result import Result
 from meshfit.step import Step
 from meshfit.verify import Verdict, verify
+from meshfit.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CheckpointError",

@@ -122,7 +122,7 @@ class LocalSteps(Coordination):
         run, plan = self.run, self.run.plan
         outer = Outer() if plan.exchange == "diloco" else None
         self.local = Local(
-            run.model, run.mesh.data, run.world.device, every=plan.every, outer=outer, overlap=plan.overlap
+            run.model, run.mesh.over("data"), run.world.device, every=plan.every, outer=outer, overlap=plan.overlap
         )
         return run.make_update(scale), self.local
 

@@ -27,23 +27,29 @@ from meshfit.checkpoint.resume import folder_to_resume, saved
 from meshfit.errors import JobError, MeshfitError, NonFiniteError
 from meshfit.feed import LATE_STEPS, Begun, Feed, Late
 from meshfit.job import Job
-from meshfit.launch import heap, listen, twins
+from meshfit.launch import heap, twins
+from meshfit.launch import key as keys
 from meshfit.launch.channel import Channel
-from meshfit.launch.devices import Devices
+from meshfit.launch.devices import Devices, find
 from meshfit.launch.stalls import watched
 from meshfit.launch.world import World, connect, from_environment
 from meshfit.observe.folder import new_folder
 from meshfit.observe.rank import observed
 from meshfit.plan import Plan, renamed
 from meshfit.run import Run
+from meshfit.server import join, listen
 from meshfit.server import process as serve
 from meshfit.server.coordination import worker_run
 from meshfit.step import Step
 from meshfit.torch_private import COMPILER
 from meshfit.turns import Turn, alone, in_one_turn, in_turns
+from meshfit.version import VERSION
 
 RANK_MODULES = (COMPILER, "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
 LEAVE_SECONDS = 10.0  # in which workers that joined may leave, at the end
+DONE_BY_THE_RUN = {"valid": None, "metrics": {}, "best": None, "patience": None, "out": None, "checkpoint": None}
+"""What workers that join leave to the run that they join."""
+DONE_BY_THE_RUN |= {"resume": False, "epochs": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +80,6 @@ def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
 
 def _begun(job: Job, lockstep: bool, tap: Tap | None) -> "Training":
     if job.join is not None:
-        from meshfit.server.join import Joined
-
         return Joined(job, lockstep, tap)
     twins.check(independent=job.independent, devices=_named(job.plan))
     given = from_environment()
@@ -267,6 +271,36 @@ class Ranked(Training):
                 yield ranks
 
 
+class Joined(Ranked):
+    """Trains as workers of another host's run, one for each device here."""
+
+    def __init__(self, job: Job, lockstep: bool, tap: Tap | None):
+        assert job.join is not None
+        self.key = keys.asked(job.join)
+        run = join.ask(job.join, self.key)
+        if run["version"] != VERSION:
+            raise JobError(
+                f"the run at {job.join} is of another version", f"meshfit {run['version']} there, {VERSION} here"
+            )
+        plan, devices = Plan.parse(run["plan"]), job.devices
+        devices = devices if isinstance(devices, Devices) else find(devices)
+        size = replace(job, plan=plan)._samples_a_batch(plan)
+        job = replace(job, plan=plan, devices=devices, batch_size=size, steps=run["steps"], **DONE_BY_THE_RUN)
+        super().__init__(job, lockstep, tap)
+        self.said.append(f"joined the run at {job.join}: {plan}")
+
+    @contextmanager
+    def _ranks(self) -> Iterator[Any]:
+        from meshfit.launch.local import Ranks
+
+        assert isinstance(self.job.devices, Devices)
+        count = self.job.devices.count or 1
+        work = Work(self.job, self._lockstep, None, self._tap, partial(join.joined_run, key=self.key))
+        how: dict[str, Any] = {"devices": self.job.devices, "timeout": self.job.timeout}
+        with Ranks(work, size=count, joined=False, spare=range(count), **how) as ranks:
+            yield ranks
+
+
 @contextmanager
 def started(job: Job, work: "Work | Silent", **how: Any) -> Iterator[Any]:
     """Ranks at ``work``. Where the model that a function built cannot be sent, the function is."""
@@ -337,17 +371,18 @@ def driven(
     run: Run, folder: Path | None, tap: Tap | None, *, begun: Callable[[], None], stop: Callable[[], bool]
 ) -> Generator[Step, None, None]:
     """Train ``run`` in this rank: restored from ``folder`` and saved there, observed, its steps yielded. ``begun`` is
-    called before the first step; ``stop`` is asked whether to drop the step under way, on all ranks."""
+    called before the first step; ``stop`` says whether the caller has asked to end."""
     from meshfit.loop import train
 
     if tap is not None:
         tap(run)
+    alone = run.coordination.alone  # then it is left after the step, and no other rank hears of it
     with saved(run, folder) as save, observed(run):
         begun()
-        for step in train(run, stop):
+        for step in train(run, (lambda: False) if alone else stop):
             asked = save()
             yield step
-            if asked or (run.coordination.alone and stop()):
+            if asked or (alone and stop()):
                 break
 
 

@@ -24,6 +24,7 @@ from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.pieces import ShardLayout, lie, uncut
 from meshfit.errors import CheckpointError
 from meshfit.torch_private import non_persistent_buffers
+from meshfit.version import VERSION
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -179,7 +180,6 @@ def own_facts(run: "Run") -> dict[str, Any]:
 
 def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
     """What all ranks agree on; the first rank's are written."""
-    import meshfit
 
     update, job = run.update, run.job
     update.settle()
@@ -210,7 +210,7 @@ def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
         "seed": job.seed,
         "ties": tied(run.placed.shape),
         "versions": {
-            "meshfit": getattr(meshfit, "__version__", "0"),
+            "meshfit": VERSION,
             "torch": torch.__version__,
             "numpy": np.__version__,
             "python": platform.python_version(),

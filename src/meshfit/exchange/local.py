@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.events import current
 from meshfit.exchange.allreduce import StepScalars, split_buckets
-from meshfit.server.packing import statistics
 
 NUMBERS = 2  # count, stop: at the end of the last bucket
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = 1.0, 0.5  # DiLoCo's own, 0.7 and 0.9, need hundreds of rounds: docs/LOG.md
@@ -105,7 +105,7 @@ class Local:
         self._armed: tuple[Any, Any, float, Any] = (0.0, 0.0, 0.0, 0.0)
         for p in self.parameters:
             p.grad = None
-        running = [b for b in statistics(model).values() if b.is_floating_point()]
+        running = [b for b in running_statistics(model).values() if b.is_floating_point()]
         self._buckets = [] if group is None else _buckets(self.parameters, running, device)
         self.begin()
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 
 from meshfit.errors import RankError
 from meshfit.launch import warm
@@ -33,14 +33,22 @@ from meshfit.launch.rank import Raised, Returned, Start, Work
 from meshfit.launch.stalls import Stall, Stalls
 from meshfit.launch.world import World
 
-if TYPE_CHECKING:
-    from meshfit.server.launch import Servers
-
 SECOND_THOUGHT = 0.3  # seconds in which the true cause of a lost connection may still show
 
 
 class Died(RankError):
     """A process ended before its work was done."""
+
+
+class Beside(Protocol):
+    """Processes beside ranks (model servers), looked after while messages of ranks are waited for."""
+
+    said: list[str]
+
+    @property
+    def fds(self) -> list[int]: ...
+    def watch(self) -> None: ...
+    def look(self) -> None: ...
 
 
 class Ranks:
@@ -65,8 +73,7 @@ class Ranks:
         ``spare``: those whose death leaves the others at work, as long as there is one; ``crew``: so many at a time
         are of no use without each other, and end together. ``log``: a folder for what they print."""
         self.size = size
-        self.beside: Servers | None = None
-        """Looked after while messages are waited for."""
+        self.beside: Beside | None = None
         self.lost: dict[int, str] = {}
         """Of those to spare: how they died."""
         self._role, self._meet, self._joined, self._spare, self._crew = role, folder, joined, spare, crew

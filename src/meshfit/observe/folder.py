@@ -25,12 +25,12 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-import meshfit
 from meshfit.arguments import check_local
 from meshfit.errors import JobError
 from meshfit.observe.foretold import foretell
 from meshfit.observe.tensorboard import Scalars
 from meshfit.step import Step
+from meshfit.version import VERSION
 
 if TYPE_CHECKING:
     from meshfit.drive import Training
@@ -50,7 +50,7 @@ class Folder:
             "plan": str(job.plan),
             "batch_size": job.batch_size,
             "seed": job.seed,
-            "meshfit": meshfit.__version__,
+            "meshfit": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }

@@ -26,7 +26,6 @@ from meshfit.coordination import Coordination, Metrics
 from meshfit.data.loader import Batch, Loader
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.job import Job
-from meshfit.launch.worker_groups import own_world
 from meshfit.launch.world import World
 from meshfit.run import Run
 from meshfit.server.leader import Leader
@@ -35,6 +34,7 @@ from meshfit.server.server_state import ServerState
 from meshfit.server.shared_model import Whole, stand_in
 from meshfit.server.worker import Served, Worker
 from meshfit.server.worker_group import Crew
+from meshfit.server.worker_world import own_world
 from meshfit.server.workers import Workers
 
 

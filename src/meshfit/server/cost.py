@@ -14,10 +14,11 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.cost import Cost
 from meshfit.exchange.probe_optimizer import StateBytes
 from meshfit.server.compress import Codec
-from meshfit.server.packing import Parcel, behind, statistics, trained, widely
+from meshfit.server.packing import Parcel, behind, trained, widely
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Payload:
 
     @classmethod
     def of(cls, model: nn.Module, *, servers: int = 1, compress: str = "none") -> Self:
-        return cls(trained(model), statistics(model), servers, compress)
+        return cls(trained(model), running_statistics(model), servers, compress)
 
     @property
     def shares(self) -> list[dict[str, Tensor]]:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import meshfit
+from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.data import tree
 from meshfit.data.source import Memory, Source, Stream
 from meshfit.job import Job
-from meshfit.server.packing import statistics, trained
+from meshfit.server.packing import trained
+from meshfit.version import VERSION
 
 MOST = 1 << 18  # bytes of names that are told; the digest is of all
 NEAR = 1e-4  # of two sums that should be equal
@@ -30,10 +31,10 @@ Facts = dict[str, Any]
 def facts_of(job: Job, model: nn.Module, source: Source | Stream) -> Facts:
     """Of a job, as plain values."""
     tensors = [f"{name} {_kind(t)}" for name, t in (*model.named_parameters(), *model.named_buffers())]
-    ours = trained(model).keys() | statistics(model).keys()
+    ours = trained(model).keys() | running_statistics(model).keys()
     held = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n not in ours}
     found: Facts = {
-        "version": meshfit.__version__,
+        "version": VERSION,
         "batch_size": job.batch_size,
         "seed": job.seed,
         "shuffle": job.shuffle,

@@ -6,36 +6,25 @@ all (evaluations, checkpoints, the folder) is done there. A callback's "stop" le
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-import meshfit
 from meshfit.axes.precision import LossScale
-from meshfit.drive import Ranked, Tap, Work
 from meshfit.errors import JobError
 from meshfit.job import Job
 from meshfit.launch import key as keys
-from meshfit.launch.devices import Devices, find
-from meshfit.launch.listen import addresses
 from meshfit.launch.world import World, cores
-from meshfit.plan import Plan
 from meshfit.run import Run
 from meshfit.server.coordination import ServerCoordination
 from meshfit.server.fingerprint import facts_of
+from meshfit.server.listen import addresses
 from meshfit.server.wire import Gone, TurnedAway, Wire, WireError, connect
 from meshfit.server.worker import Served, Worker
 from meshfit.server.worker_group import Crew
 
 PATIENCE = 5.0  # seconds for a run to be there
 ANSWER_SECONDS = 30.0
-THERE = {"valid": None, "metrics": {}, "best": None, "patience": None, "out": None, "checkpoint": None}
-"""What is done where the run is."""
-THERE |= {"resume": False, "epochs": None}
 
 
 def ask(at: str, key: bytes, job: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -76,37 +65,6 @@ def _reached(address: str, key: bytes) -> Wire:
             if time.monotonic() > until:
                 raise
             time.sleep(0.1)
-
-
-class Joined(Ranked):
-    """Trains as workers of another host's run, one for each device here."""
-
-    def __init__(self, job: Job, lockstep: bool, tap: Tap | None):
-        assert job.join is not None
-        self.key = keys.asked(job.join)
-        told = ask(job.join, self.key)
-        if told["version"] != meshfit.__version__:
-            raise JobError(
-                f"the run at {job.join} is of another version",
-                f"meshfit {told['version']} there, {meshfit.__version__} here",
-            )
-        plan, devices = Plan.parse(told["plan"]), job.devices
-        devices = devices if isinstance(devices, Devices) else find(devices)
-        size = replace(job, plan=plan)._samples_a_batch(plan)
-        job = replace(job, plan=plan, devices=devices, batch_size=size, steps=told["steps"], **THERE)
-        super().__init__(job, lockstep, tap)
-        self.said.append(f"joined the run at {job.join}: {plan}")
-
-    @contextmanager
-    def _ranks(self) -> Iterator[Any]:
-        from meshfit.launch.local import Ranks
-
-        assert isinstance(self.job.devices, Devices)
-        count = self.job.devices.count or 1
-        work = Work(self.job, self._lockstep, None, self._tap, partial(joined_run, key=self.key))
-        how: dict[str, Any] = {"devices": self.job.devices, "timeout": self.job.timeout}
-        with Ranks(work, size=count, joined=False, spare=range(count), **how) as ranks:
-            yield ranks
 
 
 def joined_run(job: Job, world: World, key: bytes) -> Run:

@@ -15,8 +15,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshfit.torch_private import BatchNorm
-
 ALIGNMENT = 64  # bytes, between runs
 
 
@@ -147,16 +145,6 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def shares(model: nn.Module, servers: int) -> list[dict[str, nn.Parameter]]:
     """The trained parameters by server."""
     return widely(trained(model), servers)
-
-
-def statistics(model: nn.Module) -> dict[str, Tensor]:
-    """BatchNorm's running statistics, by name; these the first server keeps."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules()
-        if isinstance(module, BatchNorm) and module.track_running_stats
-        for name, buffer in module.named_buffers(recurse=False)
-    }
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -21,7 +21,6 @@ from meshfit.events import Events
 from meshfit.exchange.probe_optimizer import state_bytes
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
-from meshfit.launch.listen import addresses
 from meshfit.launch.world import World
 from meshfit.plan import Plan
 from meshfit.run import Run
@@ -29,6 +28,7 @@ from meshfit.server.build import keep
 from meshfit.server.fingerprint import differences, facts_of
 from meshfit.server.invitation import Offer
 from meshfit.server.keeper import Keeper
+from meshfit.server.listen import addresses
 from meshfit.server.server import Server
 from meshfit.server.settings import Terms
 from meshfit.server.snapshot import common

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from meshfit.server.packing import Parcel, statistics
+from meshfit.axes.data.batchnorm import running_statistics
+from meshfit.server.packing import Parcel
 from meshfit.torch_private import BatchNorm
 
 
@@ -28,7 +29,7 @@ class Running:
     @classmethod
     def of(cls, model: nn.Module) -> "Running":
         momenta = {path: m.momentum for path, m in model.named_modules() if isinstance(m, BatchNorm)}
-        return cls(statistics(model), momenta)
+        return cls(running_statistics(model), momenta)
 
     @property
     def bytes(self) -> int:

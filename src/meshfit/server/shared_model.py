@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_atoms import copied
+from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import volume
 from meshfit.checkpoint.pieces import Piece, lie
 from meshfit.errors import PlanError, RankError
 from meshfit.server.cost import Payload
-from meshfit.server.packing import Parcel, statistics
+from meshfit.server.packing import Parcel
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def stand_in(model: nn.Module) -> nn.Module:
             f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
             "server= and data= alone take the model as it is",
         ) from error
-    kept = {id(buffer) for buffer in statistics(made).values()}
+    kept = {id(buffer) for buffer in running_statistics(made).values()}
     for tensor in (*made.parameters(), *made.buffers()):
         if not tensor.requires_grad and id(tensor) not in kept:
             tensor.data = torch.empty(0, dtype=tensor.dtype)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.exchange.allreduce import StepScalars
@@ -29,7 +30,7 @@ from meshfit.exchange.update import Updated
 from meshfit.server.connection import Line
 from meshfit.server.cost import Payload
 from meshfit.server.cost import worker as worker_cost
-from meshfit.server.packing import shares, statistics
+from meshfit.server.packing import shares
 from meshfit.server.snapshot import put_down
 from meshfit.server.wire import Gone, Message
 
@@ -66,7 +67,7 @@ class Worker:
                 address,
                 secret,
                 lot,
-                {} if i else statistics(model),
+                {} if i else running_statistics(model),
                 worker=id,
                 device=device,
                 compress=compress,

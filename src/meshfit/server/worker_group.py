@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, volume
 from meshfit.checkpoint.pieces import ShardLayout, lie
@@ -32,7 +33,6 @@ from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.update import Updated
 from meshfit.plan import Plan
 from meshfit.server.cost import Payload
-from meshfit.server.packing import statistics
 from meshfit.server.shared_memory import Region
 from meshfit.server.shared_model import Part, Whole, hand_out, receive
 from meshfit.server.snapshot import put_down
@@ -90,7 +90,7 @@ class Crew:
             return made[: len(self.whole.sizes)], made[len(self.whole.sizes) :]
         beside = [Region.make(*size) for size in self.whole.regions()]
         views = self.whole.running.views(beside[0].up)
-        for name, buffer in statistics(model).items():
+        for name, buffer in running_statistics(model).items():
             views[name].copy_(buffer)
             buffer.data = views[name]
         self.worker = reach(model)
@@ -110,7 +110,9 @@ class Crew:
         running = whole.running.views(beside[0].up)
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
         held = [(name, tensor, lie(self.placed, tensor)) for name, tensor in trained.items()]
-        norms = [(name, tensor, lie(self.placed, tensor)) for name, tensor in statistics(self.placed.model).items()]
+        norms = [
+            (name, tensor, lie(self.placed, tensor)) for name, tensor in running_statistics(self.placed.model).items()
+        ]
         mine = [(name, piece.box) for name, _, lies in (*held, *norms) for piece in lies.pieces if volume(piece.box)]
         every: list[list[tuple[str, Box]]] = [mine] * self.size
         dist.all_gather_object(every, mine)

@@ -34,6 +34,16 @@ def batch_norms(model: nn.Module) -> list[BatchNorm]:
     return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """By name. Of model servers, the first keeps them."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        if isinstance(module, BatchNorm) and module.track_running_stats
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+
+
 class Statistics:
     """Running statistics, and other buffers that a forward writes, as they were before a step, for a step that is then
     not taken."""

@@ -1,0 +1,3 @@
+"""Of this package; pyproject.toml has the same."""
+
+VERSION = "0.1.0"
