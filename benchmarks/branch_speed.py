@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look things up under
 from meshfit import events
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World
 from meshfit.loop import train
 from meshfit.observe.reading import Recording, Span, read
@@ -119,7 +119,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = lambda world, _: measure(world, options.turns, options.steps, folder)
-        with Ranks(work, size=2, devices=Devices("cpu", None)) as ranks:
+        with LocalRanks(work, size=2, devices=Devices("cpu", None)) as ranks:
             first, second = ranks.results[0], ranks.results[1]
         (Path(folder) / "run.json").write_text('{"plan": "branch=2"}')
         recorded = read(folder)

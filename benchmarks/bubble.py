@@ -9,7 +9,7 @@ stages take equal time. Measured: the share of the time from the first action of
 computes nothing, in the median of some steps; expected: (p - 1) / (m + p - 1) with p ranks and m microbatches. Goal:
 within 5 points. Cores are not equally fast: what the schedule would wait with the times that its stages really took
 stands beside it. And how many samples a second ``1f1b`` with 8 microbatches trains, against ``sequential``: at least
-1.6 times on two ranks. Ranks without a core of their own share one: such sizes are left out, unless asked for.
+1.6 times on two ranks. LocalRanks without a core of their own share one: such sizes are left out, unless asked for.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from meshfit.errors import PlanError
 from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World, cores
 from meshfit.loss.objective import Objective, Over
 from meshfit.schedule.gantt import gantt
@@ -156,7 +156,7 @@ def on_ranks(ranks: int, cells: list[tuple[str, int]], size: Size, steps: int) -
             if world.rank == 0:
                 channel.send(got)
 
-    with Ranks(work, size=ranks, devices=Devices("cpu", None)) as running:
+    with LocalRanks(work, size=ranks, devices=Devices("cpu", None)) as running:
         return [message for _, message in running.messages(600) if isinstance(message, tuple)]
 
 

@@ -30,7 +30,7 @@ from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.local import Local, Outer
 from meshfit.exchange.update import Update
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World
 
 LENGTH, BATCH = 64, 32
@@ -163,7 +163,7 @@ def main() -> int:
         if way.name != "all-reduce" and not way.name.endswith(asked.only):
             continue
         work = Work(way, str(Path(asked.data).resolve()), asked.steps, asked.lr)
-        with Ranks(work, size=asked.workers, devices=Devices("cpu", None)) as ranks:
+        with LocalRanks(work, size=asked.workers, devices=Devices("cpu", None)) as ranks:
             final, moved, seconds = results[way.name] = ranks.results[0]
         print(f"{way.name}: loss {final:.4f}, {moved / 1e6:.1f} MB, {seconds:.0f} s", file=sys.stderr, flush=True)
         first = results["all-reduce"]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.served import SECRET, Training, Work
-from meshfit.server.server import Terms
+from meshfit.server.server import ServerSettings
 from meshfit.server.worker import Worker
 
 _context = multiprocessing.get_context("forkserver")
@@ -106,7 +106,7 @@ class Fleet:
     def serve(self, index: int = 0, upto: int | None = None) -> Member:
         """Start a server, or start it again."""
         own = {**self.terms, "folder": self.folders[index]} if "folder" in self.terms else self.terms
-        terms = Terms(index=index, upto=upto, **own)
+        terms = ServerSettings(index=index, upto=upto, **own)
         self.servers[index] = self._start(_serve, self.make, terms, self.count, self.addresses[index])
         return self.servers[index]
 
@@ -155,9 +155,11 @@ def _told(target: Callable[..., None], pipe: Connection, *args: Any) -> None:
     teller.join(10)
 
 
-def _serve(tell: Callable[..., None], make: Callable[[], Training], terms: Terms, servers: int, address: str) -> None:
+def _serve(
+    tell: Callable[..., None], make: Callable[[], Training], terms: ServerSettings, servers: int, address: str
+) -> None:
     server = make().server(terms, servers=servers, address=address)
-    tell("up", server.version, list(server.said))
+    tell("up", server.version, list(server.notes))
     server.join(alone=20.0)
     server.close()
     weights = {name: p.detach().clone().numpy() for name, p in server.keeper.parameters.items()}
@@ -167,7 +169,7 @@ def _serve(tell: Callable[..., None], make: Callable[[], Training], terms: Terms
         {
             "version": server.version,
             "samples": server.samples,
-            "said": server.said,
+            "said": server.notes,
             "staleness": dict(server.staleness),
             "weights": weights,
             "state": state,
@@ -199,7 +201,7 @@ def _work(
             break
         time.sleep(pace.nap)
     final = {name: tensor.detach().clone().numpy() for name, tensor in model.state_dict().items()}
-    lines = worker.lines
+    connections = worker.connections
     worker.remove()
     tell(
         "end",
@@ -210,8 +212,8 @@ def _work(
             "late": work.late,
             "again": worker.again,
             "weights": final,
-            "up": sum(line.moved_up for line in lines),
-            "down": sum(line.moved_down for line in lines),
+            "up": sum(connection.moved_up for connection in connections),
+            "down": sum(connection.moved_down for connection in connections),
             "broken": getattr(worker, "broken", 0),
         },
     )
@@ -220,18 +222,18 @@ def _work(
 def _break_often(worker: Worker, times: int) -> None:
     """Break the connection after a question is sent, before its answer is heard: every third time, until ``times``."""
     worker.broken, asked = 0, [0]  # type: ignore[attr-defined]
-    for line in worker.lines:
-        plain = line.recv
+    for connection in worker.connections:
+        plain = connection.recv
 
-        def recv(timeout: float, line: Any = line, plain: Any = plain) -> Any:
+        def recv(timeout: float, connection: Any = connection, plain: Any = plain) -> Any:
             asked[0] += 1
             if asked[0] % 3 == 0 and worker.broken < times:  # type: ignore[attr-defined]
                 worker.broken += 1  # type: ignore[attr-defined]
                 time.sleep(0.002 * (asked[0] % 2))  # at times the server has done it by then, at times not
-                line.close()
+                connection.close()
             return plain(timeout)
 
-        line.recv = recv
+        connection.recv = recv
 
 
 def merged(fleet: Fleet) -> Iterator[tuple[int, int, float, float]]:

@@ -47,7 +47,7 @@ from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World
 from meshfit.plan import Plan
 from meshfit.plan_cost import cost
@@ -224,7 +224,7 @@ def trace_of(case: Case) -> tuple[Trace, torch.optim.Optimizer]:
 def measured(case: Case, plan: Plan) -> list[Cost]:
     """By rank."""
     job = job_of(case, plan)
-    with Ranks(lambda world, _: watch(job, world), size=plan.devices, devices=DEVICES) as ranks:
+    with LocalRanks(lambda world, _: watch(job, world), size=plan.devices, devices=DEVICES) as ranks:
         return ranks.results
 
 

@@ -18,8 +18,8 @@ from meshfit.loss.objective import Objective
 from meshfit.loss.probe import find_denominator
 from meshfit.schedule.passes import Passes
 from meshfit.server.build import keep
-from meshfit.server.server import Server, Terms
-from meshfit.server.worker import Served, Worker
+from meshfit.server.server import Server, ServerSettings
+from meshfit.server.worker import ServerUpdate, Worker
 
 CPU = torch.device("cpu")
 SECRET = b"a secret of tests and benchmarks"
@@ -45,7 +45,7 @@ class Training:
     damp: bool = False
     shorten: bool = False
 
-    def server(self, terms: Terms, *, servers: int, address: str, secret: bytes = SECRET) -> Server:
+    def server(self, terms: ServerSettings, *, servers: int, address: str, secret: bytes = SECRET) -> Server:
         """One of ``servers``, listening at ``address``."""
         keeper = keep(
             self.build(),
@@ -96,7 +96,7 @@ class Work:
         with torch.random.fork_rng(devices=[]):
             over = find_denominator(objective, self.model, source.few(), CPU)
         self.schedule = Passes(self.model, objective, over, Precision("fp32"), None, self.worker, CPU)  # type: ignore[arg-type]
-        self.update = Served(self.worker, ema=self.training.ema is not None)
+        self.update = ServerUpdate(self.worker, ema=self.training.ema is not None)
         self._loader = functools.cache(lambda share: self.training.loader(share, self.batch_size))
 
     def batch(self) -> Batch:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.served import SECRET
 from meshfit.server.build import keep
 from meshfit.server.keeper import Keeper
-from meshfit.server.server import Server, Terms
+from meshfit.server.server import Server, ServerSettings
 from meshfit.server.worker import Worker
 
 LIMIT = 1.5
@@ -41,7 +41,7 @@ def serve(address: str, megabytes: int) -> None:
     Keeper.square = lambda self: 0.0  # the norm of a gradient is no part of moving it
     server = Server(
         keep(model(megabytes), lambda p: torch.optim.SGD(p, lr=0.0)),
-        Terms(workers=1),
+        ServerSettings(workers=1),
         address=address,
         secret=SECRET,
     )
@@ -68,7 +68,7 @@ def main() -> int:
         )
         process.start()
         worker = Worker(model(asked.megabytes), [address], SECRET, id=0)
-        size = worker.lines[0].parcel.bytes
+        size = worker.connections[0].parcel.bytes
         source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
 
         def push() -> None:

@@ -55,7 +55,7 @@ from meshfit.axes.shard.units import traced, units
 from meshfit.data.loader import shares
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World
 from meshfit.run import Run
 
@@ -199,7 +199,7 @@ def peak_by_meshfit(world: World, _: Any) -> tuple[int, int]:
 def peaks(console: Console, ranks: int) -> None:
     found = []
     for work in (peak_by_hand, peak_by_meshfit):
-        with Ranks(work, size=ranks, devices=DEVICES) as running:
+        with LocalRanks(work, size=ranks, devices=DEVICES) as running:
             found.append([f"{max(sizes) / 2**20:.2f}" for sizes in zip(*running.results, strict=True)])
     (hand, rest), (ours, our_rest) = found
     size = sum(p.numel() * p.element_size() for p in make_model(GPT).parameters()) / 2**20
@@ -257,7 +257,7 @@ def fit_by_hand(paths: Callable[[Case], list[str]], unused: bool, case: Case, tr
     """For ``parity.judge``."""
     found = paths(case)
     work = lambda world, _: rank_by_hand(case, trial, found, unused, world)
-    with Ranks(work, size=trial.devices, devices=DEVICES, timeout=TIMEOUT) as ranks:
+    with LocalRanks(work, size=trial.devices, devices=DEVICES, timeout=TIMEOUT) as ranks:
         for _ in ranks.messages(TIMEOUT):
             pass
         losses, state = ranks.results[0]

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look things up under
 from meshfit.axes.tensor.axis import Tensor as TensorAxis
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World
 
 DEVICES = Devices("cpu", None)
@@ -178,7 +178,7 @@ def main() -> int:
     for subject in SUBJECTS:
         for degree in map(int, options.degrees.split(",")):
             work = lambda world, _: measure(world, subject.name, options.turns, options.steps)  # noqa: B023
-            with Ranks(work, size=degree, devices=DEVICES) as ranks:
+            with LocalRanks(work, size=degree, devices=DEVICES) as ranks:
                 found = ranks.results[0]
             seconds, losses = found["seconds"], found["losses"]
             of = {key: statistics.median(each) for key, each in seconds.items()}

@@ -22,7 +22,7 @@ from meshfit.axes.shard.units import traced
 from meshfit.data import tree
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World
 from meshfit.plan import Plan
 from meshfit.plan_cost import cost
@@ -52,7 +52,7 @@ def row_of(case: Case, plan: Plan) -> Row:
     alone = replace(_job(case, Plan()), plan=Plan())
     spread = _job(case, plan)
     flops, memory = _flops(Run(alone, World(0, 1, torch.device("cpu"))))
-    with Ranks(lambda world, _: _watched(spread, world), size=degree, devices=DEVICES) as ranks:
+    with LocalRanks(lambda world, _: _watched(spread, world), size=degree, devices=DEVICES) as ranks:
         found = ranks.results[0]
     shared = min(1.0, (1 - found["flops"] / flops) * degree / (degree - 1)) if flops else 0.0
     return Row(

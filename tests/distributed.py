@@ -19,7 +19,7 @@ import pytest
 
 from meshfit.errors import MeshfitError
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 
 
 def distributed(world: int = 4, timeout: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -32,7 +32,7 @@ def distributed(world: int = 4, timeout: float = 60) -> Callable[[Callable[..., 
             cloudpickle.register_pickle_by_value(sys.modules[test.__module__])  # ranks need not import it
             work = lambda world, channel: test(**arguments)
             failure = None
-            with Ranks(work, size=world, devices=Devices("cpu", None), timeout=timeout) as ranks:
+            with LocalRanks(work, size=world, devices=Devices("cpu", None), timeout=timeout) as ranks:
                 try:
                     for _ in ranks.messages(timeout):
                         pass

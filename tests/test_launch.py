@@ -1,4 +1,4 @@
-"""Ranks are started, heard and ended: real processes, real signals."""
+"""LocalRanks are started, heard and ended: real processes, real signals."""
 
 import os
 import resource
@@ -22,7 +22,7 @@ from torch import nn
 from meshfit.errors import DataError, JobError, RankError
 from meshfit.launch.arena import LARGE, decode, encode
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World, connect, cores, disconnect, from_environment
 from tests.distributed import distributed
 
@@ -47,7 +47,7 @@ def through(message):
 def start_script(folder: Path, text: str, *, begin: str = "warm()") -> subprocess.Popen[str]:
     (folder / "train.py").write_text(
         f"import os, threading, time\nfrom meshfit.launch.warm import warm\n{begin}\n"
-        "from meshfit.launch.local import Ranks\n"
+        "from meshfit.launch.local import LocalRanks\n"
         "from meshfit.launch.devices import Devices\n"
         f"CPU = Devices('cpu', None)\n{text}\n"
     )
@@ -66,7 +66,7 @@ def test_messages_and_results_come_from_every_rank():
         return channel.recv() * world.rank
 
     heard = []
-    with Ranks(work, size=3, devices=CPU) as ranks:
+    with LocalRanks(work, size=3, devices=CPU) as ranks:
         for rank, message in ranks.messages():
             heard.append((rank, message))
             ranks.send(rank, 10 + rank)
@@ -81,7 +81,7 @@ def test_ranks_are_one_process_group_on_loopback_alone():
         listening = {c.laddr[0] for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
         return world, dist.get_backend(), int(total), torch.get_num_threads(), listening
 
-    with Ranks(work, size=4, devices=CPU) as ranks:
+    with LocalRanks(work, size=4, devices=CPU) as ranks:
         for rank, (world, backend, total, threads, listening) in enumerate(ranks.results):
             assert world == World(rank, 4, torch.device("cpu"))
             assert (backend, total, threads) == ("gloo", 6, max(1, cores() // 4))
@@ -89,7 +89,7 @@ def test_ranks_are_one_process_group_on_loopback_alone():
 
 
 def test_a_world_of_one_has_no_process_group():
-    with Ranks(lambda world, _: (world.size, dist.is_initialized()), size=1, devices=CPU) as ranks:
+    with LocalRanks(lambda world, _: (world.size, dist.is_initialized()), size=1, devices=CPU) as ranks:
         assert ranks.results == [(1, False)]
 
 
@@ -100,9 +100,9 @@ def test_ranks_see_the_surroundings_of_now(tmp_path, monkeypatch):
     (tmp_path / "late_module.py").write_text("def where(world, channel): return __import__('os').environ['COLOUR']")
     from late_module import where  # type: ignore[import-not-found]
 
-    with Ranks(where, size=1, devices=CPU) as ranks:
+    with LocalRanks(where, size=1, devices=CPU) as ranks:
         assert ranks.results == ["green"]
-    with Ranks(lambda *_: os.getcwd(), size=1, devices=CPU) as ranks:
+    with LocalRanks(lambda *_: os.getcwd(), size=1, devices=CPU) as ranks:
         assert ranks.results == [str(tmp_path)]
 
 
@@ -119,7 +119,7 @@ class Scale:
     def __init__(self, by): self.by = by
 def double(x): return 2 * x
 by = Scale(3)
-with Ranks(lambda world, channel: Scale(double(by.by) + world.rank), size=2, devices=CPU) as ranks:
+with LocalRanks(lambda world, channel: Scale(double(by.by) + world.rank), size=2, devices=CPU) as ranks:
     print([(type(r) is Scale, r.by) for r in ranks.results])
 print("after")
 """,
@@ -136,7 +136,7 @@ def test_the_template_is_kept_for_later_runs():
 
     def run():
         began = time.monotonic()
-        with Ranks(work, size=2, devices=CPU) as ranks:
+        with LocalRanks(work, size=2, devices=CPU) as ranks:
             (template, first), (same, second) = ranks.results
         assert template == same
         assert first != second
@@ -168,14 +168,14 @@ def test_two_runs_at_once_meet_as_torchrun_says():
 
         return work
 
-    with Ranks(work(0), size=1, devices=CPU) as one, Ranks(work(1), size=1, devices=CPU) as two:
+    with LocalRanks(work(0), size=1, devices=CPU) as one, LocalRanks(work(1), size=1, devices=CPU) as two:
         assert one.results + two.results == [3, 3]
 
 
 def test_a_rank_may_open_as_many_files_as_it_can() -> None:
     """Connections to a rank's port that others leave open cost it one each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with Ranks(lambda *_: resource.getrlimit(resource.RLIMIT_NOFILE), size=1, devices=CPU) as ranks:
+    with LocalRanks(lambda *_: resource.getrlimit(resource.RLIMIT_NOFILE), size=1, devices=CPU) as ranks:
         ((most, _),) = ranks.results
     assert most == hard >= soft
 
@@ -254,7 +254,7 @@ def test_ranks_share_what_is_large():
         dist.barrier()
         return private / 1024
 
-    with Ranks(work, size=size, devices=CPU) as ranks:
+    with LocalRanks(work, size=size, devices=CPU) as ranks:
         ranks.send_all(data + 0)
         assert max(ranks.results) < 64
 
@@ -267,7 +267,7 @@ def test_what_a_rank_writes_is_its_own():
         dist.barrier()
         return int(data.sum()), data
 
-    with Ranks(work, size=2, devices=CPU) as ranks:
+    with LocalRanks(work, size=2, devices=CPU) as ranks:
         (one, first), (other, second) = ranks.results
     assert (one, other, int(data.sum())) == (1, 1, 0)
     assert (first[0], second[0], first[1], second[1]) == (1, 0, 0, 1)
@@ -279,7 +279,7 @@ def test_what_cannot_travel_is_named_before_any_process_starts():
             self.name, self.lock = "reader", threading.Lock()
 
     reader = Reader()
-    with pytest.raises(JobError) as caught, Ranks(lambda *_: reader.name, size=2, devices=CPU):
+    with pytest.raises(JobError) as caught, LocalRanks(lambda *_: reader.name, size=2, devices=CPU):
         pass
     headline, where, why, remedy = str(caught.value).split("\n  ")
     assert headline == "the job cannot be sent to another process"
@@ -291,7 +291,7 @@ def test_what_cannot_travel_is_named_before_any_process_starts():
 def test_a_result_that_cannot_travel_is_an_error_of_the_job():
     with (
         pytest.raises(JobError, match=r"the result.value is a _thread.lock"),
-        Ranks(lambda *_: threading.Lock(), size=2, devices=CPU) as ranks,
+        LocalRanks(lambda *_: threading.Lock(), size=2, devices=CPU) as ranks,
     ):
         _ = ranks.results
 
@@ -311,7 +311,7 @@ def fail(how, *, size: int = 3) -> tuple[Exception, float]:
 
     pids: list[int] = []
     try:
-        with Ranks(work, size=size, devices=CPU) as ranks:
+        with LocalRanks(work, size=size, devices=CPU) as ranks:
             for _, pid in ranks.messages():
                 pids.append(pid)
                 began = time.monotonic()
@@ -367,7 +367,7 @@ def test_a_death_noted_while_looking_at_stacks_is_not_forgotten():
         channel.send("ready")
         os._exit(channel.recv())
 
-    with Ranks(work, size=2, devices=CPU) as ranks:
+    with LocalRanks(work, size=2, devices=CPU) as ranks:
         messages = ranks.messages()
         assert [next(messages)[1], next(messages)[1]] == ["ready", "ready"]
         ranks.send(0, 3)
@@ -382,7 +382,7 @@ def test_the_end_of_the_template_is_the_end_of_its_ranks():
         channel.send([os.getpid(), os.getppid()])
         time.sleep(60)
 
-    with Ranks(work, size=1, devices=CPU) as ranks:
+    with LocalRanks(work, size=1, devices=CPU) as ranks:
         messages = ranks.messages()
         _, pids = next(messages)
         os.kill(pids[1], signal.SIGKILL)
@@ -391,7 +391,7 @@ def test_the_end_of_the_template_is_the_end_of_its_ranks():
     assert gone(pids, within=5)
     assert ranks._folder is not None
     assert not Path(ranks._folder).exists()
-    with Ranks(lambda *_: "another", size=1, devices=CPU) as ranks:
+    with LocalRanks(lambda *_: "another", size=1, devices=CPU) as ranks:
         assert ranks.results == ["another"]
 
 
@@ -427,7 +427,7 @@ def test_leaving_early_ends_even_stubborn_ranks(leave):
 
     pids: list[int] = []
     try:
-        with Ranks(work, size=2, devices=CPU) as ranks:
+        with LocalRanks(work, size=2, devices=CPU) as ranks:
             for _, message in ranks.messages():
                 pids += message
                 if len(pids) == 4:
@@ -453,7 +453,7 @@ def work(world, channel):
     time.sleep(100)
 
 try:
-    with Ranks(work, size=2, devices=CPU) as ranks:
+    with LocalRanks(work, size=2, devices=CPU) as ranks:
         for rank, pids in ranks.messages():
             print(*pids, flush=True)
 except KeyboardInterrupt:
@@ -502,7 +502,7 @@ def test_stacks_say_where_each_rank_stands(capfd):
         channel.send("ready")
         channel.recv()
 
-    with Ranks(stuck, size=2, devices=CPU) as ranks:
+    with LocalRanks(stuck, size=2, devices=CPU) as ranks:
         messages = ranks.messages(timeout=1)
         assert next(messages)
         assert next(messages)

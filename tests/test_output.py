@@ -22,7 +22,7 @@ import meshfit
 from meshfit.errors import RankError
 from meshfit.launch import output
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.output import TOGETHER, Lines, Log
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -121,7 +121,7 @@ def test_python_c_and_processes_are_heard_through_the_callers_own_streams(capsys
             subprocess.run(["sh", "-c", "echo from a process; echo its error >&2"], check=True)
             ctypes.CDLL(None).printf(b"not ended")
 
-    with Ranks(work, size=2, devices=CPU, log=tmp_path) as ranks:
+    with LocalRanks(work, size=2, devices=CPU, log=tmp_path) as ranks:
         assert ranks.results == [None, None]
     out, err = capsys.readouterr()
     printed = ["from Python", "from C", "from a process", "not ended"]
@@ -139,7 +139,7 @@ def test_nothing_is_lost_and_nobody_waits_for_a_busy_caller(capsys):
             print(f"{i:06d} {'x' * 60}")
         channel.send("done")
 
-    with Ranks(work, size=2, devices=CPU) as ranks:
+    with LocalRanks(work, size=2, devices=CPU) as ranks:
         assert ranks._channels[0].poll(20)  # this process does not look at any rank meanwhile
         assert ranks.results == [None, None]
     found = capsys.readouterr().out.splitlines()
@@ -157,7 +157,7 @@ def test_the_last_lines_of_a_rank_that_is_killed_are_in_the_error(capsys):
             os.kill(os.getpid(), signal.SIGKILL)
         channel.recv()
 
-    with pytest.raises(RankError) as caught, Ranks(work, size=2, devices=CPU) as ranks:
+    with pytest.raises(RankError) as caught, LocalRanks(work, size=2, devices=CPU) as ranks:
         ranks.results  # noqa: B018
     assert caught.value.headline == "rank 1 was killed by signal 9 (SIGKILL)"
     assert caught.value.facts[-5:] == ("  at 5", "  at 6", "  at 7", "  at 8", "  in the middle of")
@@ -171,7 +171,7 @@ def test_an_error_says_its_rank_and_what_it_printed_last(capsys):
             raise ValueError("no such part")
         channel.recv()
 
-    with pytest.raises(RankError) as caught, Ranks(work, size=2, devices=CPU) as ranks:
+    with pytest.raises(RankError) as caught, LocalRanks(work, size=2, devices=CPU) as ranks:
         ranks.results  # noqa: B018
     assert str(caught.value).splitlines()[:3] == [
         "rank 1 raised ValueError: no such part",
@@ -186,7 +186,7 @@ def test_a_line_that_is_slow_to_end_is_seen_on_the_way(capsys):
         channel.recv()
         print(", twenty")
 
-    with Ranks(work, size=1, devices=CPU) as ranks:
+    with LocalRanks(work, size=1, devices=CPU) as ranks:
         deadline, seen = time.monotonic() + 10, ""
         while not seen and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -204,7 +204,7 @@ def test_a_caller_whose_output_nobody_reads_goes_on(monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stdout", Closed())
-    with Ranks(lambda world, _: print("into nothing") or 1, size=2, devices=CPU) as ranks:
+    with LocalRanks(lambda world, _: print("into nothing") or 1, size=2, devices=CPU) as ranks:
         assert ranks.results == [1, 1]
 
 
@@ -213,7 +213,7 @@ def test_a_child_of_the_caller_that_ends_takes_nothing_along(capsys):
         channel.recv()
         print("still heard")
 
-    with Ranks(work, size=1, devices=CPU) as ranks:
+    with LocalRanks(work, size=1, devices=CPU) as ranks:
         child = os.fork()
         if not child:
             ranks._output.close()  # as Python does when it ends
@@ -244,7 +244,7 @@ def test_ranks_log_and_warn_as_the_caller_does(capsys, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=UserWarning)
-        with Ranks(work, size=1, devices=CPU) as ranks:
+        with LocalRanks(work, size=1, devices=CPU) as ranks:
             assert ranks.results == [None]
     err = capsys.readouterr().err
     assert err.startswith("INFO parts: reading\n")

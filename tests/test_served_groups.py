@@ -168,7 +168,7 @@ def test_apart_batchnorm_is_over_what_a_worker_has() -> None:
 
 
 @pytest.mark.parametrize("plan", ["server=2 data=2 tensor=2 staleness=2", "server=1 data=2 shard=2 staleness=inf"])
-def test_apart_a_crew_is_one_worker(plan: str) -> None:
+def test_asynchronous_a_worker_group_is_one_worker(plan: str) -> None:
     result = fit(plan, steps=None, epochs=2, data=(X[:48], Y[:48]), valid=(X, Y))
     assert [step.step for step in result.history] == list(range(1, 17))  # 48 samples: four batches of 12, by halves
     assert max(step.samples for step in result.history) == 96
@@ -275,7 +275,7 @@ def refuses(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets)
 
 
-def test_what_a_rank_of_a_crew_raises_ends_the_run() -> None:
+def test_what_a_rank_of_a_worker_group_raises_ends_the_run() -> None:
     with pytest.raises(RankError, match=r"rank \d raised ValueError: two are too few"):
         fit("server=1 data=2 shard=2", data=(X[:11], Y[:11]), loss=refuses, shuffle=False)
 
@@ -300,7 +300,7 @@ def test_a_model_that_cannot_be_copied_is_refused_with_its_own_reason() -> None:
         stand_in(Guarded())
 
 
-def test_plans_of_crews() -> None:
+def test_plans_of_worker_groups() -> None:
     plan = Plan.parse("server=2 data=3 pipeline=2 shard=2 microbatches=2 staleness=2")
-    assert (plan.devices, plan.crew) == (12, 4)
+    assert (plan.devices, plan.worker_size) == (12, 4)
     assert str(plan.worker) == "shard=2 pipeline=2 microbatches=2"

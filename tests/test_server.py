@@ -21,8 +21,8 @@ from meshfit.server import cost as server_cost
 from meshfit.server.build import keep
 from meshfit.server.cost import Payload
 from meshfit.server.keeper import shortened
-from meshfit.server.running_statistics import Running
-from meshfit.server.server import Terms
+from meshfit.server.running_statistics import RunningStatistics
+from meshfit.server.server import ServerSettings
 from meshfit.server.snapshot import put_down
 from meshfit.server.wire import WireError
 from meshfit.server.worker import Worker
@@ -61,7 +61,7 @@ def serve(training: Training, *, workers: int, servers: int, **terms: Any) -> tu
     join_batchnorms(model, workers)
     if rank >= workers:
         index = rank - workers
-        how = Terms(workers=workers, index=index, batch_size=training.batch_size, **terms)
+        how = ServerSettings(workers=workers, index=index, batch_size=training.batch_size, **terms)
         server = training.server(how, servers=servers, address=addresses[index])
         server.join(30)
         server.close()
@@ -166,7 +166,9 @@ def test_clips_schedules_and_averages_like_one_device(servers: int) -> None:
     addresses = [f"unix:{at}/{i}" for i in range(servers)]
     if rank >= workers:
         server = training.server(
-            Terms(workers=workers, index=rank - workers, total=10), servers=servers, address=addresses[rank - workers]
+            ServerSettings(workers=workers, index=rank - workers, total=10),
+            servers=servers,
+            address=addresses[rank - workers],
         )
         server.join(30)
         assert set(server.staleness) == {0}
@@ -239,7 +241,7 @@ def test_one_worker_that_stops_stops_all() -> None:
     training = Training(build=plain, data=(X, Y), loss=F.cross_entropy, optimizer=ADAM)
     rank, at = dist.get_rank(), folder()
     if rank == 2:
-        server = training.server(Terms(workers=2, total=100), servers=1, address=f"unix:{at}/0")
+        server = training.server(ServerSettings(workers=2, total=100), servers=1, address=f"unix:{at}/0")
         server.join(30)
         assert server.version == 5
         server.close()
@@ -259,26 +261,26 @@ def test_a_push_that_is_sent_twice_is_applied_once() -> None:
     training = Training(build=plain, data=(X, Y), loss=F.cross_entropy, optimizer=ADAM)
     at = folder()
     if dist.get_rank() == 1:
-        server = training.server(Terms(workers=1, total=4), servers=1, address=f"unix:{at}/0")
+        server = training.server(ServerSettings(workers=1, total=4), servers=1, address=f"unix:{at}/0")
         server.join(30)
         assert server.version == 4
         server.close()
         return
     model = training.build()
     worker = Worker(model, [f"unix:{at}/0"], SECRET, id=0)
-    work, (line,) = Work(training, worker, model), worker.lines
+    work, (connection,) = Work(training, worker, model), worker.connections
     told: dict[str, Any] = {}
-    plain_send = line.send
-    line.send = lambda kind, sequence, words=None, **how: (
+    plain_send = connection.send
+    connection.send = lambda kind, sequence, words=None, **how: (
         told.update({kind: words})
         or plain_send(  # type: ignore[method-assign]
             kind, sequence, words, **how
         )
     )
     for _ in work.steps():
-        for kind, answer in (("push", "heard"), ("step", "weights"), ("push", "heard"), ("step", "weights")):
+        for kind, answer in (("push", "reply"), ("step", "weights"), ("push", "reply"), ("step", "weights")):
             plain_send(kind, worker.sequence, told[kind], push=kind == "push")
-            assert line.recv(5).kind == answer
+            assert connection.recv(5).kind == answer
     same(model, by_hand(training, 4)[2])
     worker.remove()
 
@@ -296,7 +298,7 @@ def test_cost_is_what_moves(servers: int, compress: str) -> None:
     if rank >= workers:
         index = rank - workers
         server = training.server(
-            Terms(workers=workers, total=5, index=index, compress=compress),
+            ServerSettings(workers=workers, total=5, index=index, compress=compress),
             servers=servers,
             address=addresses[index],
         )
@@ -311,12 +313,12 @@ def test_cost_is_what_moves(servers: int, compress: str) -> None:
         return
     worker = Worker(model, addresses, SECRET, id=rank, compress=compress)
     work = Work(training, worker, model)
-    joined = sum(line.moved_down for line in worker.lines)
+    joined = sum(connection.moved_down for connection in worker.connections)
     for _ in work.steps():
         pass
     cost = server_cost.worker(Payload.of(model, servers=servers, compress=compress))
-    assert sum(line.moved_up for line in worker.lines) == 5 * cost.moved["push"]
-    assert sum(line.moved_down for line in worker.lines) - joined == 5 * cost.moved["pull"]
+    assert sum(connection.moved_up for connection in worker.connections) == 5 * cost.moved["push"]
+    assert sum(connection.moved_down for connection in worker.connections) - joined == 5 * cost.moved["pull"]
     size = sum(p.nbytes for p in model.parameters())
     assert cost.moved["pull"] < size * 1.1 + 500
     assert cost.moved["push"] < size * {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.26}[compress] * 1.1 + 500
@@ -329,7 +331,9 @@ def test_compressed_gradients_train_nearly_alike(compress: str) -> None:
     training = Training(build=plain, data=(X, Y), loss=F.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.3))
     at, rank = folder(), dist.get_rank()
     if rank == 2:
-        server = training.server(Terms(workers=2, total=60, compress=compress), servers=1, address=f"unix:{at}/0")
+        server = training.server(
+            ServerSettings(workers=2, total=60, compress=compress), servers=1, address=f"unix:{at}/0"
+        )
         server.join(30)
         server.close()
         return
@@ -347,7 +351,7 @@ def test_compressed_gradients_train_nearly_alike(compress: str) -> None:
 
 def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:
     training = Training(build=plain, data=(X, Y), loss=F.cross_entropy)
-    server = training.server(Terms(workers=1), servers=1, address=f"unix:{tmp_path}/0")
+    server = training.server(ServerSettings(workers=1), servers=1, address=f"unix:{tmp_path}/0")
     with pytest.raises(WireError, match="another model"):
         Worker(nn.Linear(8, 3), [server.address], SECRET, id=0)
     with pytest.raises(WireError, match="another model"):
@@ -357,7 +361,7 @@ def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_worker_asked_for_is_not_replaced_when_another_asks(tmp_path: Path) -> None:
     training = Training(build=plain, data=(X, Y), loss=F.cross_entropy, optimizer=ADAM)
-    terms = Terms(workers=2, staleness=math.inf, folder=tmp_path / "kept")
+    terms = ServerSettings(workers=2, staleness=math.inf, folder=tmp_path / "kept")
     server = training.server(terms, servers=1, address=f"unix:{tmp_path}/0")
     reach = lambda id: Worker(plain(), [server.address], SECRET, id=id, staleness=math.inf, timeout=30.0)
     with ThreadPoolExecutor(2) as pool:
@@ -395,7 +399,7 @@ class Raises(torch.optim.SGD):
 
 def test_what_an_optimizer_raises_ends_server_and_workers(tmp_path: Path) -> None:
     training = Training(build=plain, data=(X, Y), loss=F.cross_entropy, optimizer=lambda p: Raises(p, lr=0.1))
-    server = training.server(Terms(workers=1), servers=1, address=f"unix:{tmp_path}/0")
+    server = training.server(ServerSettings(workers=1), servers=1, address=f"unix:{tmp_path}/0")
     model = plain()
     work = Work(training, Worker(model, [server.address], SECRET, id=0), model)
     with pytest.raises(RankError, match="ZeroDivisionError: in the optimizer"):
@@ -424,7 +428,7 @@ def test_statistics_of_workers_become_those_of_all() -> None:
     torch.manual_seed(0)
     x = torch.randn(30, 4, dtype=torch.float64) * 3 + 1
     whole, parts = nn.BatchNorm1d(4).double(), [nn.BatchNorm1d(4).double() for _ in range(2)]
-    running = Running.of(whole)
+    running = RunningStatistics.of(whole)
     for _ in range(3):
         told = []
         for part, some in zip(parts, (x[:20], x[20:]), strict=True):

@@ -23,8 +23,8 @@ import meshfit
 from meshfit.errors import RankError
 from meshfit.launch import heartbeat
 from meshfit.launch.devices import Devices
-from meshfit.launch.heartbeat import Beat, Heart, Shared, parsed, silence_of
-from meshfit.launch.local import Ranks
+from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, parsed, silence_of
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.stalls import judge
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -88,7 +88,7 @@ def test_it_is_noticed_within_a_minute() -> None:
 
 
 def test_a_rank_says_where_it_is() -> None:
-    board = Shared.new()
+    board = SharedBoard.new()
     heart = Heart(board, 0, silence=0.45)
 
     def asleep() -> None:
@@ -131,7 +131,7 @@ def test_a_rank_that_stands_still_is_named(how, says: str, capfd: pytest.Capture
             how()
         dist.all_reduce(torch.ones(1))
 
-    with Ranks(work, size=2, devices=CPU, timeout=4, log=tmp_path) as ranks, pytest.raises(RankError) as caught:
+    with LocalRanks(work, size=2, devices=CPU, timeout=4, log=tmp_path) as ranks, pytest.raises(RankError) as caught:
         for _ in ranks.messages():
             pass
     assert caught.value.headline == "rank 1 stood still, and the others waited for it for 4 s"
@@ -158,7 +158,7 @@ def test_one_that_aborts_for_another_is_not_blamed() -> None:
         except RuntimeError:
             os.abort()
 
-    with Ranks(work, size=2, devices=CPU, timeout=4) as ranks, pytest.raises(RankError) as caught:
+    with LocalRanks(work, size=2, devices=CPU, timeout=4) as ranks, pytest.raises(RankError) as caught:
         for _ in ranks.messages():
             pass
     assert caught.value.headline == "rank 1 stood still, and the others waited for it for 4 s"

@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.package import Tree, private_torch
 from meshfit import torch_private
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Ranks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -484,7 +484,7 @@ def _in_a_world_of_two(world: World, _: object) -> list[object]:
 
 
 def test_a_group_can_be_the_world() -> None:
-    with Ranks(_in_a_world_of_two, size=4, devices=Devices("cpu", None)) as ranks:
+    with LocalRanks(_in_a_world_of_two, size=4, devices=Devices("cpu", None)) as ranks:
         found = ranks.results
     assert found[0] == [0, 2, [0, 1], [11.0, 11.0, 101.0], [0, 1], 0]
     assert found[3] == [1, 2, [0, 1], [1100.0, 1100.0, 1010.0], [2, 3], 1]

@@ -16,8 +16,8 @@ from torch import nn
 from meshfit.server import wire
 from meshfit.server.compress import Codec, Feedback
 from meshfit.server.packing import Parcel, shares, split
-from meshfit.server.shared_memory import Region, view
-from meshfit.server.wire import HEADER, KINDS, MAGIC, PROTOCOL, Gone, Listener, Wire, WireError, connect
+from meshfit.server.shared_memory import SharedMemory, view
+from meshfit.server.wire import HEADER, KINDS, MAGIC, PROTOCOL, ConnectionLost, Listener, Wire, WireError, connect
 
 SECRET = b"0123456789abcdef"
 
@@ -94,7 +94,7 @@ def test_a_dead_peer_is_noticed_at_once(pair: tuple[Wire, Wire]) -> None:
     heard: list[object] = []
 
     def listen() -> None:
-        with pytest.raises(Gone):
+        with pytest.raises(ConnectionLost):
             there.recv()
         heard.append(time.monotonic())
 
@@ -114,7 +114,7 @@ def test_a_message_cut_short_is_a_dead_peer(pair: tuple[Wire, Wire]) -> None:
     here, there = pair
     here._end.sendall(HEADER.pack(MAGIC, PROTOCOL, 2, 0, 1, 1, 2, 1000) + b"{}" + bytes(10))
     here.close()
-    with pytest.raises(Gone, match="middle"):
+    with pytest.raises(ConnectionLost, match="middle"):
         there.recv(memoryview(bytearray(1000)), timeout=1)
 
 
@@ -131,7 +131,7 @@ def test_both_ends_prove_the_secret(served: tuple[str, list[Wire]]) -> None:
     assert met[0].recv(timeout=1).words == {"x": 1}
     assert met[0].recv is not None
     here.close()
-    with pytest.raises(Gone):
+    with pytest.raises(ConnectionLost):
         connect(address, b"another secret, as long", worker=5)
     assert len(met) == 1
 
@@ -185,9 +185,9 @@ def test_listens_on_loopback_unless_told(tmp_path: Path) -> None:
 
 
 def test_memory_is_shared_and_leaves_nothing() -> None:
-    mine = Region.make(1000, 200)
+    mine = SharedMemory.make(1000, 200)
     assert mine.fd is not None
-    theirs = Region.map(os.dup(mine.fd), 1000, 200)
+    theirs = SharedMemory.map(os.dup(mine.fd), 1000, 200)
     mine.up.fill_(7)
     theirs.down.fill_(9)
     assert int(theirs.up.sum()) == 7000
@@ -197,14 +197,14 @@ def test_memory_is_shared_and_leaves_nothing() -> None:
 
 
 def test_memory_of_another_size_or_unsealed_is_refused(tmp_path: Path) -> None:
-    mine = Region.make(1000, 200)
+    mine = SharedMemory.make(1000, 200)
     assert mine.fd is not None
     with pytest.raises(WireError, match="were agreed"):
-        Region.map(mine.fd, 100_000, 200)
+        SharedMemory.map(mine.fd, 100_000, 200)
     with open(tmp_path / "file", "wb+") as file:
         file.truncate(os.fstat(mine.fd).st_size)
         with pytest.raises(WireError, match="shrink"):
-            Region.map(file.fileno(), 1000, 200)
+            SharedMemory.map(file.fileno(), 1000, 200)
     mine.close()
 
 

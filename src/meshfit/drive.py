@@ -246,7 +246,7 @@ class Ranked(Training):
                         ranks.send(rank, "stop")
             if self.job.listen is not None:
                 ranks.beside.finish(within=LEAVE_SECONDS)
-            outcome = _joined([found for found in ranks.results if found is not None], ranks.told)
+            outcome = _joined([found for found in ranks.results if found is not None], ranks.notes)
         load(self.model, outcome.weights)
         self.outcome = outcome
 
@@ -264,9 +264,9 @@ class Ranked(Training):
         key = None if job.listen is None else listen.announced(job.listen)
         secret = secrets.token_bytes(32)  # by which the processes of this run know each other
         work = replace(work, make=partial(worker_run, secret=secret, folder=folder))
-        spare = [w * plan.crew + i for w in serve.spare(job) for i in range(plan.crew)]
-        with started(self.job, work, log=folder, spare=spare, crew=plan.crew) as ranks:
-            serving = serve.Serve(ranks.work.job, secret, folder, key)
+        expendable = [w * plan.worker_size + i for w in serve.expendable(job) for i in range(plan.worker_size)]
+        with started(self.job, work, log=folder, expendable=expendable, group=plan.worker_size) as ranks:
+            serving = serve.ServerProcess(ranks.work.job, secret, folder, key)
             with Servers(serving, count=plan.server, folder=ranks.folder, log=folder) as ranks.beside:
                 yield ranks
 
@@ -291,31 +291,31 @@ class Joined(Ranked):
 
     @contextmanager
     def _ranks(self) -> Iterator[Any]:
-        from meshfit.launch.local import Ranks
+        from meshfit.launch.local import LocalRanks
 
         assert isinstance(self.job.devices, Devices)
         count = self.job.devices.count or 1
         work = Work(self.job, self._lockstep, None, self._tap, partial(join.joined_run, key=self.key))
         how: dict[str, Any] = {"devices": self.job.devices, "timeout": self.job.timeout}
-        with Ranks(work, size=count, joined=False, spare=range(count), **how) as ranks:
+        with LocalRanks(work, size=count, joined=False, expendable=range(count), **how) as ranks:
             yield ranks
 
 
 @contextmanager
 def started(job: Job, work: "Work | Silent", **how: Any) -> Iterator[Any]:
-    """Ranks at ``work``. Where the model that a function built cannot be sent, the function is."""
-    from meshfit.launch.local import Ranks
+    """LocalRanks at ``work``. Where the model that a function built cannot be sent, the function is."""
+    from meshfit.launch.local import LocalRanks
 
     assert isinstance(job.devices, Devices)
     how |= {"size": _plan(job).devices, "devices": job.devices, "timeout": job.timeout}
     with ExitStack() as stack:
         try:
-            ranks = stack.enter_context(Ranks(work, **how))
+            ranks = stack.enter_context(LocalRanks(work, **how))
         except JobError:
             if isinstance(job.model, nn.Module):
                 raise
             work = replace(work, job=replace(work.job, model=job.model))
-            ranks = stack.enter_context(Ranks(work, **how))
+            ranks = stack.enter_context(LocalRanks(work, **how))
         yield ranks
 
 
@@ -388,7 +388,7 @@ def driven(
 
 @dataclass(frozen=True)
 class Silent:
-    """Work on a job that tells the caller nothing until it returns."""
+    """Work on a job that sends the caller nothing until it returns."""
 
     job: Job
     work: Callable[[Job, World], Any]

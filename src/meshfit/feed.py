@@ -1,4 +1,4 @@
-"""What ranks tell the caller while they train."""
+"""Steps as ranks report them to the caller."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ from meshfit.launch.channel import Channel
 from meshfit.run import Run
 from meshfit.step import Step
 
-LATE_STEPS = 200  # that may go untold when the rank that tells of them is killed
+LATE_STEPS = 200  # that may be missing when the rank that reports is killed
 FEED_SECONDS = 0.1  # how often ranks report steps, and look for a stop, when nobody is waited for after each step
 
 
@@ -22,7 +22,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Late:
-    """The last steps, as the next in line knows them, of a rank that is gone; most have been told."""
+    """The last steps of a leader that was lost, from the next one; most were reported before."""
 
     steps: list[Step]
 
@@ -35,7 +35,7 @@ class Feed:
         self.channel, self.lockstep = channel, lockstep
         self.held: list[Step] = []
         self.aside: deque[Step] = deque(maxlen=LATE_STEPS)
-        """Steps that another rank is to tell of, and may not have come to."""
+        """Steps that the leader is to report, and may not have."""
         self.sent = self._looked = time.perf_counter()
         self._unanswered = 0
         self._stopped = False

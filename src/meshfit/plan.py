@@ -232,7 +232,7 @@ class Plan:
             if getattr(self, key) != type(self).__dataclass_fields__[key].default and not there:
                 said = f"{key}={getattr(self, key)} says how {other}= works, which the plan does not have"
                 raise PlanError(said, f"{examples[other]}, say")
-        if self.lost != "redo" and self.server and self.crew > 1:
+        if self.lost != "redo" and self.server and self.worker_size > 1:
             raise PlanError(f"lost={self.lost} is for workers of one device", "those of several do such a step again")
         if self.lost != "redo" and self.staleness:
             raise PlanError(
@@ -315,7 +315,7 @@ class Plan:
         return replace(self, server=0, data=1, staleness=0, late="none", compress="none", lost="redo")
 
     @property
-    def crew(self) -> int:
+    def worker_size(self) -> int:
         """Ranks that are one worker of servers; 1 where there are none."""
         return self.devices // self.data if self.server else 1
 

@@ -100,7 +100,7 @@ def cost(
     if server is not None:
         return serving.server(_payload(plan, trace), state_bytes(optimizer), workers=plan.data, index=server)
     joined = plan.shares // plan.data if plan.staleness else plan.shares
-    outer, plan = plan, plan.worker if plan.crew > 1 else plan  # what ranks of one worker do among themselves
+    outer, plan = plan, plan.worker if plan.worker_size > 1 else plan  # what ranks of one worker do among themselves
     costing = Costing(plan, trace, place or {}, ahead, found=found or {}, stages=stages)
     for axis in (axis for axis in ORDER if axis.on(plan, nn.Module(), "cpu")):
         finding = costing.found.get(axis.word)
@@ -124,9 +124,9 @@ def cost(
     for step in costing.after:
         step()
     if outer.joins_batchnorms:
-        served = outer.server > 0 and outer.crew == 1
+        served = outer.server > 0 and outer.worker_size == 1
         costing.total += batchnorm.cost(costing.unsharded, joined, plan.microbatches, served=served)
-    if outer.crew > 1:
+    if outer.worker_size > 1:
         costing.total += worker_group.cost(outer, _payload(outer, trace), costing.trace, costing.earlier)
     if not outer.server:
         costing.total += _optimizer(plan, costing.trace, optimizer)

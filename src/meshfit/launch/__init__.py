@@ -1,7 +1,7 @@
 """Starting ranks and finding devices: the only room that reads the environment.
 
     devices.py    which devices a run may use
-    local.py      ``Ranks``: start ranks on this machine, talk with them, end them
+    local.py      ``LocalRanks``: start ranks on this machine, talk with them, end them
     twins.py      refuses processes that a launcher started beside each other, and that no world joins
     world.py      who a rank is, and its process group; torchrun's ranks are read here
     rank.py       what a rank does from its first breath to its last
@@ -10,9 +10,7 @@
     warm.py       the caller's hold on the template
     template.py   the template: a process with torch imported, from which ranks are forked
     channel.py    messages between the caller and one rank
-    servers.py    model servers beside ranks
-    listen.py     where workers of other hosts join, and how they are told
-    key.py        the key that lets them in
+    key.py        the key of a run that workers of other hosts may join
     arena.py      a message as bytes, its large tensors in memory that all ranks share
 
 Nothing is imported here, so that ``warm.warm()`` can run before torch is imported.

@@ -72,14 +72,14 @@ class Board(Protocol):
     def get(self, rank: int) -> bytes: ...
 
 
-class Shared:
+class SharedBoard:
     """A board in memory, for processes that were handed its descriptor."""
 
     def __init__(self, fd: int):
         self.fd = fd
 
     @classmethod
-    def new(cls) -> "Shared":
+    def new(cls) -> "SharedBoard":
         if hasattr(os, "memfd_create"):
             return cls(os.memfd_create("meshfit beats", os.MFD_CLOEXEC))
         import tempfile
@@ -97,7 +97,7 @@ class Shared:
         os.close(self.fd)
 
 
-class Stored:
+class StoreBoard:
     """A board in the store that torchrun's ranks meet in, over a connection of its own."""
 
     def __init__(self) -> None:

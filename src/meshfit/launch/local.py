@@ -1,6 +1,6 @@
-"""Ranks on this machine: started, listened to, and ended without a trace.
+"""LocalRanks on this machine: started, listened to, and ended without a trace.
 
-    with Ranks(work, size=4, devices=devices) as ranks:
+    with LocalRanks(work, size=4, devices=devices) as ranks:
         for rank, message in ranks.messages():      # what ranks send, as it comes
             ...
         results = ranks.results                      # what work returned, by rank
@@ -27,7 +27,7 @@ from meshfit.errors import RankError
 from meshfit.launch import warm
 from meshfit.launch.channel import encode
 from meshfit.launch.devices import Devices
-from meshfit.launch.heartbeat import Shared, silence_of
+from meshfit.launch.heartbeat import SharedBoard, silence_of
 from meshfit.launch.output import Output
 from meshfit.launch.rank import Raised, Returned, Start, Work
 from meshfit.launch.stalls import Stall, Stalls
@@ -43,7 +43,7 @@ class Died(RankError):
 class Beside(Protocol):
     """Processes beside ranks (model servers), looked after while messages of ranks are waited for."""
 
-    said: list[str]
+    notes: list[str]
 
     @property
     def fds(self) -> list[int]: ...
@@ -51,7 +51,7 @@ class Beside(Protocol):
     def look(self) -> None: ...
 
 
-class Ranks:
+class LocalRanks:
     """``size`` processes, each running ``work(world, channel)``. Use it as a context."""
 
     def __init__(
@@ -64,21 +64,21 @@ class Ranks:
         role: str = "rank",
         folder: str = "",
         joined: bool = True,
-        spare: Collection[int] = (),
-        crew: int = 1,
+        expendable: Collection[int] = (),
+        group: int = 1,
         log: Path | None = None,
     ):
         """``timeout``: seconds after which a collective that waits for another rank is an error. ``role``: what they
         are called; ``folder``: where they meet, if not in one of their own; ``joined``: in one process group.
-        ``spare``: those whose death leaves the others at work, as long as there is one; ``crew``: so many at a time
-        are of no use without each other, and end together. ``log``: a folder for what they print."""
+        ``expendable``: those whose death leaves the others at work, while there is one; ``group``: ranks of a worker
+        group, which end together. ``log``: a folder for what they print."""
         self.size = size
         self.beside: Beside | None = None
         self.lost: dict[int, str] = {}
-        """Of those to spare: how they died."""
-        self._role, self._meet, self._joined, self._spare, self._crew = role, folder, joined, spare, crew
+        """Of the expendable: how they died."""
+        self._role, self._meet, self._joined, self._expendable, self._group = role, folder, joined, expendable, group
         self._ending: dict[int, int] = {}
-        """Of those to spare: whose death ends them."""
+        """Of the expendable: whose death ends them."""
         self.work, self._devices, self._timeout, self._log = work, devices, timeout, log
         self._returned: dict[int, Any] = {}
         self._exited: dict[int, int] = {}
@@ -90,7 +90,7 @@ class Ranks:
             self._run, self._channels = warm.fork(self.size, _installed(work.modules))
             self._open = set(range(self.size))
             self._output = Output(self.size, role=self._role, folder=self._log)
-            self._board = Shared.new()
+            self._board = SharedBoard.new()
             silence = silence_of(self._timeout)
             self._stalls = Stalls(self._board, self.size, self._tell, silence=silence, role=self._role)
             try:
@@ -140,7 +140,7 @@ class Ranks:
                     if not isinstance(message, Raised):
                         yield rank, message
                     elif rank in self._ending:
-                        continue  # it has lost a mate
+                        continue  # it has lost a peer
                     elif not message.peer_gone:
                         yield from self._last_words()
                         self._fail(rank, message)
@@ -148,18 +148,18 @@ class Ranks:
                         suspect, until = (rank, message), time.monotonic() + SECOND_THOUGHT
             for rank in dead - self._returned.keys():  # now that all has been heard that it said
                 headline, fact = _death(f"{self._role} {rank}", code := self._exited[rank])
-                mates = self._mates(rank)
+                peers = self._group_of(rank)
                 if rank in self._ending:
                     headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
-                elif rank not in self._spare or code >= 0 or len(self.lost.keys() | mates) == self.size:
+                elif rank not in self._expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
                     if code == -signal.SIGABRT:  # NCCL ends a process that has waited too long for another
                         self._blame(headline)
                     raise Died(headline, fact, *self._printed(rank))
                 self.lost[rank] = headline
                 self._open.discard(rank)
-                if suspect is not None and suspect[0] in mates:
+                if suspect is not None and suspect[0] in peers:
                     suspect = None
-                if waiting := mates - self._exited.keys() - self._returned.keys() - self._ending.keys():
+                if waiting := peers - self._exited.keys() - self._returned.keys() - self._ending.keys():
                     self._ending |= dict.fromkeys(waiting, rank)
                     with suppress(ConnectionError):
                         self._run.send(("kill", sorted(waiting)))
@@ -181,10 +181,10 @@ class Ranks:
         if stall.why == "unheard":  # its threads cannot speak; the kernel can interrupt it
             self._stack(stall.rank)
 
-    def _mates(self, rank: int) -> set[int]:
+    def _group_of(self, rank: int) -> set[int]:
         """Those that end together with it, itself too."""
-        first = rank // self._crew * self._crew
-        return set(range(first, first + self._crew))
+        first = rank // self._group * self._group
+        return set(range(first, first + self._group))
 
     @property
     def _dead(self) -> set[int]:
@@ -201,9 +201,9 @@ class Ranks:
         return [] if self._done else [self._run.fileno(), *(self._channels[rank].fileno() for rank in self._open)]
 
     @property
-    def told(self) -> list[str]:
+    def notes(self) -> list[str]:
         """What became of those that did not stay, here and beside, in words."""
-        return [*self.lost.values(), *([] if self.beside is None else self.beside.said)]
+        return [*self.lost.values(), *([] if self.beside is None else self.beside.notes)]
 
     @property
     def folder(self) -> str:

@@ -37,7 +37,7 @@ WARNING = re.compile(r"^\S.*:\d+: \w*Warning: |^(\[rank\d+\]:)?\[W\d{4} ")
 
 
 @dataclass(slots=True)
-class Held:
+class HeldLine:
     """A line, and who has said it so far."""
 
     number: int
@@ -52,8 +52,8 @@ class Lines:
 
     def __init__(self, size: int, role: str = "rank"):
         self.size, self.role = size, role
-        self._held: deque[Held] = deque()
-        self._alike: defaultdict[tuple[int, str], deque[Held]] = defaultdict(deque)
+        self._held: deque[HeldLine] = deque()
+        self._alike: defaultdict[tuple[int, str], deque[HeldLine]] = defaultdict(deque)
         self._last = [0] * size  # the number of the newest line that each has said
         self._count = 0
         self._warned: dict[str, int] = {}  # who said it first
@@ -71,7 +71,7 @@ class Lines:
             return
         self._count += 1
         self._last[who] = self._count
-        held = Held(self._count, stream, text, now, [who])
+        held = HeldLine(self._count, stream, text, now, [who])
         self._held.append(held)
         self._alike[stream, said].append(held)
 
@@ -95,7 +95,7 @@ class Lines:
             if held.text or not prefix or len(held.who) == self.size:
                 yield held.stream, f"{prefix}{held.text}\n" if held.text else "\n"
 
-    def _is_due(self, held: Held, now: float) -> bool:
+    def _is_due(self, held: HeldLine, now: float) -> bool:
         return len(held.who) == self.size or now - held.since >= TOGETHER or len(self._held) > MOST_HELD
 
     def _prefix(self, who: list[int]) -> str:

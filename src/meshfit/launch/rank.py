@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Self
 
 from meshfit.errors import MeshfitError
 from meshfit.launch.channel import Channel, encode
-from meshfit.launch.heartbeat import SILENCE, Heart, Shared
+from meshfit.launch.heartbeat import SILENCE, Heart, SharedBoard
 from meshfit.launch.speech import Speech
 from meshfit.launch.stalls import timed_out
 from meshfit.launch.world import World, connect, disconnect
@@ -96,7 +96,7 @@ def main(end: socket.socket, folder: str) -> NoReturn:
             os.dup2(fd, ours)
             os.close(fd)
         start: Start = channel.recv()
-        heart = Heart(Shared(board), start.world.rank, silence=start.silence)
+        heart = Heart(SharedBoard(board), start.world.rank, silence=start.silence)
         heart.start()
         os.chdir(start.folder)
         os.environ.clear()

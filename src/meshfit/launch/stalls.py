@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from meshfit.errors import RankError
-from meshfit.launch.heartbeat import BEATS, Beat, Board, Heart, Stored, parsed, silence_of
+from meshfit.launch.heartbeat import BEATS, Beat, Board, Heart, StoreBoard, parsed, silence_of
 
 LONGER = 10  # times the longest step so far: a rank that is busy for so long with one is told of
 TIMED_OUT = ("timed out", "timeout", "has not answered for")
@@ -172,11 +172,11 @@ def timed_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | RankError) and any(words in text for words in TIMED_OUT)
 
 
-class Watched(Heart):
+class TorchrunHeart(Heart):
     """The heart of a rank of torchrun's: there is no caller that looks, so the first two ranks do."""
 
     def __init__(self, rank: int, size: int, timeout: float):
-        board, self.timeout = Stored(), timeout
+        board, self.timeout = StoreBoard(), timeout
         super().__init__(board, rank, silence=silence_of(timeout))
         self.stalls = Stalls(board, size, self._tell, silence=self.silence)
 
@@ -203,7 +203,7 @@ def watched(rank: int, size: int, timeout: float) -> Iterator[None]:
         yield
         return
     try:
-        heart = Watched(rank, size, timeout)
+        heart = TorchrunHeart(rank, size, timeout)
     except (RuntimeError, KeyError, ValueError):  # no store: a process group of the user's own
         yield
         return

@@ -76,7 +76,7 @@ def die_with_parent(number: int, parent: int) -> None:
 
 
 @dataclass(slots=True)
-class Run:
+class ForkedRanks:
     channel: Channel
     folder: str
     stderr: int
@@ -96,7 +96,7 @@ class Template:
     def __init__(self, control: socket.socket, caller: int):
         self.control, self.caller = control, caller
         self.awake, self.alarm = socket.socketpair()  # readable when a rank has ended
-        self.runs: list[Run] = []
+        self.runs: list[ForkedRanks] = []
         self.dismissed = False
 
     def serve(self) -> None:
@@ -142,7 +142,7 @@ class Template:
         if not said:
             return False
         end, stdout, stderr, *ends = fds
-        run = Run(Channel(socket.socket(fileno=end)), tempfile.mkdtemp(prefix="meshfit-"), stderr)
+        run = ForkedRanks(Channel(socket.socket(fileno=end)), tempfile.mkdtemp(prefix="meshfit-"), stderr)
         self.runs.append(run)
         with suppress(EOFError, ConnectionError):
             sys.path[:], modules = run.channel.recv()
@@ -158,7 +158,7 @@ class Template:
             run.channel.send(("forked", run.folder))
         return True
 
-    def fork(self, run: Run, stdout: int, mine: int, others: list[int]) -> int:
+    def fork(self, run: ForkedRanks, stdout: int, mine: int, others: list[int]) -> int:
         template, handled = os.getpid(), {signal.SIGCHLD, signal.SIGTERM}
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         pid = os.fork()
@@ -186,7 +186,7 @@ class Template:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         return pid
 
-    def obey(self, run: Run) -> None:
+    def obey(self, run: ForkedRanks) -> None:
         try:
             word = run.channel.recv()
         except (EOFError, ConnectionError):

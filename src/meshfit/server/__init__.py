@@ -1,12 +1,24 @@
-"""The model server: processes that own weights and optimizer, and workers that send gradients and get weights.
+"""The model server: processes that hold weights and optimizer, and workers that send gradients and get weights.
 
-server, worker    the two ends                    together, apart   synchronous and asynchronous rounds
-offer, terms      whom a server takes, and how it deals with them
-meeting           what workers say to each other in the middle of a batch
-keeper, build     weights and their optimizer     running           BatchNorm's statistics
-wire, line, peer  messages between them           region, parcel    the payload, in memory that both share
-words             what they may say
-clocks            who is how far ahead            snapshot          what a server that died goes on from
-compress          fewer bytes on the wire         cost              what all that costs
-crew, whole       a worker that is several ranks
+A run (the process that is asked for one, and its workers)
+    coordination          how a worker's run works together with the others; leader: what one of them does for all
+    server_state          the servers' state, fetched for a checkpoint
+    worker_world          the process groups of a worker that is several ranks
+    join, fingerprint     workers that join from other hosts; what their job must have in common with the run's
+    listen                the addresses at which they join
+A worker
+    worker, connection    its exchange, and its connection to each server
+    worker_group          a worker that is several ranks; shared_model: the memory they share
+    workers               the workers that share a batch, as a group to gather over
+A server
+    process, launch       what a server process does; processes started, and started again
+    server, client        the server, and a connected worker as it sees it
+    synchronous, asynchronous     the coordinator: how gradients become steps; clocks: batches and staleness
+    keeper, build         weights, gradient sum and optimizer; running_statistics: BatchNorm's
+    settings, invitation  how it deals with its workers, and with those that join
+    snapshot              what a server that died resumes from
+Between them
+    wire, messages        authenticated messages, and what they may hold
+    packing, compress     tensors as one buffer, and in fewer bits; shared_memory: the buffer both map
+    cost                  bytes and memory of all that
 """

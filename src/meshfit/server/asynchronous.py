@@ -5,27 +5,27 @@ every batch_size samples, so that runs can be compared by the samples they have 
 updates between the weights it was computed with and those it is applied to, is recorded for each.
 
 No worker is more than ``staleness`` of its own steps ahead of the slowest: it gets its next weights when that one has
-caught up. The first server keeps clocks and tickets; the others step when they are told.
+caught up. The first server keeps clocks and tickets; the others step when a worker says so.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from meshfit.events import current
+from meshfit.server.client import Client, Push
 from meshfit.server.clocks import Clocks, Tickets
 from meshfit.server.keeper import squared
-from meshfit.server.peer import Peer, Push
 from meshfit.server.wire import Message
 
 if TYPE_CHECKING:
     from meshfit.server.server import Server
 
 
-class Apart:
+class AsynchronousCoordinator:
     def __init__(self, server: "Server"):
-        self.server, self.keeper, self.terms = server, server.keeper, server.terms
-        self.tickets = Tickets(self.terms.total, self.terms.first)
-        self.clocks = Clocks(self.terms.staleness)
-        self.expected = self.terms.workers
+        self.server, self.keeper, self.settings = server, server.keeper, server.settings
+        self.tickets = Tickets(self.settings.total, self.settings.first)
+        self.clocks = Clocks(self.settings.staleness)
+        self.expected = self.settings.workers
         """Workers that must have come before the first batch is given out."""
 
     @property
@@ -34,8 +34,8 @@ class Apart:
 
     # Coming and going; the server's lock is held
 
-    def join(self, peer: Peer) -> None:
-        self.clocks.join(peer.id)
+    def join(self, client: Client) -> None:
+        self.clocks.join(client.id)
         if self.server.own >= self.expected:
             self.expected = 0
 
@@ -44,55 +44,55 @@ class Apart:
         self.clocks.leave(worker)
         self.server.lock.notify_all()
 
-    def place(self, peer: Peer) -> dict[str, Any]:
+    def place(self, client: Client) -> dict[str, Any]:
         """Its next batch, once it may go on. At the end it waits until the last batch of all others is done."""
-        if not self.server.leads:
-            return self._place(peer, None)
-        self.server.wait(peer, lambda: not self.expected)
+        if not self.server.coordinates:
+            return self._place(client, None)
+        self.server.wait(client, lambda: not self.expected)
         while True:
-            self.server.wait(peer, lambda: self.clocks.may_go(peer.id))
-            ticket = self.tickets.take(peer.id)
+            self.server.wait(client, lambda: self.clocks.may_go(client.id))
+            ticket = self.tickets.take(client.id)
             if ticket is not None or self.finished:
-                return self._place(peer, ticket)
-            self.clocks.leave(peer.id)  # it holds nobody up while there is nothing for it
+                return self._place(client, ticket)
+            self.clocks.leave(client.id)  # it holds nobody up while there is nothing for it
             self.server.lock.notify_all()
-            self.server.wait(peer, lambda: self.finished or bool(self.tickets.returned))
-            self.clocks.join(peer.id)
+            self.server.wait(client, lambda: self.finished or bool(self.tickets.returned))
+            self.clocks.join(client.id)
 
-    def _place(self, peer: Peer, ticket: int | None) -> dict[str, Any]:
-        return {"ticket": ticket, "members": [peer.id], "round": "", "first": self.server.first}
+    def _place(self, client: Client, ticket: int | None) -> dict[str, Any]:
+        return {"ticket": ticket, "members": [client.id], "round": "", "leader": self.server.leader}
 
     # A step
 
-    def meet(self, peer: Peer, words: dict[str, Any]) -> dict[str, Any] | None:
+    def meet(self, client: Client, words: dict[str, Any]) -> dict[str, Any] | None:
         return {"all": [words["said"]]}
 
-    def push(self, peer: Peer, message: Message) -> dict[str, Any] | None:
+    def push(self, client: Client, message: Message) -> dict[str, Any] | None:
         """Its own words, and the squared norm of what it sent."""
         words = message.words
-        if self.server.leads and self.tickets.out.get(peer.id) != words["ticket"]:
+        if self.server.coordinates and self.tickets.out.get(client.id) != words["ticket"]:
             return None
-        peer.push = push = Push.of(peer, message)
+        client.push = push = Push.of(client, message)
         self.server.lock.release()  # what a norm takes, others need not wait for
         try:
             square = squared(push.gradients)
         finally:
             self.server.lock.acquire()
-        told = {key: words[key] for key in ("loss", "count", "stop")}
-        peer.record.heard = told | {"broken": [words["broken"]], "summed": [peer.id], "square": square}
-        return peer.record.heard
+        own = {key: words[key] for key in ("loss", "count", "stop")}
+        client.record.reply = own | {"broken": [words["broken"]], "summed": [client.id], "square": square}
+        return client.record.reply
 
-    def agree(self, peer: Peer, workers: list[int]) -> dict[str, Any] | None:
+    def agree(self, client: Client, workers: list[int]) -> dict[str, Any] | None:
         return None
 
-    def step(self, peer: Peer, message: Message) -> bool:
-        push, words, server = peer.push, message.words, self.server
+    def step(self, client: Client, message: Message) -> bool:
+        push, words, server = client.push, message.words, self.server
         if push is None or push.sequence != message.sequence:
             return False
         late = server.version - push.version
         before, after = server.samples, server.samples + push.words["samples"]
         current().step = server.version + 1
-        with server.turns.changing(), current().span("update"):
+        with server.access.changing(), current().span("update"):
             self.keeper.load(push.gradients)
             updated = self.keeper.step(
                 push.reached(self.keeper.parcel.names),
@@ -101,25 +101,25 @@ class Apart:
                 norm=words["norm"],
                 staleness=late,
                 usual=server.usual_staleness,
-                ticks=int(after // self.terms.batch_size - before // self.terms.batch_size),
+                ticks=int(after // self.settings.batch_size - before // self.settings.batch_size),
             )
             if updated.taken:
                 self.keeper.statistics.merge([push.statistics])
-            record = peer.record
+            record = client.record
             record.applied = push.sequence
             record.result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": late}
             record.result |= {"step": server.version + 1}
-            peer.push = None
-            self.clocks.advance(peer.id)
-            self.tickets.done(peer.id)
+            client.push = None
+            self.clocks.advance(client.id)
+            self.tickets.done(client.id)
             server.stepped(samples=push.words["samples"], staleness=[late])
         server.lock.notify_all()
         return True
 
-    def drop(self, peer: Peer, message: Message) -> None:
-        peer.push = None
+    def drop(self, client: Client, message: Message) -> None:
+        client.push = None
         if message.words.get("stop"):
-            self.tickets.give_back(peer.id)
+            self.tickets.give_back(client.id)
             self.tickets.close()
         self.server.lock.notify_all()
 

@@ -10,7 +10,7 @@ from meshfit.errors import PlanError
 from meshfit.exchange.probe_optimizer import nature
 from meshfit.server.keeper import Keeper, restrict
 from meshfit.server.packing import shares
-from meshfit.server.running_statistics import Running
+from meshfit.server.running_statistics import RunningStatistics
 
 
 def keep(
@@ -36,7 +36,7 @@ def keep(
             "server=1 works",
         )
     restrict(optimizer, share.values())
-    running = None if index else Running.of(model)
+    running = None if index else RunningStatistics.of(model)
     kept = set(share.values())
     for p in model.parameters():
         if p not in kept:

@@ -16,14 +16,14 @@ from meshfit.errors import RankError
 from meshfit.events import current
 from meshfit.server.compress import Codec, Feedback
 from meshfit.server.packing import Parcel, behind
-from meshfit.server.shared_memory import Region, view
-from meshfit.server.wire import Gone, Message, Wire, WireError, connect
+from meshfit.server.shared_memory import SharedMemory, view
+from meshfit.server.wire import ConnectionLost, Message, Wire, WireError, connect
 
 AGAIN_SECONDS = 0.05  # between two attempts to reach a server
 
 
-class Line:
-    """``statistics`` are BatchNorm's, by name, on the line to the server that keeps them."""
+class ServerConnection:
+    """``statistics`` are BatchNorm's, by name, on the connection to the server that keeps them."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Line:
         down = behind(self.parcel.bytes) + self._running.bytes
         self.shared = address.startswith("unix:")
         """Whether the server sees this memory itself."""
-        self.region = Region.make(up, down)
+        self.memory = SharedMemory.make(up, down)
         self.counted = True
-        """False: what is moved, those count that hold the parts of it (crew.py)."""
+        """False: the ranks that hold parts of it count what is moved (worker_group.py)."""
         direct = device.type == "cpu"
         packed = not direct or compress != "none"
-        self._gradient = self._buffer(device) if packed else self.region.up[: self.parcel.bytes]
-        self._weights = self.region.down[: self.parcel.bytes] if direct else self._buffer(device)
+        self._gradient = self._buffer(device) if packed else self.memory.up[: self.parcel.bytes]
+        self._weights = self.memory.down[: self.parcel.bytes] if direct else self._buffer(device)
         self.feedback = Feedback(self.codec) if compress != "none" else None
         self._packed = packed
         self.gradients = self.parcel.flats(self._gradient)
@@ -81,14 +81,14 @@ class Line:
             except WireError:
                 self.close()
                 raise
-            except Gone as error:
+            except ConnectionLost as error:
                 self.close()
                 if time.monotonic() > until:
-                    raise Gone(f"no server at {self.address} for {patience:g} s: {error}") from None
+                    raise ConnectionLost(f"no server at {self.address} for {patience:g} s: {error}") from None
                 time.sleep(AGAIN_SECONDS)
 
     def _greet(self, wire: Wire) -> bool:
-        fds = [self.region.fd] if self.shared and self.region.fd is not None else []
+        fds = [self.memory.fd] if self.shared and self.memory.fd is not None else []
         layout = [self.parcel.digest, self._running.digest, self.codec.word]
         wire.send(
             "hello",
@@ -113,17 +113,17 @@ class Line:
 
     def send(self, kind: str, sequence: int, words: dict[str, Any] | None = None, *, push: bool = False) -> None:
         if self.wire is None:
-            raise Gone("not connected")
-        payload: Sequence[memoryview] = [view(self.region.up)] if push and not self.shared else ()
+            raise ConnectionLost("not connected")
+        payload: Sequence[memoryview] = [view(self.memory.up)] if push and not self.shared else ()
         self.wire.send(kind, sequence=sequence, version=self.version, words=words, payload=payload)
         if push and self.counted:
-            self.moved_up += self.region.up.nbytes
-            current().moved("push", self.region.up.nbytes)
+            self.moved_up += self.memory.up.nbytes
+            current().moved("push", self.memory.up.nbytes)
 
     def recv(self, timeout: float) -> Message:
         """The answer; new weights that come with it are then in the parameters."""
         if self.wire is None:
-            raise Gone("not connected")
+            raise ConnectionLost("not connected")
         message = self.wire.recv(self._into, timeout=timeout)
         if message.kind == "error":
             raise RankError(f"{message.words['headline']} (at {self.address})", *message.words["facts"])
@@ -135,17 +135,17 @@ class Line:
 
     @property
     def _into(self) -> memoryview | None:
-        return None if self.shared else view(self.region.down)
+        return None if self.shared else view(self.memory.down)
 
     @torch.no_grad()
     def _arrived(self, message: Message) -> None:
         self.version = message.version
         if self.counted:
-            self.moved_down += self.region.down.nbytes
-            current().moved("pull", self.region.down.nbytes)
+            self.moved_down += self.memory.down.nbytes
+            current().moved("pull", self.memory.down.nbytes)
         if self._weights.device.type != "cpu":
-            self._weights.copy_(self.region.down[: self.parcel.bytes], non_blocking=False)
-        running = self._running.views(self.region.down[behind(self.parcel.bytes) :])
+            self._weights.copy_(self.memory.down[: self.parcel.bytes], non_blocking=False)
+        running = self._running.views(self.memory.down[behind(self.parcel.bytes) :])
         for name, buffer in self.statistics.items():
             buffer.copy_(running[name])
 
@@ -154,7 +154,7 @@ class Line:
     @torch.no_grad()
     def pack(self) -> None:
         """Have the gradient, and the statistics, in the memory that the server reads."""
-        up = self.region.up
+        up = self.memory.up
         for name, p in self.parameters.items():
             if p.grad is not None and p.grad is not self.views[name]:  # made anew: a sparse one, say
                 self.views[name].copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
@@ -172,7 +172,7 @@ class Line:
         if self.feedback is None:
             return
         if taken:
-            self.feedback.kept(self.region.up[: self.codec.bytes])
+            self.feedback.kept(self.memory.up[: self.codec.bytes])
         else:
             self.feedback.taken_back([flat.cpu() for flat in self.gradients])
 
@@ -187,4 +187,4 @@ class Line:
         self.close()
         for p in self.parameters.values():
             p.data, p.grad = p.data.clone(), None
-        self.region.close()
+        self.memory.close()

@@ -31,9 +31,9 @@ from meshfit.run import Run
 from meshfit.server.leader import Leader
 from meshfit.server.process import last_ticket, own_batch, patience_of, plan_of
 from meshfit.server.server_state import ServerState
-from meshfit.server.shared_model import Whole, stand_in
-from meshfit.server.worker import Served, Worker
-from meshfit.server.worker_group import Crew
+from meshfit.server.shared_model import WholeModel, stand_in
+from meshfit.server.worker import ServerUpdate, Worker
+from meshfit.server.worker_group import WorkerGroup
 from meshfit.server.worker_world import own_world
 from meshfit.server.workers import Workers
 
@@ -43,7 +43,7 @@ def worker_run(job: Job, world: World, secret: bytes, *, folder: Path | None) ->
     plan = plan_of(job)
     own, peers, batch = own_world(plan, world, timeout=patience_of(job) + 60.0)
     addresses = [f"unix:{world.folder}/server{i}" for i in range(plan.server)]
-    worker = world.rank // plan.crew
+    worker = world.rank // plan.worker_size
     return Run(
         job,
         own,
@@ -79,7 +79,7 @@ class ServerCoordination(Coordination):
         return False
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        if self.run.plan.crew == 1:
+        if self.run.plan.worker_size == 1:
             return replace(mesh, batch=self._workers if self.run.plan.in_step else None)
         return mesh if self._batch is None else replace(mesh, batch=self._batch)
 
@@ -91,16 +91,16 @@ class ServerCoordination(Coordination):
     def before_sharding(self) -> None:
         run = self.run
         if run.world.size > 1:
-            self._whole = Whole.of(run.model, servers=run.plan.server, compress=run.plan.compress)
+            self._whole = WholeModel.of(run.model, servers=run.plan.server, compress=run.plan.compress)
             self._stand_in = stand_in(run.model) if run.world.rank == 0 else None
 
-    def assemble(self, scale: LossScale | None) -> tuple[Served, Worker | Crew]:
+    def assemble(self, scale: LossScale | None) -> tuple[ServerUpdate, Worker | WorkerGroup]:
         run = self.run
         if run.world.size == 1:
             self.exchange = self._workers.worker = self._reach(run.model, run.world.device)
         else:
             self.exchange = self._group()
-        update = Served(self.exchange, ema=run.job.ema is not None)
+        update = ServerUpdate(self.exchange, ema=run.job.ema is not None)
         update.scheduler = run.job.make_scheduler(run.optimizer, run.last_step)
         self._state = ServerState(run, self.exchange, update)
         return update, self.exchange
@@ -117,9 +117,9 @@ class ServerCoordination(Coordination):
             timeout=patience_of(self.run.job),
         )
 
-    def _group(self) -> Crew:
+    def _group(self) -> WorkerGroup:
         model, self._stand_in = self._stand_in, None
-        return Crew(
+        return WorkerGroup(
             self.run.make_exchange(),
             self.run.placed,
             self._whole,
@@ -127,7 +127,7 @@ class ServerCoordination(Coordination):
             shares=self.run.world_plan.shares,
             model=model,
             reach=lambda model: self._reach(model, torch.device("cpu")),
-            address=f"{self.run.world.folder}/crew{self.worker}",
+            address=f"{self.run.world.folder}/group{self.worker}",
         )
 
     def ready(self) -> None:
@@ -168,19 +168,19 @@ class ServerCoordination(Coordination):
 
     def _ticket(self) -> int | None:
         """The next batch. Before that, what the leader does, if this worker has become it."""
-        if isinstance(self.exchange, Crew):
+        if isinstance(self.exchange, WorkerGroup):
             return self.exchange.ticket
         while True:
-            if self.first and not self.leader.taken:
+            if self.is_leader and not self.leader.taken:
                 self.leader.take()
                 if not self.run.plan.staleness and self._last is not None and self.run.evaluates_after(self._last):
                     self.leader.missed[self.run.step] = self.run.evaluate()
-            if self.exchange.ticket is not None or self.first:
+            if self.exchange.ticket is not None or self.is_leader:
                 return self.exchange.ticket
             try:
-                if self.exchange.after_others():
+                if self.exchange.wait_for_earlier():
                     return None
-                self.exchange.first = self.worker
+                self.exchange.leader = self.worker
             except RepeatBatch:  # a server was started again, and is not at the end
                 continue
 
@@ -194,23 +194,23 @@ class ServerCoordination(Coordination):
     # What the leader does
 
     @property
-    def first(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is the first of the connected workers; of worker groups, the first of all."""
-        return self.worker == 0 if isinstance(self.exchange, Crew) else self.exchange.first == self.worker
+        return self.worker == 0 if isinstance(self.exchange, WorkerGroup) else self.exchange.leader == self.worker
 
     @property
     def leads(self) -> bool:
         """In step, the first worker of those that share a batch; asynchronous, each reports its own steps."""
         if self.run.plan.staleness:
             return True
-        return self.exchange.rank == 0 if isinstance(self.exchange, Crew) else self.first
+        return self.exchange.rank == 0 if isinstance(self.exchange, WorkerGroup) else self.is_leader
 
     @property
     def saves(self) -> bool:
-        return self.first
+        return self.is_leader
 
     def evaluate(self, measure: Callable[[], Metrics]) -> Metrics:
-        if self.run.plan.staleness or self.run.plan.crew > 1:
+        if self.run.plan.staleness or self.run.plan.worker_size > 1:
             return measure()
         return self.leader.evaluate(measure)
 

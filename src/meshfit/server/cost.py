@@ -5,7 +5,7 @@
     server    w times its share of P    w times         its share of weights, one gradient, optimizer state
 
 Waiting: a synchronous worker waits for the slowest worker, for the server to sum w gradients and to step, and for two
-round trips; one that steps apart for one sum, and while it is more than ``staleness`` steps ahead.
+round trips; an asynchronous one for one sum, and while it is more than ``staleness`` steps ahead.
 """
 
 from collections.abc import Mapping

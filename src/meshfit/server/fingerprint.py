@@ -1,9 +1,8 @@
-"""What the job of a worker that joins must have in common with that of the run: said by both, and compared.
+"""The fingerprint of a job: what a worker that joins must have in common with the run.
 
-Trained weights and BatchNorm's statistics come from the servers. What does not come from there must be the same
-already: the model's names, shapes and dtypes, the values of all that is not trained (to rounding: hosts differ), the
-number of samples, and, where they lie in memory, some of them. Data that is read from elsewhere is told apart by its
-length alone.
+Trained weights and BatchNorm's statistics come from the servers. The rest must be the same already: the model's names,
+shapes and dtypes, the values of all that is not trained (to rounding: hosts differ), the number of samples, and, of
+data in memory, some samples. Other data is compared by its length alone.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from meshfit.job import Job
 from meshfit.server.packing import trained
 from meshfit.version import VERSION
 
-MOST = 1 << 18  # bytes of names that are told; the digest is of all
+MOST = 1 << 18  # bytes of names that are sent; the digest is of all
 NEAR = 1e-4  # of two sums that should be equal
 WHAT = {"version": "meshfit", "samples": "samples in data=", "data": "data=", "loss": "loss="}
 
@@ -101,7 +100,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _few(words: list[str]) -> list[str]:
-    """As many of the first as may be told."""
+    """As many of the first as fit into a message."""
     size, kept = 0, []
     for word in words:
         size += len(json.dumps(word)) + 1

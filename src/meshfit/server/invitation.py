@@ -1,4 +1,4 @@
-"""What a run says to workers that want to join it: what it is, and who they are then."""
+"""What a run answers to workers that ask to join: its plan, and the number of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from meshfit.server.wire import WireError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
-    terms: dict[str, Any]
+class Invitation:
+    facts: dict[str, Any]
     """What one who joins must know: plain values."""
     differences: Callable[[dict[str, Any]], list[str]]
     """Between this run's job and another: a line each."""
@@ -22,11 +22,11 @@ class Offer:
     def number(self, job: dict[str, Any]) -> int:
         """Of the next worker; ``WireError`` if its job is another."""
         try:
-            told = self.differences(job)
+            found = self.differences(job)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise WireError("what was sent is no description of a job", f"{type(error).__name__}: {error}") from None
-        if told:
-            raise WireError("this job is not that of the run", *told)
+        if found:
+            raise WireError("this job is not that of the run", *found)
         noted = self.folder / "joined"
         before = int(noted.read_text()) if noted.exists() else 0
         noted.write_text(str(before + 1))

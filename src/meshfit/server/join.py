@@ -19,9 +19,9 @@ from meshfit.run import Run
 from meshfit.server.coordination import ServerCoordination
 from meshfit.server.fingerprint import facts_of
 from meshfit.server.listen import addresses
-from meshfit.server.wire import Gone, TurnedAway, Wire, WireError, connect
-from meshfit.server.worker import Served, Worker
-from meshfit.server.worker_group import Crew
+from meshfit.server.wire import ConnectionLost, TurnedAway, Wire, WireError, connect
+from meshfit.server.worker import ServerUpdate, Worker
+from meshfit.server.worker_group import WorkerGroup
 
 PATIENCE = 5.0  # seconds for a run to be there
 ANSWER_SECONDS = 30.0
@@ -41,7 +41,7 @@ def ask(at: str, key: bytes, job: dict[str, Any] | None = None) -> dict[str, Any
         raise JobError(
             f"the run at {at} has another key", f"it is the one that the first host printed, or its {keys.NAME}"
         ) from None
-    except (Gone, TimeoutError) as error:
+    except (ConnectionLost, TimeoutError) as error:
         why = str(error).partition(": ")[2] or str(error)
         raise JobError(
             f"no run listens at {at}, for {PATIENCE:g} s", why, "it may be over; it is begun by meshfit train --listen"
@@ -61,7 +61,7 @@ def _reached(address: str, key: bytes) -> Wire:
             return connect(address, key)
         except TurnedAway:
             raise
-        except Gone:
+        except ConnectionLost:
             if time.monotonic() > until:
                 raise
             time.sleep(0.1)
@@ -86,7 +86,7 @@ class JoinedCoordination(ServerCoordination):
         super().__init__(run, addresses(run.job.join, run.plan.server), key, worker=index)
         self.index = index
 
-    def assemble(self, scale: LossScale | None) -> tuple[Served, Worker | Crew]:
+    def assemble(self, scale: LossScale | None) -> tuple[ServerUpdate, Worker | WorkerGroup]:
         job = self.run.job
         assert job.join is not None
         self.worker = ask(job.join, self.secret, facts_of(job, self.run.model, self.run.loader.source))["worker"]
@@ -96,7 +96,7 @@ class JoinedCoordination(ServerCoordination):
         return self.exchange.ticket
 
     @property
-    def first(self) -> bool:
+    def is_leader(self) -> bool:
         return False
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshfit.exchange.update import Average, Update, Updated, total_norm
 from meshfit.server.packing import Parcel, behind
-from meshfit.server.running_statistics import Running
+from meshfit.server.running_statistics import RunningStatistics
 
 
 class Keeper:
@@ -32,7 +32,7 @@ class Keeper:
         *,
         clip: float | None = None,
         ema: float | None = None,
-        statistics: Running | None = None,
+        statistics: RunningStatistics | None = None,
         may_fuse: bool = True,
         damp: bool = False,
         shorten: bool = False,
@@ -48,7 +48,7 @@ class Keeper:
         self._views = self.parcel.views(self._gradient)
         self.gradients = self.parcel.flats(self._gradient)
         """The sum, run by run."""
-        self.statistics = statistics or Running({})
+        self.statistics = statistics or RunningStatistics({})
         self.optimizer, self.scheduler = optimizer, scheduler
         restrict(optimizer, self.parameters.values())
         self.update = Update(optimizer, clip=clip, may_fuse=may_fuse)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Died, Ranks
+from meshfit.launch.local import Died, LocalRanks
 from meshfit.launch.rank import Work
 
 MOST_STARTS = 8  # of a run: what dies more often dies of something that another start does not mend
@@ -21,7 +21,7 @@ class Servers:
     def __init__(self, work: Work, *, count: int, folder: str, log: Path | None = None):
         self._work, self._count, self._folder, self._log = work, count, folder, log
         self._starts = 0
-        self.said: list[str] = []
+        self.notes: list[str] = []
         """What they had to say, and what became of them, in words."""
 
     def __enter__(self) -> Self:
@@ -34,7 +34,7 @@ class Servers:
     def _start(self) -> None:
         self._starts += 1
         how: dict[str, Any] = {"role": "server", "folder": self._folder, "joined": False, "log": self._log}
-        self._ranks = Ranks(self._work, size=self._count, devices=Devices("cpu", None), **how)
+        self._ranks = LocalRanks(self._work, size=self._count, devices=Devices("cpu", None), **how)
         self._ranks.__enter__()
 
     @property
@@ -46,16 +46,16 @@ class Servers:
         self._ranks.watch()
 
     def look(self) -> None:
-        """Hear what there is; start them again if one was killed. Raises what one of them has raised."""
+        """Receive what was sent; start them again if one was killed. Raises what one of them has raised."""
         try:
             for _, words in self._ranks.messages(timeout=0):
-                self.said.append(words)
+                self.notes.append(words)
         except TimeoutError:
             return
         except Died as death:
             if self._starts == MOST_STARTS:
                 raise
-            self.said.append(f"{death.headline}, and was started again")
+            self.notes.append(f"{death.headline}, and was started again")
             self._ranks.__exit__()
             self._start()
 
@@ -63,4 +63,4 @@ class Servers:
         """Wait until all are done, their last worker gone; not longer than ``within`` seconds without a word."""
         with suppress(TimeoutError, Died):
             for _, words in self._ranks.messages(within):
-                self.said.append(words)
+                self.notes.append(words)

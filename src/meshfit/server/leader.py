@@ -1,8 +1,8 @@
-"""What one worker of a model server does for all of them: it evaluates, keeps the best weights, and saves.
+"""The leader of a model server's workers, the first connected: it evaluates, keeps the best weights, saves.
 
-That is the first of those at work. What it must not take along when it dies lies in the folder where the workers meet,
-whole or not there: the last evaluation, and the best weights so far. The next in line takes over from there; an
-evaluation that was not finished is made again, with the same weights, as no step was taken meanwhile.
+What must outlive it is in the folder where the workers meet: the last evaluation, and the best weights so far. The next
+worker takes over from there; an evaluation that was not finished is made again, with the same weights, as no step was
+taken meanwhile.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ class Leader:
     def __init__(self, run: "Run", folder: Path):
         self.run, self.folder = run, folder
         self.taken = False
-        """Whether it is this worker's."""
+        """Whether this worker is the leader."""
         self.missed: dict[int, dict[str, float]] = {}
-        """By step: an evaluation that the one before may not have come to tell of."""
+        """By step: an evaluation that the leader before may not have reported."""
         self._found: dict[str, Any] = {}
 
     def take(self) -> None:
-        """Have it from now on."""
+        """Be the leader from now on."""
         self.taken, found, best = True, newest(self.folder), self.run.best
         if found is None:
             return
@@ -35,7 +35,7 @@ class Leader:
             best.weights = {name: tensor.to(self.run.world.device) for name, tensor in tensors.items()}
 
     def evaluate(self, make: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """What ``make`` measures, kept; or what the one before has measured already."""
+        """What ``make`` measures, kept; or what the leader before has measured already."""
         if not self.taken:
             self.take()
         if self._found.get("step") == self.run.step:

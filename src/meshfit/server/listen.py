@@ -1,4 +1,4 @@
-"""Where workers of other hosts join a run, and how people are told of it.
+"""Where workers of other hosts join a run, and the announcement of it.
 
 ``listen="10.0.0.5:7000"`` opens one port for each server, from that one upward. Nothing else of a run can be reached
 from outside. The connection is authenticated, not encrypted: see server/wire.py.

@@ -35,7 +35,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Segment:
     """All tensors of one dtype, one after another."""
 
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class Run:
 class Parcel:
     """Where each of some tensors lies in a buffer of ``bytes`` bytes."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[Segment, ...]
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor]) -> "Parcel":
@@ -70,7 +70,7 @@ class Parcel:
             sizes[tensor.dtype] = at + slot.size
         runs, start = [], 0
         for dtype, slots in kinds.items():
-            run = Run(dtype, start, tuple(slots))
+            run = Segment(dtype, start, tuple(slots))
             runs.append(run)
             start += behind(run.bytes)
         return cls(tuple(runs))

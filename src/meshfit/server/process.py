@@ -1,7 +1,7 @@
-"""A process that serves a model, and what its job comes to in batches that are given out.
+"""A model server's process, and the job in batches that it hands out.
 
-In step a ticket is a batch, which the workers at work share; apart it is one worker's own batch. server/run.py has the
-worker's side.
+A ticket is the number of a batch: one that the connected workers share, or, asynchronous, one worker's own.
+coordination.py has the worker's side.
 """
 
 import math
@@ -26,11 +26,11 @@ from meshfit.plan import Plan
 from meshfit.run import Run
 from meshfit.server.build import keep
 from meshfit.server.fingerprint import differences, facts_of
-from meshfit.server.invitation import Offer
+from meshfit.server.invitation import Invitation
 from meshfit.server.keeper import Keeper
 from meshfit.server.listen import addresses
 from meshfit.server.server import Server
-from meshfit.server.settings import Terms
+from meshfit.server.settings import ServerSettings
 from meshfit.server.snapshot import common
 
 EVALUATING = 24 * 3600.0  # seconds of silence where one worker may evaluate, or save, while the others wait for it
@@ -38,14 +38,14 @@ SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or,
 
 
 def own_batch(job: Job) -> int:
-    """Samples of the batches that servers give out: of all workers, or, where they step apart, of one."""
+    """Samples of the batches that servers hand out: of all workers, or, asynchronous, of one."""
     plan, size = plan_of(job), job.batch_size
     assert isinstance(size, int)
     if not plan.staleness:
         return size
     if size % plan.data:
         raise PlanError(
-            f"{plan}: {plan.data} workers step apart, each over an equal part of the batch",
+            f"{plan}: {plan.data} workers update asynchronously, each over an equal part of the batch",
             f"a batch of {size} has no {plan.data} equal parts",
             f"batch_size={-(-size // plan.data) * plan.data} would do",
         )
@@ -53,7 +53,7 @@ def own_batch(job: Job) -> int:
 
 
 def check(job: Job) -> None:
-    """Refuse, in the caller, what servers cannot give out, and what workers that step apart cannot do."""
+    """Refuse, in the caller, what servers cannot hand out, and what asynchronous workers cannot do."""
     plan = plan_of(job)
     if isinstance(job.data, IterableDataset):
         raise _no_stream(plan)
@@ -62,7 +62,7 @@ def check(job: Job) -> None:
         for name in ("best", "patience"):
             if getattr(job, name) is not None:
                 raise PlanError(
-                    f"{plan}: {name}= compares evaluations, and workers that step apart evaluate weights of their own",
+                    f"{plan}: {name}= compares evaluations, and asynchronous workers evaluate weights of their own",
                     f"{replace(plan, staleness=0, late='none')} works",
                 )
 
@@ -76,10 +76,10 @@ def refuse_torchrun(job: Job) -> None:
         )
 
 
-def spare(job: Job) -> range:
-    """Workers whose death leaves the others at work: any; of crews, none that others wait for, or that saves."""
+def expendable(job: Job) -> range:
+    """Workers whose death leaves the others at work: any; of worker groups, none that others wait for or that saves."""
     plan = plan_of(job)
-    if plan.crew == 1:
+    if plan.worker_size == 1:
         return range(plan.data)
     if plan.joins_batchnorms and batch_norms(job.build()):
         return range(0)
@@ -87,7 +87,7 @@ def spare(job: Job) -> range:
 
 
 def last_ticket(job: Job, loader: Loader) -> int | None:
-    """Where workers step apart: how many gradients there are to be."""
+    """Of asynchronous workers: how many gradients there are to be."""
     limits = [] if job.steps is None else [int(job.steps)]
     if job.epochs is not None:
         limits.append(max(1, math.ceil(round(job.epochs * -(-_samples(plan_of(job), loader) // own_batch(job)), 9))))
@@ -102,12 +102,12 @@ def _samples(plan: Plan, loader: Loader) -> int:
 
 def _no_stream(plan: Plan) -> DataError:
     return DataError(
-        f"{plan}: servers give out batches by number, and a stream has none", f"data={plan.data} works, say"
+        f"{plan}: servers hand out batches by number, and a stream has none", f"data={plan.data} works, say"
     )
 
 
 @dataclass(frozen=True)
-class Serve:
+class ServerProcess:
     """What a server process does."""
 
     job: Job
@@ -127,9 +127,9 @@ class Serve:
         with saved(run, self.folder):
             pass  # it is restored, if it is to be
         every = _snapshot_steps(run)
-        alike = {} if job.listen is None else facts_of(job, run.model, run.loader.source)  # of the whole model
+        fingerprint = {} if job.listen is None else facts_of(job, run.model, run.loader.source)  # of the whole model
         keeper = _keeper(run, job, world.rank)
-        terms = Terms(
+        settings = ServerSettings(
             workers=plan.data,
             index=world.rank,
             staleness=plan.staleness,
@@ -143,16 +143,18 @@ class Serve:
         )
         address = f"unix:{world.folder}/server{world.rank}"
         events = Events(None if self.folder is None else self.folder / "events", world.rank, of="server")
-        server = Server(keeper, terms, address=address, secret=self.secret, tell=channel.send)
+        server = Server(keeper, settings, address=address, secret=self.secret, report=channel.send)
         try:
             if job.listen is not None and self.key is not None:
-                offer = Offer(
-                    terms={"plan": str(plan), "steps": terms.total, "version": alike["version"]},
-                    differences=lambda theirs: differences(alike, theirs),
+                invitation = Invitation(
+                    facts={"plan": str(plan), "steps": settings.total, "version": fingerprint["version"]},
+                    differences=lambda theirs: differences(fingerprint, theirs),
                     first=plan.data,
                     folder=Path(world.folder),
                 )
-                server.open(addresses(job.listen, plan.server)[world.rank], self.key, None if world.rank else offer)
+                server.open(
+                    addresses(job.listen, plan.server)[world.rank], self.key, None if world.rank else invitation
+                )
             server.join()
         finally:
             server.close()

@@ -15,7 +15,7 @@ from meshfit.server.packing import Parcel
 from meshfit.torch_private import BatchNorm
 
 
-class Running:
+class RunningStatistics:
     """The statistics a server keeps, by name. ``momenta`` by the name of their module; None: a plain mean."""
 
     def __init__(self, named: Mapping[str, Tensor], momenta: Mapping[str, float | None] | None = None):
@@ -27,7 +27,7 @@ class Running:
             self.views[name].copy_(tensor)
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Running":
+    def of(cls, model: nn.Module) -> "RunningStatistics":
         momenta = {path: m.momentum for path, m in model.named_modules() if isinstance(m, BatchNorm)}
         return cls(running_statistics(model), momenta)
 

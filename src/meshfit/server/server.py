@@ -5,21 +5,21 @@ by its own thread alone. What a worker asks for:
 
     hello     who it is, how its payload is laid out, its shared memory        welcome
     where     which batch is next, and who shares it                           place
-    meet      what it says to the others in the middle of a batch              heard, or again
-    push      its gradient, and what rides along                               heard, or again
+    meet      what it says to the others in the middle of a batch              reply, or again
+    push      its gradient, and what rides along                               reply, or again
     step      take the step; the factor and the norm, now that all is known    weights
     drop      do not
     pull      the weights, or the averaged ones                                weights
     state     all that it keeps, as a snapshot in its folder                   state
-    after     at the end: wait until those before it are gone                  heard
+    wait      at the end: until those before it are gone                       reply
     leave
 
-Before that, over an address that was opened to other hosts, one that is no worker yet may ask to ``join``: it is told
-who it is to be, or why not.
+Before that, over an address that was opened to other hosts, one that is no worker yet may ask to ``join``: it gets
+its number, or why not.
 
 Between ``push`` and ``step`` workers learn the sums of all: the count that the mean is over, and the norm of the
 gradients of all servers. So servers need not talk to each other. How gradients of several workers become a step is in
-together.py and apart.py.
+synchronous.py and asynchronous.py.
 
     traffic   for each worker and step: its gradients up, the weights down (P bytes each, over all servers)
     memory    weights, a gradient and the optimizer state: P, P, and for AdamW 2P; nothing for each worker on this host
@@ -35,18 +35,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from meshfit.server.asynchronous import Apart
+from meshfit.server.asynchronous import AsynchronousCoordinator
+from meshfit.server.client import Client, ClientRecord, ReadWriteLock
 from meshfit.server.compress import Codec
-from meshfit.server.invitation import Offer
+from meshfit.server.invitation import Invitation
 from meshfit.server.keeper import Keeper
 from meshfit.server.messages import check as check_words
 from meshfit.server.packing import behind
-from meshfit.server.peer import Peer, Record, Turns
-from meshfit.server.settings import Terms
-from meshfit.server.shared_memory import Region, view
+from meshfit.server.settings import ServerSettings
+from meshfit.server.shared_memory import SharedMemory, view
 from meshfit.server.snapshot import newest, write
-from meshfit.server.synchronous import Together
-from meshfit.server.wire import Gone, Listener, Message, Wire, WireError
+from meshfit.server.synchronous import SynchronousCoordinator
+from meshfit.server.wire import ConnectionLost, Listener, Message, Wire, WireError
 
 LOOK_SECONDS = 0.2  # how often a thread that waits for others looks whether its own worker is still there
 GREETING_SECONDS = 5.0
@@ -58,25 +58,25 @@ class Server:
     def __init__(
         self,
         keeper: Keeper,
-        terms: Terms,
+        settings: ServerSettings,
         *,
         address: str,
         secret: bytes,
-        tell: Callable[[str], None] = lambda what: None,
+        report: Callable[[str], None] = lambda what: None,
     ):
-        self.keeper, self.terms, self._tell = keeper, terms, tell
-        self.codec = Codec(terms.compress, keeper.parcel)
+        self.keeper, self.settings, self._report = keeper, settings, report
+        self.codec = Codec(settings.compress, keeper.parcel)
         self.incarnation = secrets.token_hex(8)
         """Another one for each start: who knew an earlier one must look again."""
-        self.leads = terms.index == 0
+        self.coordinates = settings.index == 0
         self.lock = threading.Condition()
-        self.turns = Turns()
-        self.peers: dict[int, Peer] = {}
-        self.records: dict[int, Record] = {}
-        self.version, self.samples = terms.step, terms.samples
+        self.access = ReadWriteLock()
+        self.clients: dict[int, Client] = {}
+        self.records: dict[int, ClientRecord] = {}
+        self.version, self.samples = settings.step, settings.samples
         self.staleness: Counter[int] = Counter()
         """How many gradients were applied with which staleness."""
-        self.said: list[str] = []
+        self.notes: list[str] = []
         """What happened, in words."""
         self.left: set[int] = set()
         self.failed: Exception | None = None
@@ -84,15 +84,15 @@ class Server:
         self._alone_since = time.monotonic()
         self._writing: threading.Thread | None = None
         self._closed = False
-        self.conduct = Together(self) if terms.staleness == 0 else Apart(self)
+        self.coordinator = SynchronousCoordinator(self) if settings.staleness == 0 else AsynchronousCoordinator(self)
         self._resume()
-        self.offer: Offer | None = None
+        self.invitation: Invitation | None = None
         """To workers that come later, from elsewhere."""
         self._listeners = [Listener(address, secret, self._serve)]
 
-    def open(self, address: str, key: bytes, offer: Offer | None) -> None:
+    def open(self, address: str, key: bytes, invitation: Invitation | None) -> None:
         """Listen to other hosts too."""
-        self.offer = offer
+        self.invitation = invitation
         self._listeners.append(Listener(address, key, self._serve))
 
     @property
@@ -114,11 +114,13 @@ class Server:
         """Wait until all is done and every worker has left. ``alone``: seconds without any worker that end it too."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         with self.lock:
-            while not self.failed and not (self.left and not self.peers and (self.conduct.finished or not self.leads)):
+            while not self.failed and not (
+                self.left and not self.clients and (self.coordinator.finished or not self.coordinates)
+            ):
                 if time.monotonic() > until:
                     raise TimeoutError("the server still has work, or workers")
-                if not self.peers and time.monotonic() - self._alone_since > alone:
-                    self.say(f"no worker for {alone:g} s: the server ends at step {self.version}")
+                if not self.clients and time.monotonic() - self._alone_since > alone:
+                    self.note(f"no worker for {alone:g} s: the server ends at step {self.version}")
                     return
                 self.lock.wait(LOOK_SECONDS)
         if self.failed is not None:
@@ -129,8 +131,8 @@ class Server:
             listener.close()
         with self.lock:
             self._closed = True
-            for peer in self.peers.values():
-                peer.wire.close()
+            for client in self.clients.values():
+                client.wire.close()
             self.lock.notify_all()
         if self._writing is not None:
             self._writing.join()
@@ -138,21 +140,21 @@ class Server:
     # One worker's thread
 
     def _serve(self, wire: Wire) -> None:
-        peer = None
+        client = None
         try:
-            peer = self._meet(wire)
-            if peer is None:
+            client = self._meet(wire)
+            if client is None:
                 return
-            while self._answer(peer, peer.wire.recv(self._into(peer), check=lambda m: self._check(peer, m))):
+            while self._answer(client, client.wire.recv(self._into(client), check=lambda m: self._check(client, m))):
                 pass
-            self.drop(peer.id, "", peer)
-        except (Gone, TimeoutError) as error:
-            if peer is not None:
-                self._lost(peer, str(error))
+            self.drop(client.id, "", client)
+        except (ConnectionLost, TimeoutError) as error:
+            if client is not None:
+                self._lost(client, str(error))
         except WireError as error:
             self._refuse(wire, error)
-            if peer is not None:
-                self.drop(peer.id, str(error), peer)
+            if client is not None:
+                self.drop(client.id, str(error), client)
         except Exception as error:  # an optimizer that raises, say: no step can follow
             self._fail(error)
         finally:
@@ -162,31 +164,31 @@ class Server:
         with self.lock:
             self.failed = self.failed or error
             why = WireError("the server has failed", f"{type(error).__name__}: {error}")
-            for peer in self.peers.values():
-                self._refuse(peer.wire, why)
-                peer.wire.close()
+            for client in self.clients.values():
+                self._refuse(client.wire, why)
+                client.wire.close()
             self.lock.notify_all()
 
-    def _into(self, peer: Peer) -> memoryview | None:
+    def _into(self, client: Client) -> memoryview | None:
         """Where a gradient goes that comes over the connection; a shared one is there already."""
-        return view(peer.region.up) if not peer.wire.local else None
+        return view(client.memory.up) if not client.wire.local else None
 
-    def _check(self, peer: Peer, message: Message) -> None:
-        if message.worker != peer.id:
-            raise WireError(f"worker {peer.id} speaks as worker {message.worker}")
+    def _check(self, client: Client, message: Message) -> None:
+        if message.worker != client.id:
+            raise WireError(f"worker {client.id} speaks as worker {message.worker}")
         if message.payload and message.kind != "push":
             raise WireError(f"a {message.kind!r} with a payload that was not due")
         check_words(message)
 
     def _refuse(self, wire: Wire, error: WireError) -> None:
-        with suppress(Gone):
+        with suppress(ConnectionLost):
             wire.send("error", words={"headline": error.headline, "facts": list(error.facts)})
 
-    def _meet(self, wire: Wire) -> Peer | None:
+    def _meet(self, wire: Wire) -> Client | None:
         hello = wire.recv(timeout=GREETING_SECONDS, check=check_words)
         words = hello.words
-        if hello.kind == "join" and self.offer is not None:
-            self._invite(wire, words, self.offer)
+        if hello.kind == "join" and self.invitation is not None:
+            self._invite(wire, words, self.invitation)
             return None
         mine = [self.keeper.parcel.digest, self.keeper.statistics.parcel.digest, self.codec.word]
         if hello.kind != "hello" or words.get("layout") != mine:
@@ -197,95 +199,97 @@ class Server:
                 "names, shapes, dtypes and strides of all trained parameters must be the same, and compress=",
             )
         if hello.fds:
-            region = Region.map(hello.fds[0], self.up_bytes, self.keeper.bytes)
+            memory = SharedMemory.map(hello.fds[0], self.up_bytes, self.keeper.bytes)
         else:
-            region = Region.own(self.up_bytes, self.keeper.bytes)
+            memory = SharedMemory.own(self.up_bytes, self.keeper.bytes)
         wire.local = bool(hello.fds)
         wire.worker = worker = hello.worker
         with self.lock:
-            if worker in self.peers:  # its old connection is of no use to it any more
-                self.peers[worker].wire.close()
-                self._forget(self.peers[worker])
-            record = self.records.setdefault(worker, Record())
-            peer = Peer(worker, wire, region, self.codec, record)
+            if worker in self.clients:  # its old connection is of no use to it any more
+                self.clients[worker].wire.close()
+                self._forget(self.clients[worker])
+            record = self.records.setdefault(worker, ClientRecord())
+            client = Client(worker, wire, memory, self.codec, record)
             lost = words["version"] - self.version
             if lost > 0 and words["incarnation"] != self.incarnation:
-                self.say(f"worker {worker} had seen step {words['version']}: {lost} steps were lost and are done again")
+                self.note(
+                    f"worker {worker} had seen step {words['version']}: {lost} steps were lost and are done again"
+                )
             returns = words["incarnation"] == self.incarnation  # and has the weights that it was given
             if not returns:
-                self._fill(peer)
-            if worker >= self.terms.workers and self.leads:
-                self.say(f"worker {worker} joined after step {self.version}, from {wire.host}")
-            self.peers[worker] = peer
+                self._fill(client)
+            if worker >= self.settings.workers and self.coordinates:
+                self.note(f"worker {worker} joined after step {self.version}, from {wire.host}")
+            self.clients[worker] = client
             self.left.discard(worker)
-            self.conduct.join(peer)
+            self.coordinator.join(client)
             self.lock.notify_all()
         wire.send(
             "welcome",
             version=self.version,
             words={"incarnation": self.incarnation, "applied": record.applied} | self._facts(),
-            payload=() if hello.fds or returns else [view(region.down)],
+            payload=() if hello.fds or returns else [view(memory.down)],
         )
-        return peer
+        return client
 
-    def _invite(self, wire: Wire, words: dict[str, Any], offer: Offer) -> None:
+    def _invite(self, wire: Wire, words: dict[str, Any], invitation: Invitation) -> None:
         """Say what this run is; to one that says what it has, also who it is to be."""
         with self.lock:
-            if self.conduct.finished:
+            if self.coordinator.finished:
                 raise WireError("the run is over", f"step {self.version} was its last")
-            number = offer.number(words["job"]) if "job" in words else None
-        wire.send("welcome", version=self.version, words=offer.terms | {"worker": number})
+            number = invitation.number(words["job"]) if "job" in words else None
+        wire.send("welcome", version=self.version, words=invitation.facts | {"worker": number})
 
     @property
     def own(self) -> int:
         """Workers that are here, without those that have joined."""
-        return sum(worker < self.terms.workers for worker in self.peers)
+        return sum(worker < self.settings.workers for worker in self.clients)
 
-    def _answer(self, peer: Peer, message: Message) -> bool:
+    def _answer(self, client: Client, message: Message) -> bool:
         """Do what a worker asks, and say so. False: it has left."""
         words, sequence = message.words, message.sequence
         match message.kind:
             case "push":
                 with self.lock:
-                    done = sequence <= peer.record.applied
-                    heard = peer.record.heard if done else self.conduct.push(peer, message)
-                self._say(peer, "again" if heard is None else "heard", sequence, heard)
+                    done = sequence <= client.record.applied
+                    reply = client.record.reply if done else self.coordinator.push(client, message)
+                self._say(client, "again" if reply is None else "reply", sequence, reply)
             case "meet":
                 with self.lock:
-                    heard = self.conduct.meet(peer, words)
-                self._say(peer, "again" if heard is None else "heard", sequence, heard)
-            case "after":
+                    reply = self.coordinator.meet(client, words)
+                self._say(client, "again" if reply is None else "reply", sequence, reply)
+            case "wait":
                 with self.lock:
-                    self.wait(peer, lambda: peer.id == min(self.peers))
-                    done = any(worker < peer.id for worker in self.left)
-                self._say(peer, "heard", sequence, {"done": done})
+                    self.wait(client, lambda: client.id == min(self.clients))
+                    done = any(worker < client.id for worker in self.left)
+                self._say(client, "reply", sequence, {"done": done})
             case "agree":
                 with self.lock:
-                    heard = self.conduct.agree(peer, words["summed"])
-                self._say(peer, "again" if heard is None else "heard", sequence, heard)
+                    reply = self.coordinator.agree(client, words["summed"])
+                self._say(client, "again" if reply is None else "reply", sequence, reply)
             case "step":
                 with self.lock:
-                    done = sequence <= peer.record.applied or self.conduct.step(peer, message)
-                    result = dict(peer.record.result)
+                    done = sequence <= client.record.applied or self.coordinator.step(client, message)
+                    result = dict(client.record.result)
                 if not done:
-                    self._say(peer, "again", sequence)
+                    self._say(client, "again", sequence)
                 elif words["pull"]:
-                    self._deliver(peer, sequence, result)
+                    self._deliver(client, sequence, result)
                 else:
-                    self._say(peer, "place", sequence, result | self._facts())
+                    self._say(client, "place", sequence, result | self._facts())
             case "drop":
                 with self.lock:
-                    self.conduct.drop(peer, message)
+                    self.coordinator.drop(client, message)
             case "pull":
-                self._deliver(peer, sequence, {}, averaged=words.get("averaged", False), place=False)
+                self._deliver(client, sequence, {}, averaged=words.get("averaged", False), place=False)
             case "state":
                 with self.lock:
-                    path = self._write_state(peer)
-                self._say(peer, "state", sequence, {"path": path})
+                    path = self._write_state(client)
+                self._say(client, "state", sequence, {"path": path})
             case "where":
                 with self.lock:
-                    place = self.conduct.place(peer)
-                self._say(peer, "place", sequence, place)
+                    place = self.coordinator.place(client)
+                self._say(client, "place", sequence, place)
             case "leave":
                 return False
             case _:
@@ -293,40 +297,40 @@ class Server:
         return True
 
     def _deliver(
-        self, peer: Peer, sequence: int, words: dict[str, Any], *, averaged: bool = False, place: bool = True
+        self, client: Client, sequence: int, words: dict[str, Any], *, averaged: bool = False, place: bool = True
     ) -> None:
         """Send the weights, as they are once the worker may go on."""
-        if place and self.leads:
+        if place and self.coordinates:
             with self.lock:
-                words = words | self.conduct.place(peer)
-        with self.turns.reading():
+                words = words | self.coordinator.place(client)
+        with self.access.reading():
             version = self.version
-            self._fill(peer, averaged=averaged)
-        peer.wire.send(
+            self._fill(client, averaged=averaged)
+        client.wire.send(
             "weights",
             sequence=sequence,
             version=version,
             words=words | self._facts(),
-            payload=() if peer.wire.local else [view(peer.region.down)],
+            payload=() if client.wire.local else [view(client.memory.down)],
         )
 
-    def _fill(self, peer: Peer, *, averaged: bool = False) -> None:
-        self.keeper.fill(peer.region.down, averaged=averaged)
-        peer.record.given = self.keeper.statistics.buffer.clone()
+    def _fill(self, client: Client, *, averaged: bool = False) -> None:
+        self.keeper.fill(client.memory.down, averaged=averaged)
+        client.record.given = self.keeper.statistics.buffer.clone()
 
     def _facts(self) -> dict[str, Any]:
         return {"lr": self.keeper.update.learning_rate, "samples": self.samples, "steps": self.version}
 
-    def _say(self, peer: Peer, kind: str, sequence: int, words: dict[str, Any] | None = None) -> None:
-        peer.wire.send(kind, sequence=sequence, version=self.version, words=words)
+    def _say(self, client: Client, kind: str, sequence: int, words: dict[str, Any] | None = None) -> None:
+        client.wire.send(kind, sequence=sequence, version=self.version, words=words)
 
-    # Called by the conduct, the lock held
+    # Called by the coordinator, the lock held
 
-    def wait(self, peer: Peer, ready: Callable[[], bool], tick: Callable[[], None] = lambda: None) -> None:
-        """Until ``ready``; as long as this worker is there to hear of it."""
+    def wait(self, client: Client, ready: Callable[[], bool], tick: Callable[[], None] = lambda: None) -> None:
+        """Until ``ready``, as long as this worker is connected."""
         while not ready():
-            if self._closed or self.failed or self.peers.get(peer.id) is not peer or peer.wire.gone():
-                raise Gone("left while it waited for others")
+            if self._closed or self.failed or self.clients.get(client.id) is not client or client.wire.gone():
+                raise ConnectionLost("left while it waited for others")
             self.lock.wait(LOOK_SECONDS)
             tick()
 
@@ -334,87 +338,87 @@ class Server:
         self.version += 1
         self.samples += samples
         self.staleness.update(staleness)
-        if self.terms.every and self.version % self.terms.every == 0:
+        if self.settings.every and self.version % self.settings.every == 0:
             self._snapshot()
 
     @property
-    def first(self) -> int:
+    def leader(self) -> int:
         """Of the workers: it does what one does for all, or has done it and left."""
-        return min(self.peers.keys() | self.left, default=0)
+        return min(self.clients.keys() | self.left, default=0)
 
-    def say(self, what: str) -> None:
-        self.said.append(what)
-        self._tell(what)
+    def note(self, what: str) -> None:
+        self.notes.append(what)
+        self._report(what)
 
-    def drop(self, worker: int, why: str, peer: Peer | None = None) -> None:
+    def drop(self, worker: int, why: str, client: Client | None = None) -> None:
         """Count a worker as gone: it left, or was lost because of ``why``."""
         with self.lock:
-            here = self.peers.get(worker)
-            if here is None or (peer is not None and here is not peer):
+            here = self.clients.get(worker)
+            if here is None or (client is not None and here is not client):
                 return
             here.wire.close()
             self._forget(here)
             if why:
-                self.say(f"worker {worker} was lost at step {self.version}: {why}")
+                self.note(f"worker {worker} was lost at step {self.version}: {why}")
             else:
                 self.left.add(worker)
-                if worker >= self.terms.workers and self.leads and not self.conduct.finished:
-                    self.say(f"worker {worker} left after step {self.version}")
-            self.conduct.lost(worker, left=not why)
+                if worker >= self.settings.workers and self.coordinates and not self.coordinator.finished:
+                    self.note(f"worker {worker} left after step {self.version}")
+            self.coordinator.lost(worker, left=not why)
             self.lock.notify_all()
 
-    def _forget(self, peer: Peer) -> None:
-        self.peers.pop(peer.id, None)
-        if not self.peers:
+    def _forget(self, client: Client) -> None:
+        self.clients.pop(client.id, None)
+        if not self.clients:
             self._alone_since = time.monotonic()
 
-    def _lost(self, peer: Peer, why: str) -> None:
+    def _lost(self, client: Client, why: str) -> None:
         """Its connection broke. It may be back within the grace it is given."""
-        until = time.monotonic() + self.terms.grace
+        until = time.monotonic() + self.settings.grace
         with self.lock:
-            while time.monotonic() < until and self.peers.get(peer.id) is peer and not self._closed:
+            while time.monotonic() < until and self.clients.get(client.id) is client and not self._closed:
                 self.lock.wait(until - time.monotonic())
         if not self._closed:
-            self.drop(peer.id, why, peer)
+            self.drop(client.id, why, client)
 
     # Snapshots
 
     def _snapshot(self) -> None:
         """Copy what there is now; write it while others go on."""
-        assert self.terms.folder is not None
+        assert self.settings.folder is not None
         if self._writing is not None:
             self._writing.join()
-        work = threading.Thread(target=write, args=(self.terms.folder, self.version, *self._state()))
+        work = threading.Thread(target=write, args=(self.settings.folder, self.version, *self._state()))
         work.start()
         self._writing = work
 
-    def _write_state(self, peer: Peer) -> str:
+    def _write_state(self, client: Client) -> str:
         """The folder in which the one who asks, and nobody else, finds all that is kept here, as it is now."""
-        assert self.terms.folder is not None
-        folder = self.terms.folder / f"asked{peer.id}"
+        assert self.settings.folder is not None
+        folder = self.settings.folder / f"asked{client.id}"
         write(folder, self.version, *self._state())
         return str(folder)
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        with self.turns.reading():
+        with self.access.reading():
             tensors, kept = self.keeper.state()
         return tensors, {
             "version": self.version,
             "samples": self.samples,
             "keeper": kept,
-            "conduct": self.conduct.facts(),
+            "coordinator": self.coordinator.facts(),
             "applied": {str(worker): record.applied for worker, record in self.records.items()},
             "staleness": {str(late): count for late, count in self.staleness.items()},
         }
 
     def _resume(self) -> None:
-        found = None if self.terms.folder is None else newest(self.terms.folder, self.terms.upto)
+        found = None if self.settings.folder is None else newest(self.settings.folder, self.settings.upto)
         if found is None:
             return
         tensors, facts = found
         self.keeper.restore(tensors, facts["keeper"])
-        self.conduct.restore(facts["conduct"])
+        self.coordinator.restore(facts["coordinator"])
         self.version, self.samples = facts["version"], facts["samples"]
-        self.records = {int(worker): Record(applied) for worker, applied in facts["applied"].items()}
+        self.records = {int(worker): ClientRecord(applied) for worker, applied in facts["applied"].items()}
         self.staleness.update({int(late): count for late, count in facts["staleness"].items()})
-        self.say(f"goes on from its snapshot of step {self.version}")
+        self.note(f"goes on from its snapshot of step {self.version}")

@@ -9,12 +9,12 @@ from meshfit.data.loader import Loader
 from meshfit.data.position import Position
 from meshfit.run import Run
 from meshfit.server.shared_model import mine
-from meshfit.server.worker import Served, Worker
-from meshfit.server.worker_group import Crew
+from meshfit.server.worker import ServerUpdate, Worker
+from meshfit.server.worker_group import WorkerGroup
 
 
 class ServerState:
-    def __init__(self, run: Run, worker: Worker | Crew, update: Served):
+    def __init__(self, run: Run, worker: Worker | WorkerGroup, update: ServerUpdate):
         self.run, self.worker, self.update = run, worker, update
         self._scheduled = 0
         """Steps that the scheduler has been taken through."""
@@ -68,7 +68,7 @@ class ServerState:
     def _back_to(self, facts: dict[str, Any], own: Loader) -> None:
         """Set step and position in whole batches, so that any plan can resume: before the batch of the oldest gradient
         that is not applied yet. Some of its samples are then seen twice."""
-        tickets, run = facts["conduct"]["tickets"], self.run
+        tickets, run = facts["coordinator"]["tickets"], self.run
         oldest = min((tickets["next"], *tickets["returned"]))
         epoch, index = divmod(oldest, own.batches_per_epoch or 1)
         at = (epoch, index * own.batch_size // run.loader.batch_size)

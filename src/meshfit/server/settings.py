@@ -1,4 +1,4 @@
-"""How a server deals with its workers, as a value."""
+"""The settings of a server."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ LOST = ("average", "redo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class ServerSettings:
     """How a server deals with its workers."""
 
     workers: int
@@ -17,7 +17,7 @@ class Terms:
     staleness: float = 0
     """Own steps that a worker may be ahead of the slowest; 0: all step together."""
     lost: str = "average"
-    """What becomes of a synchronous step when a worker is lost in it: see together.py."""
+    """What becomes of a synchronous step when a worker is lost in it: see synchronous.py."""
     step: int = 0
     """Steps that were taken before it began, and the samples they saw."""
     samples: float = 0

@@ -23,7 +23,7 @@ from meshfit.server.wire import WireError
 
 
 @dataclass(slots=True)
-class Region:
+class SharedMemory:
     """``up`` and ``down`` are tensors of bytes."""
 
     up: Tensor
@@ -32,11 +32,11 @@ class Region:
     """Of the file, where memory is shared."""
 
     @classmethod
-    def own(cls, up: int, down: int) -> "Region":
+    def own(cls, up: int, down: int) -> "SharedMemory":
         return cls(torch.zeros(up, dtype=torch.uint8), torch.zeros(down, dtype=torch.uint8))
 
     @classmethod
-    def make(cls, up: int, down: int) -> "Region":
+    def make(cls, up: int, down: int) -> "SharedMemory":
         """Memory that another process can map: as large as both, and known by its descriptor."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("meshfit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -49,7 +49,7 @@ class Region:
         return cls._mapped(fd, up, down)
 
     @classmethod
-    def map(cls, fd: int, up: int, down: int) -> "Region":
+    def map(cls, fd: int, up: int, down: int) -> "SharedMemory":
         """What the other process has made. Refused unless it is as large as agreed, and stays so."""
         if os.fstat(fd).st_size != _size(up, down):
             raise WireError(f"shared memory of {os.fstat(fd).st_size} bytes", f"{_size(up, down)} were agreed")
@@ -66,7 +66,7 @@ class Region:
         return region
 
     @classmethod
-    def _mapped(cls, fd: int, up: int, down: int) -> "Region":
+    def _mapped(cls, fd: int, up: int, down: int) -> "SharedMemory":
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # pages are there before they are timed
         whole = torch.frombuffer(mmap.mmap(fd, _size(up, down), flags=flags), dtype=torch.uint8)
         start = _aligned(up)

@@ -19,7 +19,7 @@ from meshfit.server.packing import Parcel
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeModel:
     """The model as the servers know it: where each of its tensors lies in a worker's memory. Made before it is cut."""
 
     parcels: tuple[Parcel, ...]
@@ -31,7 +31,7 @@ class Whole:
     compressed: bool
 
     @classmethod
-    def of(cls, model: nn.Module, *, servers: int, compress: str) -> "Whole":
+    def of(cls, model: nn.Module, *, servers: int, compress: str) -> "WholeModel":
         payload = Payload.of(model, servers=servers, compress=compress)
         sizes = tuple(zip(payload.up, payload.down, strict=True))
         return cls(tuple(payload.parcels), Parcel.of(payload.running), sizes, compress != "none")
@@ -41,8 +41,8 @@ class Whole:
         return [name for parcel in self.parcels for name in parcel.names]
 
     def regions(self) -> list[tuple[int, int]]:
-        """What memory a crew shares beside that of its lines: for statistics, and for gradients before they are
-        compressed."""
+        """The memory a worker group shares beside that of its connections: for statistics, and for gradients before
+        compression."""
         return [(self.running.bytes, 0), *((parcel.bytes, 0) for parcel in self.parcels if self.compressed)]
 
 
@@ -65,7 +65,7 @@ def stand_in(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Part:
+class SharedPart:
     """A box of a whole tensor that this rank holds."""
 
     name: str
@@ -73,7 +73,7 @@ class Part:
     """Of the rank, a parameter or buffer."""
     piece: Piece
     up: Tensor
-    """Where it is put to be sent, in the memory of the crew."""
+    """Where it is put to be sent, in the memory of the group."""
     down: Tensor
     """Where it has come to."""
     sends: bool

@@ -4,10 +4,10 @@ A round is one batch (its ticket) and the workers that share it. Gradients are s
 of their arrival: the same sum each time. A worker whose connection is lost before its gradient has come is
 
     average   left out: the step is taken over the samples of those left
-    redo      done without: those left are told to share the batch anew, so the step is that of the whole batch
+    redo      done without: those left share the batch anew, so the step is that of the whole batch
 
 A worker that comes late, or comes back, is part of the next round. One that leaves takes nothing along: its round is
-done again. In the middle of a batch workers may ``meet``: each says something, and hears what all have said.
+done again. In the middle of a batch workers may ``meet``: each sends something, and gets what all have sent.
 """
 
 import math
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meshfit.events import current
-from meshfit.server.peer import Peer, Push
+from meshfit.server.client import Client, Push
 from meshfit.server.wire import Message
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Round:
     pushes: dict[int, Push] = field(default_factory=dict)
     meetings: dict[int, dict[int, str]] = field(default_factory=dict)
     """By number: what each worker said."""
-    heard: dict[str, Any] | None = None
+    reply: dict[str, Any] | None = None
     dead: bool = False
     """To be done again, by others or otherwise shared."""
     began: float = field(default_factory=time.monotonic)
@@ -44,11 +44,11 @@ class Round:
         return set(self.members) - self.pushes.keys() - self.lost
 
 
-class Together:
+class SynchronousCoordinator:
     def __init__(self, server: "Server"):
-        self.server, self.keeper, self.terms = server, server.keeper, server.terms
+        self.server, self.keeper, self.settings = server, server.keeper, server.settings
         self.round: Round | None = None
-        self.expected = self.terms.workers
+        self.expected = self.settings.workers
         """Workers that must have come before the first round."""
         self.stopped = False
         self._rounds = 0
@@ -56,8 +56,8 @@ class Together:
     @property
     def ticket(self) -> int | None:
         """The batch that is next; None after the last."""
-        number = self.server.version - self.terms.step + self.terms.first
-        done = self.stopped or (self.terms.total is not None and number >= self.terms.total)
+        number = self.server.version - self.settings.step + self.settings.first
+        done = self.stopped or (self.settings.total is not None and number >= self.settings.total)
         return None if done else number
 
     @property
@@ -66,17 +66,17 @@ class Together:
 
     # Coming and going; the server's lock is held
 
-    def join(self, peer: Peer) -> None:
-        if self.round is None or not any(id in self.server.peers for id in self.round.members):
+    def join(self, client: Client) -> None:
+        if self.round is None or not any(id in self.server.clients for id in self.round.members):
             self._begin()
 
     def lost(self, worker: int, *, left: bool) -> None:
         round = self.round
-        if round is None or worker not in round.missing or round.heard is not None:
+        if round is None or worker not in round.missing or round.reply is not None:
             return
-        if self.terms.lost == "redo" or left:
-            if self.server.leads and not left and not round.dead:
-                self.server.say(f"step {self.server.version + 1} is done again by those left")
+        if self.settings.lost == "redo" or left:
+            if self.server.coordinates and not left and not round.dead:
+                self.server.note(f"step {self.server.version + 1} is done again by those left")
             round.dead = True
             self._begin()
         else:
@@ -84,39 +84,39 @@ class Together:
             self._complete(round)
 
     def _begin(self) -> None:
-        here = tuple(sorted(self.server.peers))
-        if self.server.leads and self.server.own >= self.expected and self.ticket is not None:
+        here = tuple(sorted(self.server.clients))
+        if self.server.coordinates and self.server.own >= self.expected and self.ticket is not None:
             self._rounds += 1
             self.round = Round(f"{self.server.incarnation}/{self._rounds}", self.ticket, here)
             self.expected = 1
-        elif self.server.leads:
+        elif self.server.coordinates:
             self.round = None
         self.server.lock.notify_all()
 
-    def place(self, peer: Peer) -> dict[str, Any]:
+    def place(self, client: Client) -> dict[str, Any]:
         """Which batch is next for this worker, and with whom it shares it; waits until there is one."""
-        self.server.wait(peer, lambda: self.finished or (self.round is not None and peer.id in self.round.members))
+        self.server.wait(client, lambda: self.finished or (self.round is not None and client.id in self.round.members))
         if self.finished:
-            return {"ticket": None, "members": [peer.id], "round": "", "first": self.server.first}
+            return {"ticket": None, "members": [client.id], "round": "", "leader": self.server.leader}
         assert self.round is not None
         members = list(self.round.members)
-        return {"ticket": self.round.ticket, "members": members, "round": self.round.name, "first": members[0]}
+        return {"ticket": self.round.ticket, "members": members, "round": self.round.name, "leader": members[0]}
 
     # A step
 
-    def meet(self, peer: Peer, words: dict[str, Any]) -> dict[str, Any] | None:
+    def meet(self, client: Client, words: dict[str, Any]) -> dict[str, Any] | None:
         """What all workers say, in their order; None: the batch is to be done again, since one is gone."""
         round, number, since = self.round, words["number"], time.monotonic()
         if round is None or round.dead or round.name != words["round"]:
             return None
         meeting = round.meetings.setdefault(number, {})
-        meeting[peer.id] = words["said"]
+        meeting[client.id] = words["said"]
         if len(meeting) == len(round.members):
-            round.meetings.pop(number - 1, None)  # who is here has heard it
+            round.meetings.pop(number - 1, None)  # who is here has it
             self.server.lock.notify_all()
         absent = lambda: set(round.members) - meeting.keys()
         ready = lambda: not absent() or round.dead or not absent().isdisjoint(round.lost)
-        self.server.wait(peer, ready, tick=lambda: self._hung(round, absent(), since))
+        self.server.wait(client, ready, tick=lambda: self._hung(round, absent(), since))
         if not absent():
             return {"all": [meeting[id] for id in round.members]}
         if not round.dead:
@@ -124,24 +124,24 @@ class Together:
             self._begin()
         return None
 
-    def push(self, peer: Peer, message: Message) -> dict[str, Any] | None:
+    def push(self, client: Client, message: Message) -> dict[str, Any] | None:
         """What all workers have to say, once all have spoken; None: the batch is to be done again."""
-        if not self.server.leads:
+        if not self.server.coordinates:
             self._follow(message.words)
         round = self.round
         if round is None or round.dead or round.name != message.words["round"]:
             return None
         if not round.pushes:
             round.began = time.monotonic()
-        round.pushes[peer.id] = Push.of(peer, message)
-        round.lost.discard(peer.id)
+        round.pushes[client.id] = Push.of(client, message)
+        round.lost.discard(client.id)
         self._complete(round)
         self.server.wait(
-            peer,
-            lambda: round.heard is not None or round.dead,
+            client,
+            lambda: round.reply is not None or round.dead,
             tick=lambda: self._hung(round, round.missing, round.began),
         )
-        return round.heard  # also if others have gone on since: their step was this worker's too
+        return round.reply  # also if others have gone on since: their step was this worker's too
 
     def _follow(self, words: dict[str, Any]) -> None:
         """Be in the round that the first server has begun."""
@@ -150,20 +150,20 @@ class Together:
                 self.round.dead = True
                 self.server.lock.notify_all()
             self.round = Round(words["round"], words["ticket"], tuple(words["members"]))
-        gone = {id for id in self.round.missing if id not in self.server.peers}
-        if gone and self.terms.lost == "redo":
+        gone = {id for id in self.round.missing if id not in self.server.clients}
+        if gone and self.settings.lost == "redo":
             self.round.dead = True
             self.server.lock.notify_all()
         self.round.lost |= gone
 
     def _hung(self, round: Round, missing: set[int], since: float) -> None:
         """Give up on those that are connected, but do not send."""
-        if time.monotonic() - since > self.terms.patience and round.heard is None and not round.dead:
+        if time.monotonic() - since > self.settings.patience and round.reply is None and not round.dead:
             for worker in missing:
-                self.server.drop(worker, f"sent nothing for {self.terms.patience:g} s")
+                self.server.drop(worker, f"sent nothing for {self.settings.patience:g} s")
 
     def _complete(self, round: Round) -> None:
-        if round.heard is None and not round.dead and not round.missing and round.pushes:
+        if round.reply is None and not round.dead and not round.missing and round.pushes:
             self._sum(round, [id for id in round.members if id in round.pushes])
 
     def _sum(self, round: Round, workers: list[int]) -> None:
@@ -172,37 +172,37 @@ class Together:
         with current().span("sum"):
             for i, push in enumerate(pushes):
                 (self.keeper.add if i else self.keeper.load)(push.gradients)
-        told = [push.words for push in pushes]
+        sent = [push.words for push in pushes]
         broken = {push.worker: push.words["broken"] for push in pushes}
-        round.heard = {
-            "loss": math.fsum(words["loss"] for words in told) if all(_finite(w["loss"]) for w in told) else math.nan,
-            "count": sum(words["count"] for words in told),
-            "stop": sum(words["stop"] for words in told),
+        round.reply = {
+            "loss": math.fsum(words["loss"] for words in sent) if all(_finite(w["loss"]) for w in sent) else math.nan,
+            "count": sum(words["count"] for words in sent),
+            "stop": sum(words["stop"] for words in sent),
             "broken": [broken.get(id, 0.0) for id in round.members],
             "summed": workers,
             "square": self.keeper.square(),
         }
         self.server.lock.notify_all()
 
-    def agree(self, peer: Peer, workers: list[int]) -> dict[str, Any] | None:
+    def agree(self, client: Client, workers: list[int]) -> dict[str, Any] | None:
         """Sum over ``workers`` alone: another server has lost the others before they had sent it their share."""
         round = self.round
-        if round is None or round.dead or peer.id not in round.pushes or round.heard is None:
+        if round is None or round.dead or client.id not in round.pushes or round.reply is None:
             return None
-        if round.heard["summed"] != workers:
+        if round.reply["summed"] != workers:
             self._sum(round, workers)
-        return round.heard
+        return round.reply
 
-    def step(self, peer: Peer, message: Message) -> bool:
+    def step(self, client: Client, message: Message) -> bool:
         """Step, if no other worker's word has made it so. False: the batch is to be done again."""
         round = self.round
-        if round is None or round.dead or round.heard is None or peer.id not in round.pushes:
+        if round is None or round.dead or round.reply is None or client.id not in round.pushes:
             return False
-        pushes = [round.pushes[id] for id in round.heard["summed"]]
+        pushes = [round.pushes[id] for id in round.reply["summed"]]
         names = self.keeper.parcel.names
         reached = set().union(*(push.reached(names) for push in pushes))
         words = message.words
-        with self.server.turns.changing(), current().span("update"):
+        with self.server.access.changing(), current().span("update"):
             updated = self.keeper.step(
                 reached, loss=words["loss"], correction=words["correction"], norm=words["norm"], ticks=1
             )
@@ -210,26 +210,26 @@ class Together:
                 self.keeper.statistics.merge([push.statistics for push in pushes])
             for push in round.pushes.values():
                 record = self.server.records[push.worker]
-                record.applied, record.heard = push.sequence, round.heard
+                record.applied, record.reply = push.sequence, round.reply
                 record.result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": 0}
                 record.result |= {"step": self.server.version + 1}
             samples = sum(push.words["samples"] for push in pushes)
             self.server.stepped(samples=samples, staleness=[0])
-        if self.server.leads and len(pushes) < len(round.members):
-            self.server.say(f"step {self.server.version} was averaged over the {samples:g} samples of those left")
+        if self.server.coordinates and len(pushes) < len(round.members):
+            self.server.note(f"step {self.server.version} was averaged over the {samples:g} samples of those left")
         self._begin()
         return True
 
-    def drop(self, peer: Peer, message: Message) -> None:
-        """A worker does not want the step that it heard of; as all heard the same, none does."""
+    def drop(self, client: Client, message: Message) -> None:
+        """A worker does not want the step; as all got the same reply, none does."""
         self.stopped |= bool(message.words.get("stop"))
         round = self.round
-        if self.stopped and round is not None and round.heard is None:
+        if self.stopped and round is not None and round.reply is None:
             round.dead = True
-        push = None if round is None else round.pushes.get(peer.id)
+        push = None if round is None else round.pushes.get(client.id)
         if round is not None and push is not None and push.sequence == message.sequence:
             round.dead = True
-            self._begin() if self.server.leads else None
+            self._begin() if self.server.coordinates else None
         self.server.lock.notify_all()
 
     def facts(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ KINDS = (
     "hello",
     "welcome",
     "push",
-    "heard",
+    "reply",
     "agree",
     "step",
     "drop",
@@ -46,7 +46,7 @@ KINDS = (
     "error",
     "state",
     "meet",
-    "after",
+    "wait",
     "join",
 )
 WORDS_LIMIT = 1 << 20  # bytes
@@ -62,11 +62,11 @@ class WireError(MeshfitError):
     """What came is no message of ours, or not the one that was due."""
 
 
-class Gone(ConnectionError):
+class ConnectionLost(ConnectionError):
     """The other end has closed the connection, or died."""
 
 
-class TurnedAway(Gone):
+class TurnedAway(ConnectionLost):
     """The other end closed the connection when it had seen our proof: it knows another secret, or died just then."""
 
 
@@ -119,7 +119,7 @@ class Wire:
             for part in payload:
                 self._end.sendall(part)
         except (ConnectionError, OSError) as error:
-            raise Gone(str(error)) from None
+            raise ConnectionLost(str(error)) from None
         self.sent += size
         self.sent_all += size + len(head)
 
@@ -140,7 +140,7 @@ class Wire:
             else:
                 head = self._end.recv(HEADER.size)
             if not head:
-                raise Gone("the other end has left")
+                raise ConnectionLost("the other end has left")
             head += self._read(HEADER.size - len(head))
             magic, protocol, kind, worker, sequence, version, told, size = HEADER.unpack(head)
             if magic == MAGIC and protocol != PROTOCOL:
@@ -168,7 +168,7 @@ class Wire:
             raise
         except OSError as error:
             _close(fds)
-            raise error if isinstance(error, Gone) else Gone(str(error)) from None
+            raise error if isinstance(error, ConnectionLost) else ConnectionLost(str(error)) from None
         except BaseException:
             _close(fds)
             raise
@@ -208,12 +208,12 @@ class Wire:
         while into.nbytes:
             count = self._end.recv_into(into, min(into.nbytes, 1 << 24))
             if not count:
-                raise Gone("the other end left in the middle of a message")
+                raise ConnectionLost("the other end left in the middle of a message")
             into = into[count:]
 
 
 def connect(address: str, secret: bytes, *, worker: int = 0, timeout: float = 10.0) -> Wire:
-    """Reach a server and prove who we are. ``Gone`` where nobody answers, ``WireError`` where it is not ours."""
+    """Reach a server, and authenticate. ``ConnectionLost`` where nobody answers, ``WireError`` where it is not ours."""
     family, where = parse(address)
     end = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -233,7 +233,7 @@ def connect(address: str, secret: bytes, *, worker: int = 0, timeout: float = 10
         raise
     except (OSError, TimeoutError) as error:
         end.close()
-        raise Gone(f"no server answers at {address}: {error}") from None
+        raise ConnectionLost(f"no server answers at {address}: {error}") from None
     except BaseException:
         end.close()
         raise

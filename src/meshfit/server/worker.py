@@ -1,9 +1,8 @@
 """A worker of model servers: computes gradients, and lets the servers step.
 
-It has the form of the other exchanges (``arm``, ``finish``, ``gradients``, ``norm``, ``clear``, ``remove``), and holds
-no optimizer: ``Served`` stands where ``Update`` does. The servers say which batch is next (``ticket``) and with whom it
-is shared (``share``): so a worker may come late, another may go, a server may be started again, and every batch is
-still worked on once.
+An ``Exchange`` without an optimizer: ``ServerUpdate`` stands in for ``Update``. The servers hand out batches
+(``ticket``), and say with whom each is shared (``share``): so a worker may come late, another may go, a server may be
+started again, and every batch is still computed once.
 
     traffic   gradients up and weights down, each once a step: 2P bytes
     memory    weights and gradients, on this host shared with the servers; no optimizer state
@@ -27,15 +26,15 @@ from meshfit.errors import RankError
 from meshfit.exchange.allreduce import StepScalars
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.update import Updated
-from meshfit.server.connection import Line
+from meshfit.server.connection import ServerConnection
 from meshfit.server.cost import Payload
 from meshfit.server.cost import worker as worker_cost
 from meshfit.server.packing import shares
 from meshfit.server.snapshot import put_down
-from meshfit.server.wire import Gone, Message
+from meshfit.server.wire import ConnectionLost, Message
 
 if TYPE_CHECKING:
-    from meshfit.server.worker_group import Crew
+    from meshfit.server.worker_group import WorkerGroup
 
 BETWEEN_SECONDS = 0.002  # two looks at servers that are about to step
 
@@ -62,8 +61,8 @@ class Worker:
         self.device = device = torch.device(device)
         self._payload = Payload.of(model, servers=len(addresses), compress=compress)
         lots = shares(model, len(addresses))
-        self.lines = [
-            Line(
+        self.connections = [
+            ServerConnection(
                 address,
                 secret,
                 lot,
@@ -88,12 +87,12 @@ class Worker:
         self.ticket: int | None = None
         """The batch to work on; None: all are done."""
         self.members: list[int] = [id]
-        self.first = id
+        self.leader = id
         """The worker that does, of those at work, what one does for all."""
         self.at_work = False
         """Whether it is in the middle of a batch."""
         self.summed = True
-        """Whether what was heard is of all that shared the batch; False: one was lost, and left out."""
+        """Whether the sums are of all that shared the batch; False: one was lost, and left out."""
         self.sequence = 0
         self.again = 0
         """How often a batch had to be done again."""
@@ -104,9 +103,9 @@ class Worker:
         self._reached: set[int] = set()
         self._hooks = [p.register_post_accumulate_grad_hook(self._seen) for p in self.parameters]
         try:
-            for line in self.lines[::-1]:  # the first last: it gives out batches to those that are ready
-                line.connect(patience)
-                line.clear()
+            for connection in self.connections[::-1]:  # the first last: it gives out batches to those that are ready
+                connection.connect(patience)
+                connection.clear()
             self._ask_place()
         except BaseException:
             self.remove()
@@ -135,16 +134,19 @@ class Worker:
 
     @property
     def learning_rate(self) -> float:
-        return self.lines[0].learning_rate
+        return self.connections[0].learning_rate
 
     @property
     def version(self) -> int:
-        return self.lines[0].version
+        return self.connections[0].version
 
     @property
     def moved(self) -> dict[str, int]:
         """Bytes that went up and came down, so far."""
-        return {"push": sum(line.moved_up for line in self.lines), "pull": sum(line.moved_down for line in self.lines)}
+        return {
+            "push": sum(connection.moved_up for connection in self.connections),
+            "pull": sum(connection.moved_down for connection in self.connections),
+        }
 
     def cost(self) -> Cost:
         """Of a step."""
@@ -157,20 +159,20 @@ class Worker:
         self._armed = {"loss": loss, "count": count, "stop": float(stop), "broken": broken}
 
     def finish(self) -> StepScalars:
-        """Send the gradients; hear what all workers sent, summed."""
+        """Send the gradients; the sums over all workers."""
         words = {key: float(value) for key, value in self._armed.items()}
         self.at_work = False
         words["samples"] = words["count"] if self.samples is None else float(self.samples)
         words |= {"ticket": self.ticket, "members": self.members, "round": self._round}
         self.sequence += 1
         self._pushed = True
-        for line in self.lines:
-            line.pack()
-        masks = [{"reached": self._mask(line)} for line in self.lines]
+        for connection in self.connections:
+            connection.pack()
+        masks = [{"reached": self._mask(connection)} for connection in self.connections]
         answers = self._ask("push", [words | mask for mask in masks], push=True)
-        heard = self._agreed(answers)
-        self.norm = torch.tensor(math.sqrt(sum(each["square"] for each in heard)), dtype=torch.float64)
-        first = heard[0]
+        replies = self._agreed(answers)
+        self.norm = torch.tensor(math.sqrt(sum(each["square"] for each in replies)), dtype=torch.float64)
+        first = replies[0]
         self.summed = len(first["summed"]) == len(self.members)
         return StepScalars(first["loss"], first["count"], first["stop"], first["broken"])
 
@@ -178,49 +180,49 @@ class Worker:
         """Say something to those that share the batch, in the middle of it; what each says, in their order."""
         self._meetings += 1
         words = {"round": self._round, "number": self._meetings, "said": said}
-        (answer,) = self._ask("meet", [words], lines=self.lines[:1])
+        (answer,) = self._ask("meet", [words], connections=self.connections[:1])
         if answer.kind == "again":
             self._start_over()
         return answer.words["all"]
 
-    def after_others(self) -> bool:
+    def wait_for_earlier(self) -> bool:
         """At the end: wait until those before this worker are gone. Whether one of them had done all there was."""
-        (answer,) = self._ask("after", [{}], lines=self.lines[:1])
+        (answer,) = self._ask("wait", [{}], connections=self.connections[:1])
         return answer.words["done"]
 
-    def _mask(self, line: Line) -> str:
+    def _mask(self, connection: ServerConnection) -> str:
         bits = 0
-        for i, name in enumerate(line.parcel.names):
-            bits |= (id(line.parameters[name]) in self._reached) << i
+        for i, name in enumerate(connection.parcel.names):
+            bits |= (id(connection.parameters[name]) in self._reached) << i
         return f"{bits:x}"
 
     def _agreed(self, answers: list[Message]) -> list[dict[str, Any]]:
-        """What all servers summed over the same workers: where one lost a worker that another still heard, without."""
+        """The replies, summed by all servers over the same workers: without one that a server has lost."""
         while True:
             if any(answer.kind == "again" for answer in answers):
                 self._start_over()
-            heard = [answer.words for answer in answers]
-            common = [id for id in heard[0]["summed"] if all(id in each["summed"] for each in heard)]
-            if all(each["summed"] == common for each in heard):
-                return heard
-            answers = self._ask("agree", [{"summed": common}] * len(self.lines))
+            replies = [answer.words for answer in answers]
+            common = [id for id in replies[0]["summed"] if all(id in each["summed"] for each in replies)]
+            if all(each["summed"] == common for each in replies):
+                return replies
+            answers = self._ask("agree", [{"summed": common}] * len(self.connections))
 
     def step(self, loss: float, correction: float, norm: float) -> Updated:
         """Have the servers step, and take their weights."""
         words = {"loss": loss, "correction": correction, "norm": norm}
-        apart = self.asynchronous and len(self.lines) > 1
-        each = [words | {"pull": not apart or i == 0} for i in range(len(self.lines))]
+        in_turn = self.asynchronous and len(self.connections) > 1
+        each = [words | {"pull": not in_turn or i == 0} for i in range(len(self.connections))]
         answers = self._ask("step", each)
         if any(answer.kind == "again" for answer in answers):
             self._start_over()
-        if apart:  # the first server has held this worker back: the others' weights are taken after that
-            self._ask("pull", [{}] * (len(self.lines) - 1), lines=self.lines[1:])
+        if in_turn:  # the first server has held this worker back: the others' weights are taken after that
+            self._ask("pull", [{}] * (len(self.connections) - 1), connections=self.connections[1:])
         self._pushed = False
         first = answers[0].words
         self._take_place(first)
         self.staleness, self.taken, self.seen = first["staleness"], first["step"], first["samples"]
-        for line in self.lines:
-            line.settle(first["taken"])
+        for connection in self.connections:
+            connection.settle(first["taken"])
         return Updated(first["norm"], first["taken"])
 
     @property
@@ -237,21 +239,21 @@ class Worker:
     def forget(self) -> None:
         """Forget gradients that were not sent."""
         self._reached.clear()
-        for line in self.lines:
-            line.clear()
+        for connection in self.connections:
+            connection.clear()
 
     def remove(self) -> None:
         """Leave the servers, and the parameters as they were found."""
         for hook in self._hooks:
             hook.remove()
-        for line in self.lines:
-            with suppress(Gone):
-                line.send("leave", self.sequence)
-            line.release()
+        for connection in self.connections:
+            with suppress(ConnectionLost):
+                connection.send("leave", self.sequence)
+            connection.release()
 
     def pull(self, *, averaged: bool = False) -> None:
         """Take the weights as they are now."""
-        self._ask("pull", [{"averaged": averaged}] * len(self.lines))
+        self._ask("pull", [{"averaged": averaged}] * len(self.connections))
 
     def state(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
         """What each server keeps: tensors and facts, as its snapshots hold them. For processes of one host."""
@@ -259,7 +261,7 @@ class Worker:
 
     def kept(self) -> list[Path]:
         """Folders in which each server has put down what it keeps now."""
-        return [Path(answer.words["path"]) for answer in self._ask("state", [{}] * len(self.lines))]
+        return [Path(answer.words["path"]) for answer in self._ask("state", [{}] * len(self.connections))]
 
     def stop(self) -> None:
         """Let the training end here, for all workers."""
@@ -270,47 +272,52 @@ class Worker:
     # Asking
 
     def _ask(
-        self, kind: str, words: list[dict[str, Any]], *, push: bool = False, lines: list[Line] | None = None
+        self,
+        kind: str,
+        words: list[dict[str, Any]],
+        *,
+        push: bool = False,
+        connections: list[ServerConnection] | None = None,
     ) -> list[Message]:
-        """Send to all, then hear all. A connection that broke is made anew, and the question asked again: the server
-        knows by its number whether it has done it."""
-        lines = self.lines if lines is None else lines
+        """Send to all, then receive from all. A connection that broke is made anew, and the request sent again: by its
+        sequence number the server knows whether it was carried out."""
+        connections = self.connections if connections is None else connections
         ask = [
-            lambda line=line, told=told: line.send(kind, self.sequence, told, push=push)
-            for line, told in zip(lines, words, strict=True)
+            lambda connection=connection, request=request: connection.send(kind, self.sequence, request, push=push)
+            for connection, request in zip(connections, words, strict=True)
         ]
-        for line, send in zip(lines, ask, strict=True):
-            self._insist(line, send, lambda: None)
+        for connection, send in zip(connections, ask, strict=True):
+            self._insist(connection, send, lambda: None)
         return [
-            self._insist(line, lambda line=line: line.recv(self.timeout), send)
-            for line, send in zip(lines, ask, strict=True)
+            self._insist(connection, lambda connection=connection: connection.recv(self.timeout), send)
+            for connection, send in zip(connections, ask, strict=True)
         ]
 
-    def _insist(self, line: Line, act: Callable[[], Any], before: Callable[[], Any]) -> Any:
+    def _insist(self, connection: ServerConnection, act: Callable[[], Any], before: Callable[[], Any]) -> Any:
         while True:
             try:
                 return act()
             except TimeoutError:
                 raise RankError(
-                    f"the server at {line.address} has not answered for {self.timeout:g} s",
-                    f"worker {self.id} asked at step {line.version}; another worker may be hung",
+                    f"the server at {connection.address} has not answered for {self.timeout:g} s",
+                    f"worker {self.id} asked at step {connection.version}; another worker may be hung",
                 ) from None
-            except Gone:
-                self._reconnect(line)
+            except ConnectionLost:
+                self._reconnect(connection)
                 try:
                     before()
-                except Gone:
+                except ConnectionLost:
                     continue
 
-    def _reconnect(self, line: Line) -> None:
+    def _reconnect(self, connection: ServerConnection) -> None:
         """Reach a server again. One that was started anew is where its snapshot was: so are then all, and we."""
-        line.close()
+        connection.close()
         try:
-            if not line.connect(self.patience):
+            if not connection.connect(self.patience):
                 return
-        except Gone as error:
+        except ConnectionLost as error:
             raise RankError(str(error), f"worker {self.id} was at step {self.version}") from None
-        others = [other for other in self.lines if other is not line]
+        others = [other for other in self.connections if other is not connection]
         for other in others:
             other.close()
             other.connect(self.patience)
@@ -318,16 +325,16 @@ class Worker:
                 self._take_all(others)
         self._start_over(drop=False)
 
-    def _take_all(self, lines: list[Line]) -> None:
-        for line in lines:
-            line.send("pull", self.sequence)
-            line.recv(self.timeout)
+    def _take_all(self, connections: list[ServerConnection]) -> None:
+        for connection in connections:
+            connection.send("pull", self.sequence)
+            connection.recv(self.timeout)
 
     def _drop(self, *, stop: bool = False) -> None:
         self._pushed = False
-        for line in self.lines:
-            with suppress(Gone):
-                line.send("drop", self.sequence, {"stop": stop})
+        for connection in self.connections:
+            with suppress(ConnectionLost):
+                connection.send("drop", self.sequence, {"stop": stop})
 
     def _start_over(self, *, drop: bool = True) -> None:
         """Void the batch under way; take the weights, and the place, that there are now."""
@@ -335,8 +342,8 @@ class Worker:
         self.at_work = False
         if drop:
             self._drop()
-            for line in self.lines:
-                line.settle(False)
+            for connection in self.connections:
+                connection.settle(False)
         self._pushed = False
         self.forget()
         if drop:
@@ -345,36 +352,36 @@ class Worker:
         raise RepeatBatch
 
     def _ask_place(self) -> None:
-        (answer,) = self._ask("where", [{}], lines=self.lines[:1])
+        (answer,) = self._ask("where", [{}], connections=self.connections[:1])
         self._take_place(answer.words)
         if answer.version != self.version:  # others have stepped while this worker waited for its place
             self.pull()
         until = time.monotonic() + self.timeout
-        while not self.asynchronous and len({line.version for line in self.lines}) > 1:
+        while not self.asynchronous and len({connection.version for connection in self.connections}) > 1:
             if time.monotonic() > until:
-                versions = ", ".join(str(line.version) for line in self.lines)
+                versions = ", ".join(str(connection.version) for connection in self.connections)
                 raise RankError(f"the servers have not come to one step for {self.timeout:g} s", f"steps {versions}")
             time.sleep(BETWEEN_SECONDS)  # the first has stepped; the word to do so is on its way to the others
             self.pull()
 
     def _take_place(self, words: dict[str, Any]) -> None:
-        self.ticket, self._round, self.first = words["ticket"], words["round"], words["first"]
+        self.ticket, self._round, self.leader = words["ticket"], words["round"], words["leader"]
         self._meetings = 0
         if self.ticket is not None:
             self.members = words["members"]
 
 
-class Served:
+class ServerUpdate:
     """Stands where ``Update`` does: the step that a server takes."""
 
     scale = offload = None
     span = "exchange"
 
-    def __init__(self, worker: "Worker | Crew", *, ema: bool = False):
+    def __init__(self, worker: "Worker | WorkerGroup", *, ema: bool = False):
         self.worker = worker
         self.scheduler: Any = None
         """As the servers' is when a checkpoint is saved."""
-        self.average = ServedAverage(worker) if ema else None
+        self.average = ServerAverage(worker) if ema else None
 
     @property
     def learning_rate(self) -> float:
@@ -390,10 +397,10 @@ class Served:
         return self.worker.step(float(loss), float(correction), float(self.worker.norm))
 
 
-class ServedAverage:
+class ServerAverage:
     """The averaged weights, which the servers keep."""
 
-    def __init__(self, worker: "Worker | Crew"):
+    def __init__(self, worker: "Worker | WorkerGroup"):
         self.worker, self._swapped = worker, False
         self.held: dict[str, Tensor] = {}
         """By name, when they have been asked for."""

@@ -1,13 +1,13 @@
 """A worker of model servers that is several ranks: each holds a part of the model, by whatever layout.
 
-To the servers a crew is one worker. Its first rank has the connections, and a stand-in for the whole model whose
-gradients and weights lie in memory that all ranks of the crew see: each rank copies its parts of the gradients there,
-and of the weights from there. Nothing is gathered. What several ranks hold alike, the first of them sends.
+To the servers the group is one worker. Its first rank has the connections, and a stand-in for the whole model whose
+gradients and weights are in memory that all ranks of the group map: each rank copies its parts of the gradients there,
+and of the weights from there. Nothing is gathered. What several ranks replicate, the first of them sends.
 
-Within a crew gradients are summed as without servers (``inner``); ``finish``, ``step`` and ``pull`` are done by all its
-ranks together, so all know the same batch, the same weights, and whether it is to be done again.
+Within the group gradients are reduced as without servers (``inner``). ``finish``, ``step`` and ``pull`` are collective,
+so all ranks have the same batch, the same weights, and repeat a batch together.
 
-    memory    of a crew 2P on the host, beside what each rank holds
+    memory    of a group 2P on the host, beside what each rank holds
     traffic   of a rank its part of the gradients up, of the weights down; one small all_reduce and two broadcasts
 """
 
@@ -33,17 +33,17 @@ from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.update import Updated
 from meshfit.plan import Plan
 from meshfit.server.cost import Payload
-from meshfit.server.shared_memory import Region
-from meshfit.server.shared_model import Part, Whole, hand_out, receive
+from meshfit.server.shared_memory import SharedMemory
+from meshfit.server.shared_model import SharedPart, WholeModel, hand_out, receive
 from meshfit.server.snapshot import put_down
 from meshfit.server.worker import Worker
 
-FACTS = 9  # whether it is to be done again; then what ``Crew._mirror`` reads
-HEARD = 4  # loss, count, stop, norm; then a slot a worker for broken losses
+FACTS = 9  # whether it is to be done again; then what ``WorkerGroup._mirror`` reads
+SUMS = 4  # loss, count, stop, norm; then a slot a worker for broken losses
 
 
-class Crew:
-    """Has the form of ``Worker``. All ranks of the worker's world make it together; ``reach`` makes the worker itself,
+class WorkerGroup:
+    """An exchange like ``Worker``. All ranks of the worker's world make it together; ``reach`` makes the worker itself,
     in the first of them, of the ``model`` that stands in for the whole there. They meet at ``address``, a path."""
 
     summed = True
@@ -52,7 +52,7 @@ class Crew:
         self,
         inner: Any,
         placed: Placed,
-        whole: Whole,
+        whole: WholeModel,
         *,
         workers: int,
         shares: int,
@@ -60,8 +60,8 @@ class Crew:
         reach: Callable[[nn.Module], Worker],
         address: str,
     ):
-        """``shares``: parts into which the crew cuts what it is given of a batch; ``workers``: how many are told apart
-        when a loss breaks."""
+        """``shares``: parts into which the group splits its share of a batch; ``workers``: how many have a flag for a
+        loss that is not finite."""
         self.inner, self.placed, self.whole, self.workers, self.shares = inner, placed, whole, workers, shares
         self.size = dist.get_world_size()
         self.parameters = inner.parameters
@@ -81,31 +81,33 @@ class Crew:
 
     def _share(
         self, model: nn.Module | None, reach: Callable[[nn.Module], Worker], address: str
-    ) -> tuple[list[Region], list[Region]]:
-        """The memory of the lines, and what there is beside."""
+    ) -> tuple[list[SharedMemory], list[SharedMemory]]:
+        """The memory of the connections, and what there is beside."""
         if model is None:
             fds = receive(address, len(self.whole.sizes) + len(self.whole.regions()))
             sizes = [*self.whole.sizes, *self.whole.regions()]
-            made = [Region.map(fd, *size) for fd, size in zip(fds, sizes, strict=True)]
+            made = [SharedMemory.map(fd, *size) for fd, size in zip(fds, sizes, strict=True)]
             return made[: len(self.whole.sizes)], made[len(self.whole.sizes) :]
-        beside = [Region.make(*size) for size in self.whole.regions()]
+        beside = [SharedMemory.make(*size) for size in self.whole.regions()]
         views = self.whole.running.views(beside[0].up)
         for name, buffer in running_statistics(model).items():
             views[name].copy_(buffer)
             buffer.data = views[name]
         self.worker = reach(model)
-        for line in self.worker.lines:
-            line.counted = False
-        lines = [line.region for line in self.worker.lines]
-        hand_out(address, [region.fd for region in (*lines, *beside) if region.fd is not None], self.size - 1)
-        return lines, beside
+        for connection in self.worker.connections:
+            connection.counted = False
+        connections = [connection.memory for connection in self.worker.connections]
+        hand_out(address, [memory.fd for memory in (*connections, *beside) if memory.fd is not None], self.size - 1)
+        return connections, beside
 
-    def _parts(self, lines: list[Region], beside: list[Region]) -> tuple[list[Part], list[Part]]:
+    def _parts(
+        self, connections: list[SharedMemory], beside: list[SharedMemory]
+    ) -> tuple[list[SharedPart], list[SharedPart]]:
         whole, ups, downs = self.whole, {}, {}
-        self._gradients = [region.up for region in (beside[1:] if whole.compressed else lines)]
-        for parcel, up, region in zip(whole.parcels, self._gradients, lines, strict=True):
+        self._gradients = [memory.up for memory in (beside[1:] if whole.compressed else connections)]
+        for parcel, up, memory in zip(whole.parcels, self._gradients, connections, strict=True):
             ups |= parcel.views(up[: parcel.bytes])
-            downs |= parcel.views(region.down[: parcel.bytes])
+            downs |= parcel.views(memory.down[: parcel.bytes])
         self._ups = ups
         running = whole.running.views(beside[0].up)
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
@@ -124,13 +126,13 @@ class Crew:
 
         def parts(
             some: Sequence[tuple[str, Tensor, ShardLayout]], up: dict[str, Tensor], down: dict[str, Tensor]
-        ) -> Iterator[Part]:
+        ) -> Iterator[SharedPart]:
             for name, tensor, lies in some:
                 for piece in lies.pieces:
                     if volume(piece.box):
                         at = tuple(slice(*ends) for ends in piece.box)
                         sends = first[name, piece.box] == dist.get_rank()
-                        yield Part(name, tensor, piece, up[name][at], down[name][at], sends)
+                        yield SharedPart(name, tensor, piece, up[name][at], down[name][at], sends)
 
         return list(parts(held, ups, downs)), list(parts(norms, running, running))
 
@@ -177,11 +179,11 @@ class Crew:
         self.moved["pull"] += moved
         current().moved("pull", moved)
 
-    # What the first rank does, and all hear of
+    # What the first rank does, broadcast to all
 
     def _facts(self, act: Callable[[], list[float]]) -> list[float]:
         """What ``act`` returns in the first rank, on all; ``RepeatBatch`` too: weights and place are then new."""
-        room = HEARD + self.workers
+        room = SUMS + self.workers
         said = torch.zeros(FACTS + room, dtype=torch.float64)
         worker = self.worker
         if worker is not None:
@@ -191,8 +193,8 @@ class Crew:
             except RepeatBatch:
                 again = 1.0
             place, ticket = worker.share, -1 if worker.ticket is None else worker.ticket
-            told = [again, ticket, *place, worker.version, worker.taken, worker.seen, worker.staleness]
-            said[: FACTS + len(found)] = torch.tensor([*told, worker.learning_rate, *found], dtype=torch.float64)
+            facts = [again, ticket, *place, worker.version, worker.taken, worker.seen, worker.staleness]
+            said[: FACTS + len(found)] = torch.tensor([*facts, worker.learning_rate, *found], dtype=torch.float64)
         current().moved("broadcast", said.nbytes)
         dist.broadcast(said, 0)
         again, *rest = said.tolist()
@@ -244,7 +246,7 @@ class Crew:
         self.inner.arm(loss, count, stop=stop, broken=broken)
 
     def finish(self) -> StepScalars:
-        """Send the gradients; hear what all workers sent, summed."""
+        """Send the gradients; the sums over all workers."""
         scalars = self.inner.finish()
         reached, names = set(self._give()), self.whole.names
         flags = torch.tensor([*(name in reached for name in names), 0.0], dtype=torch.float64)
@@ -265,10 +267,10 @@ class Crew:
             worker.reach(name for name, flag in zip(names, flags.tolist(), strict=False) if flag)
             worker.samples = float(flags[-1])
             worker.arm(loss, count, stop=bool(stop), broken=broken)
-            heard = worker.finish()
+            sums = worker.finish()
             assert worker.norm is not None
-            told = [float(each) for each in heard.broken][: self.workers]
-            return [float(heard.loss), float(heard.count), float(heard.stop), float(worker.norm), *told]
+            facts = [float(each) for each in sums.broken][: self.workers]
+            return [float(sums.loss), float(sums.count), float(sums.stop), float(worker.norm), *facts]
 
         loss, count, stop, norm, *every = self._facts(push)
         self.norm = torch.tensor(norm, dtype=torch.float64)
@@ -350,11 +352,11 @@ def cost(plan: Plan, payload: Payload, held: Trace, earlier: Collection[str]) ->
     }
     up, down = sum(size for name, size in tensors.items() if name not in earlier), sum(tensors.values())
     memory = sum((*payload.up, *payload.down))
-    return _cost(up, down, memory, names=len(payload.parameters), workers=plan.data, ranks=plan.crew)
+    return _cost(up, down, memory, names=len(payload.parameters), workers=plan.data, ranks=plan.worker_size)
 
 
 def _cost(up: int, down: int, memory: int, *, names: int, workers: int, ranks: int) -> Cost:
-    said = 2 * 8 * (FACTS + HEARD + workers)
+    said = 2 * 8 * (FACTS + SUMS + workers)
     return Cost(
         host={"payload": memory // ranks},
         calls={"push": 1, "pull": 1, "all_reduce": 1, "broadcast": 2},

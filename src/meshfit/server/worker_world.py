@@ -1,7 +1,7 @@
 """Worlds of workers: ranks that are one worker of model servers have a world of their own.
 
-Worker i of crews of n is ranks i·n to i·n + n - 1 of all. They talk to other workers where BatchNorm is over the whole
-batch, and where gradients are compared; all else in a rank is as if its crew were all there is.
+Worker i of groups of n is ranks i·n to i·n + n - 1. They talk to other workers where BatchNorm is over the whole batch,
+and where gradients are compared; for all else the worker group is the world.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def own_world(plan: Plan, world: World, *, timeout: float) -> tuple[World, Group
     """The world of this rank's worker, which may wait for others ``timeout`` seconds; the ranks in its place in all
     workers, and those with which it shares a batch where that reaches beyond its own. All ranks call it together, once.
     """
-    size = plan.crew
+    size = plan.worker_size
     own = World(world.rank % size, size, world.device, world.folder)
     if plan.data == 1 or not dist.is_initialized():
         return own, None, None
@@ -48,6 +48,6 @@ def own_world(plan: Plan, world: World, *, timeout: float) -> tuple[World, Group
             for place in places
         ]
         batch = line(lambda rank: same[rank % size])
-    crew = line(lambda rank: rank // size)
-    become_world(crew, peers, *([batch] if batch not in (None, peers) else []))
+    own_group = line(lambda rank: rank // size)
+    become_world(own_group, peers, *([batch] if batch not in (None, peers) else []))
     return own, peers, batch

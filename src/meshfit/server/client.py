@@ -10,17 +10,17 @@ from torch import Tensor
 
 from meshfit.server.compress import Codec
 from meshfit.server.packing import behind
-from meshfit.server.shared_memory import Region
+from meshfit.server.shared_memory import SharedMemory
 from meshfit.server.wire import Message, Wire
 
 
 @dataclass
-class Record:
+class ClientRecord:
     """What is known of a worker beyond its connection: it may come back, and ask again for what was done."""
 
     applied: int = 0
     """Its last request that was carried out."""
-    heard: dict[str, Any] = field(default_factory=dict)
+    reply: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
     """What was answered to it."""
     given: Tensor | None = None
@@ -28,52 +28,58 @@ class Record:
 
 
 @dataclass
-class Peer:
+class Client:
     """A worker that is connected."""
 
     id: int
     wire: Wire
-    region: Region
+    memory: SharedMemory
     codec: Codec
-    record: Record
+    record: ClientRecord
     push: "Push | None" = None
 
 
 @dataclass(frozen=True)
 class Push:
-    """A gradient that has come, whole; it lies in the worker's region until its step is done."""
+    """A gradient that has come, whole; it lies in the worker's memory until its step is done."""
 
     worker: int
     sequence: int
     version: int
     """Of the weights that it was computed with."""
-    region: Region
+    memory: SharedMemory
     codec: Codec
     given: Tensor | None
     words: dict[str, Any]
 
     @classmethod
-    def of(cls, peer: Peer, message: Message) -> "Push":
+    def of(cls, client: Client, message: Message) -> "Push":
         return cls(
-            peer.id, message.sequence, message.version, peer.region, peer.codec, peer.record.given, message.words
+            client.id,
+            message.sequence,
+            message.version,
+            client.memory,
+            client.codec,
+            client.record.given,
+            message.words,
         )
 
     @property
     def gradients(self) -> list[Tensor]:
-        return self.codec.decode(self.region.up[: self.codec.bytes])
+        return self.codec.decode(self.memory.up[: self.codec.bytes])
 
     @property
     def statistics(self) -> tuple[float, Tensor, Tensor]:
         """Samples, what its statistics have become, and what they were."""
         assert self.given is not None
-        return float(self.words["samples"]), self.region.up[behind(self.codec.bytes) :], self.given
+        return float(self.words["samples"]), self.memory.up[behind(self.codec.bytes) :], self.given
 
     def reached(self, names: list[str]) -> set[str]:
         bits = int(self.words["reached"], 16)
         return {name for i, name in enumerate(names) if bits >> i & 1}
 
 
-class Turns:
+class ReadWriteLock:
     """Many may read the weights at a time, or one may change them."""
 
     def __init__(self) -> None:
