@@ -341,7 +341,7 @@ ITEMS: tuple[tuple[str, str, str, list[str]], ...] = (
         "models with computed tensors are copied and train; a copy that fails gives its own error",
         [
             "tests/test_odd_models.py::test_a_model_with_computed_tensors_can_be_copied",
-            "tests/test_served_groups.py::test_a_model_that_cannot_be_copied_is_refused_with_its_own_reason",
+            "tests/test_worker_groups.py::test_a_model_that_cannot_be_copied_is_refused_with_its_own_reason",
         ],
     ),
     (
@@ -385,8 +385,8 @@ ITEMS: tuple[tuple[str, str, str, list[str]], ...] = (
         "SIGTERM or Ctrl-C while ranks start: 'ends after this step, saved', then trains to the end",
         "ends at once, nothing saved, no orphan, exit 143 or 130",
         [
-            "tests/test_gently.py::test_a_signal_while_it_starts_ends_it_at_once",
-            "tests/test_gently.py::test_a_file_made_while_it_starts_ends_it_after_a_step",
+            "tests/test_graceful_stop.py::test_a_signal_while_it_starts_ends_it_at_once",
+            "tests/test_graceful_stop.py::test_a_file_made_while_it_starts_ends_it_after_a_step",
         ],
     ),
     (

@@ -4,7 +4,6 @@ A ticket is the number of a batch: one that the connected workers share, or, asy
 coordination.py has the worker's side.
 """
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.resume import saved
+from meshfit.coordination import last_step
 from meshfit.data.loader import Loader
 from meshfit.data.source import Stream
 from meshfit.errors import DataError, PlanError
@@ -88,10 +88,7 @@ def expendable(job: Job) -> range:
 
 def last_ticket(job: Job, loader: Loader) -> int | None:
     """Of asynchronous workers: how many gradients there are to be."""
-    limits = [] if job.steps is None else [int(job.steps)]
-    if job.epochs is not None:
-        limits.append(max(1, math.ceil(round(job.epochs * -(-_samples(plan_of(job), loader) // own_batch(job)), 9))))
-    return min(limits) if limits else None
+    return last_step(job, -(-_samples(plan_of(job), loader) // own_batch(job)))
 
 
 def _samples(plan: Plan, loader: Loader) -> int:
