@@ -178,13 +178,13 @@ class Here(Training):
     def _steps(self) -> Generator[Step, None, None]:
         saves = self.folder if self.job.checkpoint is not None else None
         watching = watched(self.world.rank, self.world.size, self.job.timeout)
-        with graceful_stop(saves, first=self.writes) as gently, _as_found(self.model), watching:
+        with graceful_stop(saves, first=self.writes) as graceful, _as_found(self.model), watching:
             run = Run(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
             run.may_stop |= self._lockstep and self.world.size > 1
 
             def begun() -> None:
                 self.notes, self.last_step = [*self.said, *run.notes], run.last_step
-                gently.begun = True
+                graceful.begun = True
 
             try:
                 yield from driven(run, self.folder, self._tap, begun=begun, stop=lambda: self._stop)
@@ -220,17 +220,17 @@ class Ranked(Training):
 
     def _steps(self) -> Generator[Step, None, None]:
         try:
-            with graceful_stop(self.folder if self.job.checkpoint is not None else None) as gently:
-                yield from self._heard(gently)
+            with graceful_stop(self.folder if self.job.checkpoint is not None else None) as graceful:
+                yield from self._received(graceful)
         except KeyboardInterrupt:  # where this process waited for its ranks helps nobody
             raise KeyboardInterrupt from None
 
-    def _heard(self, gently: GracefulStop) -> Generator[Step, None, None]:
+    def _received(self, graceful: GracefulStop) -> Generator[Step, None, None]:
         seen: deque[int] = deque(maxlen=10 * LATE_STEPS)
         with self._ranks() as ranks:
             for rank, message in ranks.messages():
                 if isinstance(message, Begun):
-                    gently.begun = True
+                    graceful.begun = True
                     self.notes, self.last_step = [*self.said, *message.notes], message.last_step
                 elif isinstance(message, Outcome):  # the last words of ranks that will raise
                     load(self.model, message.weights)
@@ -334,7 +334,8 @@ class Work:
     lockstep: bool
     folder: Path | None
     tap: Tap | None
-    make: Callable[[Job, World], Run]
+    make: Callable[[Job, World], Run] = field(repr=False)
+    """Holds the secret or key of the run."""
 
     def __call__(self, world: World, channel: Channel) -> Outcome | None:
         run = self.make(self.job, world)

@@ -44,20 +44,20 @@ class GracefulStop:
 def graceful_stop(folder: Path | None, *, first: bool = True) -> Iterator[GracefulStop]:
     """While a training runs in ``folder``; afterwards, if a signal came, it is acted on. None: signals act at once.
     The ``first`` process of a training takes away a file of before."""
-    gently = GracefulStop(folder or Path())
+    graceful = GracefulStop(folder or Path())
     if folder is not None and first:
-        gently.file.unlink(missing_ok=True)
+        graceful.file.unlink(missing_ok=True)
     if folder is None or threading.current_thread() is not threading.main_thread():
-        yield gently
+        yield graceful
         return
-    before = {number: signal.signal(number, gently.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, graceful.ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield gently
+        yield graceful
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if gently.came:
-        _act(gently.came[0])
+    if graceful.came:
+        _act(graceful.came[0])
 
 
 def _act(number: int) -> None:
