@@ -292,7 +292,7 @@ def _place(frame: FrameType) -> str:
     for (inner, line), file in zip(traceback.walk_stack(frame), files, strict=True):
         if file.endswith(f"launch{os.sep}channel.py") and file.startswith(OURS):
             return "excused"
-        if f"{TORCH}distributed{os.sep}" in file or file.startswith(f"{OURS}exchange{os.sep}serving"):
+        if f"{TORCH}distributed{os.sep}" in file or file.startswith(f"{OURS}server{os.sep}"):
             return "waits"
         if any(f"{TORCH}{part}{os.sep}" in file for part in ("_dynamo", "_inductor")):
             return "excused"
