@@ -152,6 +152,13 @@ TRIALS = (
     Trial(axis="more", plan="expert=2 tensor=2", samples=17, models=MIXTURES),
     Trial(axis="more", plan="data=2 expert=2 tensor=2", samples=30, models=MIXTURES),
     Trial(axis="more", plan="shard=2 expert=2 tensor=2", samples=30, models=MIXTURES),
+    Trial(axis="more", plan="data=2 pipeline=2 microbatches=2", samples=17, models=("mixtral-balanced",)),
+    Trial(axis="more", plan="expert=2 pipeline=2 microbatches=2", samples=17, models=MIXTURES),
+    Trial(axis="more", plan="expert=2 pipeline=2 schedule=zbv microbatches=4", samples=30, models=MIXTURES),
+    Trial(axis="more", plan="data=2 expert=2 pipeline=2 microbatches=2", samples=17, models=MIXTURES),
+    Trial(axis="more", plan="shard=2 expert=2 pipeline=2 microbatches=2", samples=30, models=MIXTURES),
+    Trial(axis="more", plan="expert=2 tensor=2 pipeline=2 microbatches=2", samples=17, models=MIXTURES),
+    Trial(axis="more", plan="expert=2 context=2", samples=17, models=("mixtral", "mixtral-balanced", "expert-list")),
     Trial(axis="more", plan="branch=2", models=tuple(BRANCHES)),  # the last batch of an epoch has 6 samples
     Trial(axis="more", plan="branch=2 data=2", models=tuple(BRANCHES)),
     Trial(axis="more", plan="branch=2 microbatches=2", models=tuple(BRANCHES)),

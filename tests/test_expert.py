@@ -24,6 +24,7 @@ from meshfit.axes.expert import balance, spread, travel
 from meshfit.axes.expert.axis import Expert
 from meshfit.axes.expert.find import plan_experts
 from meshfit.axes.expert.mixture import ExpertPlan
+from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.refuse import check
 from meshfit.axes.shard.units import traced
 from meshfit.errors import PlanError
@@ -186,7 +187,7 @@ def fit_list(plan: str, **asked: Any) -> meshfit.Result:
     ("plan", "says"),
     [
         ("expert=3", ["4 experts do not divide by 3", "expert=2 or expert=4"]),
-        ("expert=2 pipeline=2 schedule=gpipe", ["not spread beside pipeline=2", "data=2 expert=2 works"]),
+        ("expert=2 branch=2", ["not spread beside branch=2", "data=2 expert=2 works"]),
         ("expert=2 offload=parameters", ["offload=optimizer expert=2 works"]),
         ("expert=2 compile=whole", ["sends them to experts"]),
         ("expert=2 compile=block", ["compile"]),
@@ -225,6 +226,11 @@ TRIED = {
     "shard=2 expert=2": "mixtral",
     "expert=2 tensor=2": "mixtral-balanced",
     "shard=2 expert=2 tensor=2": "expert-list",
+    "expert=2 context=2": "mixtral-balanced",
+    "data=2 pipeline=2 microbatches=2": "mixtral-balanced",
+    "expert=2 pipeline=2 microbatches=2": "mixtral-balanced",
+    "expert=2 pipeline=2 schedule=zbv microbatches=4": "expert-list",
+    "expert=2 tensor=2 pipeline=2 microbatches=2": "expert-list",
 }
 
 
@@ -303,7 +309,7 @@ def test_clipped_averaged_evaluated_and_predicted_like_one_device() -> None:
     case = case_of("expert-list")
     valid = case.data(9)
     kept = []
-    for plan in ("data=1", "expert=2", "data=2 expert=2", "expert=2 tensor=2"):
+    for plan in ("data=1", "expert=2", "data=2 expert=2", "expert=2 tensor=2", "expert=2 pipeline=2 microbatches=2"):
         trained = fit_list(plan, clip=0.05, ema=0.9, valid=valid, valid_every=4)
         measured = meshfit.evaluate(trained.model, valid, loss=case.loss, batch_size=5, plan=plan)["loss"]
         outputs = meshfit.predict(trained.model, valid, batch_size=5, plan=plan)
@@ -316,7 +322,7 @@ def test_clipped_averaged_evaluated_and_predicted_like_one_device() -> None:
     assert min(kept[0][0]) > 0.05
 
 
-@pytest.mark.parametrize("plan", ["data=2", "expert=2"])
+@pytest.mark.parametrize("plan", ["data=2", "expert=2", "expert=2 pipeline=2"])
 def test_an_auxiliary_loss_is_evaluated_like_on_one_device(plan: str) -> None:
     """Of three batches the last has one sample: a rank without any takes part, and adds nothing."""
     case = case_of("mixtral-balanced")
@@ -404,6 +410,7 @@ def test_with_the_rest_frozen(trained: str) -> None:
         ("expert=2", "shard=2 expert=2"),
         ("expert=2 tensor=2", "expert=2"),
         ("shard=2", "expert=2 tensor=2"),
+        ("expert=2 pipeline=2 microbatches=2", "expert=2"),
     ],
 )
 @pytest.mark.parametrize("name", ["mixtral", "expert-list"])
@@ -510,7 +517,14 @@ def test_the_cost_of_plans_with_experts() -> None:
     assert cost["data=2 expert=2"].moved["all_reduce"] > cost["expert=2"].moved["all_reduce"]
 
 
-@pytest.mark.parametrize(("plan", "name"), [("expert=2 tensor=2", "mixtral"), ("expert=2 tensor=2", "expert-list")])
+COUNTED = [
+    ("expert=2 tensor=2", "mixtral"),
+    ("expert=2 tensor=2", "expert-list"),
+    ("expert=2 pipeline=2 microbatches=2 cut=model.layers.1", "mixtral"),
+]
+
+
+@pytest.mark.parametrize(("plan", "name"), COUNTED)
 def test_cost_is_what_runs(plan: str, name: str) -> None:
     """Bytes of a step, of all ranks together: of two ranks that share experts one may take more rows than the other."""
 
@@ -537,12 +551,19 @@ def test_cost_is_what_runs(plan: str, name: str) -> None:
                 run.exchange.finish()
             run.exchange.clear()
         model, content = case.build().train(), batch.microbatches[0].content
-        whole = traced(model, job.objective, content, device="cpu")
+        if how.pipeline > 1:
+            closed = tuple(mixture.module for mixture in run.placed.found["expert"].mixtures)
+            pipe = replace(pipeline_of(how), atoms=closed)
+            whole = pipe.find(model, job.objective, content, device="cpu").trace
+        else:
+            whole = traced(model, job.objective, content, device="cpu")
         assert isinstance(whole, Trace)
         optimizer = torch.optim.AdamW(model.parameters())
         said = costs.cost(how, whole, optimizer, found=run.placed.found, place=run.mesh.place)
         assert sum(p.nbytes for p in run.model.parameters()) == said.held["weights"]
-        counts = torch.tensor([[seen.moved[op], said.moved[op]] for op in sorted({*seen.moved, *said.moved})])
+        every = ("all_gather", "all_reduce", "all_to_all", "send")
+        assert {*seen.moved, *said.moved} <= {*every}
+        counts = torch.tensor([[seen.moved[op], said.moved.get(op, 0)] for op in every])
         dist.all_reduce(counts)
         assert [counted for counted, _ in counts.tolist()] == [foretold for _, foretold in counts.tolist()]
         run.close()

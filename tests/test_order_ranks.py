@@ -93,6 +93,9 @@ def test_layers_and_shards(plan: str) -> None:
         ("data=2 expert=2", "expert-list"),
         ("expert=2 tensor=2", "mixtral-balanced"),
         ("expert=2 tensor=2 microbatches=2", "expert-list"),
+        ("expert=2 context=2", "expert-list"),
+        ("expert=2 pipeline=2 microbatches=2", "mixtral-balanced"),
+        ("expert=2 pipeline=2 schedule=zbv microbatches=4", "expert-list"),
         ("data=2 branch=2", "ensemble"),
         ("shard=2 branch=2 microbatches=2", "two-decoders"),
         ("branch=2 tensor=2", "tied-heads"),
@@ -101,6 +104,12 @@ def test_layers_and_shards(plan: str) -> None:
 @distributed(world=4)
 def test_operations_sequences_experts_and_branches(plan: str, name: str) -> None:
     assert check(recorded(CASES[name], plan)) == []
+
+
+@pytest.mark.parametrize("plan", ["expert=2 tensor=2 pipeline=2 microbatches=2", "shard=2 expert=2 tensor=2"])
+@distributed(world=8)
+def test_three_axes(plan: str) -> None:
+    assert check(recorded(CASES["expert-list"], plan)) == []
 
 
 @distributed(world=4)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshfit.arguments import NO_METRICS, verb
 from meshfit.axes.buffers.watch import Frozen
+from meshfit.axes.expert.balance import is_apart
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.place import Placed, place
 from meshfit.axes.precision import Precision
@@ -112,7 +113,7 @@ def _over(
         if not _plan(job).apart and sum(p.numel() for p in model.parameters()) > LARGEST:
             return None
         device = next((p.device for p in model.parameters()), device)
-    auxiliary = _plan(job).apart and _plan(job).shares > 1
+    auxiliary = is_apart(_plan(job))
     try:
         with Frozen.around(model):
             return find_denominator(objective, model, few, device, inside, auxiliary=auxiliary)

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshfit.axes.buffers.watch import Frozen
 from meshfit.axes.compile import Compile, expected_step_seconds
 from meshfit.axes.data import batchnorm
-from meshfit.axes.expert.balance import balanced
+from meshfit.axes.expert.balance import balanced, is_apart
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.offload import Offload
 from meshfit.axes.place import place
@@ -201,7 +201,7 @@ class Run:
             transport=placed.staged.transport,
             seed=self._stream,
             inside=placed.inside,
-            split_backward=placed.shards is None and self.plan.recompute == "none",
+            split_backward=placed.shards is None and "expert" not in placed.layers and self.plan.recompute == "none",
             batch_loss=whole,
             buffers=placed.buffers,
             loss_replicas=self.plan.context,
@@ -376,7 +376,7 @@ class Run:
         device = self.world.device
         if inside is None:
             device = next((p.device for p in self.model.parameters()), device)
-        few, auxiliary = self.loader.source.few(), self.plan.apart and self.plan.shares > 1
+        few, auxiliary = self.loader.source.few(), is_apart(self.plan)
         try:
             with Frozen.around(self.model):
                 over = find_denominator(self.job.objective, self.model, few, device, inside, auxiliary=auxiliary)

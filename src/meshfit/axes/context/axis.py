@@ -10,7 +10,7 @@ gathered where it is needed, and computed on the whole where nothing else is kno
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,8 @@ from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.context.check import Differs, check
 from meshfit.axes.context.find import ContextPlan, Step, begin, find
-from meshfit.axes.context.piece import guarded
+from meshfit.axes.context.piece import gathered_output, guarded
+from meshfit.axes.forward import wrap
 from meshfit.axes.tensor.ops import Ranks
 from meshfit.axes.tensor.twin import study
 from meshfit.cost import Cost
@@ -116,7 +117,7 @@ class ContextAxis(Axis):
     cost_needs_finding = True
 
     def refuse(self, plan: Plan, model: nn.Module) -> None:
-        whole: dict[str, Any] = {"branch": 1, "expert": 1}
+        whole: dict[str, Any] = {"branch": 1}
         whole["sequence"] = "auto" if plan.sequence == "split" else plan.sequence
         beside = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
         if beside:
@@ -147,6 +148,9 @@ class ContextAxis(Axis):
         assert group is not None
         strategy = Context(degree=placed.plan.context, plan=finding)
         placed.groups["context"] = strategy.apply(placed.model, group)
+        if (experts := placed.found.get("expert")) is not None:  # rows travel as plain tensors
+            for mixture in experts.only(dict(placed.model.named_parameters())).mixtures:
+                wrap(placed.model.get_submodule(mixture.module), _on_wholes)
         return Positions(placed.model, group)
 
     def cost(self, costing: "Costing", finding: ContextPlan) -> None:
@@ -170,6 +174,10 @@ def _proven(plan: Plan) -> Iterator[None]:
 
 def _without_context(plan: Plan) -> str:
     return f"{replace(plan, context=1, data=plan.data * plan.context)} works"
+
+
+def _on_wholes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: forward(*gathered_output(args), **gathered_output(kwargs))
 
 
 class Positions(Applied):

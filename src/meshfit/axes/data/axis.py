@@ -4,6 +4,7 @@ memory    weights, gradients and optimizer state whole on every device
 traffic   gradients, all-reduced once a step: see exchange/allreduce.py. BatchNorm: see axes/data/batchnorm.py
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +38,12 @@ class DataAxis(Axis):
         replicas = Replicas(model, mesh.over("data"))
         if mesh.batch is not None and plan.batchnorm == "global" and plan.exchange == "allreduce":
             batchnorm.apply(model, mesh.batch)
-        if mesh.batch is not None and not plan.apart and plan.in_step:
-            replicas.meets = balance.apply(model, mesh.batch)
+        if mesh.batch is not None and plan.in_step and not balance.is_apart(plan):
+            if placed.staged is None:
+                replicas.meets = balance.apply(model, mesh.batch)
+            else:
+                replicas.meets = bool(balance.balanced(placed.staged.skeleton))
+                placed.staged.recording = partial(balance.recorded, placed.staged.skeleton, mesh.batch)
         if plan.buffers == "exact" and check_buffers.splits(plan):
             replicas.buffers = Buffers(model, placed.written, mesh.batch, microbatches=plan.microbatches)
         return replicas

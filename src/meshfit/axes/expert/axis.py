@@ -11,7 +11,7 @@ samples of all n; what is not an expert is summed over them as under ``data``.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,8 @@ class Expert:
         ties, ranks = tied(model), OverRanks(group)
         if ranks.size != self.degree or self.plan.degree != self.degree:
             raise ValueError(f"a plan for {self.plan.degree} ranks, expert={self.degree} and a group of {ranks.size}")
-        plan = self.plan.fitted({name: len(p) for name, p in model.named_parameters() if p.dim()})
+        lengths = {name: len(p) for name, p in model.named_parameters() if p.dim()}
+        plan = self.plan.only(lengths).fitted(lengths)
         load = Load([mixture.module for mixture in plan.mixtures], reports and ranks.rank == 0)
         undo = [
             step
@@ -69,7 +70,8 @@ class Expert:
     def cost(self, trace: Trace, *, microbatches: int = 1, again: Collection[str] = ()) -> tuple[Trace, Cost]:
         """Of a step on one rank, if as many rows come as are sent: over all ranks that is exact, whatever the router
         does. ``again``: blocks that are computed again in backward. Auxiliary losses are not in it."""
-        cuts = self.plan.fitted({name: p.shape[0] for name, p in trace.parameters.items() if p.shape}).cuts
+        plan = self.plan.only(trace.parameters)
+        cuts = plan.fitted({name: p.shape[0] for name, p in trace.parameters.items() if p.shape}).cuts
         parameters = {}
         for name, p in trace.parameters.items():
             if name in cuts:
@@ -82,7 +84,7 @@ class Expert:
         grown = samples / (self.plan.samples or samples)
         calls: dict[str, int] = defaultdict(int)
         moved: dict[str, float] = defaultdict(float)
-        for mixture in self.plan.mixtures:
+        for mixture in plan.mixtures:
             inside = any(f"{mixture.module}.".startswith(f"{path}.") for path in again)
             times, forwards = mixture.calls * microbatches, 2 if inside else 1
             calls["all_gather"] += times * forwards
@@ -100,7 +102,7 @@ class ExpertAxis(Axis):
     cost_needs_finding = True
 
     def refuse(self, plan: Plan, model: nn.Module) -> None:
-        beside = [axis for axis in ("pipeline", "context", "branch") if getattr(plan, axis) > 1]
+        beside = [axis for axis in ("branch",) if getattr(plan, axis) > 1]
         if beside:
             words = ("schedule", "chunks", "cut")  # of those axes
             without: dict[str, Any] = {word: getattr(Plan(), word) for word in (*beside, *words)}
@@ -129,11 +131,15 @@ class ExpertAxis(Axis):
         study.notes += experts.explain()
         return experts
 
+    def closed(self, finding: ExpertPlan) -> Iterable[str]:
+        return (mixture.module for mixture in finding.mixtures)
+
     def apply(self, placed: "Placed", finding: ExpertPlan) -> "Owned":
         group, plan = placed.mesh.groups[OWN_EXPERT], placed.plan
         assert group is not None
         strategy = Expert(degree=plan.expert, plan=finding)
-        first = placed.mesh.share < plan.expert and not placed.mesh.place["tensor"]
+        repeats = placed.mesh.place["tensor"] or placed.mesh.place["context"]  # ranks that send the same rows
+        first = placed.mesh.share < plan.expert and not repeats
         owned = strategy.apply(placed.model, group, reports=first)
         owned.group = placed.mesh.over("expert")
         return owned

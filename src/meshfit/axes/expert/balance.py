@@ -12,17 +12,19 @@ Of several microbatches each has an auxiliary loss of its own, as on one device.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from meshfit.axes.data import batchnorm
 from meshfit.axes.forward import wrap
 from meshfit.comm import meeting
 from meshfit.patches import replaced
+from meshfit.plan import Plan
 from meshfit.torch_private import ThreadValue
 
 NAME = "load_balancing_loss_func"
@@ -31,13 +33,49 @@ _running: ThreadValue[frozenset[int]] = ThreadValue("balance.running", frozenset
 """Scopes in which a library's function is replaced while a forward runs."""
 
 
-@contextmanager
-def left_out(model: nn.Module) -> Iterator[None]:
+def left_out(model: nn.Module) -> AbstractContextManager[None]:
     """Within it, the auxiliary losses of ``model`` are zero: whether the rest of a loss is a mean can then be tried."""
+    return _replaced(model, lambda local: partial(_none, local))
+
+
+def recorded(model: nn.Module, group: meeting.Group | None = None) -> AbstractContextManager[None]:
+    """Within it, an auxiliary loss of ``model`` is recorded as one step: run again, it is over the samples of
+    ``group``."""
+    return _replaced(model, lambda local: partial(_one_step, _Step(local, group)))
+
+
+@contextmanager
+def _replaced(model: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    scopes = {id(scope): scope for scope in (_scope(module) for module in balanced(model))}
     with ExitStack() as stack:
-        for scope in (_scope(module) for module in balanced(model)):
-            stack.enter_context(replaced(scope, NAME, lambda local: partial(_none, local)))
+        for scope in scopes.values():
+            stack.enter_context(replaced(scope, NAME, make))
         yield
+
+
+class _Step:
+    """An auxiliary loss over the samples of ``group``; on meta tensors, which nobody else has, of what is given."""
+
+    __name__ = NAME
+
+    def __init__(self, local: Callable[..., Any], group: meeting.Group | None):
+        self.local, self.group = local, group
+
+    def __call__(self, gate_logits: Any, num_experts: Any, top_k: Any, attention_mask: Any, **more: Any) -> Any:
+        if self.group is not None and not gate_logits[0].is_meta:
+            gate_logits, attention_mask = _gathered(gate_logits, attention_mask, self.group)
+        return self.local(gate_logits, num_experts, top_k, attention_mask, **more)
+
+
+def _one_step(
+    step: _Step, gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None, **more: Any
+) -> Any:
+    if not _logits(gate_logits):
+        return step.local(gate_logits, num_experts, top_k, attention_mask, **more)
+    given = tuple(logits for logits in gate_logits if logits is not None)
+    if has_torch_function(given):  # whoever records the forward
+        return handle_torch_function(step, given, given, num_experts, top_k, attention_mask, **more)  # type: ignore
+    return step(given, num_experts, top_k, attention_mask, **more)
 
 
 def _logits(given: Any) -> bool:
@@ -63,6 +101,11 @@ def _scope(module: nn.Module) -> dict[str, Any] | None:
     return scope if callable(scope.get(NAME)) else None
 
 
+def is_apart(plan: Plan) -> bool:
+    """Whether each rank has an auxiliary loss of its own samples, which is not that of the batch."""
+    return plan.shares > 1 and (plan.branch > 1 or (plan.pipeline > 1 and plan.server > 0))
+
+
 def apply(model: nn.Module, group: meeting.Group) -> bool:
     """Whether there is any such loss in ``model``; it is one over ``group`` then."""
     found = balanced(model)
@@ -85,14 +128,14 @@ def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: meeting
     ):
         if not _logits(gate_logits):
             return local(gate_logits, num_experts, top_k, attention_mask, **more)
-        gathered = _gathered([logits for logits in gate_logits if logits is not None], attention_mask, group)
+        gathered = _gathered(tuple(each for each in gate_logits if each is not None), attention_mask, group)
         return local(gathered[0], num_experts, top_k, gathered[1], **more)
 
     return run
 
 
 def _gathered(
-    logits: list[Tensor], mask: Tensor | None, group: meeting.Group
+    logits: tuple[Tensor, ...], mask: Tensor | None, group: meeting.Group
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Rows of all ranks; a rank that runs a stand-in has none."""
     device = logits[0].device

@@ -1,6 +1,6 @@
 """Mixtures of experts in a model, and how they lie over ranks, as values."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshfit.axes.tensor.region import Cut
@@ -66,6 +66,10 @@ class ExpertPlan:
         """The plan with the mixtures in ``why`` left whole, for the reasons there."""
         mixtures = tuple(mixture for mixture in self.mixtures if mixture.module not in why)
         return replace(self, mixtures=mixtures, why={**self.why, **why})
+
+    def only(self, names: Collection[str]) -> "ExpertPlan":
+        """What it says of some parameters: those of one rank of a pipeline."""
+        return replace(self, mixtures=tuple(m for m in self.mixtures if any(cut.name in names for cut in m.cuts)))
 
     def fitted(self, lengths: Mapping[str, int]) -> "ExpertPlan":
         """The plan for parameters of which another axis has cut some: ``lengths`` of their first dims now. An expert

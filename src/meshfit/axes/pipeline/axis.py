@@ -10,6 +10,7 @@ every rank; the loss is computed on the last. In what order the ranks work: see 
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.record_atoms import twin
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.axis import Axis, Splits
+from meshfit.axes.expert import balance
 from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
 from meshfit.axes.pipeline.cut import Split, hollow, part_of, split_of, stages_before
@@ -277,7 +279,8 @@ class PipelineAxis(Axis):
 
     def find(self, study: "Study") -> Found:
         strategy = replace(pipeline_of(study.plan), atoms=study.closed())
-        found = strategy.find(study.model, study.objective, study.batch, device=study.device)
+        with balance.recorded(study.model):
+            found = strategy.find(study.model, study.objective, study.batch, device=study.device)
         study.prove(Replayed(study.objective, share=found.share, atoms=found.atoms))
         study.notes += found.notes
         return found
@@ -326,6 +329,8 @@ class Staged(Partition):
         super().__init__(part, skeleton, whole)
         self.pipeline, self.found, self.rank = pipeline, found, rank
         self.stages = pipeline.stages_of(rank)
+        self.recording: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around whatever records the model."""
 
     @property
     def last(self) -> bool:
@@ -361,7 +366,8 @@ class Staged(Partition):
         """What the stages run for ``objective(model, content)``: a training loss, or a prediction."""
         found = self.found
         cut = partial(Program.like, found.split)
-        return Programs(self.skeleton, objective, cut, share=found.share, atoms=found.atoms)
+        how = {"share": found.share, "atoms": found.atoms, "recording": self.recording}
+        return Programs(self.skeleton, objective, cut, **how)
 
     def root(self, objective: Callable[[nn.Module, Any], Any]) -> nn.Module:
         return Whole(self.model, objective)

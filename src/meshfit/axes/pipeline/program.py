@@ -8,6 +8,7 @@ All ranks record alike, since they are given the same microbatches; nothing abou
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
@@ -165,7 +166,10 @@ class Programs(Generic[P]):
         *,
         share: float,
         atoms: Iterable[str] = (),
+        recording: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
+        """``recording`` goes around every recording."""
+        self.recording = recording
         self.whole = Whole(skeleton, objective)
         self.cut, self.share = cut, share
         self.atoms = tuple(f"model.{path}" if path else "model" for path in atoms)
@@ -187,7 +191,10 @@ class Programs(Generic[P]):
         return program
 
     def record(self, content: Any, *, training: bool) -> P:
-        with batches_of_one():  # a global BatchNorm has more samples; any other will say so when it runs
+        with (
+            self.recording(),
+            batches_of_one(),
+        ):  # a global BatchNorm has more samples; any other will say so when it runs
             recording = record(self.whole, (content,), training=training, share=self.share, atoms=self.atoms)
         return self.cut(replace(recording, trace=_relative(recording.trace)))
 

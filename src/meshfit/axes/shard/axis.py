@@ -179,8 +179,7 @@ class ShardAxis(Axis):
             return _units_of_stages(study)
         if study.plan.branch > 1:
             return tuple(units_of_branch(study.found("branch"), rank) for rank in range(study.plan.branch))
-        experts = study.found("expert")
-        own = () if experts is None else experts.cuts
+        own = _of_experts(study)
         names = tuple(name for name, _ in study.model.named_parameters() if name not in own)
         if isinstance(study.trace, TraceError):
             why = f"the model cannot be traced ({study.trace.headline})"
@@ -223,11 +222,17 @@ def _check_changes(plan: Plan, trace: Trace) -> None:
         )
 
 
+def _of_experts(study: "Study") -> set[str]:
+    """Parameters that stay on the ranks which hold their experts."""
+    experts = study.found("expert")
+    return set() if experts is None else set(experts.cuts)
+
+
 def _units_of_stages(study: "Study") -> tuple[tuple[Unit, ...], ...]:
     staged, pipe = study.found("pipeline"), pipeline_of(study.plan)
     _check_changes(study.plan, staged.trace)
     stages = [stages_of(pipe.word, pipe.degree, pipe.stages // pipe.degree, rank) for rank in range(pipe.degree)]
-    every = [{name for stage in own for name in staged.split.parameters[stage]} for own in stages]
+    every = [{name for stage in own for name in staged.split.parameters[stage]} - _of_experts(study) for own in stages]
     cut, whole = pipe.cut_of(staged.trace), staged.trace.parameters
     own = [
         replace(part_of_trace(staged.trace, cut, some), parameters={n: p for n, p in whole.items() if n in names})
@@ -245,8 +250,9 @@ def units_of_part(trace: Trace, tied: Collection[str], trunk: Collection[str] = 
     found: dict[tuple[str, ...], Unit] = {}
     for names in ([n for n in trace.parameters if n in trunk], [n for n in trace.parameters if n not in trunk]):
         part = only(trace, (e.index for e in trace.events if not set(names).isdisjoint(e.parameters)))
-        events = tuple(replace(event, within=()) for event in part.events)
         held = {name: trace.parameters[name] for name in names}
+        used = [tuple(name for name in event.parameters if name in held) for event in part.events]
+        events = tuple(replace(e, within=(), parameters=own) for e, own in zip(part.events, used, strict=True))
         for unit in units(replace(part, events=events, parameters=held), tuple(names)):
             rows = [frozenset([name]) for name in unit.parameters if name in tied]
             rows.append(frozenset(unit.parameters).difference(tied))
