@@ -187,7 +187,7 @@ def fit_list(plan: str, **asked: Any) -> meshfit.Result:
     ("plan", "says"),
     [
         ("expert=3", ["4 experts do not divide by 3", "expert=2 or expert=4"]),
-        ("expert=2 branch=2", ["not spread beside branch=2", "data=2 expert=2 works"]),
+        ("expert=2 branch=2", ["branch= does not go together with expert=2", "branch=2 works"]),
         ("expert=2 offload=parameters", ["offload=optimizer expert=2 works"]),
         ("expert=2 compile=whole", ["sends them to experts"]),
         ("expert=2 compile=block", ["compile"]),
@@ -572,7 +572,7 @@ def test_cost_is_what_runs(plan: str, name: str) -> None:
 
 
 def test_check_needs_no_process() -> None:
-    with pytest.raises(PlanError, match="not spread beside branch=2"):
+    with pytest.raises(PlanError, match="does not go together with expert=2"):
         check(Plan.parse("expert=2 branch=2"), nn.Linear(2, 2))
     assert spread.roles((torch.ones(3, 2), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)), {}) == (0, 1, 2)
     assert spread.roles((torch.ones(3, 2), torch.ones(3, 1)), {}) is None

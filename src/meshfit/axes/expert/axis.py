@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -102,15 +102,6 @@ class ExpertAxis(Axis):
     cost_needs_finding = True
 
     def refuse(self, plan: Plan, model: nn.Module) -> None:
-        beside = [axis for axis in ("branch",) if getattr(plan, axis) > 1]
-        if beside:
-            words = ("schedule", "chunks", "cut")  # of those axes
-            without: dict[str, Any] = {word: getattr(Plan(), word) for word in (*beside, *words)}
-            other = replace(plan, **without, data=plan.data * prod(getattr(plan, axis) for axis in beside))
-            raise PlanError(
-                f"{plan}: experts are not spread beside {beside[0]}={getattr(plan, beside[0])}",
-                f"{other} works",
-            )
         if plan.offload == "parameters":
             raise PlanError(
                 f"{plan}: experts that are spread stay on their devices",
