@@ -47,7 +47,7 @@ class Study:
     """The type of devices that costs are those of."""
     kept: Collection[str] = ()
     """Modules that must stay in one piece, whatever axes there are."""
-    axes: Sequence[Axis] = ORDER
+    axes: Sequence[Axis] = ()
     notes: list[str] = field(default_factory=list)
     _found: dict[str, Any] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ def find(
     plan: Plan, model: nn.Module, objective: Objective, batch: Any, device: str = "cuda", kept: Collection[str] = ()
 ) -> Found:
     """``model`` stays as it is; costs are those on ``device``. ``kept``: modules that must not be cut over stages."""
-    study = Study(plan, model, objective, batch, device, kept)
+    study = Study(plan, model, objective, batch, device, kept, ORDER)
     values = {axis.word: study.found(axis.word) for axis in ORDER}
     return Found(
         {word: found.to_send() if hasattr(found, "to_send") else found for word, found in values.items()},
