@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.data import batchnorm
 from meshfit.axes.precision import Precision
+from meshfit.comm.group import RankGroup
 from meshfit.data.loader import Batch, Loader
 from meshfit.data.source import open_source
 from meshfit.exchange.protocol import RepeatBatch
@@ -146,4 +147,4 @@ def join_batchnorms(model: nn.Module, workers: int) -> None:
     group = dist.new_group(list(range(workers)))
     if dist.get_rank() < workers:
         assert isinstance(group, dist.ProcessGroup)
-        batchnorm.apply(model, group)
+        batchnorm.apply(model, RankGroup(group))

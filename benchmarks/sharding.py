@@ -52,6 +52,7 @@ from meshfit.anatomy.flops import tensors
 from meshfit.anatomy.record import TraceError
 from meshfit.axes.data import batchnorm
 from meshfit.axes.shard.units import traced, units
+from meshfit.comm.group import RankGroup
 from meshfit.data.loader import shares
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
@@ -272,7 +273,7 @@ def rank_by_hand(
     warnings.simplefilter("ignore")  # of outputs that are views: whether they matter is seen in the result
     model, data, losses = case.build().train(), case.data(trial.samples), []
     assert dist.group.WORLD is not None
-    batchnorm.apply(model, dist.group.WORLD)
+    batchnorm.apply(model, RankGroup(dist.group.WORLD))
     shard_by_hand(model, paths)
     assert isinstance(model, FSDPModule)
     model.set_reduce_scatter_unused_params(unused)

@@ -79,7 +79,7 @@ def test_ranks_of_one_operation_see_the_same_samples() -> None:
     mesh = Mesh.of(Plan.parse("data=2 tensor=2"), dist.get_rank(), 4)
     assert mesh.share == dist.get_rank() // 2
     assert dist.get_process_group_ranks(mesh.over("tensor")) == [[0, 1], [2, 3]][mesh.share]
-    assert dist.get_process_group_ranks(mesh.batch) == [[0, 2], [1, 3]][dist.get_rank() % 2]
+    assert dist.get_process_group_ranks(mesh.batch.group) == [[0, 2], [1, 3]][dist.get_rank() % 2]
     assert mesh.has_results == (dist.get_rank() % 2 == 0)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from meshfit.axes.data import batchnorm
 from meshfit.axes.forward import unwrap
+from meshfit.comm.group import RankGroup
 from tests.distributed import distributed
 
 
@@ -34,7 +35,7 @@ MAKERS = {
 def test_like_the_whole_batch(kind: str, rows: tuple[int, ...]) -> None:
     rank = dist.get_rank()
     alone, spread = MAKERS[kind]().double(), MAKERS[kind]().double()
-    batchnorm.apply(spread, dist.group.WORLD)
+    batchnorm.apply(spread, RankGroup(dist.group.WORLD))
     for step in range(2):
         torch.manual_seed(step)
         whole = torch.randn(sum(rows), 5, 3, 2, dtype=torch.float64) * 3 + 10
@@ -60,7 +61,7 @@ def test_like_the_whole_batch(kind: str, rows: tuple[int, ...]) -> None:
 @distributed(world=2)
 def test_evaluation_talks_to_nobody() -> None:
     norm = nn.BatchNorm1d(3)
-    batchnorm.apply(norm, dist.group.WORLD)
+    batchnorm.apply(norm, RankGroup(dist.group.WORLD))
     norm.eval()
     if dist.get_rank() == 0:  # the other rank takes no part: a collective would hang
         assert torch.equal(norm(torch.ones(2, 3)), nn.BatchNorm1d(3).eval()(torch.ones(2, 3)))
@@ -69,6 +70,6 @@ def test_evaluation_talks_to_nobody() -> None:
 @distributed(world=2)
 def test_undone() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3))
-    batchnorm.apply(model, dist.group.WORLD)
+    batchnorm.apply(model, RankGroup(dist.group.WORLD))
     unwrap(model)
     assert "forward" not in model[0].__dict__

@@ -1,6 +1,5 @@
 """Functions of tensors that are cut over ranks, against the same on one device: results and gradients."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshfit.axes.context import local, mix, shapes  # noqa: F401  # register their rules
 from meshfit.axes.context.piece import Piece, gathered, gathered_output, guarded
 from meshfit.axes.context.span import Span
-from meshfit.axes.tensor.ops import Meeting, Threads
+from meshfit.comm.group import ThreadGroup, in_threads
 
 SAMPLES, LENGTH, WIDTH, RANKS = 2, 7, 6, 3  # 7 positions over 3 ranks: 2, 2 and 3
 
@@ -140,29 +140,12 @@ def start() -> tuple[Tensor, Tensor]:
     return x, torch.randn(WIDTH, generator=random, dtype=torch.double)
 
 
-def on_ranks(work: Callable[[Threads], Any], ranks: int = RANKS) -> list[Any]:
-    meeting, results = Meeting(ranks), [None] * ranks
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(Threads(meeting, rank))
-        except BaseException as error:
-            results[rank] = error
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+def on_ranks(work: Callable[[ThreadGroup], Any], ranks: int = RANKS) -> list[Any]:
     with guarded():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for result in sorted(results, key=lambda r: isinstance(r, threading.BrokenBarrierError)):
-        if isinstance(result, BaseException):
-            raise result
-    return results
+        return in_threads(ThreadGroup.make(ranks), work)
 
 
-def derived(f: Callable[[Tensor], Any], x: Tensor, scale: Tensor, group: Threads | None = None) -> tuple:
+def derived(f: Callable[[Tensor], Any], x: Tensor, scale: Tensor, group: ThreadGroup | None = None) -> tuple:
     """What ``f`` makes, and its gradients: of ``x``, and of a parameter met by pieces and by wholes."""
     x, scale = x.clone().requires_grad_(), scale.clone().requires_grad_()
     given = x * scale

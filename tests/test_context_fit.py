@@ -14,14 +14,14 @@ from torch import Tensor, nn
 import meshfit
 from benchmarks import parity, zoo
 from meshfit.axes.context import find
-from meshfit.axes.context.axis import Context, Differs, plan_context
+from meshfit.axes.context.axis import Context, plan_context
 from meshfit.axes.context.find import ContextPlan, begin
-from meshfit.axes.context.ops import Imagined
 from meshfit.axes.context.piece import RULES, Piece, whole
 from meshfit.axes.context.span import Span
 from meshfit.axes.find import as_number
+from meshfit.axes.prove import Refused
 from meshfit.axes.shard.units import traced
-from meshfit.axes.tensor.ops import Ranks
+from meshfit.comm.group import SUM, CountingGroup, RankGroup
 from meshfit.errors import PlanError
 from meshfit.loss.objective import Objective
 from tests.distributed import distributed
@@ -131,13 +131,13 @@ def test_dropout_trains_and_is_the_same_twice() -> None:
 
 @distributed(world=2)
 def test_each_rank_draws_for_its_own_positions() -> None:
-    group, span = Ranks(dist.group.WORLD), Span.even(1, 64, 2)  # type: ignore[arg-type]
+    group, span = RankGroup(dist.group.WORLD), Span.even(1, 64, 2)  # type: ignore[arg-type]
     torch.manual_seed(0)
     dropped = whole(F.dropout(Piece(torch.ones(4, 32), span, group)))
     left, right = dropped.chunk(2, 1)
     assert not torch.equal(left, right)
     assert 0.3 < (dropped == 0).float().mean() < 0.7
-    assert len({float(x) for x in group.parts(torch.rand(()))}) == 1  # and all go on alike
+    assert len({float(x) for x in group.all_gather(torch.rand(()))}) == 1  # and all go on alike
 
 
 # What is refused
@@ -164,7 +164,7 @@ def test_sequences_shorter_than_ranks_are_whole() -> None:
     ids, _ = text(4, 2)
     model = built()
     want = model(ids)
-    begin(model, planned(4).beginnings, Imagined(3, 4))
+    begin(model, planned(4).beginnings, CountingGroup(3, 4))
     got = model(ids)
     assert type(got) is Tensor
     assert torch.equal(got, want)
@@ -203,11 +203,11 @@ def test_a_wrong_rule_is_found_out(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any], says: str
 ) -> None:
     monkeypatch.setitem(RULES, name, wrong)
-    with pytest.raises(Differs, match=says):
+    with pytest.raises(Refused, match=says):
         planned(2)
 
 
-class Counted(Ranks):
+class Counted(RankGroup):
     """Counts elements that ranks say to each other, by how."""
 
     def __init__(self) -> None:
@@ -219,17 +219,17 @@ class Counted(Ranks):
         calls[0] += 1
         calls[1] += elements
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce_(self, x: Tensor, op: Any = SUM) -> Tensor:
         self._count("all_reduce", x.numel())
-        return super().sum(x)
+        return super().all_reduce_(x, op)
 
-    def scatter(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         self._count("reduce_scatter", x.numel())
-        return super().scatter(x)
+        return super().reduce_scatter(x)
 
-    def parts(self, x: Tensor) -> list[Tensor]:
+    def all_gather(self, x: Tensor) -> Tensor:
         self._count("all_gather", x.numel() * self.size)
-        return super().parts(x)
+        return super().all_gather(x)
 
 
 @distributed(world=2)

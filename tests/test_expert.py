@@ -20,13 +20,15 @@ from benchmarks.zoo import Case, mean_loss, train_alone
 from meshfit import plan_cost as costs
 from meshfit.anatomy import trace
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.expert import balance, spread, travel
+from meshfit.axes.expert import balance, spread
 from meshfit.axes.expert.axis import Expert
 from meshfit.axes.expert.find import plan_experts
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.refuse import check
 from meshfit.axes.shard.units import traced
+from meshfit.comm import collectives
+from meshfit.comm.group import ThreadGroup
 from meshfit.errors import PlanError
 from meshfit.events import Events
 from meshfit.job import Job
@@ -128,16 +130,18 @@ def test_what_does_not_come_out_equal_is_left_whole(what: str, says: str) -> Non
 
 def test_the_check_sees_a_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that come back to the wrong place, gradients that stay where they are: nothing is spread then."""
-    right = travel.OverThreads.swap
+    right = ThreadGroup.all_to_all
 
     def rolled(self: Any, rows: Tensor, sent: Any, taken: Any) -> Tensor:
         return right(self, rows, sent, taken).roll(1, 0)
 
-    monkeypatch.setattr(travel.OverThreads, "swap", rolled)
+    monkeypatch.setattr(ThreadGroup, "all_to_all", rolled)
     for name in ("mixtral", "expert-list"):
         assert not plan_of(name).mixtures
-    monkeypatch.setattr(travel.OverThreads, "swap", right)
-    monkeypatch.setattr(travel._Swap, "backward", staticmethod(lambda ctx, grad: (None, None, None, None, None)))
+    monkeypatch.setattr(ThreadGroup, "all_to_all", right)
+    monkeypatch.setattr(
+        collectives.AllToAll, "backward", staticmethod(lambda ctx, grad: (None, None, None, None, None))
+    )
     assert "gradient" in next(iter(plan_of("mixtral").why.values()))
 
 

@@ -9,9 +9,6 @@ KNOWN = {
     "anatomy -> loss": 1,
     "axes -> exchange": 3,
     "axes -> schedule": 6,
-    "axes -> server": 3,
-    "comm -> axes": 2,
-    "comm -> server": 1,
     "loss -> observe": 1,
     "plan_cost -> server": 3,
 }

@@ -177,7 +177,7 @@ def test_cost_is_what_runs(dtype: torch.dtype, outer: Outer | None) -> None:
     held = sum(
         b.flat.nbytes + sum(t.nbytes for t in (b.common, b.momentum) if t is not None) for b in exchange._buckets
     )
-    assert cost.held["averaging"] == pytest.approx(held, rel=0.1)  # statistics have no momentum, and are few
+    assert cost.held["averaging"] == held
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -10,9 +10,10 @@ import transformers as hf
 from torch import Tensor, nn
 
 import meshfit
-from meshfit.axes.context.axis import Differs, plan_context
+from meshfit.axes.context.axis import plan_context
 from meshfit.axes.context.mix import attention
 from meshfit.axes.context.piece import RULES
+from meshfit.axes.prove import Refused
 
 VOCABULARY, LENGTH, ROWS = 48, 12, 8
 SIZES: dict[str, Any] = {
@@ -161,5 +162,5 @@ def test_a_plan_that_loses_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch, co
     step = lambda twin, batch: twin(**batch).loss
     plan_context(model, step, content, 2)
     monkeypatch.setitem(RULES, "scaled_dot_product_attention", loses_the_mask)
-    with pytest.raises(Differs, match=r"the loss is"):
+    with pytest.raises(Refused, match=r"the loss is"):
         plan_context(model, step, content, 2)

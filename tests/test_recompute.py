@@ -32,6 +32,7 @@ from meshfit.anatomy.trace import Trace
 from meshfit.axes.data import batchnorm
 from meshfit.axes.forward import unwrap
 from meshfit.axes.recompute.axis import Recompute
+from meshfit.comm.group import RankGroup
 from meshfit.data import tree
 from meshfit.loss.objective import call, split
 from tests import hostile
@@ -431,7 +432,7 @@ def test_global_batchnorm(word: str, counted: bool) -> None:
         torch.manual_seed(0)
         part = lambda: nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True))
         model, x = nn.Sequential(part(), part(), part()), torch.randn(2, 4, 3, 5, 5)[rank]
-        batchnorm.apply(model, dist.group.WORLD)  # pyright: ignore
+        batchnorm.apply(model, RankGroup(dist.group.WORLD))  # pyright: ignore
         Recompute(word=word, blocks=blocks).apply(model)
         counts, seen = counted or rank == 0, []
         for _ in range(3):

@@ -17,13 +17,15 @@ from torch import nn
 
 from benchmarks.zoo import ZOO, Case, mean_loss, seeded, train_alone, transformers, unpadded_text
 from meshfit.anatomy import trace
+from meshfit.axes.prove import Refused
 from meshfit.axes.tensor import plan as tensor_plan
 from meshfit.axes.tensor.axis import Parts, Tensor
-from meshfit.axes.tensor.check import Refused, check, reference
+from meshfit.axes.tensor.check import check, reference
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import VOCABULARY, Cut, Region, TensorPlan
 from meshfit.axes.tensor.twin import study
 from meshfit.axes.tensor.watch import watch
+from meshfit.comm import group as comm_group
 from tests import odd_blocks
 from tests.distributed import distributed
 from tests.few import more
@@ -396,14 +398,14 @@ def test_dropout_differs_inside_and_agrees_outside() -> None:
     inside, outside = drops[0::2], drops[1::2]
     for masks, same in ((inside, False), (outside, True)):
         for mask in masks:
-            other = parts.ranks.parts(mask.int())
+            other = parts.ranks.all_gather(mask.int())
             assert torch.equal(other[0], other[1]) == same
             assert 0.1 < mask.float().mean() < 0.3
     assert not torch.equal(outside[0], outside[1])
     for value in (loss.detach(), *(p.detach() for p in model.parameters() if not parts.is_cut(p))):
-        first, second = parts.ranks.parts(value)
+        first, second = parts.ranks.all_gather(value)
         assert torch.equal(first, second)
-    assert torch.equal(*parts.ranks.parts(torch.get_rng_state()))
+    assert torch.equal(*parts.ranks.all_gather(torch.get_rng_state()))
 
 
 @distributed(world=2)
@@ -424,7 +426,7 @@ def test_the_norm_of_gradients_counts_each_once_and_undo_gives_all_back() -> Non
             torch.testing.assert_close(parts.whole(p, p.grad), want[name], rtol=1e-9, atol=1e-12)
             if parts.is_cut(p) or parts.ranks.rank == 0:
                 own += p.grad.square().sum()
-        norm = parts.ranks.sum(own).sqrt()
+        norm = parts.ranks.all_reduce(own).sqrt()
         torch.testing.assert_close(norm, torch.stack([g.norm() for g in want.values()]).norm())
         parts.undo()
         assert all(torch.equal(p, q) for p, q in zip(alone.parameters(), model.parameters(), strict=True))
@@ -458,24 +460,24 @@ def assert_cost(jobs: dict[str, tuple]) -> None:
         parts = spread(model, plan)
         assert sum(p.numel() * p.element_size() for p in model.parameters()) == weights
         calls, moved = dict.fromkeys(cost.calls, 0), dict.fromkeys(cost.calls, 0)
-        reduce, gather = dist.all_reduce, dist.all_gather
+        reduce, gather = dist.all_reduce, comm_group.all_gather_single
 
         def counted_reduce(x: Array, calls=calls, moved=moved, reduce=reduce, **given: Any) -> Any:
             calls["all_reduce"] += 1
             moved["all_reduce"] += x.numel() * x.element_size()
             return reduce(x, **given)
 
-        def counted_gather(out: list[Array], x: Array, calls=calls, moved=moved, gather=gather, **given: Any) -> Any:
+        def counted_gather(out: Array, x: Array, calls=calls, moved=moved, gather=gather, **given: Any) -> Any:
             calls["all_gather"] += 1
-            moved["all_gather"] += sum(part.numel() * part.element_size() for part in out)
+            moved["all_gather"] += out.numel() * out.element_size()
             return gather(out, x, **given)
 
-        dist.all_reduce, dist.all_gather = counted_reduce, counted_gather
+        dist.all_reduce, comm_group.all_gather_single = counted_reduce, counted_gather
         try:
             mean_loss(case, model, batch).backward()
             parts.sum_partial()
         finally:
-            dist.all_reduce, dist.all_gather = reduce, gather
+            dist.all_reduce, comm_group.all_gather_single = reduce, gather
         assert (calls, moved) == (cost.calls, cost.moved), name
 
 

@@ -14,12 +14,12 @@ from torch import nn
 import meshfit
 from benchmarks.zoo import ZOO, mean_loss
 from meshfit.axes.tensor import plan as planning
-from meshfit.axes.tensor import rows
 from meshfit.axes.tensor.axis import Parts, Tensor
-from meshfit.axes.tensor.ops import Ranks
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.axes.tensor.vocabulary import Slice
+from meshfit.comm import collectives
+from meshfit.comm.group import RankGroup
 from meshfit.errors import PlanError
 from tests import test_tensor_step
 from tests.distributed import distributed
@@ -139,29 +139,31 @@ def test_each_rank_drops_out_its_own_rows_reproducibly() -> None:
     assert found[0][0] == found[1][0]
     assert error(found[0][1], found[1][1]) < 1e-6
     for name, grad in found[0][1].items():  # what all ranks hold is equal on all of them
-        assert torch.equal(*parts.ranks.parts(grad)), name
+        assert torch.equal(*parts.ranks.all_gather(grad)), name
 
 
 @distributed(world=3)
 def test_collectives_and_their_derivatives() -> None:
     """Of seven rows over three ranks, against sums written out."""
-    group = Ranks(dist.group.WORLD)
-    start, size = rows.span(7, group.rank, 3)
+    group = RankGroup(dist.group.WORLD)
+    counts = collectives.even(7, 3)
+    start, size = sum(counts[: group.rank]), counts[group.rank]
     assert (start, size) == [(0, 3), (3, 2), (5, 2)][group.rank]
     random = torch.Generator().manual_seed(0)
     every, weight = torch.randn(3, 2, 7, 4, generator=random), torch.randn(2, 7, 4, generator=random)
     mine = every[group.rank].clone().requires_grad_()
-    left = rows.leave(mine, group)
+    left = collectives.reduce_scatter(mine, -2, counts, group)
     torch.testing.assert_close(left, every.sum(0)[:, start : start + size])
     (left * weight[:, start : start + size]).sum().backward()
     torch.testing.assert_close(mine.grad, weight)
     part = every[0][:, start : start + size].clone().requires_grad_()
-    entered = rows.enter(part, 7, group)
+    entered = collectives.all_gather(part, -2, counts, group)
     torch.testing.assert_close(entered, every[0])
     (entered * every[group.rank]).sum().backward()
     torch.testing.assert_close(part.grad, every.sum(0)[:, start : start + size])
     x = every[0].clone().requires_grad_()
-    (rows.whole(rows.own(x, group), 7, group) * weight).sum().backward()
+    own = collectives.split(x, -2, counts, group)
+    (collectives.gather(own, -2, counts, group) * weight).sum().backward()
     torch.testing.assert_close(x.grad, weight)
 
 

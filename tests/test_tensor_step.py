@@ -140,7 +140,7 @@ def test_masks_agree_on_what_is_whole_and_differ_on_shares() -> None:
             module.register_forward_hook(lambda m, a, out, name=name: note(name, out))
     torch.manual_seed(5)
     gradients(model, parts)
-    same = {name: torch.equal(*parts.ranks.parts(mask)) for name, mask in masks.items()}
+    same = {name: torch.equal(*parts.ranks.all_gather(mask)) for name, mask in masks.items()}
     assert same["drop"]
     assert all(same[f"blocks.{i}.outer"] and not same[f"blocks.{i}.inner"] for i in (0, 1))
 
@@ -199,7 +199,7 @@ def test_shares_held_by_several_ranks_count_once_in_the_norm() -> None:
     parts.sum_partial()
     own = sum(parts.weight(p) * p.grad.square().sum() for p in model.parameters())
     want = torch.stack([p.grad.norm() for p in alone.parameters()]).norm()
-    torch.testing.assert_close(parts.ranks.sum(own).sqrt(), want)
+    torch.testing.assert_close(parts.ranks.all_reduce(own).sqrt(), want)
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(parts.whole(p, p.grad), q.grad, rtol=1e-9, atol=1e-12)
         assert torch.equal(parts.share(p, parts.whole(p, p.data)), p.data)

@@ -1,6 +1,5 @@
 """Logits that are cut by their classes give the loss, and all else, that whole ones give."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,31 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshfit.axes.tensor.ops import Meeting, Threads, enter
 from meshfit.axes.tensor.vocabulary import Slice, whole_output
+from meshfit.comm.collectives import copy
+from meshfit.comm.group import ThreadGroup, in_threads
 
 CLASSES = 12
 
 
-def on_threads(work: Callable[[Threads], Any], degree: int = 2) -> list[Any]:
-    meeting, results = Meeting(degree), [None] * degree
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(Threads(meeting, rank))
-        except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(degree)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return results
+def on_threads(work: Callable[[ThreadGroup], Any], degree: int = 2) -> list[Any]:
+    return in_threads(ThreadGroup.make(degree), work)
 
 
 def assert_same(shape: tuple[int, ...], use: Callable[[Tensor], Tensor], *, gathers: bool, degree: int = 2) -> None:
@@ -43,10 +26,10 @@ def assert_same(shape: tuple[int, ...], use: Callable[[Tensor], Tensor], *, gath
     want = use(x)
     want.sum().backward()
 
-    def work(group: Threads) -> tuple[Tensor, Tensor, bool]:
+    def work(group: ThreadGroup) -> tuple[Tensor, Tensor, bool]:
         own = base.clone().requires_grad_()
         part = shape[-1] // degree
-        cut = Slice.of(enter(own, group).narrow(-1, group.rank * part, part), group)
+        cut = Slice.of(copy(own, group).narrow(-1, group.rank * part, part), group)
         assert cut.shape == base.shape
         assert cut.size(-1) == shape[-1]
         assert len(cut) == len(base)
@@ -145,7 +128,7 @@ def test_a_learned_scale_gets_all_of_its_gradient() -> None:
 
 
 def test_wrong_targets_are_told() -> None:
-    def work(group: Threads) -> None:
+    def work(group: ThreadGroup) -> None:
         F.cross_entropy(Slice.of(torch.randn(2, 6), group), torch.tensor([3, 12]))
 
     with pytest.raises(IndexError, match="Target 12 is out of bounds"):
@@ -153,7 +136,7 @@ def test_wrong_targets_are_told() -> None:
 
 
 def test_a_view_is_not_changed_in_place() -> None:
-    def work(group: Threads) -> None:
+    def work(group: ThreadGroup) -> None:
         Slice.of(torch.randn(2, 3, 6), group).view(-1, 12)[0] = 0.0
 
     with pytest.raises(RuntimeError, match="cut over ranks"):
@@ -161,7 +144,7 @@ def test_a_view_is_not_changed_in_place() -> None:
 
 
 def test_nothing_is_said_for_a_look() -> None:
-    def work(group: Threads) -> None:
+    def work(group: ThreadGroup) -> None:
         x = Slice.of(torch.randn(2, 3, 6), group)
         assert "rank" in repr(x)
         assert (x.shape, x.dtype, x.ndim, x.numel(), x.stride(0)) == ((2, 3, 12), torch.float32, 3, 72, 36)
@@ -181,7 +164,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
             want = F.cross_entropy(whole, y)
         want.backward()
 
-        def work(group: Threads, auto: bool = auto) -> tuple[Tensor, Tensor]:
+        def work(group: ThreadGroup, auto: bool = auto) -> tuple[Tensor, Tensor]:
             own = base[:, group.rank * 24 :][:, :24].clone().requires_grad_()
             with torch.autocast("cpu", torch.bfloat16, enabled=auto):
                 out = F.cross_entropy(Slice.of(own, group), y)

@@ -18,6 +18,7 @@ from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.mesh import SHARES
 from meshfit.axes.place import Placed
 from meshfit.axes.precision import Precision
+from meshfit.comm.group import RankGroup
 from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.order import share
@@ -71,7 +72,8 @@ def measure(
             return returned(model, content)
         return objective.outputs(model, content) if metrics else (objective(model, content), None, None)
 
-    whole = BatchLoss.of(objective, over, placed.mesh.shares, loader.device)
+    shares = RankGroup.of(placed.mesh.shares)
+    whole = BatchLoss.of(objective, over, shares, loader.device)
     together = placed.together or whole is not None or over.gathers
     forward = placed.forwards(run if whole is None else returned, precision, loader.device)
     with evaluating(placed):
@@ -80,7 +82,7 @@ def measure(
             (part,) = batch.microbatches
             result = None
             if part.samples or together:
-                with counting(part.samples > 0), gathering(rows_over(placed.mesh.shares) if over.gathers else None):
+                with counting(part.samples > 0), gathering(rows_over(shares) if over.gathers else None):
                     result = forward(part.content)
                 frozen.restore()
             loss, outputs, targets = result or (None, None, None)

@@ -15,7 +15,6 @@ from torch import nn
 
 from meshfit.anatomy.trace import Parameter, Trace
 from meshfit.axes.context.find import ContextPlan, begin
-from meshfit.axes.context.ops import Imagined
 from meshfit.axes.context.piece import guarded
 from meshfit.axes.data import batchnorm
 from meshfit.axes.offload import Offload
@@ -23,8 +22,9 @@ from meshfit.axes.order import ORDER
 from meshfit.axes.pipeline.axis import Found as FoundStages
 from meshfit.axes.pipeline.traffic import StageTraffic, count
 from meshfit.axes.tensor.cut import cut
-from meshfit.axes.tensor.ops import Stream
 from meshfit.axes.tensor.region import TensorPlan
+from meshfit.comm.draws import Stream
+from meshfit.comm.group import CountingGroup
 from meshfit.cost import Cost
 from meshfit.exchange import across, allreduce, local
 from meshfit.exchange.probe_optimizer import state_bytes
@@ -147,15 +147,15 @@ def stage_traffic(
     along the tensor and context axes."""
 
     @contextmanager
-    def laid_out(twin: nn.Module) -> Iterator[dict[str, Imagined]]:
-        groups: dict[str, Imagined] = {}
+    def laid_out(twin: nn.Module) -> Iterator[dict[str, CountingGroup]]:
+        groups: dict[str, CountingGroup] = {}
         if split is not None:
-            group = groups["tensor"] = Imagined(ranks.get("tensor", 0), split.degree)
+            group = groups["tensor"] = CountingGroup(ranks.get("tensor", 0), split.degree)
             stream = Stream(group)
             for region in split.regions:
                 cut(twin, region, group, stream)
         if sequence is not None:
-            group = groups["context"] = Imagined(ranks.get("context", 0), sequence.degree)
+            group = groups["context"] = CountingGroup(ranks.get("context", 0), sequence.degree)
             begin(twin, sequence.beginnings, group)
         with guarded():
             yield groups
@@ -179,7 +179,7 @@ def _exchange(plan: Plan, trace: Trace) -> Cost:
         return found + Cost(held={"weights": -own})  # which are counted already
     if plan.exchange == "allreduce":
         return allreduce.cost(trained, plan.shares * plan.context)
-    running = sum(prod(b.shape) for name, b in trace.buffers.items() if name.endswith(("running_mean", "running_var")))
+    running = [prod(b.shape) for name, b in trace.buffers.items() if name.endswith(("running_mean", "running_var"))]
     outer = plan.exchange == "diloco"
     met = local.cost(trained, plan.data, outer=outer, overlap=plan.overlap, running=running)
     each = lambda many: {name: round(count / plan.every) for name, count in many.items()}

@@ -4,16 +4,16 @@ Axes from outer to inner: pipeline, data, shard, expert, context, branch, tensor
 neighbours in rank, and so usually on one machine: the more an axis talks, the further in it is.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
 import torch.distributed as dist
 
+from meshfit.comm import group as comm
+from meshfit.comm.group import RankGroup, destroy, new_group
 from meshfit.plan import DEGREES, Plan
 from meshfit.schedule.actions import rank_of, usual_chunks
-from meshfit.server.workers import Workers
-from meshfit.torch_private import timeout_of
 
 Group = dist.ProcessGroup | None
 
@@ -41,7 +41,7 @@ class Mesh:
     """All ranks; None where this one is alone."""
     groups: Mapping[frozenset[str], Group] = field(default_factory=dict)
     """By the axes along which their ranks differ."""
-    batch: Group | Workers = None
+    batch: comm.Group | None = None
     """Ranks that hold, or shard, the same part of the model, and work on different samples; with model servers, those
     of all workers."""
     place: Mapping[str, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Mesh:
             for other, at in enumerate(places):
                 fixed = tuple(i for axis, i in zip(degrees, at, strict=True) if axis not in axes)
                 lines.setdefault(fixed, []).append(other)
-            groups = {fixed: _made(ranks) for fixed, ranks in lines.items()}  # all ranks make all of them
+            groups = {fixed: new_group(ranks) for fixed, ranks in lines.items()}  # all ranks make all of them
             made.append(groups[tuple(i for axis, i in place.items() if axis not in axes)])
             return made[-1]
 
@@ -86,7 +86,7 @@ class Mesh:
         return cls(
             world=dist.group.WORLD,
             groups=groups,
-            batch=groups.get(used.intersection(SHARES)),
+            batch=RankGroup.of(groups.get(used.intersection(SHARES))),
             place=place,
             made=tuple(made),
             rank=rank,
@@ -113,27 +113,3 @@ class Mesh:
     def close(self) -> None:
         """Let go of its groups. All ranks call it together, when nothing is under way."""
         destroy(self.made)
-
-
-def groups(wanted: Iterable[tuple[int, ...]], *, apart: bool = False) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A group for each set of ranks of the world that this rank names. All ranks call it together, each with its own
-    sets: all of them make all groups, in one order. ``apart``: none that is another's too, not even the world's."""
-    mine, world = set(wanted), dist.get_world_size()
-    every: list[set[tuple[int, ...]]] = [mine] * world
-    dist.all_gather_object(every, mine)
-    some = sorted(ranks for ranks in set().union(*every) if apart or len(ranks) < world)
-    found = {ranks: _made(ranks) for ranks in some}
-    return {ranks: found.get(ranks, dist.group.WORLD) for ranks in mine}  # type: ignore[misc]
-
-
-def _made(ranks: Iterable[int]) -> Group:
-    """A group whose collectives may wait as long as the world's."""
-    assert dist.group.WORLD is not None
-    return dist.new_group(list(ranks), timeout=timeout_of(dist.group.WORLD))  # type: ignore[return-value]
-
-
-def destroy(made: Iterable[Group]) -> None:
-    """Let groups go, but for the world's. All their ranks call it, with groups that they share in the same order."""
-    for group in made:
-        if dist.is_initialized() and group is not None and group is not dist.group.WORLD:
-            dist.destroy_process_group(group)

@@ -31,9 +31,9 @@ from meshfit.axes.pipeline.weights import collect
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.tensor.axis import splits_sequence
-from meshfit.axes.tensor.ops import Group
 from meshfit.axes.tensor.vocabulary import whole_output
 from meshfit.axes.tensors import check_ties, tied
+from meshfit.comm.group import Group
 from meshfit.plan import Plan
 from meshfit.schedule.pipeline import Forward
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from meshfit.axes.tensor.ops import Group
+from meshfit.comm.group import Group
 
 
 class SplitTensor(Tensor):

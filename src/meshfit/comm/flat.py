@@ -1,36 +1,77 @@
-"""Parameters as one row of memory, cut evenly over ranks.
+"""Tensors in one buffer, each aligned to 64 bytes: shards, gradient buckets, payloads of model servers, messages.
 
-The row holds the parameters one after another, padded to a multiple of the ranks; rank r owns the r-th part of it,
-wherever that cuts through a parameter. So parts are equal to the element, whatever the shapes (scalars, odd sizes), a
-gathered row needs no copying to be the parameters again, and each rank's optimizer has about 1/n of the tensors.
+``Flat`` is a buffer of parameters that is cut evenly over ranks: rank r owns the r-th part of it, wherever that cuts
+through a parameter. So parts are equal, whatever the shapes (scalars, odd sizes), a gathered buffer needs no copying to
+be the parameters again, and each rank's optimizer has about 1/n of the tensors.
 
 A parameter stays the same object under the same name. At rest its ``data`` is this rank's slice of it, one row, maybe
 empty: what the optimizer steps. (On one rank it is all of it, in its own shape.)
 """
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from meshfit.torch_private import foreach_copy_, foreach_zero_
 
+ALIGN = 64
+"""Bytes. An element of any dtype fits in a whole number of times."""
 
-class Flat:
+
+def aligned(size: int, itemsize: int = 1) -> int:
+    """``size`` elements, rounded up to whole multiples of ALIGN bytes."""
+    step = ALIGN // itemsize
+    return -(-size // step) * step
+
+
+def starts_of(sizes: Iterable[int], itemsize: int = 1) -> tuple[list[int], int]:
+    """Where tensors of ``sizes`` elements begin in one buffer, and where the last one ends; in elements."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += aligned(size, itemsize)
+    return starts, end
+
+
+def part_of(size: int, degree: int, itemsize: int) -> int:
+    """Elements that each of ``degree`` ranks owns of a buffer of ``size``."""
+    return aligned(-(-size // degree), itemsize)
+
+
+class FlatLayout:
+    """Where ``tensors``, which are of one dtype, are in a row of ``size`` elements."""
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None):
+        self.dtype = dtype or tensors[0].dtype
+        self.shapes = [t.shape for t in tensors]
+        self.strides = [_dense_strides(t) for t in tensors]
+        self.starts, self.size = starts_of((t.numel() for t in tensors), self.dtype.itemsize)
+
+    def views(self, row: Tensor) -> list[Tensor]:
+        """``row``, all of it, as the tensors. They share its memory, but are no views to autograd: each stands for
+        itself."""
+        places = zip(self.starts, self.shapes, self.strides, strict=True)
+        storage, begin = row.untyped_storage(), row.storage_offset()
+        return [row.new_empty(0).set_(storage, begin + start, shape, stride) for start, shape, stride in places]
+
+    def gaps(self, row: Tensor) -> list[Tensor]:
+        """What of ``row`` is in no tensor."""
+        ends = [start + shape.numel() for start, shape in zip(self.starts, self.shapes, strict=True)]
+        gaps = zip(ends, [*self.starts[1:], row.numel()], strict=True) if ends else ()
+        return [row[end:start] for end, start in gaps if end < start]
+
+
+class Flat(FlatLayout):
     """``parameters`` (of one dtype, all trained or all frozen) over ``degree`` ranks, of which this is ``rank``."""
 
     def __init__(self, parameters: list[nn.Parameter], degree: int, rank: int, gathered: torch.dtype | None = None):
+        super().__init__(parameters)
         self.parameters = parameters
         self.trained = parameters[0].requires_grad
-        self.dtype = parameters[0].dtype
         self.gathered = gathered or self.dtype
         """What it is gathered as: half the bytes, where the model would round it to that anyway."""
-        self.shapes = [p.shape for p in parameters]
-        self.strides = [_dense_strides(p) for p in parameters]
-        starts, end = [], 0
-        for p in parameters:
-            starts.append(end)
-            end += p.numel()
-        self.starts, self.size = starts, end
-        self.part = -(-end // degree)
+        self.part = part_of(self.size, degree, self.dtype.itemsize)
         """Elements a rank owns."""
         self.first = rank * self.part
         self.mine = torch.empty(0)
@@ -47,7 +88,7 @@ class Flat:
         """Let ``row`` hold this rank's part, and fill it from the parameters, which then shrink to their slices."""
         self.mine = row
         with torch.no_grad():
-            row[max(0, self.size - self.first) :].zero_()
+            row.zero_()
             for i, p in enumerate(self.parameters):
                 here, there = self.slices(i)
                 row[here].copy_(_row(p.detach(), self.strides[i])[there])
@@ -79,20 +120,12 @@ class Flat:
             return tensor.detach().clone().to(self.mine.device)
         return _row(tensor.detach(), self.strides[i])[self.slices(i)[1]].clone().to(self.mine.device)
 
-    def views(self, row: Tensor) -> list[Tensor]:
-        """``row``, all of it, as tensors shaped like the parameters. They share its memory, but are no views to
-        autograd: each stands for itself."""
-        shaped = zip(self.starts, self.shapes, self.strides, strict=True)
-        storage, begin = row.untyped_storage(), row.storage_offset()
-        return [row.new_empty(0).set_(storage, begin + start, shape, stride) for start, shape, stride in shaped]
-
     def pack(self, gradients: list[Tensor | None], device: torch.device) -> Tensor:
         """Gradients as one row; None counts as zero."""
         row = torch.empty(self.padded, dtype=self.dtype, device=device)
-        row[self.size :].zero_()
         views = self.views(row)
         given = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
-        missing = [view for view, g in zip(views, gradients, strict=True) if g is None]
+        missing = [view for view, g in zip(views, gradients, strict=True) if g is None] + self.gaps(row)
         if given:
             foreach_copy_([view for view, _ in given], [g for _, g in given])
         if missing:

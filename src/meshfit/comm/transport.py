@@ -23,12 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfit.axes.mesh import destroy, groups
-from meshfit.axes.pipeline.program import Layout
+from meshfit.comm.flat import ALIGN, aligned
+from meshfit.comm.group import destroy, groups
 from meshfit.events import current
 
-ALIGN = 64
 TAGS = 2**15
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+    specs: tuple[Any, ...] = ()
+    """How the tensor is split of which this is one rank's part (axes/spec.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +150,7 @@ def layouts_of(tensors: Iterable[Tensor]) -> tuple[Layout, ...]:
 
 
 def packed_size(layouts: Iterable[Layout]) -> int:
-    return sum(_room(prod(layout.shape) * layout.dtype.itemsize) for layout in layouts)
-
-
-def _room(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+    return sum(aligned(prod(layout.shape) * layout.dtype.itemsize) for layout in layouts)
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
@@ -153,11 +159,11 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
     if len(flat) == 1 and flat[0].numel() % ALIGN == 0:
         return flat[0]
     device = flat[0].device if flat else None
-    buffer = torch.empty(sum(_room(part.numel()) for part in flat), dtype=torch.uint8, device=device)
+    buffer = torch.empty(sum(aligned(part.numel()) for part in flat), dtype=torch.uint8, device=device)
     at = 0
     for part in flat:
         buffer[at : at + part.numel()] = part
-        at += _room(part.numel())
+        at += aligned(part.numel())
     return buffer
 
 
@@ -167,7 +173,7 @@ def unpacked(buffer: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
     for layout in layouts:
         size = prod(layout.shape) * layout.dtype.itemsize
         found.append(buffer[at : at + size].view(layout.dtype).view(layout.shape))
-        at += _room(size)
+        at += aligned(size)
     return found
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.axes.axis import Applied
-from meshfit.axes.mesh import destroy, groups
 from meshfit.axes.partition import Partition
+from meshfit.comm.group import destroy, groups
 from meshfit.cost import Cost
 from meshfit.events import current
 from meshfit.exchange.allreduce import AllReduce, StepScalars

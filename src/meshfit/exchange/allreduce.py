@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.comm.flat import FlatLayout, aligned
 from meshfit.cost import Cost
 from meshfit.errors import JobError
 from meshfit.events import current
@@ -39,6 +40,7 @@ FIRST_BUCKET_BYTES = 2**20  # small, so that the first sum starts early
 @dataclass(slots=True)
 class _Bucket:
     flat: Tensor
+    size: int  # elements of gradients, in front of the step scalars
     parameters: list[nn.Parameter]
     gradients: list[Tensor]  # views of flat, shaped like the parameters
     waiting: int = 0
@@ -89,8 +91,9 @@ class AllReduce:
         for group in grouped:
             dtype = group[0].dtype if group else torch.float32
             extra = scalars if group is grouped[-1] else 0
-            flat = torch.zeros(sum(p.numel() for p in group) + extra, dtype=dtype, device=device)
-            self._buckets.append(_Bucket(flat, group, _views(flat, group)))
+            layout = FlatLayout(group, dtype)
+            flat = torch.zeros(layout.size + extra, dtype=dtype, device=device)
+            self._buckets.append(_Bucket(flat, layout.size, group, layout.views(flat)))
         last = self._buckets[-1].flat
         self.numbers, self._reached_flags = last[-scalars:].split([self.numbers.numel(), len(self.parameters)])
         for bucket in self._buckets:
@@ -170,12 +173,7 @@ class AllReduce:
         """Tensors that together hold every gradient once; they may be scaled in place."""
         if self.group is None:
             return [p.grad for p in self.parameters if p.grad is not None]
-        kept = []
-        for bucket in self._buckets:
-            size = sum(p.numel() for p in bucket.parameters)
-            if size:
-                kept.append(bucket.flat[:size])
-        return kept
+        return [bucket.flat[: bucket.size] for bucket in self._buckets if bucket.size]
 
     def clear(self) -> None:
         """Forget the gradients, ready for the next step."""
@@ -203,11 +201,11 @@ class AllReduce:
 
 def cost(parameters: list[nn.Parameter], degree: int) -> Cost:
     """Of summing the gradients of ``parameters``, a step, on one of ``degree`` ranks."""
-    gradients = sum(p.numel() * p.element_size() for p in parameters)
     if degree == 1:
-        return Cost(held={"gradients": gradients})
+        return Cost(held={"gradients": sum(p.numel() * p.element_size() for p in parameters)})
     buckets = _grouped(parameters)
     dtype = buckets[-1][0].dtype if buckets[-1] else torch.float32
+    gradients = sum(aligned(p.numel() * p.element_size()) for p in parameters)
     moved = gradients + (RIDERS + degree + len(parameters)) * dtype.itemsize
     return Cost(held={"gradients": moved}, calls={"all_reduce": len(buckets)}, moved={"all_reduce": moved})
 
@@ -233,14 +231,3 @@ def split_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         bucket.append(parameter)
         filling[parameter.dtype] = (bucket, size + parameter.numel() * parameter.element_size())
     return buckets
-
-
-def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """``flat`` cut into tensors shaped, and laid out, like ``parameters``."""
-    views, at = [], 0
-    for p in parameters:
-        part = flat[at : at + p.numel()]
-        channels_last = p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last)
-        views.append(part.as_strided(p.size(), p.stride(), at) if channels_last else part.view(p.shape))
-        at += p.numel()
-    return views

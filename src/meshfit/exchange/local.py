@@ -16,7 +16,7 @@ each rank has come to since.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +26,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.axes.data.batchnorm import running_statistics
+from meshfit.comm.flat import FlatLayout, aligned
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.events import current
 from meshfit.exchange.allreduce import StepScalars, split_buckets
+from meshfit.torch_private import foreach_copy_
 
 NUMBERS = 2  # count, stop: at the end of the last bucket
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = 1.0, 0.5  # DiLoCo's own, 0.7 and 0.9, need hundreds of rounds: docs/LOG.md
@@ -46,6 +48,7 @@ class Outer:
 @dataclass(slots=True)
 class _Bucket:
     tensors: list[Tensor]
+    layout: FlatLayout
     flat: Tensor
     common: Tensor | None = None
     """The weights all ranks had last."""
@@ -56,19 +59,16 @@ class _Bucket:
     began: float = 0.0
     """When it was handed over."""
 
-    @property
-    def size(self) -> int:
-        return sum(t.numel() for t in self.tensors)
-
     def read(self) -> Tensor:
         """The tensors of this rank as they are now."""
-        return torch.cat([t.detach().reshape(-1).to(self.flat.dtype) for t in self.tensors])
+        values = self.flat.new_zeros(self.layout.size)
+        if self.tensors:
+            foreach_copy_(self.layout.views(values), [t.detach() for t in self.tensors])
+        return values
 
     def write(self, values: Tensor) -> None:
-        at = 0
-        for t in self.tensors:
-            t.detach().copy_(values[at : at + t.numel()].view(t.shape))
-            at += t.numel()
+        if self.tensors:
+            foreach_copy_([t.detach() for t in self.tensors], self.layout.views(values))
 
 
 class Local:
@@ -105,8 +105,8 @@ class Local:
         self._armed: tuple[Any, Any, float, Any] = (0.0, 0.0, 0.0, 0.0)
         for p in self.parameters:
             p.grad = None
-        running = [b for b in running_statistics(model).values() if b.is_floating_point()]
-        self._buckets = [] if group is None else _buckets(self.parameters, running, device)
+        self._running = [b for b in running_statistics(model).values() if b.is_floating_point()]
+        self._buckets = [] if group is None else _buckets(self.parameters, self._running, device)
         self.begin()
 
     def begin(self) -> None:
@@ -182,7 +182,7 @@ class Local:
             values = bucket.read()
             if self.overlap:
                 bucket.sent = values.clone()
-            bucket.flat[: bucket.size] = values.mul_(self._count)
+            bucket.flat[: bucket.layout.size] = values.mul_(self._count)
         self._buckets[-1].flat[-NUMBERS] = self._count
         self._buckets[-1].flat[-NUMBERS + 1] = self._stop
         for bucket in self._buckets:
@@ -203,7 +203,7 @@ class Local:
         if not count:  # no rank has seen a sample
             return
         for bucket in self._buckets:
-            target = self._outer_step(bucket, bucket.flat[: bucket.size] / count)
+            target = self._outer_step(bucket, bucket.flat[: bucket.layout.size] / count)
             if bucket.sent is not None:
                 target = bucket.read().add_(target).sub_(bucket.sent)
                 bucket.sent = None
@@ -249,20 +249,21 @@ class Local:
                 bucket.write(own)
 
     def cost(self) -> Cost:
-        running = sum(b.size for b in self._buckets) - sum(p.numel() for p in self.parameters)
+        running = [b.numel() for b in self._running]
         return cost(self.parameters, self.degree, outer=self.outer is not None, overlap=self.overlap, running=running)
 
 
 def cost(
-    parameters: list[nn.Parameter], degree: int, *, outer: bool = False, overlap: int = 0, running: int = 0
+    parameters: list[nn.Parameter], degree: int, *, outer: bool = False, overlap: int = 0, running: Iterable[int] = ()
 ) -> Cost:
-    """Of one rank of ``degree``. What is moved is moved once every h steps; ``running``: elements of statistics."""
+    """Of one rank of ``degree``. What is moved is moved once every h steps; ``running``: sizes of statistics."""
     gradients = sum(p.numel() * p.element_size() for p in parameters)
     if degree == 1:
         return Cost(held={"gradients": gradients})
-    averaged = sum(p.numel() * _wide(p.dtype).itemsize for p in parameters)
-    last = parameters[0].dtype if parameters else torch.float32
-    moved = averaged + (NUMBERS + running) * _wide(last).itemsize
+    last = _wide(parameters[0].dtype if parameters else torch.float32).itemsize
+    averaged = sum(aligned(p.numel() * _wide(p.dtype).itemsize) for p in parameters)
+    averaged += sum(aligned(size * last) for size in running)
+    moved = averaged + NUMBERS * last
     held = {"gradients": gradients, "averaging": moved + averaged * (2 * outer + bool(overlap))}
     calls = len(split_buckets(parameters)) or 1
     return Cost(held=held, calls={"all_reduce": calls}, moved={"all_reduce": moved})
@@ -281,6 +282,6 @@ def _buckets(parameters: list[nn.Parameter], running: list[Tensor], device: torc
     for group in groups:
         dtype = _wide(group[0].dtype) if group else torch.float32
         extra = NUMBERS if group is groups[-1] else 0
-        flat = torch.zeros(sum(t.numel() for t in group) + extra, dtype=dtype, device=device)
-        made.append(_Bucket(group, flat))
+        layout = FlatLayout(group, dtype)
+        made.append(_Bucket(group, layout, torch.zeros(layout.size + extra, dtype=dtype, device=device)))
     return made

@@ -24,7 +24,7 @@ from meshfit import generators
 from meshfit.axes.context.piece import gathered_output
 from meshfit.axes.data import batchnorm
 from meshfit.axes.tensor.vocabulary import whole_output
-from meshfit.comm import meeting
+from meshfit.comm.group import Group
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.loss import gather as gathering
@@ -46,13 +46,13 @@ class BatchLoss:
 
     loss: Callable[..., Any]
     over: Over
-    group: meeting.Group | None
+    group: Group | None
     """The ranks that share the batch; None: this one has all of it."""
     device: torch.device
 
     @classmethod
     def of(
-        cls, objective: Objective | None, over: Over, group: meeting.Group | None, device: torch.device
+        cls, objective: Objective | None, over: Over, group: Group | None, device: torch.device
     ) -> "BatchLoss | None":
         """None where the loss is a mean, or has its rows gathered by itself."""
         if over.kind != "batch" or objective is None or objective.loss is None:
@@ -92,14 +92,13 @@ class BatchLoss:
         if self.group is None or not self.over.draws:
             yield
             return
-        rank, _ = meeting.place(self.group)
         own = generators.Generators(self.device)
-        state = meeting.gather(generators.as_tensor(self.device).to(self.device), self.group)
+        state = self.group.all_gather(generators.as_tensor(self.device).to(self.device))
         generators.from_tensor(state[0], self.device)
         try:
             yield
         finally:
-            if rank:
+            if self.group.rank:
                 own.restore()
 
 

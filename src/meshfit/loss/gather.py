@@ -5,7 +5,7 @@ rank gathers the rows and computes the loss of all of them, and counts it by its
 one, and backward sums over ranks what came to each rank's rows. So the gradient is one device's, also of a parameter
 that the loss uses itself, and of a loss of which one part is over the batch and another a mean over samples.
 
-    traffic   an all_gather of the rows in forward, an all_reduce of their gradient in backward
+    traffic   an all_gather of the rows in forward, a reduce_scatter of their gradient in backward
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,8 @@ from torch import Tensor
 from meshfit.axes.context.piece import gathered_output
 from meshfit.axes.data import batchnorm
 from meshfit.axes.tensor.vocabulary import whole_output
-from meshfit.comm import meeting
+from meshfit.comm.collectives import gather_rows
+from meshfit.comm.group import Group
 from meshfit.errors import JobError
 
 _gather: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("gather", default=None)
@@ -53,14 +54,14 @@ def gathering(act: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
         _gather.reset(token)
 
 
-def over(group: meeting.Group | None) -> Callable[[Tensor], Tensor] | None:
+def over(group: Group | None) -> Callable[[Tensor], Tensor] | None:
     """What gathers rows over ``group``; the rows of a rank that runs a stand-in count for nothing."""
     if group is None:
         return None
 
     def act(tensor: Tensor) -> Tensor:
         mine = gathered_output(whole_output(tensor))
-        return meeting.rows(mine[: None if batchnorm.counted() else 0], group)
+        return gather_rows(mine[: None if batchnorm.counted() else 0], group)
 
     return act
 

@@ -24,10 +24,11 @@ from torch import Tensor
 from meshfit.axes.buffers.step import Buffers
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.pipeline.axis import Staged
-from meshfit.axes.pipeline.program import Layout, Program
+from meshfit.axes.pipeline.program import Program
 from meshfit.axes.precision import LossScale, Precision
-from meshfit.axes.tensor.ops import Group
+from meshfit.comm.group import Group
 from meshfit.comm.transport import (
+    Layout,
     Pending,
     Transport,
     packed,

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from meshfit.server.compress import Codec
-from meshfit.server.packing import behind
 from meshfit.server.shared_memory import SharedMemory
 from meshfit.server.wire import Message, Wire
 
@@ -72,7 +71,7 @@ class Push:
     def statistics(self) -> tuple[float, Tensor, Tensor]:
         """Samples, what its statistics have become, and what they were."""
         assert self.given is not None
-        return float(self.words["samples"]), self.memory.up[behind(self.codec.bytes) :], self.given
+        return float(self.words["samples"]), self.memory.up[self.codec.bytes :], self.given
 
     def reached(self, names: list[str]) -> set[str]:
         bits = int(self.words["reached"], 16)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshfit.comm.flat import aligned
 from meshfit.errors import PlanError, did_you_mean
-from meshfit.server.packing import ALIGNMENT, Parcel
+from meshfit.server.packing import Parcel
 
 WORDS = ("none", "fp16", "bf16", "int8")
 BLOCK = 1024
@@ -61,7 +62,7 @@ class Codec:
             size = run.bytes
             if self._packs(run.dtype):
                 size = run.size * 2 if self.word != "int8" else run.size + -(-run.size // BLOCK) * 4
-            places.append(places[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+            places.append(places[-1] + aligned(size))
         return places
 
     def _pack(self, flat: Tensor, out: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshfit.errors import RankError
 from meshfit.events import current
 from meshfit.server.compress import Codec, Feedback
-from meshfit.server.packing import Parcel, behind
+from meshfit.server.packing import Parcel
 from meshfit.server.shared_memory import SharedMemory, view
 from meshfit.server.wire import ConnectionLost, Message, Wire, WireError, connect
 
@@ -40,8 +40,8 @@ class ServerConnection:
         self.parameters, self.statistics = dict(parameters), dict(statistics)
         self.parcel, self._running = Parcel.of(self.parameters), Parcel.of(self.statistics)
         self.codec = Codec(compress, self.parcel)
-        up = behind(self.codec.bytes) + self._running.bytes
-        down = behind(self.parcel.bytes) + self._running.bytes
+        up = self.codec.bytes + self._running.bytes
+        down = self.parcel.bytes + self._running.bytes
         self.shared = address.startswith("unix:")
         """Whether the server sees this memory itself."""
         self.memory = SharedMemory.make(up, down)
@@ -145,7 +145,7 @@ class ServerConnection:
             current().moved("pull", self.memory.down.nbytes)
         if self._weights.device.type != "cpu":
             self._weights.copy_(self.memory.down[: self.parcel.bytes], non_blocking=False)
-        running = self._running.views(self.memory.down[behind(self.parcel.bytes) :])
+        running = self._running.views(self.memory.down[self.parcel.bytes :])
         for name, buffer in self.statistics.items():
             buffer.copy_(running[name])
 
@@ -163,7 +163,7 @@ class ServerConnection:
             self.feedback.pack(host, up[: self.codec.bytes])
         elif self._packed:
             up[: self.parcel.bytes].copy_(self._gradient)
-        running = self._running.views(up[behind(self.codec.bytes) :])
+        running = self._running.views(up[self.codec.bytes :])
         for name, buffer in self.statistics.items():
             running[name].copy_(buffer)
 

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.precision import LossScale
+from meshfit.comm.group import RankGroup
 from meshfit.coordination import Coordination, Metrics
 from meshfit.data.loader import Batch, Loader
 from meshfit.exchange.protocol import RepeatBatch
@@ -81,7 +82,7 @@ class ServerCoordination(Coordination):
     def mesh(self, mesh: Mesh) -> Mesh:
         if self.run.plan.worker_size == 1:
             return replace(mesh, batch=self._workers if self.run.plan.in_step else None)
-        return mesh if self._batch is None else replace(mesh, batch=self._batch)
+        return mesh if self._batch is None else replace(mesh, batch=RankGroup(self._batch))
 
     def last_step(self) -> int | None:
         if not self.run.plan.staleness:

@@ -18,7 +18,7 @@ from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.cost import Cost
 from meshfit.exchange.probe_optimizer import StateBytes
 from meshfit.server.compress import Codec
-from meshfit.server.packing import Parcel, behind, trained, widely
+from meshfit.server.packing import Parcel, trained, widely
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,11 @@ class Payload:
 
     @property
     def up(self) -> list[int]:
-        return [
-            behind(Codec(self.compress, p).bytes) + extra for p, extra in zip(self.parcels, self._running, strict=True)
-        ]
+        return [Codec(self.compress, p).bytes + extra for p, extra in zip(self.parcels, self._running, strict=True)]
 
     @property
     def down(self) -> list[int]:
-        return [behind(p.bytes) + extra for p, extra in zip(self.parcels, self._running, strict=True)]
+        return [p.bytes + extra for p, extra in zip(self.parcels, self._running, strict=True)]
 
     @property
     def _running(self) -> list[int]:
@@ -68,7 +66,7 @@ def worker(payload: Payload, *, device: str = "cpu") -> Cost:
     elif payload.compress != "none":
         gradients += bare
     if payload.compress != "none":
-        host = {**host, "feedback": sum(parcel.payload for parcel in payload.parcels)}
+        host = {**host, "feedback": bare}
     return Cost(
         held={"weights": weights, "gradients": gradients},
         host=host,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.exchange.update import Average, Update, Updated, total_norm
-from meshfit.server.packing import Parcel, behind
+from meshfit.server.packing import Parcel
 from meshfit.server.running_statistics import RunningStatistics
 
 
@@ -124,7 +124,7 @@ class Keeper:
     @property
     def bytes(self) -> int:
         """That go down to a worker."""
-        return behind(self.parcel.bytes) + self.statistics.bytes
+        return self.parcel.bytes + self.statistics.bytes
 
     def fill(self, down: Tensor, *, averaged: bool = False) -> None:
         """Write the weights, and the statistics behind them, to ``down``."""
@@ -134,7 +134,7 @@ class Keeper:
                 views[name].copy_(tensor)
         else:
             down[: self.parcel.bytes].copy_(self.weights)
-        down[behind(self.parcel.bytes) :].copy_(self.statistics.buffer)
+        down[self.parcel.bytes :].copy_(self.statistics.buffer)
 
     # What a snapshot holds
 

@@ -1,12 +1,11 @@
 """Tensors as one stretch of bytes, laid out alike by all who hold the model.
 
-A parcel lists tensors by dtype, each dtype in one run without gaps: so a run is summed, copied or sent as one tensor,
-and every tensor is a view into it, with the strides of its own. ``digest`` tells whether two sides mean the same.
+A parcel lists tensors by dtype, each dtype in one run: so a run is summed, copied or sent as one tensor, and every
+tensor is a view into it, aligned, with the strides of its own. ``digest`` tells whether two sides mean the same.
 """
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,37 +14,25 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 64  # bytes, between runs
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One tensor's place."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    at: int
-    """Elements before it in its run."""
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
+from meshfit.comm.flat import FlatLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """All tensors of one dtype, one after another."""
 
-    dtype: torch.dtype
+    names: tuple[str, ...]
+    layout: FlatLayout
     start: int
     """In bytes."""
-    slots: tuple[Slot, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
 
     @property
     def size(self) -> int:
-        return sum(slot.size for slot in self.slots)
+        return self.layout.size
 
     @property
     def bytes(self) -> int:
@@ -54,39 +41,26 @@ class Segment:
 
 @dataclass(frozen=True)
 class Parcel:
-    """Where each of some tensors lies in a buffer of ``bytes`` bytes."""
+    """Where each of some tensors is in a buffer of ``bytes`` bytes. What is between them must be zero."""
 
     runs: tuple[Segment, ...]
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor]) -> "Parcel":
-        kinds: dict[torch.dtype, list[Slot]] = {}
-        sizes: dict[torch.dtype, int] = {}
-        for name, tensor in named.items():
-            at = sizes.get(tensor.dtype, 0)
-            stride = tensor.stride() if _dense(tensor) else _contiguous(tuple(tensor.shape))
-            slot = Slot(name, tensor.dtype, tuple(tensor.shape), tuple(stride), at)
-            kinds.setdefault(tensor.dtype, []).append(slot)
-            sizes[tensor.dtype] = at + slot.size
-        runs, start = [], 0
-        for dtype, slots in kinds.items():
-            run = Segment(dtype, start, tuple(slots))
-            runs.append(run)
-            start += behind(run.bytes)
+        runs: list[Segment] = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in named.values()):
+            some = {name: tensor for name, tensor in named.items() if tensor.dtype == dtype}
+            start = runs[-1].start + runs[-1].bytes if runs else 0
+            runs.append(Segment(tuple(some), FlatLayout(list(some.values())), start))
         return cls(tuple(runs))
 
     @cached_property
     def bytes(self) -> int:
-        return max((run.start + run.bytes for run in self.runs), default=0)
-
-    @cached_property
-    def payload(self) -> int:
-        """Bytes of the tensors alone."""
         return sum(run.bytes for run in self.runs)
 
     @cached_property
     def names(self) -> list[str]:
-        return [slot.name for run in self.runs for slot in run.slots]
+        return [name for run in self.runs for name in run.names]
 
     def flats(self, buffer: Tensor) -> list[Tensor]:
         """Each run of ``buffer`` (of bytes) as one tensor of its dtype."""
@@ -95,22 +69,21 @@ class Parcel:
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Each tensor, by name, as a view of ``buffer``."""
         return {
-            slot.name: flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.at)
-            if slot.size
-            else flat.new_empty(slot.shape)
+            name: view
             for run, flat in zip(self.runs, self.flats(buffer), strict=True)
-            for slot in run.slots
+            for name, view in zip(run.names, run.layout.views(flat), strict=True)
         }
 
     @cached_property
     def digest(self) -> str:
-        told = [[s.name, str(s.dtype), s.shape, s.stride, s.at, run.start] for run in self.runs for s in run.slots]
+        told = [
+            [name, str(run.dtype), shape, stride, at, run.start]
+            for run in self.runs
+            for name, shape, stride, at in zip(
+                run.names, run.layout.shapes, run.layout.strides, run.layout.starts, strict=True
+            )
+        ]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
-def behind(size: int) -> int:
-    """Where a second parcel begins that follows one of ``size`` bytes."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def split(sizes: Sequence[int], parts: int) -> list[list[int]]:
@@ -145,21 +118,3 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def shares(model: nn.Module, servers: int) -> list[dict[str, nn.Parameter]]:
     """The trained parameters by server."""
     return widely(trained(model), servers)
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether it fills a stretch of memory, each element once, in whatever order of dims."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

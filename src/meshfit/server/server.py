@@ -41,7 +41,6 @@ from meshfit.server.compress import Codec
 from meshfit.server.invitation import Invitation
 from meshfit.server.keeper import Keeper
 from meshfit.server.messages import check as check_words
-from meshfit.server.packing import behind
 from meshfit.server.settings import ServerSettings
 from meshfit.server.shared_memory import SharedMemory, view
 from meshfit.server.snapshot import newest, write
@@ -106,7 +105,7 @@ class Server:
 
     @property
     def up_bytes(self) -> int:
-        return behind(self.codec.bytes) + self.keeper.statistics.bytes
+        return self.codec.bytes + self.keeper.statistics.bytes
 
     # For those who wait for it
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshfit.server.packing import ALIGNMENT
+from meshfit.comm.flat import ALIGN, aligned
 from meshfit.server.wire import WireError
 
 
@@ -69,7 +69,7 @@ class SharedMemory:
     def _mapped(cls, fd: int, up: int, down: int) -> "SharedMemory":
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # pages are there before they are timed
         whole = torch.frombuffer(mmap.mmap(fd, _size(up, down), flags=flags), dtype=torch.uint8)
-        start = _aligned(up)
+        start = aligned(up)
         return cls(whole[:up], whole[start : start + down], fd)
 
     def close(self) -> None:
@@ -78,12 +78,8 @@ class SharedMemory:
             self.fd = None
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def _size(up: int, down: int) -> int:
-    return max(_aligned(up) + _aligned(down), ALIGNMENT)
+    return max(aligned(up) + aligned(down), ALIGN)
 
 
 def view(buffer: Tensor) -> memoryview:

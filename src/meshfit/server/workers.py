@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from meshfit.comm.group import Group
 from meshfit.events import current
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 MOST = 3 << 17  # bytes of all workers that are gathered at a time: words have a limit, see wire.py
 
 
-class Workers:
+class Workers(Group):
     def __init__(self) -> None:
         self.worker: Worker | None = None
         """Who this is; None before it has met its servers."""
@@ -31,19 +32,19 @@ class Workers:
         return self.worker is not None and self.worker.at_work
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.worker.rank if self.worker is not None and self._at_work else 0
 
     @property
-    def size(self) -> int:
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.worker.degree if self.worker is not None and self._at_work else 1
 
-    def gather(self, mine: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """What each worker gives, of one shape, in their order: [workers, ...]."""
         if self.worker is None or self.size == 1:
-            return mine.unsqueeze(0)
-        current().moved("meet", mine.nbytes * (1 + self.size))
-        body = mine.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return x.unsqueeze(0)
+        current().moved("meet", x.nbytes * (1 + self.size))
+        body = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         most = max(8, MOST // self.size)
         heard = [bytearray() for _ in range(self.size)]
         for at in range(0, max(1, len(body)), most):
@@ -51,7 +52,4 @@ class Workers:
             for whole, part in zip(heard, said, strict=True):
                 whole += base64.b64decode(part)
         every = torch.frombuffer(bytearray().join(heard), dtype=torch.uint8) if body else torch.empty(0)
-        return every.view(mine.dtype).view(self.size, *mine.shape).to(mine.device)
-
-    def sum(self, mine: Tensor) -> Tensor:
-        return self.gather(mine).sum(0)
+        return every.view(x.dtype).view(self.size, *x.shape).to(x.device)

@@ -32,11 +32,11 @@ from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
 from meshfit.axes.pipeline.axis import only
 from meshfit.axes.pipeline.cut import hollow, part_of
-from meshfit.axes.pipeline.program import Layout, Programs
+from meshfit.axes.pipeline.program import Programs
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.units import Whole, _relative
-from meshfit.axes.tensor.ops import Stream
-from meshfit.comm.transport import packed_size
+from meshfit.comm.draws import Stream
+from meshfit.comm.transport import Layout, packed_size
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.plan import Plan

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfit.axes.pipeline.program import Layout
-from meshfit.axes.tensor.ops import Ranks
-from meshfit.comm.transport import layouts_of, packed, packed_size, unpacked
+from meshfit.comm.group import RankGroup
+from meshfit.comm.transport import Layout, layouts_of, packed, packed_size, unpacked
 from meshfit.errors import JobError
 from meshfit.events import current
 
@@ -29,7 +28,7 @@ class Line:
     """The ranks of a branch group, and when the own work of this one began in backward."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.ranks, self.device, self.began = Ranks(group), device, None
+        self.ranks, self.device, self.began = RankGroup(group), device, None
         self.memory = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
     def agree(self, mine: Sequence[Tensor]) -> Layouts:
@@ -40,17 +39,13 @@ class Line:
 
     def hand_out(self, mine: Sequence[Tensor], layouts: Layouts) -> list[list[Tensor]]:
         """What each rank has, on all; this rank's own is left out."""
-        buffers, works = [], []
-        for rank, theirs in enumerate(layouts):
-            own = rank == self.ranks.rank
-            size = packed_size(theirs)
-            buffer = packed(mine).to(self.memory) if own else torch.empty(size, dtype=torch.uint8, device=self.memory)
-            buffers.append(buffer)
-            if size:
-                current().moved("broadcast", buffer.nbytes)
-                works.append(dist.broadcast(buffer, group=self.ranks.group, group_src=rank, async_op=True))
-        for work in works:
-            work.wait()
+        buffers = [
+            packed(mine).to(self.memory)
+            if rank == self.ranks.rank
+            else torch.empty(packed_size(theirs), dtype=torch.uint8, device=self.memory)
+            for rank, theirs in enumerate(layouts)
+        ]
+        self.ranks.broadcast_(buffers)
         return [
             [] if rank == self.ranks.rank else unpacked(buffer.to(self.device), layouts[rank])
             for rank, buffer in enumerate(buffers)
@@ -65,9 +60,7 @@ class Line:
             some = [i for i, (_, kind) in enumerate(like) if kind == dtype]
             parts = [_flat(grads[i], *like[i], self.device) for i in some]
             reached = torch.tensor([grads[i] is not None for i in some], dtype=dtype, device=self.device)
-            flat = torch.cat([*parts, reached])
-            current().moved("all_reduce", flat.nbytes)
-            dist.all_reduce(flat, group=self.ranks.group)
+            flat = self.ranks.all_reduce_(torch.cat([*parts, reached]))
             *sums, reached = flat.split([*(part.numel() for part in parts), len(some)])
             for i, total, there in zip(some, sums, reached, strict=True):
                 nobody = grads[i] is None and not there

@@ -14,7 +14,7 @@ from meshfit.axes.branch.assign import Dealt, owners_like
 from meshfit.axes.branch.flow import ALL, Flow, Phase, detached
 from meshfit.axes.branch.ops import Layouts, Line, enter, join, tie
 from meshfit.axes.pipeline.program import Recorded
-from meshfit.axes.tensor.ops import Stream
+from meshfit.comm.draws import Stream
 from meshfit.events import current
 
 

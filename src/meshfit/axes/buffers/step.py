@@ -18,7 +18,7 @@ from meshfit.axes.buffers.find import Writer, Written
 from meshfit.axes.buffers.totals import Totals
 from meshfit.axes.buffers.trace import Collect, Differs, look_away
 from meshfit.axes.forward import wrap
-from meshfit.comm import meeting
+from meshfit.comm.group import Group
 from meshfit.errors import JobError
 from meshfit.torch_private import own_buffers, own_parameters
 
@@ -80,7 +80,7 @@ class Buffers:
         self,
         model: nn.Module | None = None,
         written: Written | None = None,
-        group: meeting.Group | None = None,
+        group: Group | None = None,
         *,
         microbatches: int = 1,
     ):

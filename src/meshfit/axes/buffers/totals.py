@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from meshfit.axes.buffers.trace import MAX, MEAN, MIN, Collected, Update, replay
-from meshfit.comm import meeting
-from meshfit.events import current
-from meshfit.server.workers import Workers
+from meshfit.comm.group import Group
 
 
 @dataclass
@@ -57,23 +55,21 @@ class Totals:
         self.dtypes = {at: tensor.dtype for at, tensor in call.statistics.items()}
         self.integers = {at: isinstance(number, int) for at, number in call.numbers.items()}
 
-    def over(self, group: meeting.Group, device: torch.device) -> None:
+    def over(self, group: Group, device: torch.device) -> None:
         """Those of all ranks of ``group``. They call it together."""
         counts = torch.tensor([self.samples, *self.numbers.values()], dtype=torch.float64, device=device)
-        counts = _added(counts, group)
+        counts = group.all_reduce_(counts)
         self.samples, *numbers = counts.tolist()
         self.numbers = dict(zip(self.numbers, numbers, strict=True))
         kinds: dict[torch.dtype, list[int]] = defaultdict(list)
         for at, tensor in self.sums.items():
             kinds[tensor.dtype].append(at)
         for places in kinds.values():
-            flat = _added(torch.cat([self.sums[at].reshape(-1) for at in places]), group)
+            flat = group.all_reduce_(torch.cat([self.sums[at].reshape(-1) for at in places]))
             parts = flat.split([self.sums[at].numel() for at in places])
             self.sums |= {at: part.view(self.sums[at].shape) for at, part in zip(places, parts, strict=True)}
         for at, tensor in self.extremes.items():
-            every = meeting.gather(tensor.reshape(1, -1).contiguous(), group).reshape(-1, tensor.numel())
-            if not isinstance(group, Workers):
-                current().moved("all_gather", every.nbytes)
+            every = group.all_gather(tensor.reshape(-1))
             best = every.amax(0) if self.update.statistics[at].kind == MAX else every.amin(0)
             self.extremes[at] = best.view(tensor.shape)
 
@@ -87,12 +83,6 @@ class Totals:
         if self.update.statistics[at].kind == MEAN:
             tensor = tensor / self.samples
         return tensor.to(self.dtypes[at])
-
-
-def _added(mine: Tensor, group: meeting.Group) -> Tensor:
-    if not isinstance(group, Workers):  # which count for themselves
-        current().moved("all_reduce", mine.nbytes)
-    return meeting.add(mine, group)
 
 
 def _nothing(dtype: torch.dtype, kind: str) -> float:

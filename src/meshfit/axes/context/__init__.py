@@ -1,7 +1,6 @@
 """The context axis from inside: tensors of which each rank has some positions, and what is done to them.
 
 span     which positions each rank has
-ops      what ranks say to each other, and its derivatives
 piece    a tensor that is cut: it shows the shape of the whole
 local    functions that a rank computes on its own positions
 shapes   functions that move dims, or take some positions

@@ -20,12 +20,13 @@ from torch import nn
 
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
-from meshfit.axes.context.check import Differs, check
+from meshfit.axes.context.check import check
 from meshfit.axes.context.find import ContextPlan, Step, begin, find
 from meshfit.axes.context.piece import gathered_output, guarded
 from meshfit.axes.forward import wrap
-from meshfit.axes.tensor.ops import Ranks
+from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.twin import study
+from meshfit.comm.group import RankGroup
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def plan_context(model: nn.Module, step: Step, batch: Any, degree: int) -> ContextPlan:
-    """Where to cut ``model``, which stays as it is; proven on samples of the data. Raises ``Differs`` if not right."""
+    """Where to cut ``model``, which stays as it is; proven on samples of the data. Raises ``Refused`` if not right."""
     twin = study(model)
     found = find(twin, step, batch, degree)
     if found.beginnings:
@@ -46,7 +47,7 @@ def plan_context(model: nn.Module, step: Step, batch: Any, degree: int) -> Conte
 
 
 def prove(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
-    """Of another ``step`` than the one that ``plan`` was found with. Raises ``Differs`` if it is not right."""
+    """Of another ``step`` than the one that ``plan`` was found with. Raises ``Refused`` if it is not right."""
     check(quiet(study(model)), step, batch, plan)
 
 
@@ -68,10 +69,10 @@ class Context:
     degree: int
     plan: ContextPlan
 
-    def apply(self, model: nn.Module, group: dist.ProcessGroup) -> Ranks:
+    def apply(self, model: nn.Module, group: dist.ProcessGroup) -> RankGroup:
         """In place: from the beginnings on, what ``model`` computes is cut. Parameters stay whole. Returns the ranks
         over which activations are cut."""
-        ranks = Ranks(group)
+        ranks = RankGroup(group)
         if ranks.size != self.degree or self.plan.degree != self.degree:
             raise ValueError(f"a plan for {self.plan.degree} ranks, context={self.degree} and a group of {ranks.size}")
         begin(model, self.plan.beginnings, ranks)
@@ -164,12 +165,12 @@ def _proven(plan: Plan) -> Iterator[None]:
     """Around the proof of a context plan."""
     try:
         yield
-    except Differs as differs:
+    except Refused as refused:
         raise PlanError(
             f"{plan}: cut over {plan.context} devices this model does not compute what it does on one",
-            f"on a few samples, in double precision: {differs}",
+            f"on a few samples, in double precision: {refused}",
             _without_context(plan),
-        ) from differs
+        ) from refused
 
 
 def _without_context(plan: Plan) -> str:
@@ -191,6 +192,3 @@ class Positions(Applied):
 
     def undo(self) -> None:
         self._guard.close()
-
-
-__all__ = ["Context", "ContextAxis", "ContextPlan", "Differs", "plan_context"]

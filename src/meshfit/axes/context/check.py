@@ -1,14 +1,16 @@
-"""The proof of a context plan, before anything is trained: steps whole, against their ranks as threads.
+"""The proof of a context plan, before anything is trained: steps whole, against their ranks in threads (prove.py).
 
-In double precision throughout, where a difference is no rounding (code of the model's that asks for single gets
-double), or in single if a kernel refuses that: the loss on every rank, and the sum over the ranks of every gradient.
+What must agree: the loss on every rank, and the sum over the ranks of every gradient. In double precision code of the
+model's that asks for single gets double.
 
 What a model computes may depend on what it is given: a mask of packed documents is made where positions restart, one of
 padding where there is some. So the step is tried on the user's samples together, on the same with padding and packed
 positions put into them, and on each by itself whose forward takes another way through the model.
 """
 
+import functools
 from collections.abc import Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from meshfit.axes.context.find import ContextPlan, Step, begin, length_of, shortened, some
 from meshfit.axes.context.piece import Piece, guarded, name_of, whole
-from meshfit.axes.tensor.check import DRAWS, first_line
-from meshfit.axes.tensor.ops import Meeting, Threads
-from meshfit.axes.tensor.twin import converted, sharing, to_precision
+from meshfit.axes.prove import DRAWS, Refused, in_parts, in_precision, summed
+from meshfit.axes.tensor.twin import converted, to_precision
+from meshfit.comm.group import ThreadGroup
 from meshfit.data import tree
 from meshfit.torch_private import tree_map
 
@@ -38,36 +40,40 @@ WAYS = 4
 """Different ways through the model that are tried, at the most."""
 
 
-class Differs(Exception):
-    """A rank's part does not add up to the whole: where, in words."""
-
-
 def check(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
-    """Raises ``Differs``. ``model`` has no dropout."""
-    twins: dict[torch.dtype, nn.Module] = {}
+    """Raises ``Refused``. ``model`` has no dropout."""
+    convert = functools.cache(partial(converted, model))
     proven: set[Hashable] = set()
     for place, each in enumerate(_trials(model, batch, plan)):
-        refused: Exception | None = None
-        for dtype, tolerance in TOLERANCE.items():
-            twin = twins[dtype] = twins.get(dtype) or converted(model, dtype)
-            cast = tree.map_tensors(lambda t, dtype=dtype: to_precision(t, dtype), each)
-            try:
-                way = _way(twin, step, cast, dtype)
-                if place >= ALWAYS and (way in proven or len(proven) >= WAYS):
-                    break
-                want = _gradients(twin, step, cast, 1, dtype)
-                if lost := [name for name, grad in want[1].items() if grad is not None and not grad.isfinite().all()]:
-                    raise ValueError(f"the gradient of {lost[0]} is not finite on one device")
-            except Exception as error:  # of the model's own
-                refused = error
-                continue
-            _compare(want, _parts(twin, step, cast, plan, dtype), tolerance)
-            proven.add(way)
-            break
-        else:
+
+        def whole(twin: nn.Module, dtype: torch.dtype, place: int = place, each: Any = each) -> "Whole | None":
+            cast = tree.map_tensors(lambda t: to_precision(t, dtype), each)
+            way = _way(twin, step, cast, dtype)
+            if place >= ALWAYS and (way in proven or len(proven) >= WAYS):
+                return None
+            loss, gradients = _gradients(twin, step, cast, 1, dtype)
+            if lost := [name for name, grad in gradients.items() if grad is not None and not grad.isfinite().all()]:
+                raise ValueError(f"the gradient of {lost[0]} is not finite on one device")
+            return cast, way, (loss, gradients)
+
+        try:
+            twin, dtype, made = in_precision(convert, TOLERANCE, whole)
+        except Refused as refused:
             if place == 0:  # others were put together here, and the model need not take them
-                assert refused is not None
-                raise Differs(f"the step cannot be tried: {type(refused).__name__}: {first_line(refused)}")
+                raise Refused(f"the step cannot be tried: {refused}") from refused
+            continue
+        if made is None:
+            continue
+        cast, way, want = made
+        with guarded():
+            parts = in_parts(
+                twin,
+                ThreadGroup.make(plan.degree),
+                lambda module, group: begin(module, plan.beginnings, group),
+                lambda module, group, cast=cast, dtype=dtype: _gradients(module, step, cast, plan.degree, dtype),
+            )
+        _compare(want, parts, TOLERANCE[dtype])
+        proven.add(way)
 
 
 # What is tried
@@ -123,6 +129,10 @@ def _way(model: nn.Module, step: Step, batch: Any, dtype: torch.dtype) -> Hashab
 
 
 Made = tuple[float, dict[str, Tensor | None]]
+"""The loss, and the gradients."""
+
+Whole = tuple[Any, Hashable, Made]
+"""The batch in a precision, the way that it takes through the model, and what one device makes of it."""
 
 
 def _gradients(model: nn.Module, step: Step, batch: Any, ranks: int, dtype: torch.dtype) -> Made:
@@ -131,19 +141,6 @@ def _gradients(model: nn.Module, step: Step, batch: Any, ranks: int, dtype: torc
         loss = step(model, batch)
     (loss / ranks).backward()
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
-
-
-def _parts(model: nn.Module, step: Step, batch: Any, plan: ContextPlan, dtype: torch.dtype) -> list[Made]:
-    meeting = Meeting(plan.degree)
-    copies = [sharing(model) for _ in range(plan.degree)]
-    for rank, each in enumerate(copies):
-        begin(each, plan.beginnings, Threads(meeting, rank))
-
-    try:
-        with guarded():
-            return meeting.run(lambda rank: _gradients(copies[rank], step, batch, plan.degree, dtype))
-    except Exception as error:
-        raise Differs(f"{type(error).__name__}: {error}") from error
 
 
 class _Alike(TorchFunctionMode):
@@ -179,16 +176,15 @@ def _compare(want: Made, parts: list[Made], tolerance: float) -> None:
     loss, gradients = want
     for rank, (other, _) in enumerate(parts):
         if not abs(other - loss) <= tolerance * max(abs(loss), SMALL):
-            raise Differs(f"the loss is {loss:.9g}, and {other:.9g} on rank {rank}")
+            raise Refused(f"the loss is {loss:.9g}, and {other:.9g} on rank {rank}")
     largest = max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0)
     for name, gradient in gradients.items():
-        others = [other[name] for _, other in parts if other[name] is not None]
-        if gradient is None or not others:
+        total = summed(other[name] for _, other in parts)
+        if gradient is None or total is None:
             if gradient is not None and gradient.any():
-                raise Differs(f"{name} has no gradient on any rank")
+                raise Refused(f"{name} has no gradient on any rank")
             continue
-        total = torch.stack(others).sum(0)  # type: ignore[arg-type]
         floor = max(float(gradient.abs().max()) if gradient.numel() else 0.0, SMALL * largest)
         off = float((total - gradient).abs().max()) if gradient.numel() else 0.0
         if not off <= tolerance * floor:
-            raise Differs(f"the gradient of {name} is off by {off / (floor or 1.0):.1e} of its largest element")
+            raise Refused(f"the gradient of {name} is off by {off / (floor or 1.0):.1e} of its largest element")

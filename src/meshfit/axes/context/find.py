@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.axes.context import local, mix, shapes  # noqa: F401  # register their rules
-from meshfit.axes.context.ops import Imagined
 from meshfit.axes.context.piece import Piece, gathered, guarded
 from meshfit.axes.context.recurrence import recurrences
 from meshfit.axes.context.span import Span
 from meshfit.axes.forward import unwrap, wrap
-from meshfit.axes.tensor.ops import Group
-from meshfit.axes.tensor.region import Traffic
+from meshfit.comm.group import CountingGroup, Group, Traffic
 from meshfit.data import tree
 from meshfit.torch_private import storage_id
 
@@ -275,7 +273,7 @@ def _tried(
 ) -> tuple[int, list[Traffic], dict[str, tuple[int, ...]]]:
     """A step of the last of ``degree`` ranks: bytes kept for backward, collectives called, and what its modules return
     whole, first those that are done first."""
-    group = Imagined(degree - 1, degree)
+    group = CountingGroup(degree - 1, degree)
     begin(model, beginnings, group)
     seen: dict[str, tuple[int, ...]] = {}
     hooks = []

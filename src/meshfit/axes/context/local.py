@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.axes.context.ops import own_draws
 from meshfit.axes.context.piece import Piece, changes, name_of, pieces, rule, whole
 from meshfit.axes.context.span import Span
+from meshfit.comm.draws import own_draws
 from meshfit.torch_private import tree_leaves, tree_map
 
 POINTWISE = """

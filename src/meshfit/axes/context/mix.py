@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from meshfit.axes.context.local import argument, mapped, pointwise
-from meshfit.axes.context.ops import own_draws, total
 from meshfit.axes.context.piece import Piece, name_of, pieces, rule, whole, wholes
 from meshfit.axes.context.saved import noted
 from meshfit.axes.context.span import Span
+from meshfit.comm.collectives import all_reduce
+from meshfit.comm.draws import own_draws
 
 # Products
 
@@ -24,7 +25,7 @@ def product(func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
     dims = max(a.dim(), b.dim())
     at_a, at_b = (x.span.dim - x.dim() if isinstance(x, Piece) else 0 for x in (a, b))
     if isinstance(a, Piece) and isinstance(b, Piece) and (at_a, at_b) == (-1, -2) and _alike(a, b):
-        return total(func(a.local, b.local), a.group)  # each rank has some of the terms
+        return all_reduce(func(a.local, b.local), a.group)  # each rank has some of the terms
     if at_a == -2:  # rows: of what they meet, all
         with noted(b):
             return Piece(func(a.local, wholes(b)), a.span.at(dims - 2), a.group)
@@ -87,7 +88,7 @@ def einsum(func: Any, equation: Any, *operands: Any) -> Any:
     made = func(equation, *given)
     if letter in out:
         return Piece(made, first.span.at(out.index(letter)), first.group)
-    return total(made, first.group)
+    return all_reduce(made, first.group)
 
 
 # Attention
@@ -179,7 +180,7 @@ def reduced(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     dtype = kwargs.get("dtype") or x.dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else kwargs.get("dtype")
-    made = total(torch.sum(x.local, some, keepdim=keep, dtype=wide), x.group)
+    made = all_reduce(torch.sum(x.local, some, keepdim=keep, dtype=wide), x.group)
     made = made / prod(x.shape[dim] for dim in some) if name == "mean" else made
     return made if wide is kwargs.get("dtype") else made.to(dtype)
 
@@ -208,7 +209,7 @@ def by_classes(func: Any, *args: Any, **kwargs: Any) -> Any:
     own = target.local if isinstance(target, Piece) and target.span == span else span.of(wholes(target), x.group.rank)
     if reduction == "none":
         return Piece(func(x.local, own, reduction="none", **given), span, x.group)
-    made = total(func(x.local, own, reduction="sum", **given), x.group)
+    made = all_reduce(func(x.local, own, reduction="sum", **given), x.group)
     if reduction == "sum":
         return made
     target = wholes(target)

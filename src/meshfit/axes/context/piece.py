@@ -19,11 +19,11 @@ import torch.functional
 import torch.nn.functional
 from torch import Tensor
 
-from meshfit.axes.context.ops import gather
 from meshfit.axes.context.span import Span
 from meshfit.axes.spec import Spec, SplitTensor
-from meshfit.axes.tensor.ops import Group, _Enter, _Leave
 from meshfit.axes.tensor.vocabulary import with_wholes
+from meshfit.comm.collectives import Collective, all_gather
+from meshfit.comm.group import Group
 from meshfit.torch_private import tree_leaves, tree_map, version, watched_functions, without_subclasses, wrapper_of
 
 RULES: dict[str, Callable[..., Any]] = {}
@@ -154,6 +154,15 @@ def whole(x: Piece) -> Tensor:
     return made
 
 
+def gather(x: Tensor, span: Span, group: Group) -> Tensor:
+    """The whole of which ``x`` is this rank's part. Every rank goes backward from its part of the loss, 1/n of it: the
+    gradient of a tensor that all ranks hold is then the sum over the ranks, whatever each does with its copy."""
+    if span.plain:
+        return all_gather(x, span.dim, span.counts, group)
+    x = x.unflatten(span.dim, (span.outer, span.counts[group.rank], span.inner))
+    return all_gather(x, span.dim + 1, span.counts, group).flatten(span.dim, span.dim + 2)
+
+
 gathered: Counter[str] = Counter()
 """Functions that were computed on wholes, and how often."""
 
@@ -212,8 +221,8 @@ def opened(func: Any) -> Any:
     return _opened[func]
 
 
-ALIKE = (_Enter, _Leave)
-"""Of what the ranks of a tensor group say to each other, what is the same for every position."""
+ALIKE = ("copy", "reduce")
+"""Collectives of a tensor group that do the same to every position."""
 
 
 @contextmanager
@@ -222,7 +231,7 @@ def guarded() -> Iterator[None]:
     known, and gradients of pieces would pass it by."""
 
     def applied(cls: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Piece) and cls in ALIKE:
+        if args and isinstance(args[0], Piece) and cls is Collective and args[1] in ALIKE:
             x, *rest = args
             return Piece(apply(x.local, *rest, **kwargs), x.span, x.group)
         if any(isinstance(x, Piece) for x in args):

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.axes.context.ops import gather
-from meshfit.axes.context.piece import Piece, whole
+from meshfit.axes.context.piece import Piece, gather, whole
 from meshfit.axes.context.span import Span
-from meshfit.axes.tensor.ops import Group
+from meshfit.comm.group import Group
 from meshfit.torch_private import checkpoint_now, saved_tensors_hooks_now, storage_id, version
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from meshfit.axes.context.local import aligned, argument, mapped
-from meshfit.axes.context.ops import total
 from meshfit.axes.context.piece import Piece, name_of, pieces, rule
 from meshfit.axes.context.span import Span
+from meshfit.comm.collectives import all_reduce
 from meshfit.torch_private import tree_map
 
 
@@ -105,7 +105,7 @@ def one_of(x: Piece, at: int) -> Tensor:
     mine = span.ends[rank] <= at < span.ends[rank + 1]
     own = x.local.select(span.dim, at - span.ends[rank] if mine else 0)
     told = torch.where(torch.tensor(mine, device=own.device), own, torch.zeros((), dtype=own.dtype, device=own.device))
-    return total(told, x.group)
+    return all_reduce(told, x.group)
 
 
 @rule("select", "unbind")

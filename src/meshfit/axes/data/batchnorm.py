@@ -17,11 +17,9 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.forward import wrap
-from meshfit.comm import meeting
+from meshfit.comm.group import Group
 from meshfit.cost import Cost
-from meshfit.events import current
 from meshfit.patches import replaced
-from meshfit.server.workers import Workers
 from meshfit.torch_private import BatchNorm, ThreadValue, foreach_add, foreach_copy_
 
 _counted = ThreadValue("counted", True)
@@ -62,7 +60,7 @@ class Statistics:
             foreach_copy_(same, kept)
 
 
-def apply(model: nn.Module, group: meeting.Group) -> None:
+def apply(model: nn.Module, group: Group) -> None:
     """Make every BatchNorm of ``model`` global over ``group``, in place.
 
     A module's own forward still runs (momentum, tracking, subclasses with an activation inside); only the
@@ -87,7 +85,7 @@ def cost(trace: Trace, ranks: int, microbatches: int, *, served: bool = False) -
     return Cost(calls={"all_gather": times, "all_reduce": times}, moved={"all_gather": gathered, "all_reduce": summed})
 
 
-def _globally(forward: Any, group: meeting.Group) -> Any:
+def _globally(forward: Any, group: Group) -> Any:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         with replaced(F, "batch_norm", lambda local: partial(batch_norm, local)):
             return forward(*args, **kwargs)
@@ -108,9 +106,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mean = torch.var_mean(full, axes, correction=0)
         mine = torch.cat([mean, var, mean.new_full((1,), full.numel() / channels * counted())])
-        if not isinstance(group, Workers):  # which count for themselves
-            current().moved("all_gather", mine.nbytes * meeting.place(group)[1])
-        every = meeting.gather(mine, group)
+        every = group.all_gather(mine)
         means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
         total = counts.sum()
         mean = (means * counts).sum(0) / total
@@ -130,10 +126,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         dy = dy.float() if dy.dtype in (torch.float16, torch.bfloat16) else dy
         normal = (x - mean.view(shape)) * inverse.view(shape)
         d_bias, d_weight = dy.sum(ctx.axes), (dy * normal).sum(ctx.axes)
-        sums = torch.cat([d_bias, d_weight])
-        if not isinstance(ctx.group, Workers):
-            current().moved("all_reduce", sums.nbytes)
-        sums = meeting.add(sums, ctx.group)
+        sums = ctx.group.all_reduce_(torch.cat([d_bias, d_weight]))
         mean_dy, mean_dy_normal = (sums / total).view(2, *shape)
         dx = dy - (mean_dy + normal * mean_dy_normal) * ctx.counted
         scale = inverse if weight is None else inverse * weight

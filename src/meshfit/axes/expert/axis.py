@@ -26,12 +26,13 @@ from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.expert.load import Load
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.expert.spread import bounds, spread
-from meshfit.axes.expert.travel import HEADER, OverRanks, Travel
+from meshfit.axes.expert.travel import HEADER, Travel
 from meshfit.axes.forward import unwrap
 from meshfit.axes.mesh import OWN_EXPERT
 from meshfit.axes.tensor.cut import Undo
 from meshfit.axes.tensor.region import Cut, TensorPlan
 from meshfit.axes.tensors import check_ties, tied
+from meshfit.comm.group import RankGroup
 from meshfit.cost import Cost
 from meshfit.data import tree
 from meshfit.errors import PlanError
@@ -53,7 +54,7 @@ class Expert:
 
     def apply(self, model: nn.Module, group: dist.ProcessGroup, *, reports: bool = True) -> "Owned":
         """Cut ``model`` in place. ``reports``: whether this copy's load goes to the events."""
-        ties, ranks = tied(model), OverRanks(group)
+        ties, ranks = tied(model), RankGroup(group)
         if ranks.size != self.degree or self.plan.degree != self.degree:
             raise ValueError(f"a plan for {self.plan.degree} ranks, expert={self.degree} and a group of {ranks.size}")
         lengths = {name: len(p) for name, p in model.named_parameters() if p.dim()}
@@ -190,7 +191,7 @@ class Owned(Applied):
 
     sums = spreads = meets = True
 
-    def __init__(self, model: nn.Module, plan: ExpertPlan, ranks: OverRanks, load: Load, undo: list[Undo]):
+    def __init__(self, model: nn.Module, plan: ExpertPlan, ranks: RankGroup, load: Load, undo: list[Undo]):
         self.model, self.plan, self.ranks, self.load = model, plan, ranks, load
         self.group, self.rank = ranks.group, ranks.rank
         named = dict(model.named_parameters())

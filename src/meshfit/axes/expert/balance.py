@@ -7,7 +7,7 @@ of the samples; shares add up to one, and backward sums over ranks what came to 
 
 Of several microbatches each has an auxiliary loss of its own, as on one device.
 
-    traffic   an all_gather of the logits of all layers a forward, an all_reduce of their gradients a backward
+    traffic   an all_gather of the logits of all layers a forward, a reduce_scatter of their gradients a backward
 """
 
 import inspect
@@ -22,7 +22,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from meshfit.axes.data import batchnorm
 from meshfit.axes.forward import wrap
-from meshfit.comm import meeting
+from meshfit.comm.collectives import gather_rows
+from meshfit.comm.group import Group
 from meshfit.patches import replaced
 from meshfit.plan import Plan
 from meshfit.torch_private import ThreadValue
@@ -38,7 +39,7 @@ def left_out(model: nn.Module) -> AbstractContextManager[None]:
     return _replaced(model, lambda local: partial(_none, local))
 
 
-def recorded(model: nn.Module, group: meeting.Group | None = None) -> AbstractContextManager[None]:
+def recorded(model: nn.Module, group: Group | None = None) -> AbstractContextManager[None]:
     """Within it, an auxiliary loss of ``model`` is recorded as one step: run again, it is over the samples of
     ``group``."""
     return _replaced(model, lambda local: partial(_one_step, _Step(local, group)))
@@ -58,7 +59,7 @@ class _Step:
 
     __name__ = NAME
 
-    def __init__(self, local: Callable[..., Any], group: meeting.Group | None):
+    def __init__(self, local: Callable[..., Any], group: Group | None):
         self.local, self.group = local, group
 
     def __call__(self, gate_logits: Any, num_experts: Any, top_k: Any, attention_mask: Any, **more: Any) -> Any:
@@ -106,7 +107,7 @@ def is_apart(plan: Plan) -> bool:
     return plan.shares > 1 and (plan.branch > 1 or (plan.pipeline > 1 and plan.server > 0))
 
 
-def apply(model: nn.Module, group: meeting.Group) -> bool:
+def apply(model: nn.Module, group: Group) -> bool:
     """Whether there is any such loss in ``model``; it is one over ``group`` then."""
     found = balanced(model)
     for module in found:
@@ -116,7 +117,7 @@ def apply(model: nn.Module, group: meeting.Group) -> bool:
     return bool(found)
 
 
-def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: meeting.Group) -> Callable[..., Any]:
+def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: Group) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if id(scope) in (running := _running.get()):  # a module around this one sees to it
             return forward(*args, **kwargs)
@@ -135,7 +136,7 @@ def _over_all(forward: Callable[..., Any], scope: dict[str, Any], group: meeting
 
 
 def _gathered(
-    logits: tuple[Tensor, ...], mask: Tensor | None, group: meeting.Group
+    logits: tuple[Tensor, ...], mask: Tensor | None, group: Group
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Rows of all ranks; a rank that runs a stand-in has none."""
     device = logits[0].device
@@ -143,5 +144,5 @@ def _gathered(
     if mask is not None:
         rows.append(mask.reshape(-1, 1).to(device, rows[0].dtype))
     mine = torch.cat(rows, 1)[: None if batchnorm.counted() else 0]
-    parts = meeting.rows(mine, group).split([each.shape[1] for each in rows], 1)
+    parts = gather_rows(mine, group).split([each.shape[1] for each in rows], 1)
     return parts[: len(logits)], None if mask is None else parts[-1].detach().to(mask.dtype)

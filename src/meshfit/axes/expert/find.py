@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfit.axes.data.batchnorm import batch_norms
-from meshfit.axes.expert.check import Given, check
+from meshfit.axes.expert.check import check
 from meshfit.axes.expert.mixture import ExpertPlan, Mixture
 from meshfit.axes.expert.spread import roles
-from meshfit.axes.tensor.check import Refused
+from meshfit.axes.prove import Given, Refused
 from meshfit.axes.tensor.region import Cut
 from meshfit.axes.tensor.twin import kinds_of, study
 from meshfit.axes.tensor.watch import Uses

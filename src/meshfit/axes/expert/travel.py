@@ -8,78 +8,23 @@ so autograd comes by on all of them.
     traffic   of R rows of width w, a call: all_to_all of Rw there and Rw back, in forward and again in backward
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.axes.data import batchnorm
 from meshfit.axes.expert.load import Load
-from meshfit.axes.tensor.ops import Threads
+from meshfit.comm.collectives import all_to_all
+from meshfit.comm.group import Group
 from meshfit.errors import RankError
-from meshfit.events import current
-from meshfit.torch_private import all_gather_single
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HEADER = 4  # which mixture, whether its samples count, dtype and width of rows; then rows for each expert, and calls
 
 
-class Ways(Protocol):
-    """The ranks over which experts are spread."""
-
-    rank: int
-    size: int
-
-    def every(self, numbers: Tensor) -> list[list[int]]:
-        """The numbers of all ranks."""
-        ...
-
-    def swap(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """``rows`` are ``sent[r]`` for each rank, in order; what comes is ``taken[r]`` from each."""
-        ...
-
-
-class OverRanks:
-    """A process group, which nothing else should use: its collectives come in the order of autograd."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-
-    def every(self, numbers: Tensor) -> list[list[int]]:
-        found = numbers.new_empty(self.size * len(numbers))
-        current().moved("all_gather", found.nbytes)
-        with current().waiting("meet"):
-            all_gather_single(found, numbers, group=self.group)
-        return found.view(self.size, -1).tolist()
-
-    def swap(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
-        found = rows.new_empty(sum(taken), rows.shape[1])
-        current().moved("all_to_all", rows.nbytes)
-        with current().waiting("meet"):
-            dist.all_to_all_single(found, rows.contiguous(), list(taken), list(sent), group=self.group)
-        return found
-
-
-class OverThreads:
-    """Ranks that are threads of one process, for the check."""
-
-    def __init__(self, threads: Threads):
-        self.threads, self.rank, self.size = threads, threads.rank, threads.size
-
-    def every(self, numbers: Tensor) -> list[list[int]]:
-        return self.threads.all(numbers.tolist())
-
-    def swap(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
-        every = self.threads.all(rows.detach().split(list(sent)))
-        return torch.cat([parts[self.rank] for parts in every])
-
-
 class Travel:
     """The ways of one mixture's rows. ``number``: which of the model's it is; ``share``: experts of each rank."""
 
-    def __init__(self, group: Ways, number: int, count: int, load: Load | None = None):
+    def __init__(self, group: Group, number: int, count: int, load: Load | None = None):
         self.group, self.number, self.count, self.load = group, number, count, load
         self.share = count // group.size
         self.own = range(group.rank * self.share, (group.rank + 1) * self.share)
@@ -92,7 +37,7 @@ class Travel:
         if rows is not None:
             said[2:] = DTYPES.index(rows.dtype), rows.shape[1]
         header = torch.tensor(said, device=counts.device)
-        every = self.group.every(torch.cat([header, counts, calls]))
+        every = self.group.exchange(torch.cat([header, counts, calls]))
         if any(theirs[0] != self.number for theirs in every):
             raise RankError(
                 "the ranks called the model's mixtures in different orders, so their tokens were mixed up",
@@ -118,14 +63,14 @@ class Journey:
 
     def __init__(self, travel: Travel, rows: Tensor, counts: list[list[int]], calls: list[list[int]]):
         group, own, share = travel.group, travel.own, travel.share
-        self._ways, mine = group, counts[group.rank]
+        self._group, mine = group, counts[group.rank]
         self._sent = [sum(mine[r * share : (r + 1) * share]) for r in range(group.size)]
         self._taken = [sum(theirs[own.start : own.stop]) for theirs in counts]
         self.counts = [theirs[own.start : own.stop] for theirs in counts]
         """Rows that came, by the rank that they are from and the expert they are for; in this order they lie."""
         self.called = [any(theirs[expert] for theirs in calls) for expert in own]
         """Whether anyone called each of the experts that are here, if maybe with no row."""
-        self.arrived: Tensor = _Swap.apply(rows, travel._anchor, group, self._sent, self._taken)  # type: ignore
+        self.arrived = all_to_all(rows, self._sent, self._taken, group, travel._anchor)
 
     def experts(self) -> Tensor:
         """For each row that came, which of the experts that are here it is for."""
@@ -146,21 +91,4 @@ class Journey:
 
     def back(self, made: Tensor) -> Tensor:
         """``made``, a row for each that came, to where they came from."""
-        return _Swap.apply(made, self.arrived[:0], self._ways, self._taken, self._sent)  # type: ignore[return-value]
-
-
-class _Swap(torch.autograd.Function):
-    """``anchor`` is what makes every rank come back here, whatever of ``rows`` needs a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, anchor: Tensor, group: Ways, sent: list[int], taken: list[int]) -> Tensor:
-        ctx.group, ctx.sent, ctx.taken, ctx.width = group, sent, taken, rows.shape[1]
-        found = group.swap(rows, sent, taken)
-        ctx.save_for_backward(found.new_empty(0))  # a block that is computed again comes at least this far
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
-        (empty,) = ctx.saved_tensors
-        back = _Swap.apply(grad, empty, ctx.group, ctx.taken, ctx.sent)
-        return back, None, None, None, None
+        return all_to_all(made, self._taken, self._sent, self._group, self.arrived[:0])

@@ -22,25 +22,15 @@ from meshfit.anatomy.record_program import decode
 from meshfit.anatomy.replay import Environment, bind, fact, replay_range, run
 from meshfit.axes.pipeline.cut import Split, decided, stages_like
 from meshfit.axes.shard.units import Whole, _relative
-from meshfit.axes.spec import Spec, from_local, to_local
-from meshfit.axes.tensor.ops import Group
+from meshfit.axes.spec import from_local, to_local
+from meshfit.comm.group import Group
+from meshfit.comm.transport import Layout
 from meshfit.data import tree
 from meshfit.errors import JobError
 from meshfit.torch_private import batches_of_one
 
 REMEMBERED = 64
 """Kinds of microbatches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A tensor that crosses a cut, as its sender says."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    needs_grad: bool
-    specs: tuple[Spec, ...] = ()
-    """How the tensor is split of which this is one rank's part."""
 
 
 @dataclass(eq=False)

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.context.ops import Imagined
 from meshfit.axes.pipeline.axis import Found
-from meshfit.axes.pipeline.program import Layout, Program, Programs
+from meshfit.axes.pipeline.program import Program, Programs
 from meshfit.axes.shard.units import Whole
-from meshfit.axes.tensor.region import Traffic
 from meshfit.axes.tensor.twin import study
-from meshfit.comm.transport import packed_size
+from meshfit.comm.group import CountingGroup, Traffic
+from meshfit.comm.transport import Layout, packed_size
 from meshfit.cost import Cost
 from meshfit.data import tree
 
-Layer = Callable[[nn.Module], AbstractContextManager[Mapping[str, Imagined]]]
+Layer = Callable[[nn.Module], AbstractContextManager[Mapping[str, CountingGroup]]]
 """Lays a model out as on one rank, in place, over groups by axis."""
 
 

@@ -5,8 +5,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
+
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.shard.units import Unit, entrance_of
+from meshfit.comm.flat import part_of, starts_of
 from meshfit.cost import Cost
 from meshfit.exchange.scatter import RIDERS
 
@@ -29,7 +32,7 @@ class Row:
 
     @property
     def part(self) -> int:
-        return -(-sum(self.sizes.values()) // self.degree)
+        return part_of(starts_of(self.sizes.values(), self.itemsize)[1], self.degree, self.itemsize)
 
     @property
     def bytes(self) -> int:
@@ -48,10 +51,9 @@ class Row:
 
     def first_slices(self) -> dict[str, int]:
         """Elements of each parameter that the first rank owns."""
-        left, found = self.part, {}
-        for name, size in self.sizes.items():
-            found[name], left = min(size, left), max(0, left - size)
-        return found
+        starts, _ = starts_of(self.sizes.values(), self.itemsize)
+        owned = zip(self.sizes.items(), starts, strict=True)
+        return {name: max(0, min(size, self.part - start)) for (name, size), start in owned}
 
 
 def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list[Row]:
@@ -67,8 +69,7 @@ def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list
         kinds.setdefault((p.dtype, p.trained, as_gathered, unit.row(name)), {})[name] = elements
     found = []
     for (_, trained, as_gathered, _), sizes in kinds.items():
-        one = trace.parameters[next(iter(sizes))]
-        itemsize = one.bytes // max(1, _elements(one.shape))
+        itemsize = getattr(torch, trace.parameters[next(iter(sizes))].dtype).itemsize
         found.append(Row(sizes, trained, itemsize, as_gathered, degree))
     return found
 

@@ -21,13 +21,13 @@ from torch import nn
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.forward import unwrap
-from meshfit.axes.mesh import destroy
 from meshfit.axes.pipeline.cut import Shell
 from meshfit.axes.tensor.cost import shrunk
 from meshfit.axes.tensor.cut import Undo, cut
-from meshfit.axes.tensor.ops import Ranks, Stream
 from meshfit.axes.tensor.region import Cut, TensorPlan, joined
 from meshfit.axes.tensors import buffers_to, check_ties, tied
+from meshfit.comm.draws import Stream
+from meshfit.comm.group import RankGroup, destroy
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
@@ -51,7 +51,7 @@ class Tensor:
     def apply(self, model: nn.Module, group: dist.ProcessGroup) -> "Parts":
         """Cut ``model`` in place: the same weights on every rank before, a share of them after. Parameters keep their
         objects, names and ties; what a rank holds is in memory of its own, so the rest is free to go."""
-        ties, ranks = tied(model), Ranks(group)
+        ties, ranks = tied(model), RankGroup(group)
         if ranks.size != self.degree or self.plan.degree != self.degree:
             raise ValueError(f"a plan for {self.plan.degree} ranks, tensor={self.degree} and a group of {ranks.size}")
         stream = Stream(ranks)
@@ -178,7 +178,7 @@ class Parts(Applied):
     a sum over all ranks, as that of squares for the norm.
     """
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, ranks: Ranks, undo: list[Undo]):
+    def __init__(self, model: nn.Module, plan: TensorPlan, ranks: RankGroup, undo: list[Undo]):
         self.model, self.plan, self.ranks, self.group, self.rank = model, plan, ranks, ranks.group, ranks.rank
         named = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
@@ -220,7 +220,7 @@ class Parts(Applied):
             if parameter.grad is not None:
                 kinds[mates, parameter.grad.dtype].append(parameter.grad)
         for (mates, _), grads in kinds.items():
-            total = self._lines[mates].sum(torch.cat([grad.flatten() for grad in grads]))
+            total = self._lines[mates].all_reduce_(torch.cat([grad.flatten() for grad in grads]))
             for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
 
@@ -230,7 +230,7 @@ class Parts(Applied):
         each = self.cuts.get(parameter)
         if each is None or tensor.shape != self.shapes[parameter]:
             return tensor
-        return each.joined(self.ranks.parts(tensor))
+        return each.joined(list(self.ranks.all_gather(tensor)))
 
     def part(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``tensor``, as large as ``parameter`` was: what ``whole`` undoes."""

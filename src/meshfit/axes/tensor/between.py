@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.tensor import rows
-from meshfit.axes.tensor.check import Reference, Refused, check, reference, undrawn
+from meshfit.axes.prove import Refused
+from meshfit.axes.tensor.check import Reference, check, reference, undrawn
 from meshfit.axes.tensor.cut import cut
-from meshfit.axes.tensor.ops import Alone, Stream
-from meshfit.axes.tensor.region import Region, Traffic, joined
+from meshfit.axes.tensor.region import SEQUENCE, Region, joined
 from meshfit.axes.tensor.twin import blocks_of, converted, sharing
 from meshfit.axes.tensor.watch import Watched
 from meshfit.axes.tensors import tied
+from meshfit.comm.draws import Stream
+from meshfit.comm.group import CountingGroup, Traffic
 
 
 @dataclass(frozen=True)
@@ -108,16 +109,16 @@ class Between:
         (given,) = args
         if given.shape[-1] not in widths:
             return None
-        if out.shape[:-1] != given.shape[:-1] or given.shape[rows.AT] < 2:
+        if out.shape[:-1] != given.shape[:-1] or given.shape[SEQUENCE] < 2:
             return None
         module, x = converted(self.model.get_submodule(path), torch.float64), given.detach().double()
-        half = x.shape[rows.AT] // 2
+        half = x.shape[SEQUENCE] // 2
         try:
             with torch.no_grad():
                 (all_of_it, first, last), met = undrawn(module, (x, x[..., :half, :], x[..., half:, :]))
         except (RuntimeError, TypeError, ValueError):
             return None
-        apart = torch.cat((first, last), rows.AT)
+        apart = torch.cat((first, last), SEQUENCE)
         same = apart.shape == all_of_it.shape and torch.allclose(apart, all_of_it, rtol=1e-5, atol=1e-7)
         return bool(met) if same and None not in met else None
 
@@ -167,7 +168,7 @@ def counted(
     model: nn.Module, run: Callable[[nn.Module], Any], regions: Sequence[Region], degree: int
 ) -> tuple[Traffic, ...]:
     """The collectives of a forward and backward: what a rank alone, with all of the weights, would say to others."""
-    twin, group = sharing(model), Alone(degree)
+    twin, group = sharing(model), CountingGroup(counted=degree)
     stream = Stream(group)
     for region in regions:
         cut(twin, replace(region, cuts=(), patches=()), group, stream)

@@ -1,39 +1,32 @@
-"""The proof of a tensor plan, before anything is cut: a module whole, against its parts in threads.
+"""The proof of a tensor plan, before anything is cut: a module whole, against its parts in threads (prove.py).
 
-The module runs once as it is and once as ``degree`` threads of this process, each with its own cut copy, on inputs that
-it met in a forward of the model. What must agree, element by element: the outputs that are used, the gradients of its
-inputs and of every parameter, buffers that it changes. In double precision, where a difference is no rounding; in
-single if its kernels refuse that.
+On inputs that it met in a forward of the model. What must agree, element by element: the outputs that are used, the
+gradients of its inputs and of every parameter, buffers that it changes.
 
-Random numbers have no part in it: dropout is left out. But where it is met is noted: on what all ranks hold alike it
-must be drawn from their common stream, on what is shared out from each rank's own.
+Where dropout is met is noted: on what all ranks hold alike it must be drawn from their common stream, on what is shared
+out from each rank's own.
 """
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshfit.anatomy.record_forward import draws
+from meshfit.axes.prove import Close, NoDraws, Refused, Result, in_parts, in_precision, run_once, said, size_of, summed
 from meshfit.axes.tensor.cut import cut
-from meshfit.axes.tensor.ops import Meeting, Stream, Threads
-from meshfit.axes.tensor.region import Cut, Region, Traffic, joined
+from meshfit.axes.tensor.region import Region, joined
 from meshfit.axes.tensor.twin import converted, sharing
-from meshfit.axes.tensor.vocabulary import whole_output
-from meshfit.torch_private import tree_flatten, tree_map, tree_unflatten
+from meshfit.comm.draws import Stream
+from meshfit.comm.group import ThreadGroup, Traffic
+from meshfit.torch_private import tree_map
 
 TOLERANCE = {torch.float64: (1e-8, 1e-5), torch.float32: (2e-4, 1e-2)}
 """By how much an element may differ, relative to itself and to the root mean square of its tensor; and how small that
 may be beside those of the others, before it is taken for rounding of zero."""
-
-
-class Refused(Exception):
-    """A region does not compute what the whole does: why not, in words."""
 
 
 @dataclass(eq=False)
@@ -54,37 +47,23 @@ class Reference:
     call: Call
     dtype: torch.dtype
     draws: bool
-    result: "Result"
-
-
-@dataclass(eq=False)
-class Result:
-    outputs: list[Tensor]
-    inputs: list[Tensor | None]
-    parameters: dict[str, Tensor | None]
-    """Gradients, both of them."""
-
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    narrow: bool = False
-    """Something was computed in single precision, as norms often are whatever they are given."""
+    result: Result
 
 
 def reference(module: nn.Module, call: Call) -> Reference:
     """Run ``module`` on ``call``; raises ``Refused`` if it cannot be run by itself."""
-    refused: Exception | None = None
-    for dtype in TOLERANCE:
-        twin = converted(module, dtype)
-        met: list[Tensor | None] = []
+    met: list[Tensor | None] = []
+
+    def run(whole: nn.Module, dtype: torch.dtype) -> Result:
+        met.clear()
         before = draws()
-        try:
-            result = _run(sharing(twin), call, dtype, met.append)
-            if draws() != before:
-                raise Refused("draws random numbers of Python or NumPy, so that two runs cannot be compared")
-            return Reference(twin, call, dtype, bool(met), result)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            refused = error
-    assert refused is not None
-    raise Refused(f"{type(refused).__name__}: {first_line(refused)}") from refused
+        result = _run(sharing(whole), call, dtype, met.append)
+        if draws() != before:
+            raise Refused("draws random numbers of Python or NumPy, so that two runs cannot be compared")
+        return result
+
+    whole, dtype, result = in_precision(partial(converted, module), TOLERANCE, run)
+    return Reference(whole, call, dtype, bool(met), result)
 
 
 def check(whole: Reference, regions: Sequence[Region], degree: int) -> tuple[tuple[str, ...], tuple[Traffic, ...]]:
@@ -93,46 +72,47 @@ def check(whole: Reference, regions: Sequence[Region], degree: int) -> tuple[tup
     Returns the names of parameters, among those the regions call partial, whose gradients have to be summed; and the
     collectives of one call.
     """
-    meeting = Meeting(degree)
-    copies, streams = [], []
-    for rank in range(degree):
-        group, module = Threads(meeting, rank), sharing(whole.module)
-        stream = Stream(group)
+    groups = ThreadGroup.make(degree)
+    streams = [Stream(group) for group in groups]
+
+    def cut_all(module: nn.Module, group: ThreadGroup) -> None:
         try:
             for region in regions:
-                cut(module, region, group, stream)
+                cut(module, region, group, streams[group.rank])
         except (AttributeError, RuntimeError, TypeError, AssertionError) as error:
-            raise Refused(f"cannot be cut: {first_line(error)}") from error
-        copies.append(module)
-        streams.append((group, stream))
+            raise Refused(f"cannot be cut: {said(error)}") from error
 
-    def work(rank: int) -> Result:
-        group, stream = streams[rank]
+    def run(module: nn.Module, group: ThreadGroup) -> Result:
+        stream = streams[group.rank]
 
         def met(x: Tensor | None) -> None:
             if x is None:
                 if stream.inside:
                     raise Refused("draws random numbers inside, other than for dropout")
                 return
-            every = group.all(x.detach())
+            every = group.share(x.detach())
             alike = all(part.shape == x.shape and torch.allclose(part, every[0]) for part in every)
             if alike == stream.inside:
                 raise Refused("drops out what all ranks hold alike and what is shared out in one go")
 
-        return _run(copies[rank], whole.call, whole.dtype, met)
+        return _run(module, whole.call, whole.dtype, met)
 
-    try:
-        results = meeting.run(work)
-    except Refused:
-        raise
-    except Exception as error:
-        raise Refused(f"{type(error).__name__}: {first_line(error)}") from error
-    partial = _compared(whole, regions, results)
-    return partial, tuple(streams[0][0].log)
+    results = in_parts(whole.module, groups, cut_all, run)
+    return _compared(whole, regions, results), tuple(groups[0].log)
+
+
+def _run(module: nn.Module, call: Call, dtype: torch.dtype, met: Any) -> Result:
+    random = torch.Generator().manual_seed(3)
+
+    def weights(at: int, output: Tensor) -> Tensor | None:
+        used = not call.used or (at < len(call.used) and call.used[at])
+        return torch.randn(output.shape, generator=random).to(dtype) if used else None
+
+    return run_once(module, call.inputs, dtype, met, weights)
 
 
 def _compared(whole: Reference, regions: Sequence[Region], parts: list[Result]) -> tuple[str, ...]:
-    want, close = whole.result, _Close(whole)
+    want, close = whole.result, _close(whole)
     cuts = {joined(region.module, each.name): each for region in regions for each in region.cuts}
     claimed = {joined(region.module, name) for region in regions for name in region.partial}
     compared = 0
@@ -149,13 +129,16 @@ def _compared(whole: Reference, regions: Sequence[Region], parts: list[Result]) 
             if not close.gradient(got, right):
                 raise Refused("the gradient of its input differs")
         for name, right in want.buffers.items():
+            if not right.is_floating_point():
+                continue
             if not close(part.buffers[name], cuts[name].part(right, rank) if name in cuts else right):
                 raise Refused(f"{name} differs")
         for name, right in want.parameters.items():
             if name not in cuts:
                 continue
-            own = None if right is None else cuts[name].part(right, rank)
-            if not close.gradient(_of_copies(name, cuts[name], rank, parts), own):
+            own, ranges = None if right is None else cuts[name].part(right, rank), cuts[name].ranges
+            alike = [other.parameters[name] for other, held in zip(parts, ranges, strict=True) if held == ranges[rank]]
+            if not close.gradient(summed(alike), own):
                 raise Refused(f"the gradient of {name} differs")
     if not compared:
         raise Refused("nothing that it returns is used: there is nothing to compare")
@@ -164,90 +147,17 @@ def _compared(whole: Reference, regions: Sequence[Region], parts: list[Result]) 
         grads = [part.parameters[name] for part in parts]
         if name in cuts or all(close.gradient(grad, right) for grad in grads):
             continue
-        there = [grad for grad in grads if grad is not None]
-        if name not in claimed or not there or not close.gradient(torch.stack(there).sum(0), right):
+        total = summed(grads)
+        if name not in claimed or total is None or not close.gradient(total, right):
             raise Refused(f"the gradient of {name}, which every rank holds, differs")
         partial.append(name)
     return tuple(partial)
 
 
-def _of_copies(name: str, cut: Cut, rank: int, parts: list[Result]) -> Tensor | None:
-    """The gradient of a share, summed over the ranks that hold it."""
-    grads = [part.parameters[name] for part, held in zip(parts, cut.ranges, strict=True) if held == cut.ranges[rank]]
-    there = [grad for grad in grads if grad is not None]
-    return sum(there[1:], start=there[0]) if there else None
-
-
-class _Close:
-    def __init__(self, whole: Reference):
-        self.tolerance, floor = TOLERANCE[torch.float32 if whole.result.narrow else whole.dtype]
-        grads = (*whole.result.parameters.values(), *whole.result.inputs)
-        self.floor = floor * max((_size(grad) for grad in grads if grad is not None), default=1.0)
-
-    def __call__(self, got: Tensor, want: Tensor, floor: float = 0.0) -> bool:
-        if got.shape != want.shape or got.dtype != want.dtype:
-            return False
-        scale = max(_size(want), floor)
-        if (
-            not want.numel()
-            or float(torch.linalg.vector_norm((got - want).flatten(), float("inf"))) <= self.tolerance * scale
-        ):
-            return True  # most are: by far the faster question
-        return torch.allclose(got, want, rtol=self.tolerance, atol=self.tolerance * scale, equal_nan=True)
-
-    def gradient(self, got: Tensor | None, want: Tensor | None) -> bool:
-        """No gradient, and one of zero, are the same."""
-        if got is None and want is None:
-            return True
-        if want is None:
-            assert got is not None
-            want = torch.zeros_like(got)
-        return self(torch.zeros_like(want) if got is None else got, want, self.floor)
-
-
-def _size(x: Tensor) -> float:
-    """Root mean square of those elements that are no stand-ins for infinity."""
-    x = x.detach()
-    size = float(torch.linalg.vector_norm(x)) / max(x.numel(), 1) ** 0.5
-    if size < 1e28:
-        return size
-    x = x[x.abs() < 1e30].double()
-    return float(x.square().mean().sqrt()) if x.numel() else 0.0
-
-
-def _run(module: nn.Module, call: Call, dtype: torch.dtype, met: Callable[[Tensor | None], None]) -> Result:
-    leaves, spec = tree_flatten(call.inputs)
-    fresh: dict[int, Any] = {}
-    origin: list[Tensor] = []
-    for leaf in leaves:
-        if id(leaf) in fresh:
-            continue
-        if not isinstance(leaf, Tensor):
-            fresh[id(leaf)] = copy.deepcopy(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else leaf
-        elif not leaf.is_floating_point():
-            fresh[id(leaf)] = leaf.clone()
-        else:
-            own = leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
-            origin.append(own)
-            fresh[id(leaf)] = own.clone()  # a module may write to its inputs
-    args, kwargs = tree_unflatten([fresh[id(leaf)] for leaf in leaves], spec)
-    with torch.enable_grad(), NoDraws(met) as watched:
-        outputs = tensors_of(whole_output(module(*args, **kwargs)))
-        random = torch.Generator().manual_seed(3)
-        total = torch.zeros((), dtype=torch.float64)
-        for used, output in zip(call.used or [True] * len(outputs), outputs, strict=False):
-            if used and output.requires_grad:
-                weighted = torch.view_as_real(output) if output.is_complex() else output
-                total = total + (weighted * torch.randn(weighted.shape, generator=random).to(dtype)).sum()
-        if total.requires_grad:
-            total.backward()
-    return Result(
-        [output.detach() for output in outputs],
-        [x.grad for x in origin],
-        {name: parameter.grad for name, parameter in module.named_parameters()},
-        {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()},
-        watched.narrow,
-    )
+def _close(whole: Reference) -> Close:
+    tolerance, floor = TOLERANCE[torch.float32 if whole.result.narrow else whole.dtype]
+    grads = (*whole.result.parameters.values(), *whole.result.inputs)
+    return Close(tolerance, floor * max((size_of(grad) for grad in grads if grad is not None), default=1.0))
 
 
 def undrawn(module: nn.Module, given: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]]:
@@ -255,62 +165,6 @@ def undrawn(module: nn.Module, given: Sequence[Any]) -> tuple[list[Any], list[Te
     met: list[Tensor | None] = []
     with NoDraws(met.append):
         return [module(x) for x in given], met
-
-
-def tensors_of(out: Any) -> list[Tensor]:
-    """Real tensors of what a module returned: in tuples, dicts, and objects that hold them."""
-    if isinstance(out, Tensor):
-        return [out] if out.is_floating_point() or out.is_complex() else []
-    if isinstance(out, Mapping):
-        return [tensor for item in out.values() for tensor in tensors_of(item)]
-    if isinstance(out, (tuple, list)):
-        return [tensor for item in out for tensor in tensors_of(item)]
-    return [t for item in vars(out).values() for t in tensors_of(item)] if hasattr(out, "__dict__") else []
-
-
-DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
-DRAWS = {"rand", "randn", "rand_like", "randn_like", "randint", "randperm", "bernoulli", "bernoulli_", "normal"}
-DRAWS |= {"normal_", "uniform_", "exponential_", "multinomial", "poisson", "random_", "geometric_", "randint_like"}
-
-
-class NoDraws(TorchFunctionMode):
-    """Leaves dropout out, and tells of it; other random numbers are the same each time. Notes single precision."""
-
-    def __init__(self, met: Callable[[Tensor | None], None]):
-        super().__init__()
-        self.met, self.count, self.narrow = met, 0, False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in DROPOUTS:
-            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-            p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
-            met = whole_output(given["input"])
-            if p > 0 and training:
-                self.met(met)
-            return met
-        at = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}.get(func)
-        if at is not None and (args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)) > 0:
-            self.met(args[0] if args else kwargs["query"])
-            if len(args) > at:
-                args = (*args[:at], 0.0, *args[at + 1 :])
-            else:
-                kwargs["dropout_p"] = 0.0
-        if getattr(func, "__name__", "") in DRAWS and kwargs.get("generator") is None:
-            self.met(None)
-            self.count += 1
-            try:
-                return func(*args, **kwargs, generator=torch.Generator().manual_seed(self.count))
-            except TypeError:
-                return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        self.narrow |= isinstance(result, Tensor) and result.dtype == torch.float32 and result.requires_grad
-        return result
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:160] if lines else ""
 
 
 def alias(out: Any) -> Any:

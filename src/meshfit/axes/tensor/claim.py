@@ -12,7 +12,7 @@ from torch import nn
 
 from meshfit.anatomy.pairs import LAYERS, Pair, Split
 from meshfit.anatomy.shares import as_ranges
-from meshfit.axes.tensor.check import Refused
+from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.region import Cut, Leave, Patch, Raw, Region, joined
 from meshfit.axes.tensor.watch import Watched
 from meshfit.axes.tensors import tied

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.axes.forward import wrap
-from meshfit.axes.tensor import rows
-from meshfit.axes.tensor.ops import Group, Stream, enter, gather, leave
 from meshfit.axes.tensor.raw import Products
-from meshfit.axes.tensor.region import Leave, Raw, Region
+from meshfit.axes.tensor.region import SEQUENCE, Leave, Raw, Region
 from meshfit.axes.tensor.vocabulary import Slice, local_of, whole_output
+from meshfit.comm import collectives
+from meshfit.comm.collectives import even
+from meshfit.comm.draws import Stream
+from meshfit.comm.group import Group
 from meshfit.torch_private import assert_on_device, own_parameters, tree_flatten, tree_map, tree_unflatten, version
 
 Forward = Callable[..., Any]
@@ -106,7 +108,7 @@ class Crossing:
             def run(*args: Any, **kwargs: Any) -> Any:
                 share = forward(*args, **kwargs)
                 self._left()
-                return gather(share, dim, self.group)
+                return collectives.gather(share, dim, [share.shape[dim]] * self.group.size, self.group)
 
             return run
 
@@ -127,7 +129,7 @@ class Crossing:
                 _in_range(input, total)
                 here = (input >= start) & (input < start + size)
                 found = forward(torch.where(here, input - start, 0))
-                return leave(found.masked_fill(~here.unsqueeze(-1), 0.0), self.group)
+                return collectives.reduce(found.masked_fill(~here.unsqueeze(-1), 0.0), self.group)
 
             return run
 
@@ -162,8 +164,9 @@ class Crossing:
                 added = lambda x: x if bias is None else x + bias.view(-1, *(1,) * (-1 - border.dim)).to(x.dtype)
                 if border.rows and leaves[first].dim() > 1:
                     self._left()
-                    length = leaves[first].shape[rows.AT]
-                    leaves[first] = Slice.rows(added(rows.leave(leaves[first], self.group)), length, self.group)
+                    length = leaves[first].shape[SEQUENCE]
+                    own = collectives.reduce_scatter(leaves[first], SEQUENCE, even(length, self.group.size), self.group)
+                    leaves[first] = Slice.rows(added(own), length, self.group)
                 else:
                     leaves[first] = added(self.leave(leaves[first]))
                 return tree_unflatten(leaves, spec)
@@ -178,11 +181,11 @@ class Crossing:
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.stream is not None:
                 self.stream.own(self, x.device)
-            length = x.shape[rows.AT]
+            length = x.shape[SEQUENCE]
             if isinstance(x, Slice) and not x.changed:
                 mine = local_of(x)
             else:
-                mine = rows.own(whole_output(x), self.group)
+                mine = collectives.split(whole_output(x), SEQUENCE, even(length, self.group.size), self.group)
             mine = forward(mine, *args, **kwargs)
             self._left()
             return Slice.rows(mine, length, self.group)
@@ -202,7 +205,7 @@ class Crossing:
     def leave(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x``, on its way out."""
         self._left()
-        return leave(x, self.group)
+        return collectives.reduce(x, self.group)
 
     def _entered_once(self, x: Any) -> Any:
         if isinstance(x, Slice) and x.length:
@@ -210,14 +213,14 @@ class Crossing:
         if not _real(x) or not x.requires_grad or not torch.is_grad_enabled():
             return x
         if self._entered is None:
-            return enter(x, self.group)
+            return collectives.copy(x, self.group)
         known = self._entered.get(id(x))
         if known is not None and known[1] == version(x):
             return known[2]
-        copy = enter(x, self.group)
-        self._entered[id(x)] = x, version(x), copy  # x is kept: its id must not be used again
-        self._entered[id(copy)] = copy, version(copy), copy
-        return copy
+        own = collectives.copy(x, self.group)
+        self._entered[id(x)] = x, version(x), own  # x is kept: its id must not be used again
+        self._entered[id(own)] = own, version(own), own
+        return own
 
 
 def _in_range(index: Tensor, size: int) -> None:

@@ -14,9 +14,13 @@ from torch import Tensor
 
 from meshfit.anatomy.shares import Ranges
 from meshfit.anatomy.trace import Trace
+from meshfit.comm.group import Traffic
 
 VOCABULARY = ("embedding", "head", "tied")
 """Kinds of regions that are cut along the vocabulary: their traffic is that of a whole forward."""
+
+SEQUENCE = -2
+"""The dim of tokens, of which sequence=split gives each rank some between regions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +107,6 @@ class Patch:
     """ "heads", or "config.heads" for one of an object that the module holds."""
 
     value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """One collective, as it was counted in the check."""
-
-    op: str
-    """ "all_reduce", "all_gather" or "reduce_scatter"."""
-
-    backward: bool
-    elements: int
-    """Of the tensor that is summed or scattered, or of what is gathered of all ranks."""
-
-    shape: tuple[int, ...] = ()
-    """Of what a rank gives. It grows with the samples if one of its dims is a multiple of them."""
-
-    def grows(self, samples: int) -> bool:
-        return samples > 0 and any(size and size % samples == 0 for size in self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshfit.axes.spec import Spec, SplitTensor
-from meshfit.axes.tensor import rows
-from meshfit.axes.tensor.ops import Group, enter, gather
+from meshfit.axes.tensor.region import SEQUENCE
 from meshfit.axes.tensor.vocabulary_loss import cross_entropy
+from meshfit.comm import collectives
+from meshfit.comm.collectives import even
+from meshfit.comm.group import Group
 from meshfit.torch_private import tree_leaves, tree_map, without_subclasses
 
 OF_THE_SLICE = {"dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout", "is_leaf", "grad_fn", "is_sparse"}
@@ -81,8 +83,8 @@ class Slice(SplitTensor):
 
     @staticmethod
     def rows(local: Tensor, length: int, group: Group, *, view: bool = False) -> "Slice":
-        """A rank's rows: see ``rows``."""
-        out = Slice.of(local, group, rows.AT, view=view)
+        """A rank's rows (tokens): ``length`` in parts that are even up to one."""
+        out = Slice.of(local, group, SEQUENCE, view=view)
         out.length = length
         return out
 
@@ -104,9 +106,11 @@ class Slice(SplitTensor):
         """All rows, for a region: each rank has part of the gradient. Put together once, however many ask."""
         local, known = local_of(self), self.put_together
         if self.changed:
-            return enter(whole(self), self.group)
+            return collectives.copy(whole(self), self.group)
         if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
-            known = self.put_together = rows.enter(local, self.length, self.group)
+            known = self.put_together = collectives.all_gather(
+                local, SEQUENCE, even(self.length, self.group.size), self.group
+            )
         return known
 
     @classmethod
@@ -154,7 +158,9 @@ def whole(x: Slice) -> Tensor:
     local = local_of(x)
     known = x.gathered
     if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
-        known = rows.whole(local, x.length, x.group) if x.length else gather(local, x.at, x.group)
+        size = x.group.size
+        counts = even(x.length, size) if x.length else [local.shape[x.at]] * size
+        known = collectives.gather(local, x.at, counts, x.group)
         x.gathered = known
     return known
 
@@ -252,9 +258,9 @@ def _pointwise(func: Any, args: Any, kwargs: Any, first: Slice) -> Slice | None:
         if isinstance(x, Slice):
             return local_of(x)
         if isinstance(x, Tensor) and x.dim() >= -first.at and of_rows(x):
-            return rows.own(x, first.group)
+            return collectives.split(x, SEQUENCE, even(first.length, first.group.size), first.group)
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            return enter(x, first.group)  # each rank has part of its gradient
+            return collectives.copy(x, first.group)  # each rank has part of its gradient
         return x
 
     if not all(fits(x) for x in tree_leaves((args, kwargs))):

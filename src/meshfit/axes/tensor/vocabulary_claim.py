@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from meshfit.anatomy.shares import as_ranges, divisors
 from meshfit.axes.tensor.check import Call, check, reference
 from meshfit.axes.tensor.explain import as_degrees
-from meshfit.axes.tensor.region import Cut, Patch, Region, Traffic, joined
+from meshfit.axes.tensor.region import Cut, Patch, Region, joined
 from meshfit.axes.tensor.watch import Watched
+from meshfit.comm.group import Traffic
 from meshfit.torch_private import tree_map
 
 ENTRIES = 16

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshfit.axes.tensor.ops import Group
+from meshfit.comm.group import MAX, Group
 from meshfit.torch_private import assert_on_device
 
 
@@ -72,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         size = logits.shape[-1]
         wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        top = group.max(wide.amax(-1))
+        top = group.all_reduce_(wide.amax(-1), MAX)
         here = (target >= start) & (target < start + size)
         index = torch.where(here, target - start, 0)
         picked = wide.gather(-1, index[:, None])[:, 0].masked_fill(~here, 0.0)
@@ -81,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
         if weight is not None:
             own, ctx.weights = weight[start : start + size], weight.sum()
             sums.append(wide @ own)
-        total = group.sum(torch.stack(sums))
+        total = group.all_reduce_(torch.stack(sums))
         scale = top + total[0].log()
         ctx.save_for_backward(logits, scale, index, here, own)
         return scale - total[1], None if weight is None else ctx.weights * scale - total[2]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfit.anatomy.aten import Given
-from meshfit.axes.tensor.check import Call, alias, tensors_of
-from meshfit.axes.tensor.ops import Alone
-from meshfit.axes.tensor.region import Traffic
+from meshfit.axes.prove import tensors_of
+from meshfit.axes.tensor.check import Call, alias
 from meshfit.axes.tensor.vocabulary import Slice
+from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.errors import JobError
 from meshfit.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -76,7 +76,7 @@ def watch(
     given: list[Any] = []
     nodes: dict[str, list[Any]] = {}
     wanted, known = {"", *paths}, set()
-    groups = {path: Alone() for path in heads}
+    groups = {path: CountingGroup() for path in heads}
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         under_way.append(path)

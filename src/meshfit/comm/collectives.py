@@ -1,0 +1,149 @@
+"""Differentiable collectives over a Group.
+
+    forward                                                        backward
+    copy             x as it is                                    reduce
+    reduce           the sum over ranks                            copy
+    all_reduce       the sum over ranks                            all_reduce
+    gather           the parts of all ranks, concatenated          split
+    split            this rank's part                              gather
+    all_gather       the parts of all ranks, concatenated          reduce_scatter
+    reduce_scatter   this rank's part of the sum over ranks        all_gather
+    all_to_all       rows to other ranks                           all_to_all
+
+``reduce`` and ``gather`` are for ranks that compute the same from there on: a gradient that comes back is whole, and
+equal on all of them. ``all_reduce`` and ``all_gather`` are for ranks that go on each with its own: what comes back is a
+part of the gradient. Each is linear, and its backward its transpose: gradients can be differentiated again.
+
+Parts are along ``dim``; ``counts`` are their lengths, by rank. Uneven ones are padded to the longest on their way.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfit.comm.group import Group
+from meshfit.errors import DataError
+
+
+def even(length: int, size: int) -> list[int]:
+    """``length`` in ``size`` parts, even up to one."""
+    least, more = divmod(length, size)
+    return [least + (rank < more) for rank in range(size)]
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    return Collective.apply(x, "copy", group)  # type: ignore[return-value]
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    return Collective.apply(x, "reduce", group)  # type: ignore[return-value]
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    return Collective.apply(x, "all_reduce", group)  # type: ignore[return-value]
+
+
+def gather(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> Tensor:
+    return Collective.apply(x, "gather", group, dim, counts)  # type: ignore[return-value]
+
+
+def split(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> Tensor:
+    return Collective.apply(x, "split", group, dim, counts)  # type: ignore[return-value]
+
+
+def all_gather(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> Tensor:
+    return Collective.apply(x, "all_gather", group, dim, counts)  # type: ignore[return-value]
+
+
+def reduce_scatter(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> Tensor:
+    return Collective.apply(x, "reduce_scatter", group, dim, counts)  # type: ignore[return-value]
+
+
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """``all_gather`` of rows, any number from each rank, which tell each other how many."""
+    shapes = group.exchange(torch.tensor(x.shape, device=x.device))
+    widths = {tuple(shape[1:]) for shape in shapes if shape[0]}
+    if len(widths) > 1:
+        raise DataError(
+            f"rows of different ranks differ in shape: {' and '.join(map(str, sorted(widths)))}",
+            "to be put together they must be of one: pad sequences to one length",
+        )
+    if not len(x) and widths:
+        x = x.reshape(0, *widths.pop())
+    return all_gather(x, 0, [shape[0] for shape in shapes], group)
+
+
+def all_to_all(rows: Tensor, sent: Sequence[int], taken: Sequence[int], group: Group, anchor: Tensor) -> Tensor:
+    """``anchor`` requires a gradient, so that backward runs on every rank, whether or not its ``rows`` do."""
+    return AllToAll.apply(rows, anchor, sent, taken, group)  # type: ignore[return-value]
+
+
+class Collective(torch.autograd.Function):
+    """The collective ``name`` of a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, group: Group, *parts: Any) -> Tensor:
+        ctx.name, ctx.group, ctx.parts = name, group, parts
+        return FORWARD[name](x, group, *parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        back: Any = Collective.apply(grad, BACKWARD[ctx.name], ctx.group, *ctx.parts)
+        return back, None, None, *(None for _ in ctx.parts)
+
+
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, anchor: Tensor, sent: Sequence[int], taken: Sequence[int], group: Group
+    ) -> Tensor:
+        ctx.sent, ctx.taken, ctx.group = sent, taken, group
+        found = group.all_to_all(rows, sent, taken)
+        ctx.save_for_backward(found.new_empty(0))  # a block that is computed again comes at least this far
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (empty,) = ctx.saved_tensors
+        return all_to_all(grad, ctx.taken, ctx.sent, ctx.group, empty), None, None, None, None
+
+
+def _gathered(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
+    every = group.all_gather(_padded(x, dim, _longest(counts, group)))
+    return torch.cat([part.narrow(dim, 0, count) for part, count in zip(every, counts, strict=True)], dim)
+
+
+def _scattered(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
+    longest = _longest(counts, group)
+    rows = torch.stack([_padded(part, dim, longest) for part in x.split(list(counts), dim)])
+    return group.reduce_scatter(rows).narrow(dim, 0, counts[group.rank])
+
+
+def _own(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
+    return x.narrow(dim, sum(counts[: group.rank]), counts[group.rank]).contiguous()
+
+
+FORWARD = {
+    "copy": lambda x, group: x.view_as(x),
+    "reduce": lambda x, group: group.all_reduce(x),
+    "all_reduce": lambda x, group: group.all_reduce(x),
+    "gather": _gathered,
+    "split": _own,
+    "all_gather": _gathered,
+    "reduce_scatter": _scattered,
+}
+BACKWARD = {"copy": "reduce", "reduce": "copy", "all_reduce": "all_reduce", "gather": "split", "split": "gather"}
+BACKWARD |= {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+def _longest(counts: Sequence[int], group: Group) -> int:
+    """The length of what a rank sends: that of the longest part."""
+    return -(-max(counts) // group.counted) * group.counted
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    missing = list(x.shape)
+    missing[dim] = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros(missing)], dim) if missing[dim] else x
