@@ -101,6 +101,9 @@ def cells() -> list[Cell]:
         "context=2 pipeline=2 schedule=zbv microbatches=4",
     ]
     mixed = [Cell(plan) for plan in many] + [Cell("data=2 expert=2", "mixture"), Cell("data=2 branch=2", "ensemble")]
+    for beside in ("tensor=2", "context=2", "pipeline=2 microbatches=4", "pipeline=2 schedule=zbv microbatches=4"):
+        mixed.append(Cell(f"expert=2 {beside}", "mixture"))
+    mixed += [Cell(f"branch=2 {beside}", "ensemble") for beside in ("shard=2", "tensor=2")]
     found += mixed
     for cell in mixed:  # pipelines with messages that no buffer of NCCL's can hold: both ends must come
         planned = "tensor" in cell.plan or "context" in cell.plan  # the planning of that takes a minute
