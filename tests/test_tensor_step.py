@@ -202,6 +202,6 @@ def test_shares_held_by_several_ranks_count_once_in_the_norm() -> None:
     torch.testing.assert_close(parts.ranks.all_reduce(own).sqrt(), want)
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(parts.whole(p, p.grad), q.grad, rtol=1e-9, atol=1e-12)
-        assert torch.equal(parts.share(p, parts.whole(p, p.data)), p.data)
+        assert torch.equal(parts.part(p, parts.whole(p, p.data)), p.data)
     parts.undo()
     assert all(torch.equal(p, q) for p, q in zip(alone.parameters(), model.parameters(), strict=True))
