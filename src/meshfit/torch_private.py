@@ -243,6 +243,10 @@ def step_hooks(optimizer: Any) -> tuple[list[Callable[..., Any]], list[Callable[
     return list(before.values()), list(after.values())
 
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer that hold them."""
+
+
 def without_step_hooks(optimizer: Any) -> None:
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshfit.data import tree
-from meshfit.torch_private import without_step_hooks
+from meshfit.torch_private import STEP_HOOKS, without_step_hooks
 
 SCALES = (1.0, 1.0, 0.01, 30.0, 1.0, 1000.0, 1.0, 0.1, 1.0, 1.0)
 """Of the gradients, step by step: a norm that only acts above (or below) some bound is met on its other side too."""
@@ -45,6 +45,7 @@ NOT_COPIED = (
     "state",
     "param_groups",
     "step",  # schedulers put one on the instance, bound to it
+    *STEP_HOOKS,
 )
 NOT_SETTINGS = ("params", "param_names")
 
