@@ -1,5 +1,6 @@
 """Plans with ``branch=``: parts that do not need each other run at once, and train like one device."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 
 import meshfit
 from benchmarks.collectives import Collectives
+from benchmarks.zoo import Case
 from benchmarks.zoo_branches import BRANCHES
 from meshfit.anatomy.record import record
 from meshfit.axes.branch.assign import deal
 from meshfit.axes.branch.axis import Branch
 from meshfit.axes.branch.flow import ALL, Flow
 from meshfit.axes.branch.groups import even
+from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.tensor.axis import TensorAxis, inside_modules
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import TensorPlan
@@ -27,7 +30,7 @@ from meshfit.plan_cost import cost
 from meshfit.run import Run
 from tests.distributed import distributed
 from tests.few import every_other
-from tests.ranked import SGD, assert_alike, trained
+from tests.ranked import SGD, assert_alike, built, trained
 
 
 def deep(layers: int = 3, width: int = 32, dropout: float = 0.0) -> nn.Sequential:
@@ -162,15 +165,43 @@ class TiedToTrunk(nn.Module):
         return self.head(left * self.right(hidden))
 
 
+class SharedLayer(Towers):
+    """A layer that both towers use, at their beginning and at their end: under branch= with pipeline= its gradient is a
+    sum over branches and over stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        tower = lambda x, inner: self.shared(inner(self.shared(x).tanh())).tanh()
+        return self.head(tower(x, self.left) * tower(x * 2, self.right))
+
+
 class Chain(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 32), deep(6), nn.Linear(32, 4))
 
 
-MODELS = (Towers, Detached, OneGoesBack, Looks, TwoGroups, Nested, SharedNorm, TrunkNorm, InPlace, TiedToTrunk)
+MODELS = (
+    Towers,
+    Detached,
+    OneGoesBack,
+    Looks,
+    TwoGroups,
+    Nested,
+    SharedNorm,
+    TrunkNorm,
+    InPlace,
+    TiedToTrunk,
+    SharedLayer,
+)
 
 
-@pytest.mark.parametrize("plan", ["branch=2", "branch=2 microbatches=2", "branch=2 data=2", "branch=2 shard=2"])
+@pytest.mark.parametrize(
+    "plan", ["branch=2", "branch=2 microbatches=2", "branch=2 data=2", "branch=2 shard=2", "branch=2 pipeline=2"]
+)
 def test_trains_like_one_device(plan: str) -> None:
     """Losses, norms, weights, buffers, optimizer state; and the model is left whole."""
 
@@ -191,7 +222,7 @@ def test_trains_like_one_device(plan: str) -> None:
 def test_three_ranks() -> None:
     """Three members and three ranks; a member each."""
     run = assert_alike(BRANCHES["ensemble"].build, "branch=3", optimizer=SGD)
-    assert min(run.placed.branched.found.dealt.loads) > 0.1  # type: ignore[union-attr]
+    assert min(run.placed.found["branch"].dealt.loads) > 0.1
 
 
 REST = [
@@ -201,6 +232,9 @@ REST = [
     "branch=2 shard=2 recompute=full",
     "branch=2 tensor=2 microbatches=2",
     "branch=2 tensor=2 shard=2",
+    "branch=2 pipeline=2 schedule=zbv microbatches=4",
+    "branch=2 pipeline=2 shard=2 microbatches=2",
+    "branch=2 pipeline=2 tensor=2",
 ]
 
 
@@ -231,6 +265,25 @@ def test_each_rank_holds_its_own() -> None:
     assert every[0] & every[1] == {name for name in whole if name.startswith(("stem", "head"))}
     held = sum(p.untyped_storage().nbytes() for p in run.placed.branched.before.parameters())  # type: ignore[union-attr]
     assert held == sum(whole[name].nbytes for name in names)
+
+
+@distributed(world=4)
+def test_stages_cut_through_all_branches() -> None:
+    """Each rank of a pipeline holds a part of its own tower; no two ranks hold the same layer of one."""
+    run, *_ = trained(Towers(), "branch=2 pipeline=2", steps=1)
+    every: list[Any] = [None] * 4
+    layers = {name for name, _ in run.model.named_parameters() if name.startswith(("left", "right"))}
+    dist.all_gather_object(every, layers)
+    assert all(every)
+    assert sum(map(len, every)) == len({name for names in every for name in names})
+    assert len({name.partition(".")[0] for name in layers}) == 1
+
+
+@distributed(world=4)
+def test_a_gradient_is_summed_over_branches_and_stages() -> None:
+    run, *_ = trained(SharedLayer(), "branch=2 pipeline=2", steps=1)
+    shared = {"shared.weight": (0, 1), "shared.bias": (0, 1)}
+    assert [partition.tied for partition in run.placed.partitions] == [shared, shared]
 
 
 @distributed(world=2)
@@ -267,15 +320,21 @@ def test_towers_draw_their_own_numbers() -> None:
     assert losses[0] > 1e-4
 
 
-@pytest.mark.parametrize("plan", ["branch=2", "branch=2 shard=2", "branch=2 tensor=2"])
+@pytest.mark.parametrize(
+    "plan", ["branch=2", "branch=2 shard=2", "branch=2 tensor=2", "branch=2 pipeline=2 microbatches=2"]
+)
 def test_cost_is_what_runs(plan: str) -> None:
-    """Collectives of every rank, calls and bytes; and the bytes of its weights."""
+    """Sends and collectives of every rank, calls and bytes; and the bytes of its weights."""
 
     @distributed(world=Plan.parse(plan).devices)
     def run(text: str) -> None:
         plan = Plan.parse(text)
-        for name in ("siamese", "tied-heads", *(["two-decoders"] if plan.tensor == 1 else [])):
-            case = BRANCHES[name]
+        rows = lambda n: (torch.linspace(-1, 1, 8 * n).view(n, 8), torch.linspace(1, -1, 4 * n).view(n, 4))
+        shared = Case(name="shared-layer", build=lambda: built(SharedLayer), data=rows, loss=F.mse_loss)
+        cases = [BRANCHES[name] for name in ("siamese", "tied-heads")]
+        cases += [BRANCHES["two-decoders"], shared] if plan.tensor == 1 else []
+        for case in cases:
+            name = case.name
             job = Job(
                 model=case.build,
                 data=case.data(16),
@@ -297,10 +356,13 @@ def test_cost_is_what_runs(plan: str) -> None:
                 run.exchange.finish()
             model, content = case.build().train(), batch.microbatches[0].content
             split = split_of(job, model, content) if plan.tensor > 1 else None
-            atoms = tuple(TensorAxis().closed(split)) if split else ()
-            found = Branch(degree=2, atoms=atoms).find(model, job.objective, content, device="cpu")
+            branch = Branch(degree=2, atoms=tuple(TensorAxis().closed(split)) if split else ())
+            if plan.pipeline > 1:
+                staged = pipeline_of(plan).find(model, job.objective, content, device="cpu", deal=branch.deal)
+                found = replace(staged.inner, cut=staged.cut)  # type: ignore[type-var]
+            else:
+                found = branch.find(model, job.objective, content, device="cpu")
             optimizer = torch.optim.AdamW(model.parameters())
-            assert found.trace is not None
             said = cost(plan, found.trace, optimizer, found={"tensor": split, "branch": found}, place=run.mesh.place)
             assert (name, dict(seen.calls)) == (name, said.calls)
             assert (name, dict(seen.moved)) == (name, said.moved)
@@ -334,7 +396,7 @@ def test_checkpoints_go_over_to_other_plans(tmp_path: Any) -> None:
     )
     wanted = fit("data=1", 6, "alone", False).model.state_dict()
     for number, (before, after) in enumerate(
-        (("branch=2", "data=1"), ("data=1", "branch=2 shard=2"), ("branch=2 shard=2", "branch=2"))
+        (("branch=2", "data=1"), ("data=1", "branch=2 shard=2"), ("branch=2 pipeline=2", "branch=2"))
     ):
         fit(before, 3, str(number), False)
         found = fit(after, 6, str(number), True).model.state_dict()
@@ -342,12 +404,13 @@ def test_checkpoints_go_over_to_other_plans(tmp_path: Any) -> None:
             torch.testing.assert_close(found[name], tensor, atol=1e-7, rtol=1e-6)
 
 
-def test_predictions_and_metrics() -> None:
+@pytest.mark.parametrize("plan", ["branch=2", "branch=2 pipeline=2"])
+def test_predictions_and_metrics(plan: str) -> None:
     case = BRANCHES["two-decoders"]
     model, data = case.build().eval(), case.data(11)
     with torch.no_grad():
         wanted = model(data[0])
-    asked = {"batch_size": 4, "plan": "branch=2", "devices": "cpu:2"}
+    asked = {"batch_size": 4, "plan": plan, "devices": f"cpu:{Plan.parse(plan).devices}"}
     found = meshfit.predict(model, data, **asked)
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name])
@@ -413,7 +476,7 @@ def test_phases_take_turns() -> None:
     flow = flow_of(TwoGroups(), torch.randn(64, 8))
     dealt = deal(flow, 2)
     assert dealt is not None
-    phases = flow.phases(list(dealt.owners.values()), 2, late=dealt.late)
+    phases = flow.phases(list(dealt.owners.values()), 2, late=dealt.late).phases[0]
     assert [any(phase.own) for phase in phases] == [True, True, False]
     assert all(len(phase.enters) == 1 for phase in phases[:2])
     assert all(len(ids) == 1 for phase in phases[:2] for ids in phase.joins)
@@ -429,7 +492,7 @@ ASKED = {"loss": F.mse_loss, "optimizer": torch.optim.AdamW, "batch_size": 8, "s
     [
         (Chain, "branch=2", "no parts that are worth 2 devices"),
         (Towers, "branch=3", "branch=2 would use all"),
-        (Towers, "branch=2 pipeline=2", "does not go together with pipeline=2"),
+        (Chain, "branch=2 pipeline=2", "no parts that are worth 2 devices"),
         (Towers, "branch=2 context=2", "does not go together with context=2"),
         (Towers, "branch=2 compile=whole", "cannot be compiled whole"),
     ],

@@ -99,6 +99,8 @@ def test_layers_and_shards(plan: str) -> None:
         ("data=2 branch=2", "ensemble"),
         ("shard=2 branch=2 microbatches=2", "two-decoders"),
         ("branch=2 tensor=2", "tied-heads"),
+        ("pipeline=2 branch=2 microbatches=4", "siamese"),
+        ("pipeline=2 schedule=interleaved branch=2 microbatches=4", "two-decoders"),
     ],
 )
 @distributed(world=4)

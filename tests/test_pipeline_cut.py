@@ -90,22 +90,23 @@ def through(staged: list[Staged], objective: Any, content: Any, *, training: boo
         root = part.root(objective)
         program = part.programs(objective).of(content, root, CPU, training=training)
         program.layouts = layouts
-        received, result = program.run(stage, root, program.bind(content), received, CPU)
+        ran = program.run(stage, root, program.bind(content), received, CPU)
+        received, result = ran.made, ran.result
     return result
 
 
 def test_a_stage_holds_its_own_parameters_under_their_names() -> None:
     model = Skips()
     names = [name for name, _ in model.named_parameters()]
-    parts = [set(dict(staged.part.named_parameters())) for staged in all_stages(model, 2, (X, X))]
+    parts = [set(dict(staged.model.named_parameters())) for staged in all_stages(model, 2, (X, X))]
     assert parts[0] | parts[1] == set(names)
     assert not parts[0] & parts[1]
     assert "first.weight" in parts[0]
     assert {"scale", "last.weight"} <= parts[1]
     staged = all_stages(model, 2, (X, X))
-    assert [set(dict(part.part.named_buffers())) for part in staged] == [set(), {"shift"}]
-    assert staged[1].part.get_submodule("last") is model.last
-    assert isinstance(staged[0].part, Shell)
+    assert [set(dict(part.model.named_buffers())) for part in staged] == [set(), {"shift"}]
+    assert staged[1].model.get_submodule("last") is model.last
+    assert isinstance(staged[0].model, Shell)
 
 
 def test_what_is_not_held_is_let_go() -> None:
@@ -117,7 +118,7 @@ def test_what_is_not_held_is_let_go() -> None:
     staged = pipeline.apply(model, where, 0)
     assert list(dict(model.named_parameters())) == names
     assert tied(model) == ties
-    held = dict(staged.part.named_parameters())
+    held = dict(staged.model.named_parameters())
     for name, p in model.named_parameters():
         assert (p.numel() == 0) == (name not in held)
     assert not any(p.is_meta for p in held.values())
@@ -129,8 +130,8 @@ def test_tied_parameters_are_on_both_sides_under_one_name() -> None:
     first, last = all_stages(model, 2, zoo.next_tokens(4), objective)
     assert first.tied == last.tied == {"token.weight": (0, 1)}
     for staged in (first, last):
-        assert "token.weight" in dict(staged.part.named_parameters())
-        assert "head.weight" not in dict(staged.part.named_parameters())
+        assert "token.weight" in dict(staged.model.named_parameters())
+        assert "head.weight" not in dict(staged.model.named_parameters())
         assert staged.owners["token.weight"] == 0
     v_shaped = Pipeline(degree=2, word="zbv", microbatches=4)
     staged = v_shaped.apply(model, v_shaped.find(model, objective, zoo.next_tokens(4), device="cpu"), 0, drop=False)
@@ -221,7 +222,7 @@ def test_real_models(name: str) -> None:
     assert torch.equal(got, want)
     for n, b in model.named_buffers():
         assert torch.equal(b, changed[n])
-    assert set().union(*(dict(s.part.named_parameters()) for s in staged)) == set(dict(model.named_parameters()))
+    assert set().union(*(dict(s.model.named_parameters()) for s in staged)) == set(dict(model.named_parameters()))
 
 
 def test_cost_of_a_rank() -> None:

@@ -3,6 +3,7 @@
 Each maps the trace of what a rank runs to the trace of what it runs along that axis, and adds what it costs beside.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,8 +52,8 @@ class Costing:
     """Collectives inside the stages of a pipeline, and what is sent between them, where axes split those."""
     partial: set[str] = field(default_factory=set)
     """Parameters of whose gradient several ranks of one operation hold a term."""
-    tied: set[str] = field(default_factory=set)
-    """Parameters of whose gradient ranks with other modules hold a term."""
+    tied: Counter[str] = field(default_factory=Counter)
+    """Parameters of whose gradient ranks with other modules hold a term, and along how many axes they do."""
     earlier: set[str] = field(default_factory=set)
     """Parameters that ranks before this one hold, too."""
     separate: dict[str, Parameter] = field(default_factory=dict)
@@ -108,7 +109,7 @@ def cost(
             raise ValueError(f"{plan}: its cost depends on what {axis.word}= acts on, which axes.find finds")
         axis.cost(costing, finding)
     if plan.apart or plan.tensor > 1 or plan.expert > 1:
-        costing.total += across.cost(len(costing.partial | costing.tied), plan.shares * plan.context)
+        costing.total += across.cost(len(costing.partial | costing.tied.keys()), plan.shares * plan.context)
     if costing.separate:
         own = costing.separate.values()
         costing.total += allreduce.cost(costing.trained(costing.separate), plan.data * plan.shard * plan.context)
@@ -117,7 +118,7 @@ def cost(
         rest = {name: p for name, p in costing.trace.parameters.items() if name not in costing.separate}
         own = replace(costing.trace, parameters=rest)
         costing.total += Cost(held={"weights": own.parameter_bytes}) + _exchange(plan, own)
-    tied = [p for name, p in costing.trace.parameters.items() if p.trained and name in costing.tied]
+    tied = [p for name, p in costing.trace.parameters.items() if p.trained for _ in range(costing.tied[name])]
     if tied:
         summed = sum(p.bytes for p in tied)
         costing.total += Cost(calls={"all_reduce": len(tied)}, moved={"all_reduce": summed})

@@ -173,9 +173,9 @@ class Run:
         whole = BatchLoss.of(objective, self.over, self.mesh.batch, device) if self._splits else None
         if whole is not None:
             objective = Outputs()
-        if placed.branched is not None:
-            objective = placed.branched.objective(objective, self.precision, device)
         if placed.staged is None:
+            if placed.branched is not None:
+                objective = placed.branched.objective(objective, self.precision, device)
             return Passes(
                 self.model,
                 objective,
@@ -201,7 +201,8 @@ class Run:
             transport=placed.staged.transport,
             seed=self._stream,
             inside=placed.inside,
-            split_backward=placed.shards is None and "expert" not in placed.layers and self.plan.recompute == "none",
+            split_backward=placed.layers.keys().isdisjoint(("shard", "branch", "expert"))
+            and self.plan.recompute == "none",
             batch_loss=whole,
             buffers=placed.buffers,
             loss_replicas=self.plan.context,

@@ -40,7 +40,7 @@ def built(
         notes=notes,
         kinds={path: type(module).__name__ for path, module in model.named_modules()},
     )
-    _free(steps, wanted)
+    set_frees(steps, wanted)
     return Recording(trace, tuple(steps), outputs, tuple(map(fact, tree.leaves(inputs))))
 
 
@@ -126,7 +126,7 @@ def _parameter(name: str, tensor: Tensor) -> Parameter:
     return Parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), size, tensor.requires_grad)
 
 
-def _free(steps: list[Step], wanted: tuple[int, ...]) -> None:
+def set_frees(steps: list[Step], wanted: tuple[int, ...]) -> None:
     """Tell each step which values nobody reads after it."""
     last: dict[int, int] = {}
     for index, step in enumerate(steps):

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from meshfit.plan import Plan
 
 if TYPE_CHECKING:
+    from meshfit.anatomy.record import Recording
     from meshfit.axes.find import Study
+    from meshfit.axes.pipeline.axis import Inner
     from meshfit.axes.place import Placed
     from meshfit.axes.tensor.region import Cut
     from meshfit.plan_cost import Costing
@@ -62,6 +64,10 @@ class Axis:
     def closed(self, finding: Any) -> Iterable[str]:
         """Paths of modules at whose calls it acts: nothing may be cut inside them."""
         return ()
+
+    def deal(self, plan: Plan, recording: "Recording") -> "Inner":
+        """Who of its ranks runs what of a recorded step that is to be cut into the stages of a pipeline."""
+        raise NotImplementedError
 
     def prove(self, study: "Study", step: Callable[[nn.Module, Any], Tensor], finding: Any) -> None:
         """Prove it exact for another form of the step than the one it was found with: as another axis replays it."""

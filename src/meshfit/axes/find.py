@@ -5,16 +5,17 @@ others, since all must lay it out alike.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfit.anatomy.record import TraceError
+from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Axis
 from meshfit.axes.order import ORDER
+from meshfit.axes.pipeline.axis import Inner
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.twin import Uncopied
 from meshfit.data import tree
@@ -64,6 +65,13 @@ class Study:
         acting = [axis for axis in self.axes if type(axis).closed is not Axis.closed]
         paths = [path for axis in acting if (found := self.found(axis.word)) is not None for path in axis.closed(found)]
         return tuple(dict.fromkeys((*paths, *self.kept)))
+
+    @property
+    def deal(self) -> Callable[[Recording], Inner] | None:
+        """Who of the ranks that share a stage of a pipeline runs what; None where each stage has one rank."""
+        dealing = [axis for axis in self.axes if type(axis).deal is not Axis.deal]
+        used = [axis for axis in dealing if axis.on(self.plan, self.model, self.device)]
+        return partial(used[0].deal, self.plan) if used else None
 
     @cached_property
     def trace(self) -> Trace | TraceError:

@@ -217,7 +217,7 @@ class Forwards:
     ):
         self._placed, self._step, self._precision, self._device = placed, step, precision, device
         self._stages = None
-        if placed.branched is not None:
+        if placed.branched is not None and placed.staged is None:
             self._step = placed.branched.objective(step, precision, device)
         if placed.staged is not None:
             how: dict[str, Any] = {

@@ -24,7 +24,7 @@ from torch import Tensor
 from meshfit.axes.buffers.step import Buffers
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.pipeline.axis import Staged
-from meshfit.axes.pipeline.program import Program
+from meshfit.axes.pipeline.program import Program, Ran
 from meshfit.axes.precision import LossScale, Precision
 from meshfit.comm.group import Group
 from meshfit.comm.transport import (
@@ -201,7 +201,8 @@ class Forward:
                 if before is not None and before != stages.staged.rank:
                     handed = stages.take(*stages.post(program, (FORWARD, stage - 1, 0), before))
                 with stages.precision.arithmetic(stages.device), self.inside():
-                    handed, result = stages.run(program, stage, given, handed)
+                    ran = stages.run(program, stage, given, handed)
+                handed, result = ran.made, ran.result
                 if stage < len(program.stages.ranges) - 1 and plan.rank_of(stage + 1) != stages.staged.rank:
                     stages.send_forward(program, stage, handed, plan.rank_of(stage + 1))
         return result if stages.staged.last else None
@@ -231,9 +232,7 @@ class _Stages:
         with self.precision.arithmetic(self.device):
             return self.programs.of(content, self.root, self.device, training=training)
 
-    def run(
-        self, program: Program, stage: int, given: dict[int, Tensor], received: list[Tensor]
-    ) -> tuple[list[Tensor], Any]:
+    def run(self, program: Program, stage: int, given: dict[int, Tensor], received: list[Tensor]) -> Ran:
         return program.run(stage, self.root, given, received, self.device, self.groups)
 
     def send_forward(self, program: Program, stage: int, tensors: list[Tensor], target: int) -> None:
@@ -256,7 +255,7 @@ class _Stages:
         if kind == BACKWARD:  # gradients of what the stage before handed on
             return tuple(layout for layout in program.layouts[stage - 1] if layout.needs_grad)
         if stage not in program.layouts:
-            program.layouts[stage] = self.transport.hear(source) if program.stages.cuts[stage].crossing else ()
+            program.layouts[stage] = self.transport.hear(source) if program.crossing(stage) else ()
         return program.layouts[stage]
 
 
@@ -326,8 +325,9 @@ class _Step:
                 run.weigh.precision.arithmetic(run.device),
                 run.inside(),
             ):
-                made, result = self.stages.run(program, stage, self.given[at], fed)
-            wanting, gradients = [t for t in made if t.requires_grad], None
+                ran = self.stages.run(program, stage, self.given[at], fed)
+            made, result, gradients = ran.made, ran.result, None
+            wanting = [*(t for t in made if t.requires_grad), *ran.roots]
             if stage == self.plan.stages - 1 and self.held is None:
                 wanting = [self._weigh(result, part)]
             elif stage == self.plan.stages - 1 and self.held is not None:
@@ -364,6 +364,7 @@ class _Step:
         last = stage == self.plan.stages - 1
         kept = self.kept[stage, at]
         arrived: list[Any] = (kept.gradients or [None]) if last else self._take((BACKWARD, stage + 1, at))
+        arrived = [*arrived, *map(torch.zeros_like, kept.made[len(arrived) :])]
         with self.pipelined.clock(action):
             if action.kind == INPUT and self.pipelined.split_backward and not self.programs[at].recomputes:
                 kept.owed = input_gradients(kept.made, arrived, kept.fed) if kept.made else None

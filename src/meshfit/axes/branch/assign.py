@@ -12,6 +12,7 @@ from meshfit.anatomy.cuts import work
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.branch.flow import ALL, Flow, Phase
 from meshfit.axes.branch.groups import LINK, Groups, candidates, even
+from meshfit.axes.branch.order import ends
 from meshfit.axes.pipeline.cut import counted
 from meshfit.errors import PlanError
 
@@ -22,6 +23,9 @@ class Dealt:
 
     owners: dict[tuple[str, int], int]
     """By what an event is, and how many like it came before."""
+
+    when: dict[tuple[str, int], float]
+    """And when it ends, if ranks run their own work at once."""
 
     parameters: dict[str, tuple[int, ...]]
     """Those of branches, and the ranks that hold them. All others are the trunk's."""
@@ -108,9 +112,12 @@ def _dealt(flow: Flow, owner: list[int], degree: int, costs: Sequence[float]) ->
     trace, total = flow.trace, sum(costs)
     held = {name: tuple(sorted({owner[e] for e in events})) for name, events in flow.users(_parameters).items()}
     used = {name: {owner[e] for e in events} for name, events in flow.users(_buffers).items()}
-    spent, late = min((_time(trace, flow.phases(owner, degree, late=late), costs), late) for late in (False, True))
+    phases = {late: flow.phases(owner, degree, late=late).phases[0] for late in (False, True)}
+    spent, late = min((_time(trace, some, costs), late) for late, some in phases.items())
+    names = counted(trace.events)
     return Dealt(
-        owners=dict(zip(counted(trace.events), owner, strict=True)),
+        owners=dict(zip(names, owner, strict=True)),
+        when=dict(zip(names, ends(phases[late], costs), strict=True)),
         parameters={name: ranks for name, ranks in held.items() if ranks != (ALL,)},
         buffers={name: min(ranks) for name, ranks in used.items() if len(ranks) == 1 and ranks != {ALL}},
         late=late,

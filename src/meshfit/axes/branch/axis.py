@@ -9,9 +9,11 @@ by all ranks alike, on the same samples; so whatever they compute from what they
               for each microbatch. Gradients of parameters that branches of several ranks use, once a step
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +22,21 @@ from torch import nn
 
 from meshfit.anatomy.branches import branches
 from meshfit.anatomy.cost import Meter
-from meshfit.anatomy.record import TraceError
+from meshfit.anatomy.cuts import Cut, Stages
+from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.record_atoms import twin
-from meshfit.anatomy.trace import Trace
+from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.branch.assign import Dealt, deal
-from meshfit.axes.branch.flow import Flow, Phase, detached
+from meshfit.axes.branch.flow import ALL, Flow, StagePhases, detached
 from meshfit.axes.branch.ops import Line
+from meshfit.axes.branch.order import reordered, side_by_side
 from meshfit.axes.branch.program import Program
 from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
-from meshfit.axes.pipeline.axis import only
-from meshfit.axes.pipeline.cut import hollow, part_of
-from meshfit.axes.pipeline.program import Programs
+from meshfit.axes.pipeline.axis import only, pipeline_of
+from meshfit.axes.pipeline.cut import Split, hollow, part_of
+from meshfit.axes.pipeline.program import Programs, layout_of
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.units import Whole, _relative
 from meshfit.comm.draws import Stream
@@ -75,15 +79,29 @@ class Branch:
             self._check(trace)
             flow = Flow(replace(recording, trace=trace))
             if (dealt := deal(flow, self.degree)) is not None:
-                phases = flow.phases(list(dealt.owners.values()), self.degree, late=dealt.late)
-                found.append(Found(dealt, share, atoms, trace, phases))
+                found.append(Found(dealt, share, atoms, flow))
                 if dealt.time < 1.1 / self.degree:
                     break
         best = min(found, key=lambda each: each.dealt.time, default=None)
         assert trace is not None
+        self._worth(trace, best)
+        assert best is not None
+        return best
+
+    def deal(self, recording: Recording) -> "Found":
+        """Who runs what of a recording that is to be cut into stages: its events stand with branches side by side."""
+        self._check(recording.trace)
+        flow = Flow(recording)
+        dealt = deal(flow, self.degree)
+        found = None if dealt is None else Found(dealt, 0.0, (), flow)
+        self._worth(recording.trace, found)
+        assert found is not None
+        order = side_by_side(flow, found.dealt.when)
+        return replace(found, flow=Flow(reordered(recording, order)), order=tuple(order))
+
+    def _worth(self, trace: Trace, best: "Found | None") -> None:
         if best is None or best.dealt.time > WORTH or not all(best.dealt.loads):
             raise self._nothing(trace, best)
-        return best
 
     def _check(self, trace: Trace) -> None:
         asks = [e for e in trace.events if e.kind == "glue" and e.name in ("grad", "backward") and e.reads]
@@ -119,37 +137,43 @@ class Branch:
             f"data={self.degree} shares the samples out; pipeline={self.degree} cuts it into layers",
         )
 
-    def apply(self, model: nn.Module, found: "Found", group: dist.ProcessGroup) -> "Branched":
-        """Keep this rank's part of ``model``, and let go of the rest: those parameters have no elements any more."""
+    def apply(
+        self,
+        model: nn.Module,
+        found: "Found",
+        group: dist.ProcessGroup,
+        device: torch.device,
+        skeleton: nn.Module | None = None,
+    ) -> "Branched":
+        """Keep this rank's part of ``model``, and let go of the rest: those parameters have no elements any more.
+        ``skeleton``: of the whole, where ``model`` is a stage of it."""
         rank, dealt = dist.get_rank(group), found.dealt
-        skeleton = twin(model, meta=True)
+        skeleton = twin(model, meta=True) if skeleton is None else skeleton
         parameters = [name for name, _ in model.named_parameters() if rank in dealt.parameters.get(name, (rank,))]
         buffers = [name for name, _ in model.named_buffers() if dealt.buffers.get(name, rank) == rank]
         part = part_of(model, parameters, buffers)
         hollow(model, part)
-        return Branched(self, found, group, part, skeleton, model)
+        return Branched(self, found, group, device, part, skeleton, model)
 
-    def cost(self, found: "Found", rank: int, *, microbatches: int = 1) -> tuple[Trace, Cost]:
-        """What ``rank`` runs of the trace (of one microbatch), and what it says to others in forward and backward."""
+    def cost(
+        self, found: "Found", rank: int, *, microbatches: int = 1, stages: Iterable[int] = (0,)
+    ) -> tuple[Trace, Cost]:
+        """What ``rank`` runs of the trace (of one microbatch), and what it says to others in forward and backward; of
+        a pipeline, in ``stages``."""
         trace, calls, moved = found.trace, {"broadcast": 0, "all_reduce": 0}, {"broadcast": 0, "all_reduce": 0}
-        assert trace is not None
-        own = {event for phase in found.phases for events in phase.own for event in events}
-        for phase in found.phases if any(any(phase.own) for phase in found.phases) else ():
-            for ids in phase.joins:
-                size = packed_size(_layout(trace, id) for id in ids)
-                calls["broadcast"] += bool(size)
-                moved["broadcast"] += size
-            back = [id for id in phase.enters if trace.values[id].needs_grad and not detached(trace, id, own)]
-            entered = [_layout(trace, id) for id in back]
-            calls["all_reduce"] += len({layout.dtype for layout in entered})
-            moved["all_reduce"] += sum((_count(layout) + 1) * layout.dtype.itemsize for layout in entered)
+        for phases in (found.phases.phases[stage] for stage in stages):
+            own = {event for phase in phases for some in phase.own for event in some}
+            for phase in phases:
+                for ids in phase.joins:
+                    size = packed_size(layout_of(trace, id) for id in ids)
+                    calls["broadcast"] += bool(size)
+                    moved["broadcast"] += size
+                back = [id for id in phase.enters if trace.values[id].needs_grad and not detached(trace, id, own)]
+                entered = [layout_of(trace, id) for id in back]
+                calls["all_reduce"] += len({layout.dtype for layout in entered})
+                moved["all_reduce"] += sum((_count(layout) + 1) * layout.dtype.itemsize for layout in entered)
         calls, moved = ({k: n * microbatches for k, n in many.items() if n} for many in (calls, moved))
         return found.part(rank), Cost(calls=calls, moved=moved)
-
-
-def _layout(trace: Trace, id: int) -> Layout:
-    value = trace.values[id]
-    return Layout(value.shape, getattr(torch, value.dtype), value.needs_grad)
 
 
 def _count(layout: Layout) -> int:
@@ -165,19 +189,74 @@ class Found:
     """How finely it was recorded."""
     atoms: tuple[str, ...] = ()
     """Modules that had to be taken as a whole."""
-    trace: Trace | None = None
-    phases: tuple[Phase, ...] = ()
+    flow: Flow | None = None
+    order: tuple[int, ...] | None = None
+    """Of the recorded events, those of ``flow`` in turn; None: as recorded."""
+    cut: Stages | None = None
+    """The stages of a pipeline."""
 
     def to_send(self) -> "Found":
-        return replace(self, trace=None, phases=())
+        return replace(self, flow=None, order=None, cut=None)
+
+    @property
+    def trace(self) -> Trace:
+        assert self.flow is not None
+        return self.flow.trace
+
+    def _in_order(self, recorded: Iterable[Any]) -> list[Any]:
+        found = list(recorded)
+        return found if self.order is None else [found[event] for event in self.order]
+
+    @cached_property
+    def owner(self) -> list[int]:
+        return self._in_order(self.dealt.owners.values())
+
+    @property
+    def stages(self) -> Stages:
+        assert self.flow is not None
+        return self.cut or self.flow.whole
+
+    @cached_property
+    def phases(self) -> StagePhases:
+        assert self.flow is not None
+        return self.flow.phases(self.owner, len(self.dealt.loads), self.stages, late=self.dealt.late)
+
+    def work(self, event: Event) -> float:
+        """What an event adds to the time of its stage, with branches side by side."""
+        return self._times[event.index]
+
+    @cached_property
+    def _times(self) -> list[float]:
+        reached = [0.0, *accumulate(self._in_order(self.dealt.when.values()), max)]
+        return [b - a for a, b in pairwise(reached)]
 
     def part(self, rank: int) -> Trace:
         """What ``rank`` runs."""
-        assert self.trace is not None
-        mine = only(self.trace, (e for phase in self.phases for e in (*phase.trunk, *phase.own[rank])))
-        idle = {name for name in self.trace.parameters if not any(name in e.parameters for e in self.trace.events)}
-        held = {n: p for n, p in self.trace.parameters.items() if n in mine.parameters or n in idle}
+        trace = self.trace
+        mine = only(trace, (e for phases in self.phases.phases for p in phases for e in (*p.trunk, *p.own[rank])))
+        idle = {name for name in trace.parameters if not any(name in e.parameters for e in trace.events)}
+        held = {n: p for n, p in trace.parameters.items() if n in mine.parameters or n in idle}
         return replace(mine, parameters=held)
+
+    def part_in_stages(self, rank: int) -> tuple[Trace, Stages]:
+        """What ``rank`` runs, and its part of the stages."""
+        stages, held, trace = self.stages, self.phases.held, self.trace
+        again = {event for events in stages.recomputed for event in events}
+        kept = sorted(again | {event for event, who in enumerate(self.owner) if who in (ALL, rank)})
+        place, before = {old: new for new, old in enumerate(kept)}, lambda event: bisect_left(kept, event)
+        cuts = []
+        for cut, alone in zip(stages.cuts, held[1:], strict=True):
+            crossing = tuple(id for id in cut.crossing if alone.get(id, rank) == rank)
+            cuts.append(Cut(before(cut.after + 1) - 1, crossing, sum(trace.values[id].bytes for id in crossing)))
+        own = self.dealt.parameters
+        mine = replace(
+            stages,
+            ranges=tuple(range(before(events.start), before(events.stop)) for events in stages.ranges),
+            recomputed=tuple(tuple(place[event] for event in events) for events in stages.recomputed),
+            cuts=tuple(cuts),
+            parameters=tuple(tuple(n for n in names if rank in own.get(n, (rank,))) for names in stages.parameters),
+        )
+        return replace(only(trace, kept), values=trace.values | only(trace, kept).values), mine
 
     @property
     def note(self) -> str:
@@ -196,7 +275,7 @@ class BranchAxis(Axis):
     def refuse(self, plan: Plan, model: nn.Module) -> None:
         """A branch is recorded on whole sequences and whole batches: what changes those between its modules does not go
         with it."""
-        whole: dict[str, Any] = {"pipeline": 1, "schedule": "1f1b", "chunks": 0, "cut": "", "context": 1, "expert": 1}
+        whole: dict[str, Any] = {"context": 1, "expert": 1}
         whole["sequence"] = "auto" if plan.sequence == "split" else plan.sequence
         others = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
         if others:
@@ -207,20 +286,38 @@ class BranchAxis(Axis):
             )
 
     def find(self, study: "Study") -> Found:
-        strategy = Branch(degree=study.plan.branch, atoms=study.closed())
-        found = strategy.find(study.model, study.objective, study.batch, device=study.device)
+        if study.plan.pipeline > 1:
+            staged = study.found("pipeline")
+            found = replace(staged.inner, cut=staged.cut)
+        else:
+            strategy = Branch(degree=study.plan.branch, atoms=study.closed())
+            found = strategy.find(study.model, study.objective, study.batch, device=study.device)
         study.notes.append(found.note)
         return found
 
+    def deal(self, plan: Plan, recording: Recording) -> Found:
+        return Branch(degree=plan.branch).deal(recording)
+
     def apply(self, placed: "Placed", finding: Found) -> "Branched":
-        group = placed.mesh.over("branch")
+        group, staged = placed.mesh.over("branch"), placed.staged
         assert group is not None
-        return Branch(degree=placed.plan.branch, atoms=finding.atoms).apply(placed.model, finding, group)
+        strategy = Branch(degree=placed.plan.branch, atoms=finding.atoms)
+        skeleton = None if staged is None else staged.skeleton
+        branched = strategy.apply(placed.model, finding, group, placed.device, skeleton)
+        if staged is not None:
+            staged.model, staged.make = branched.model, partial(branched.program, split=staged.found.split)
+        return branched
 
     def cost(self, costing: "Costing", finding: Found) -> None:
         plan, rank, dealt = costing.plan, costing.place.get("branch", 0), finding.dealt.parameters
-        costing.add(Branch(degree=plan.branch).cost(finding, rank, microbatches=plan.microbatches))
-        costing.tied |= {name for name, ranks in dealt.items() if len(ranks) > 1}
+        mine = pipeline_of(plan).stages_of(costing.place.get("pipeline", 0))
+        part, added = Branch(degree=plan.branch).cost(finding, rank, microbatches=plan.microbatches, stages=mine)
+        if plan.pipeline > 1:  # what several branches use is held by all of them, in every stage that uses it
+            held = {name for stage in mine for name in finding.part_in_stages(rank)[1].parameters[stage]}
+            whole = finding.trace.parameters
+            part = replace(costing.trace, parameters={name: p for name, p in whole.items() if name in held})
+        costing.add((part, added))
+        costing.tied.update(name for name, ranks in dealt.items() if len(ranks) > 1)
         costing.earlier |= {name for name, ranks in dealt.items() if min(ranks) < rank}
 
 
@@ -232,13 +329,19 @@ class Branched(Partition):
         branch: Branch,
         found: Found,
         group: dist.ProcessGroup,
+        device: torch.device,
         part: nn.Module,
         skeleton: nn.Module,
         whole: nn.Module,
     ):
         super().__init__(part, skeleton, whole)
-        self.branch, self.found, self.group, self.ranks = branch, found, group, group
-        self.rank = dist.get_rank(group)
+        self.branch, self.found, self.group = branch, found, group
+        self.rank, self.line = dist.get_rank(group), Line(group, device)
+        self.stream = Stream(self.line.ranks)
+
+    def program(self, recording: Recording, split: Split | None = None) -> Program:
+        """What this rank runs of a recording; ``split``: of a pipeline."""
+        return Program.dealt(self.found.dealt, split, self.line, self.stream, recording)
 
     @property
     def owners(self) -> dict[str, int]:
@@ -270,17 +373,15 @@ class _Objective:
     def __init__(self, branched: Branched, objective: Objective, precision: Precision, device: torch.device):
         found = branched.found
         self.branched, self.precision, self.device = branched, precision, device
-        self.root, self.line = Whole(branched.model, objective), Line(branched.ranks, device)
-        self.stream = Stream(self.line.ranks)
-        cut = partial(Program.like, found.dealt, branched.rank)
-        self.programs = Programs(branched.skeleton, objective, cut, share=found.share, atoms=found.atoms)
+        self.root = Whole(branched.model, objective)
+        self.programs = Programs(branched.skeleton, objective, branched.program, share=found.share, atoms=found.atoms)
 
     def __call__(self, model: nn.Module, content: Any) -> Any:
         _same_modes(self.branched.skeleton, model)
         self.programs.whole.training = model.training
         with self.precision.arithmetic(self.device):
             program = self.programs.of(content, self.root, self.device, training=model.training)
-        return program.run(content, self.root, self.line, self.stream)
+        return program.run(0, self.root, program.bind(content), [], self.device).result
 
 
 def _same_modes(skeleton: nn.Module, part: nn.Module) -> None:

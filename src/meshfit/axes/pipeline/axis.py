@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -28,9 +28,9 @@ from meshfit.axes.expert import balance
 from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
 from meshfit.axes.pipeline.cut import Split, hollow, part_of, split_of, stages_before
-from meshfit.axes.pipeline.program import Program, Programs, Replayed
+from meshfit.axes.pipeline.program import Program, Programs, Replayed, layout_of
 from meshfit.axes.shard.units import Whole, _relative
-from meshfit.comm.transport import Transport
+from meshfit.comm.transport import Transport, packed_size
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
@@ -53,6 +53,24 @@ SHARE = 0.05
 
 UNEVEN = 0.25
 """How much longer than the mean a stage may take before that is worth a word."""
+
+
+class Inner(Protocol):
+    """Who of several ranks in a stage runs what of a trace."""
+
+    @property
+    def trace(self) -> Trace: ...
+
+    @property
+    def stages(self) -> Stages: ...
+
+    def work(self, event: Event) -> float:
+        """What an event adds to the time of its stage."""
+        ...
+
+    def part_in_stages(self, rank: int) -> tuple[Trace, Stages]:
+        """What ``rank`` runs, and its part of the stages."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +106,31 @@ class Pipeline:
         return schedule(self.word, self.degree, self.microbatches, self.chunks or None)
 
     def find(
-        self, model: nn.Module, objective: Callable[[nn.Module, Any], Any], batch: Any, *, device: str = "cuda"
+        self,
+        model: nn.Module,
+        objective: Callable[[nn.Module, Any], Any],
+        batch: Any,
+        *,
+        device: str = "cuda",
+        deal: Callable[[Recording], Inner] | None = None,
     ) -> "Found":
-        """Where to cut ``model``, from one step recorded on ``batch``: on one rank, for all of them."""
+        """Where to cut ``model``, from one step recorded on ``batch``: on one rank, for all of them. ``deal`` says who
+        of several ranks in a stage runs what, and in what order the step is then cut."""
         refused: PlanError | None = None
         found: list[tuple[float, Found]] = []
         for share in (min(SHARE, 1 / (4 * self.stages)), 0.0):  # finer only if need be: see record_atoms
             atoms, recording = self._record(model, objective, batch, share, device)
-            trace = _relative(recording.trace)
+            trace, inner, cost = _relative(recording.trace), None, work
             try:
-                cut = self.cut_of(trace)
+                if deal is not None:
+                    inner = deal(replace(recording, trace=trace))
+                    trace, cost = inner.trace, inner.work
+                cut = self.cut_of(trace, cost)
                 split = split_of(trace, cut, branches=_branches(trace))
             except PlanError as error:
                 refused = error
                 continue
-            found.append((cut.imbalance, Found(split, share, atoms, trace, _notes(trace, cut))))
+            found.append((cut.imbalance, Found(split, share, atoms, trace, _notes(trace, cut), cut, inner)))
             if cut.imbalance <= EVEN or self.cut:
                 break
         if not found:
@@ -178,8 +206,8 @@ class Pipeline:
         mine = part_of_trace(trace, found, own)
 
         def crossing(stage: int, to: int) -> int:
-            values = [trace.values[v] for v in found.cuts[min(stage, to)].crossing]
-            return sum(value.bytes for value in values if to > stage or value.needs_grad)
+            layouts = [layout_of(trace, value) for value in found.cuts[min(stage, to)].crossing]
+            return packed_size(layout for layout in layouts if to > stage or layout.needs_grad)
 
         steps = [(stage, to) for stage in own for to in (stage + 1, stage - 1) if 0 <= to < self.stages]
         sizes = [(sent or crossing)(*step) for step in steps if self.schedule.rank_of(step[1]) != rank]
@@ -265,9 +293,12 @@ class Found:
     trace: Trace | None = None
     notes: tuple[str, ...] = ()
     """What the user should know of it."""
+    cut: Stages | None = None
+    inner: Inner | None = None
+    """Who runs what within the stages, where several ranks share one."""
 
     def to_send(self) -> "Found":
-        return replace(self, trace=None)
+        return replace(self, trace=None, cut=None, inner=None)
 
 
 class PipelineAxis(Axis):
@@ -280,7 +311,7 @@ class PipelineAxis(Axis):
     def find(self, study: "Study") -> Found:
         strategy = replace(pipeline_of(study.plan), atoms=study.closed())
         with balance.recorded(study.model):
-            found = strategy.find(study.model, study.objective, study.batch, device=study.device)
+            found = strategy.find(study.model, study.objective, study.batch, device=study.device, deal=study.deal)
         study.prove(Replayed(study.objective, share=found.share, atoms=found.atoms))
         study.notes += found.notes
         return found
@@ -295,16 +326,21 @@ class PipelineAxis(Axis):
 
     def cost(self, costing: "Costing", finding: Found | None) -> None:
         strategy, whole, stage = pipeline_of(costing.plan), costing.trace, costing.place.get("pipeline", 0)
-        stages, plan = costing.stages, costing.plan
+        stages, plan, inner = costing.stages, costing.plan, costing.found.get("branch")
         if stages is None and (plan.tensor > 1 or plan.context > 1):
             raise ValueError(f"{plan}: its cost depends on what is split inside stages: stage_traffic says so")
-        trace, added, costing.alive = strategy.cost(whole, stage, sent=None if stages is None else stages.sent)
+        within, cut = (
+            (whole, strategy.cut_of(whole)) if inner is None else inner.part_in_stages(costing.place.get("branch", 0))
+        )
+        sent = None if stages is None else stages.sent
+        trace, added, costing.alive = strategy.cost(within, stage, cut, sent=sent)
         costing.add((trace, added))
         if stages is not None:
             wide = 8 if any(p.dtype == "float64" for p in whole.parameters.values()) else 4
             costing.total += stages.cost(strategy.stages_of(stage), microbatches=plan.microbatches, wide=wide)
-        costing.tied |= strategy.tied(whole)
-        costing.earlier |= {name for before in range(stage) for name in strategy.cost(whole, before)[0].parameters}
+        costing.tied.update(strategy.tied(whole, cut if inner is None else inner.stages))
+        before = (strategy.cost(within, other, cut)[0] for other in range(stage))
+        costing.earlier |= {name for trace in before for name in trace.parameters}
 
 
 def pipeline_of(plan: Plan) -> Pipeline:
@@ -328,6 +364,8 @@ class Staged(Partition):
     ):
         super().__init__(part, skeleton, whole)
         self.pipeline, self.found, self.rank = pipeline, found, rank
+        self.make: Callable[[Recording], Program] = partial(Program.like, found.split)
+        """A program of a recording."""
         self.stages = pipeline.stages_of(rank)
         self.recording: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around whatever records the model."""
@@ -365,9 +403,8 @@ class Staged(Partition):
     def programs(self, objective: Callable[[nn.Module, Any], Any]) -> Programs[Program]:
         """What the stages run for ``objective(model, content)``: a training loss, or a prediction."""
         found = self.found
-        cut = partial(Program.like, found.split)
         how = {"share": found.share, "atoms": found.atoms, "recording": self.recording}
-        return Programs(self.skeleton, objective, cut, **how)
+        return Programs(self.skeleton, objective, self.make, **how)
 
     def root(self, objective: Callable[[nn.Module, Any], Any]) -> nn.Module:
         return Whole(self.model, objective)

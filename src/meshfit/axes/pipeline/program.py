@@ -20,6 +20,7 @@ from meshfit.anatomy.cuts import Stages, storage_of
 from meshfit.anatomy.record import Recording, record
 from meshfit.anatomy.record_program import decode
 from meshfit.anatomy.replay import Environment, bind, fact, replay_range, run
+from meshfit.anatomy.trace import Trace
 from meshfit.axes.pipeline.cut import Split, decided, stages_like
 from meshfit.axes.shard.units import Whole, _relative
 from meshfit.axes.spec import from_local, to_local
@@ -31,6 +32,24 @@ from meshfit.torch_private import batches_of_one
 
 REMEMBERED = 64
 """Kinds of microbatches."""
+
+
+def layout_of(trace: Trace, id: int) -> Layout:
+    """Of a recorded value, as it is without autocast."""
+    value = trace.values[id]
+    return Layout(value.shape, getattr(torch, value.dtype), value.needs_grad)
+
+
+@dataclass(slots=True)
+class Ran:
+    """What a stage made of a microbatch."""
+
+    made: list[Tensor]
+    """To hand on."""
+    result: Any = None
+    """Of the last stage: what the objective returns."""
+    roots: list[Tensor] = field(default_factory=list)
+    """Where else backward must begin, with a gradient of zero."""
 
 
 @dataclass(eq=False)
@@ -92,6 +111,18 @@ class Program(Recorded):
         """``recording`` cut as ``split`` is."""
         return cls(recording, stages_like(split, recording.trace))
 
+    def crossing(self, stage: int) -> tuple[int, ...]:
+        """Values that this rank hands on after ``stage``."""
+        return self.stages.cuts[stage].crossing
+
+    def fed(self, stage: int, given: dict[int, Tensor], received: list[Tensor]) -> dict[int, Tensor]:
+        """What ``stage`` begins with, by the ids of the recording: copies of what it changes in place."""
+        fed = {id: given[id] for id in self.stages.inputs[stage]}
+        if stage:
+            fed |= dict(zip(self.crossing(stage - 1), received, strict=True))
+        trace, changed = self.recording.trace, self._changed[stage]
+        return {id: t.clone() if storage_of(trace, id) in changed else t for id, t in fed.items()}
+
     def run(
         self,
         stage: int,
@@ -100,13 +131,13 @@ class Program(Recorded):
         received: list[Tensor],
         device: torch.device,
         groups: Mapping[str, Group] | None = None,
-    ) -> tuple[list[Tensor], Any]:
+    ) -> Ran:
         """What ``stage`` hands on, as plain tensors; of the last, also what the objective returns. Of tensors that are
         split over ranks of ``groups`` it is given this rank's part, and hands on this rank's part."""
         split = [layout.specs for layout in self.layouts[stage - 1]] if stage else []
         fed = [from_local(local, specs, groups or {}) for local, specs in zip(received, split, strict=True)]
-        made, result = self._run(stage, root, given, fed, device)
-        parts = [to_local(tensor) for tensor in made]
+        ran = self._run(stage, root, given, fed, device)
+        parts = [to_local(tensor) for tensor in ran.made]
         layouts = tuple(Layout(tuple(t.shape), t.dtype, t.requires_grad, specs) for t, specs in parts)
         said = self.layouts.setdefault(stage, layouts)
         if said != layouts:
@@ -116,24 +147,18 @@ class Program(Recorded):
                 f"it was {said[i].shape}, for a microbatch of the same shape: it depends on the values",
                 "name other modules to cut at (cut=), so that it does not cross",
             )
-        return [tensor for tensor, _ in parts], result
+        return replace(ran, made=[tensor for tensor, _ in parts])
 
     def _run(
         self, stage: int, root: nn.Module, given: dict[int, Tensor], received: list[Tensor], device: torch.device
-    ) -> tuple[list[Tensor], Any]:
-        trace, stages = self.recording.trace, self.stages
-        fed = {id: given[id] for id in stages.inputs[stage]}
-        if stage:
-            fed |= dict(zip(stages.cuts[stage - 1].crossing, received, strict=True))
-        changed = self._changed[stage]
-        fed = {id: t.clone() if storage_of(trace, id) in changed else t for id, t in fed.items()}
-        env = Environment(root, fed, device)
+    ) -> Ran:
+        stages, env = self.stages, Environment(root, self.fed(stage, given, received), device)
         run([self.recording.steps[i] for i in stages.recomputed[stage]], env)
         events = stages.ranges[stage]
         replay_range(self.recording, events.start, events.stop, env)
         if stage < len(stages.ranges) - 1:
-            return [env.values[id] for id in stages.cuts[stage].crossing], None
-        return [], decode(self.recording.outputs, env.resolve)
+            return Ran([env.values[id] for id in self.crossing(stage)])
+        return Ran([], decode(self.recording.outputs, env.resolve))
 
     @cached_property
     def _changed(self) -> list[set[int]]:

@@ -75,7 +75,8 @@ def count(
         for stage in range(len(program.stages.ranges)):
             needs = [layout.needs_grad for layout in program.layouts[stage - 1]] if stage else []
             fed = [t.detach().requires_grad_(need) for t, need in zip(made, needs, strict=True)]
-            made, result = program.run(stage, root, given, fed, cpu, groups)
+            ran = program.run(stage, root, given, fed, cpu, groups)
+            made, result = ran.made, ran.result
             kept.append((fed, made))
             note(stage)
         gradients: list[Tensor] = []

@@ -33,7 +33,8 @@ from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.branch.axis import Found as FoundBranches
 from meshfit.axes.forward import wrap
-from meshfit.axes.pipeline.axis import only, part_of_trace, pipeline_of
+from meshfit.axes.pipeline.axis import Pipeline, only, part_of_trace, pipeline_of
+from meshfit.axes.pipeline.cut import Split
 from meshfit.axes.precision import DTYPES
 from meshfit.axes.shard.cost import shard_cost
 from meshfit.axes.shard.gather import Shards
@@ -174,11 +175,11 @@ class ShardAxis(Axis):
         return plan.cuts
 
     def find(self, study: "Study") -> tuple[tuple[Unit, ...], ...]:
-        """Units, by the part of the model that a rank holds: its place along the pipeline, or the branches."""
+        """Units, by the part of the model that a rank holds: its place along the pipeline, and the branches."""
         if study.plan.pipeline > 1:
             return _units_of_stages(study)
         if study.plan.branch > 1:
-            return tuple(units_of_branch(study.found("branch"), rank) for rank in range(study.plan.branch))
+            return tuple(_units_of_branch(study.found("branch"), rank) for rank in range(study.plan.branch))
         own = _of_experts(study)
         names = tuple(name for name, _ in study.model.named_parameters() if name not in own)
         if isinstance(study.trace, TraceError):
@@ -198,7 +199,8 @@ class ShardAxis(Axis):
         costing.parameters = trace.parameters
         own = tuple(name for name in trace.parameters if name not in costing.separate)
         dealt = costing.found.get("branch")
-        cut = units(trace, own) if dealt is None else units_of_branch(dealt, costing.place.get("branch", 0), trace)
+        trunk = () if dealt is None else [name for name in own if name not in dealt.dealt.parameters]
+        cut = units(trace, own) if dealt is None else units_of_part(trace, costing.tied, trunk)
         costing.add(
             Shard.of(plan, cut).cost(
                 trace,
@@ -231,6 +233,9 @@ def _of_experts(study: "Study") -> set[str]:
 def _units_of_stages(study: "Study") -> tuple[tuple[Unit, ...], ...]:
     staged, pipe = study.found("pipeline"), pipeline_of(study.plan)
     _check_changes(study.plan, staged.trace)
+    if (dealt := study.found("branch")) is not None:
+        ranks = [(stage, rank) for stage in range(pipe.degree) for rank in range(study.plan.branch)]
+        return tuple(_units_in_stage(pipe, staged.split, dealt, *at) for at in ranks)
     stages = [stages_of(pipe.word, pipe.degree, pipe.stages // pipe.degree, rank) for rank in range(pipe.degree)]
     every = [{name for stage in own for name in staged.split.parameters[stage]} - _of_experts(study) for own in stages]
     cut, whole = pipe.cut_of(staged.trace), staged.trace.parameters
@@ -263,11 +268,21 @@ def units_of_part(trace: Trace, tied: Collection[str], trunk: Collection[str] = 
     return tuple(found.values())
 
 
-def units_of_branch(found: FoundBranches, rank: int, trace: Trace | None = None) -> tuple[Unit, ...]:
-    """Units of what ``rank`` of a branch group runs, which is ``trace`` as other axes left it."""
-    trace, own = trace or found.part(rank), found.dealt.parameters
+def _units_of_branch(found: FoundBranches, rank: int) -> tuple[Unit, ...]:
+    """Units of what ``rank`` of a branch group runs."""
+    part, own = found.part(rank), found.dealt.parameters
     tied = [name for name, ranks in own.items() if len(ranks) > 1]
-    return units_of_part(trace, tied, trunk=[name for name in trace.parameters if name not in own])
+    return units_of_part(part, tied, trunk=[name for name in part.parameters if name not in own])
+
+
+def _units_in_stage(pipe: Pipeline, split: Split, found: FoundBranches, stage: int, rank: int) -> tuple[Unit, ...]:
+    """Units of what ``rank`` of the branch group runs at place ``stage`` along the pipeline."""
+    own, mine = found.dealt.parameters, pipe.stages_of(stage)
+    trace, stages = found.part_in_stages(rank)
+    names = dict.fromkeys(n for s in mine for n in split.parameters[s] if rank in own.get(n, (rank,)))
+    part = replace(part_of_trace(trace, stages, mine), parameters={n: found.trace.parameters[n] for n in names})
+    tied = {*pipe.tied(trace, found.stages), *(name for name, ranks in own.items() if len(ranks) > 1)}
+    return units_of_part(part, tied, trunk=[name for name in names if name not in own])
 
 
 def _rest_to(model: nn.Module, device: torch.device, cut: set[nn.Parameter]) -> None:
