@@ -471,7 +471,7 @@ class Numbers(torch.utils.data.IterableDataset):
 
 
 def test_a_stream_is_refused() -> None:
-    with pytest.raises(DataError, match="servers give out batches by number"):
+    with pytest.raises(DataError, match="servers hand out batches by number"):
         fit("server=1 data=2", data=Numbers())
 
 
