@@ -88,8 +88,6 @@ class Applied:
     """The ranks of the axis."""
     rank: int = 0
     """Of this process among them."""
-    sums: bool = False
-    """Whether the gradients of its ranks are terms of one sum, but for what is cut."""
     spreads: bool = False
     """Whether no rank of the axis sees the gradients of the whole model."""
     meets: bool = False

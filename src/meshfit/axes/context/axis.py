@@ -184,8 +184,6 @@ def _on_wholes(forward: Callable[..., Any]) -> Callable[..., Any]:
 class Positions(Applied):
     """A model that computes some positions of every sequence on this rank."""
 
-    sums = True
-
     def __init__(self, model: nn.Module, group: dist.ProcessGroup):
         self.model, self.group, self._guard = model, group, ExitStack()
         self._guard.enter_context(guarded())

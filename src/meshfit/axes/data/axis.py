@@ -52,8 +52,6 @@ class DataAxis(Axis):
 class Replicas(Applied):
     """One copy of the model, or of its part, among those on other samples."""
 
-    sums = True
-
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None):
         self.model, self.group, self.buffers = model, group, Buffers()
 

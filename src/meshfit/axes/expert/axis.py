@@ -189,7 +189,7 @@ def _nothing(plan: Plan, experts: ExpertPlan) -> PlanError:
 class Owned(Applied):
     """A model whose experts are spread over ranks."""
 
-    sums = spreads = meets = True
+    spreads = meets = True
 
     def __init__(self, model: nn.Module, plan: ExpertPlan, ranks: RankGroup, load: Load, undo: list[Undo]):
         self.model, self.plan, self.ranks, self.load = model, plan, ranks, load

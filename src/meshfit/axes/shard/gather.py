@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 class Shards(Applied):
     """A model's units. ``units[0]`` is the whole's, open while anything runs."""
 
-    sums = meets = True
+    meets = True
 
     def __init__(
         self,
