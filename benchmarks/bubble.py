@@ -44,9 +44,9 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World, cores
 from meshfit.loss.objective import Objective, Over
+from meshfit.passes.pipeline import Pipelined
 from meshfit.schedule.gantt import gantt
 from meshfit.schedule.issue import pairs
-from meshfit.schedule.pipeline import Pipelined
 from meshfit.schedule.simulate import Simulated, formula, simulate
 
 POINTS, RATIO = 5.0, 1.6

@@ -17,7 +17,7 @@ from meshfit.data.source import open_source
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.loss.objective import Objective
 from meshfit.loss.probe import find_denominator
-from meshfit.schedule.passes import Passes
+from meshfit.passes.whole import Passes
 from meshfit.server.build import keep
 from meshfit.server.server import Server, ServerSettings
 from meshfit.server.worker import ServerUpdate, Worker

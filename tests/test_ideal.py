@@ -12,8 +12,8 @@ import meshfit
 from meshfit.observe.ideal import beside, ideal, working
 from meshfit.observe.page_data import page_data
 from meshfit.observe.reading import Rank, Recording, Span, Total, read
+from meshfit.passes.clock import SPANS
 from meshfit.schedule.actions import schedule
-from meshfit.schedule.clock import SPANS
 from meshfit.schedule.simulate import simulate
 
 

@@ -7,8 +7,6 @@ from benchmarks.package import Private, Tree, private_torch
 KNOWN = {
     "anatomy -> axes": 1,
     "anatomy -> loss": 1,
-    "axes -> exchange": 3,
-    "axes -> schedule": 6,
     "loss -> observe": 1,
     "plan_cost -> server": 3,
 }

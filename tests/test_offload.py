@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.anatomy.trace import Parameter, Trace
 from meshfit.axes import offload
 from meshfit.axes.offload import SMALL, Offload, Offloaded, cut
 from meshfit.axes.precision import LossScale
 from meshfit.data import tree
 from meshfit.errors import PlanError
-from meshfit.exchange.probe_optimizer import state_bytes
 from meshfit.exchange.update import Update
-from tests.test_nature import (
+from tests.test_probe_optimizer import (
     CountsInGroup,
     CountsInItself,
     CountsInTensor,

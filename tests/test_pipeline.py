@@ -23,12 +23,12 @@ from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.loss.objective import Objective, call, split
 from meshfit.loss.probe import find_denominator
+from meshfit.passes.backward import input_gradients
+from meshfit.passes.pipeline import Pipelined, StageForward
+from meshfit.passes.whole import Passes
 from meshfit.schedule.actions import WORDS
-from meshfit.schedule.backward import input_gradients
 from meshfit.schedule.gantt import gantt
 from meshfit.schedule.issue import pairs
-from meshfit.schedule.passes import Passes
-from meshfit.schedule.pipeline import Forward, Pipelined
 from tests.distributed import distributed
 from tests.few import more
 from tests.order_checker import Recorder
@@ -290,7 +290,7 @@ def test_predictions(word: str) -> None:
     staged.model.eval()
     outputs = lambda model, batch: call(model, split(batch)[0])
     transport = Transport(dist.group.WORLD, CPU, pairs(pipeline.schedule))
-    forward = Forward(staged, outputs, precision=Precision(), device=CPU, transport=transport)
+    forward = StageForward(staged, outputs, precision=Precision(), device=CPU, transport=transport)
     for size in (5, 3, 5):
         got = forward((X[:size], Y[:size]))
         if staged.last:

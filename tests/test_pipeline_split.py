@@ -24,10 +24,10 @@ from meshfit.axes.tensor.axis import TensorAxis
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.loss.objective import Objective
+from meshfit.passes.pipeline import Pipelined
 from meshfit.plan import Plan
 from meshfit.plan_cost import cost, stage_traffic
 from meshfit.run import Run
-from meshfit.schedule.pipeline import Pipelined
 from tests.distributed import distributed
 from tests.ranked import assert_alike
 

@@ -15,8 +15,8 @@ from torch import nn
 from benchmarks import zoo
 from benchmarks.parity import distance
 from benchmarks.served import SECRET, Training, Work, join_batchnorms
+from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.errors import PlanError, RankError
-from meshfit.exchange.probe_optimizer import state_bytes
 from meshfit.server import cost as server_cost
 from meshfit.server.build import keep
 from meshfit.server.cost import Payload

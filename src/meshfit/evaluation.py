@@ -28,6 +28,7 @@ from meshfit.loss.gather import gathering
 from meshfit.loss.gather import over as rows_over
 from meshfit.loss.objective import Objective, Over, call, check_scalar, split
 from meshfit.metrics import Metrics, measures
+from meshfit.passes.forward import PlacedForward
 
 
 @contextmanager
@@ -75,7 +76,7 @@ def measure(
     shares = RankGroup.of(placed.mesh.shares)
     whole = BatchLoss.of(objective, over, shares, loader.device)
     together = placed.together or whole is not None or over.gathers
-    forward = placed.forwards(run if whole is None else returned, precision, loader.device)
+    forward = PlacedForward(placed, run if whole is None else returned, precision, loader.device)
     with evaluating(placed):
         frozen = Frozen(placed.model)
         for batch in loader.epoch(0):
@@ -133,7 +134,7 @@ def outputs_of(
 ) -> Iterator[tuple[int, Any]]:
     """(position of its first sample, outputs on the CPU) of every part that this rank runs; the model is called with
     the ``inputs`` of a batch."""
-    forward = placed.forwards(lambda model, content: call(model, inputs(content)), precision, loader.device)
+    forward = PlacedForward(placed, lambda model, content: call(model, inputs(content)), precision, loader.device)
     with evaluating(placed):
         frozen, seen = Frozen(placed.model), 0
         for batch in loader.epoch(0):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.anatomy.trace import Parameter, Trace
 from meshfit.axes.context.find import ContextPlan, begin
 from meshfit.axes.context.piece import guarded
@@ -28,7 +29,6 @@ from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup
 from meshfit.cost import Cost
 from meshfit.exchange import across, allreduce, local
-from meshfit.exchange.probe_optimizer import state_bytes
 from meshfit.plan import Plan
 from meshfit.server import cost as serving
 from meshfit.server import worker_group

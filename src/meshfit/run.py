@@ -50,9 +50,9 @@ from meshfit.loss.gather import gathering, refusing
 from meshfit.loss.gather import over as rows_over
 from meshfit.loss.objective import Over
 from meshfit.loss.probe import LARGEST, find_denominator
+from meshfit.passes.pipeline import Pipelined
+from meshfit.passes.whole import Passes
 from meshfit.plan import Plan
-from meshfit.schedule.passes import Passes
-from meshfit.schedule.pipeline import Pipelined
 
 MEASURED_STEPS = (10, 25)  # between them, whether compiling would pay is measured
 

@@ -20,11 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.probe_optimizer import (
+    NOT_COPIED,
+    NOT_SETTINGS,
+    StateBytes,
+    bare_copy,
+    own,
+    probe_optimizer,
+    state_bytes,
+)
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.data import tree
 from meshfit.errors import PlanError
-from meshfit.exchange.probe_optimizer import NOT_COPIED, NOT_SETTINGS, StateBytes, bare_copy, nature, own, state_bytes
 from meshfit.torch_private import called_step, step_hooks, storage_id, version
 
 CHUNK = 256 * 2**20
@@ -43,7 +51,7 @@ class Offload:
 
     def apply(self, optimizer: torch.optim.Optimizer, device: torch.device) -> "Offloaded":
         """Send what state there is to the host. From then on ``Offloaded.step`` steps the optimizer."""
-        if not (found := nature(optimizer)).separate:
+        if not (found := probe_optimizer(optimizer)).separate:
             raise PlanError(
                 f"offload={self.word}: {type(optimizer).__name__} cannot be stepped one part after another",
                 found.why,

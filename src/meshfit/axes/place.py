@@ -19,7 +19,6 @@ from meshfit.axes.buffers.find import Written
 from meshfit.axes.buffers.find import find as find_written
 from meshfit.axes.buffers.step import Buffers, look_away_from
 from meshfit.axes.compile import Blocks
-from meshfit.axes.context.piece import gathered_output
 from meshfit.axes.data.axis import Replicas, broadcast
 from meshfit.axes.find import Found, find
 from meshfit.axes.forward import is_wrapped, unwrap
@@ -31,11 +30,9 @@ from meshfit.axes.pipeline.weights import collect
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.tensor.axis import splits_sequence
-from meshfit.axes.tensor.vocabulary import whole_output
 from meshfit.axes.tensors import check_ties, tied
 from meshfit.comm.group import Group
 from meshfit.plan import Plan
-from meshfit.schedule.pipeline import Forward
 
 L = TypeVar("L", bound=Applied)
 
@@ -115,11 +112,6 @@ class Placed:
     def shape(self) -> nn.Module:
         """A model with all the names and shapes, if not the elements, of the whole."""
         return self.partitions[0].skeleton if self.partitions else self.model
-
-    def forwards(self, step: Callable[[nn.Module, Any], Any], precision: Precision, device: torch.device) -> "Forwards":
-        """``step(model, content)`` as a function of the content; None where the result is another rank's. All ranks
-        that work on the same samples call it together."""
-        return Forwards(self, step, precision, device)
 
     def changed(self) -> None:
         """Call when weights were changed by other means than a step."""
@@ -207,36 +199,6 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer, under each of its names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-class Forwards:
-    """See ``Placed.forwards``."""
-
-    def __init__(
-        self, placed: Placed, step: Callable[[nn.Module, Any], Any], precision: Precision, device: torch.device
-    ):
-        self._placed, self._step, self._precision, self._device = placed, step, precision, device
-        self._stages = None
-        if placed.branched is not None and placed.staged is None:
-            self._step = placed.branched.objective(step, precision, device)
-        if placed.staged is not None:
-            how: dict[str, Any] = {
-                "transport": placed.staged.transport,
-                "inside": placed.inside,
-                "groups": placed.groups,
-            }
-            self._stages = Forward(placed.staged, step, precision=precision, device=device, **how)
-
-    def __call__(self, content: Any) -> Any:
-        if self._stages is not None:
-            return gathered_output(whole_output(self._stages(content)))
-        with self._precision.arithmetic(self._device), self._placed.inside():
-            return gathered_output(whole_output(self._step(self._placed.model, content)))
-
-    def finish(self) -> None:
-        """Wait until all that was handed on to other stages has arrived: what is dropped before is lost to them."""
-        if self._stages is not None:
-            self._stages.flush()
 
 
 def place(

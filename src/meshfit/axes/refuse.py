@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from meshfit.anatomy.probe_optimizer import probe_optimizer
 from meshfit.axes.order import ORDER
 from meshfit.errors import JobError, PlanError
-from meshfit.exchange.probe_optimizer import nature
 from meshfit.plan import DEGREES, Plan
 from meshfit.torch_private import has_gradient_hooks
 
@@ -60,7 +60,7 @@ def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     cuts = not plan.server and (plan.shard > 1 or plan.tensor > 1 or plan.expert > 1)  # servers step what is whole
     if not cuts and plan.offload != "optimizer" and plan.server < 2:
         return
-    kind, found = type(optimizer).__name__, nature(optimizer)
+    kind, found = type(optimizer).__name__, probe_optimizer(optimizer)
     if plan.server > 1 and not found.separate:
         raise PlanError(
             f"{plan}: each server steps a part of the model, which {kind} cannot",

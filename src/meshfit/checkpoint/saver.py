@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.cadence import Cadence, Due
 from meshfit.checkpoint.files import Files, amount, open_files, refused
@@ -32,7 +33,6 @@ from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
 from meshfit.checkpoint.write import Described, Part, assign, copied, describe
 from meshfit.errors import CheckpointError, JobError
-from meshfit.exchange.probe_optimizer import state_bytes
 
 if TYPE_CHECKING:
     from meshfit.run import Run

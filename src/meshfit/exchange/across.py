@@ -26,7 +26,7 @@ from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.separate import Separate
 from meshfit.exchange.update import total_norm
 
-RIDERS = 4  # squared norm, stop, loss, count; then a slot a share for broken losses, one a parameter of many ranks
+STEP_SCALARS = 4  # squared norm, stop, loss, count; then a slot a share for broken losses, one a shared parameter
 
 
 class Across:
@@ -158,4 +158,4 @@ def _lines(line: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[t
 def cost(shared: int, shares: int) -> Cost:
     """Of what ranks say to each other beside gradients, a step: for ``shared`` parameters, and ``shares`` of a batch.
     What the gradients of those take: see ``Tensor.cost`` and ``Pipeline.cost``."""
-    return Cost(calls={"all_reduce": 1}, moved={"all_reduce": 8 * (RIDERS + shares + shared)})
+    return Cost(calls={"all_reduce": 1}, moved={"all_reduce": 8 * (STEP_SCALARS + shares + shared)})

@@ -32,7 +32,7 @@ from meshfit.cost import Cost
 from meshfit.errors import JobError
 from meshfit.events import current
 
-RIDERS = 3  # loss, count, stop; then a slot a rank for broken losses
+STEP_SCALARS = 3  # loss, count, stop; then a slot a rank for broken losses
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first sum starts early
 
@@ -73,7 +73,7 @@ class AllReduce:
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self.norm: Tensor | None = None
         """Every rank holds all gradients, and can see for itself."""
-        self.numbers = torch.zeros(RIDERS + self.degree, device=device)
+        self.numbers = torch.zeros(STEP_SCALARS + self.degree, device=device)
         self._alone = StepScalars(0.0, 0.0, 0.0, [0.0])
         self._buckets: list[_Bucket] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -128,7 +128,7 @@ class AllReduce:
             self.numbers.copy_(torch.tensor([loss, count, float(stop), *mine], dtype=torch.float64))
         else:
             numbers = self.numbers.zero_()
-            numbers[0], numbers[1], numbers[2], numbers[RIDERS + self.rank] = loss, count, float(stop), broken
+            numbers[0], numbers[1], numbers[2], numbers[STEP_SCALARS + self.rank] = loss, count, float(stop), broken
         self._next, self._armed = 0, True
         for bucket in self._buckets:
             bucket.waiting, bucket.work = len(bucket.parameters), None
@@ -206,7 +206,7 @@ def cost(parameters: list[nn.Parameter], degree: int) -> Cost:
     buckets = _grouped(parameters)
     dtype = buckets[-1][0].dtype if buckets[-1] else torch.float32
     gradients = sum(aligned(p.numel() * p.element_size()) for p in parameters)
-    moved = gradients + (RIDERS + degree + len(parameters)) * dtype.itemsize
+    moved = gradients + (STEP_SCALARS + degree + len(parameters)) * dtype.itemsize
     return Cost(held={"gradients": moved}, calls={"all_reduce": len(buckets)}, moved={"all_reduce": moved})
 
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfit.axes.shard.cost import STEP_SCALARS
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.shard.lockstep import SCATTER
 from meshfit.axes.shard.open_unit import OpenUnit
@@ -40,7 +41,6 @@ from meshfit.exchange.allreduce import StepScalars
 from meshfit.exchange.update import total_norm
 from meshfit.torch_private import reduce_scatter_single
 
-RIDERS = 4  # loss, count, stop, squared norm; then a slot a rank for broken losses and for orders, one a parameter
 FLYING = 2  # scatters under way at a time: their rows are memory
 
 
@@ -84,7 +84,7 @@ class Scatter:
         self.parameters = [p for flat in self._flats for p in flat.parameters]
         self.norm: Tensor | None = None
         """Of all gradients together, after ``finish``."""
-        slots = RIDERS + 2 * self.degree
+        slots = STEP_SCALARS + 2 * self.degree
         self._numbers = torch.zeros(slots + len(self.parameters), dtype=torch.float64, device=shards.device)
         self._reached: set[int] = set()
         self._last = False
@@ -291,7 +291,7 @@ class Scatter:
         if self.mixed:
             self._expected = None  # now they may go
         numbers = self._numbers.zero_()
-        numbers[0], numbers[1], numbers[2], numbers[RIDERS + self.rank] = loss, count, float(stop), broken
+        numbers[0], numbers[1], numbers[2], numbers[STEP_SCALARS + self.rank] = loss, count, float(stop), broken
 
     def finish(self) -> StepScalars:
         """Wait until every gradient is summed, and hear what the other ranks have to say."""
@@ -315,15 +315,15 @@ class Scatter:
         square = (square + sum(self._squares.values())) / copies
         behind = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached]
         numbers[3] = square
-        numbers[RIDERS + degree + self.rank] = _number(self._returns)
-        numbers[RIDERS + 2 * degree :] = 1.0
+        numbers[STEP_SCALARS + degree + self.rank] = _number(self._returns)
+        numbers[STEP_SCALARS + 2 * degree :] = 1.0
         if behind:
-            numbers[torch.tensor(behind, device=numbers.device) + RIDERS + 2 * degree] = 0.0
+            numbers[torch.tensor(behind, device=numbers.device) + STEP_SCALARS + 2 * degree] = 0.0
         if self.world is not None:
             current().moved("all_reduce", numbers.nbytes)
             dist.all_reduce(numbers, group=self.world)
         if self._agreed is None:
-            self._agree(numbers[RIDERS + degree : RIDERS + 2 * degree].tolist())
+            self._agree(numbers[STEP_SCALARS + degree : STEP_SCALARS + 2 * degree].tolist())
         for p, reached in zip(self.parameters, self._reached_flags(bool(behind)), strict=True):
             flat, i = self.shards.place[p]
             if p.grad is not None:
@@ -337,15 +337,15 @@ class Scatter:
             p.grad = flat.piece(i, flat.gradient) if there and flat.gradient is not None else None
         self.norm = numbers[3].sqrt().to(self.gradients[0].device if self.gradients else numbers.device)
         if numbers.is_cpu:
-            loss, count, stop, _, *broken = numbers[: RIDERS + degree].tolist()
+            loss, count, stop, _, *broken = numbers[: STEP_SCALARS + degree].tolist()
             return StepScalars(loss, count, stop, broken)
-        return StepScalars(numbers[0], numbers[1], numbers[2], numbers[RIDERS : RIDERS + degree].unbind())
+        return StepScalars(numbers[0], numbers[1], numbers[2], numbers[STEP_SCALARS : STEP_SCALARS + degree].unbind())
 
     def _reached_flags(self, behind: bool) -> list[float]:
         """Which parameters any rank reached: those this rank did, or, if it lacks some, what the others say."""
         if not behind:
             return [1.0] * len(self.parameters)
-        return self._numbers[RIDERS + 2 * self.degree :].tolist()
+        return self._numbers[STEP_SCALARS + 2 * self.degree :].tolist()
 
     def _agree(self, orders: list[float]) -> None:
         """After the first step: if gradients were complete in one order on all ranks, scatters follow it."""

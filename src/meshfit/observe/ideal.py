@@ -12,9 +12,9 @@ from meshfit.errors import MeshfitError
 from meshfit.observe.figures import seconds as in_words
 from meshfit.observe.kinds import KINDS, PHASES
 from meshfit.observe.reading import Rank, Recording, Span
+from meshfit.passes.clock import SPANS
 from meshfit.plan import Plan
 from meshfit.schedule.actions import Action, Schedule, schedule
-from meshfit.schedule.clock import SPANS
 from meshfit.schedule.simulate import Simulated, simulate
 from meshfit.schedule.simulate import Span as Timed
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.data import tree
+from meshfit.passes.whole import Passes
 from meshfit.plan import Plan
 from meshfit.proof.double import LowerPrecision
 from meshfit.run import Run
-from meshfit.schedule.passes import Passes
 
 Put = tuple[str, int]
 """A module's name, and the how manieth call of it."""

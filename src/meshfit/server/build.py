@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfit.anatomy.probe_optimizer import probe_optimizer
 from meshfit.errors import PlanError
-from meshfit.exchange.probe_optimizer import nature
 from meshfit.server.keeper import Keeper, restrict
 from meshfit.server.packing import shares
 from meshfit.server.running_statistics import RunningStatistics
@@ -29,7 +29,7 @@ def keep(
     them come out as there; what other servers own is then forgotten, and its memory let go."""
     share = shares(model, servers)[index]
     optimizer = make_optimizer(list(model.parameters()))
-    if servers > 1 and not (kind := nature(optimizer)).separate:
+    if servers > 1 and not (kind := probe_optimizer(optimizer)).separate:
         raise PlanError(
             f"server={servers}: parts of the model are stepped apart, which {type(optimizer).__name__} cannot",
             kind.why,

@@ -14,9 +14,9 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from meshfit.anatomy.probe_optimizer import StateBytes
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.cost import Cost
-from meshfit.exchange.probe_optimizer import StateBytes
 from meshfit.server.compress import Codec
 from meshfit.server.packing import Parcel, trained, widely
 

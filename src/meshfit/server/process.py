@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.resume import saved
 from meshfit.coordination import last_step
@@ -18,7 +19,6 @@ from meshfit.data.loader import Loader
 from meshfit.data.source import Stream
 from meshfit.errors import DataError, PlanError
 from meshfit.events import Events
-from meshfit.exchange.probe_optimizer import state_bytes
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
 from meshfit.launch.world import World

@@ -11,8 +11,8 @@ from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.shard.units import Unit, entrance_of
 from meshfit.comm.flat import part_of, starts_of
 from meshfit.cost import Cost
-from meshfit.exchange.scatter import RIDERS
 
+STEP_SCALARS = 4  # summed with the gradients: loss, count, stop, squared norm; then two slots a rank, one a parameter
 LOOKUPS = ("Embedding", "EmbeddingBag", "embedding", "embedding_bag")
 CUT = ("float", "bfloat", "complex")
 """Beginnings of the dtypes that are cut."""
@@ -135,7 +135,9 @@ def _traffic(
     if copies > 1:
         runs += [("all_reduce", 1, row.bytes) for row in trained]
     if degree * copies > 1:
-        runs.append(("all_reduce", 1, 8 * (RIDERS + 2 * degree * copies + sum(len(row.sizes) for row in trained))))
+        runs.append(
+            ("all_reduce", 1, 8 * (STEP_SCALARS + 2 * degree * copies + sum(len(row.sizes) for row in trained)))
+        )
     if host:
         runs += [("host_to_device", times, sum(r.bytes for r in rows[unit])) for unit, times in fetched.items()]
         runs.append(("device_to_host", 1, sum(row.bytes for row in trained)))

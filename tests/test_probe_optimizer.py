@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshfit.anatomy.probe_optimizer import OptimizerKind, probe_optimizer, state_bytes
 from meshfit.data import tree
-from meshfit.exchange.probe_optimizer import Nature, nature, state_bytes
 
 
 class Plain(Optimizer):
@@ -239,7 +239,7 @@ KNOWN: dict[str, tuple[Callable[[], Optimizer], bool, bool]] = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_optimizers(name: str) -> None:
     make, elementwise, separate = KNOWN[name]
-    found = nature(make())
+    found = probe_optimizer(make())
     assert (found.elementwise, found.separate) == (elementwise, separate), found.why
     assert bool(found.why) == (not (elementwise and separate))
 
@@ -253,7 +253,7 @@ def test_known_optimizers(name: str) -> None:
     ],
 )
 def test_what_cannot_be_tried_is_unknown(make: Callable[[], Optimizer], reason: str) -> None:
-    found = nature(make())
+    found = probe_optimizer(make())
     assert not found.elementwise
     assert not found.separate
     assert found.why.startswith("unknown: ")
@@ -261,9 +261,9 @@ def test_what_cannot_be_tried_is_unknown(make: Callable[[], Optimizer], reason: 
 
 
 def test_tells_why() -> None:
-    assert nature(torch.optim.AdamW(model().parameters())) == Nature(True, True, "")
-    assert "Muon cannot step a tensor as two pieces: ValueError: Muon only" in nature(KNOWN["Muon"][0]()).why
-    assert "Distance stepping its parameters in two turns comes out otherwise" in nature(KNOWN["Distance"][0]()).why
+    assert probe_optimizer(torch.optim.AdamW(model().parameters())) == OptimizerKind(True, True, "")
+    assert "Muon cannot step a tensor as two pieces: ValueError: Muon only" in probe_optimizer(KNOWN["Muon"][0]()).why
+    assert "Distance stepping its parameters in two turns differs by" in probe_optimizer(KNOWN["Distance"][0]()).why
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad", "CountsInGroup", "CountsInItself", "TakesModel", "Distance"])
@@ -280,7 +280,7 @@ def test_the_optimizer_is_left_as_it_is(name: str) -> None:
         key: copy.copy(value) for key, value in vars(optimizer).items() if key not in ("state", "param_groups")
     }
     random, calls, threads = torch.get_rng_state(), len(called), torch.get_num_threads()
-    nature(optimizer)
+    probe_optimizer(optimizer)
     state_bytes(optimizer)
     assert torch.equal(random, torch.get_rng_state())
     assert torch.get_num_threads() == threads
@@ -296,7 +296,7 @@ def test_a_schedule_that_starts_at_zero_hides_nothing() -> None:
         optimizer = kind(model().parameters())
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
         assert optimizer.param_groups[0]["lr"] == 0
-        assert nature(optimizer).elementwise is elementwise
+        assert probe_optimizer(optimizer).elementwise is elementwise
 
 
 def test_one_group_of_another_kind_is_found() -> None:
@@ -309,13 +309,15 @@ def test_one_group_of_another_kind_is_found() -> None:
             {"params": [nn.Parameter(torch.randn(3, 3))], "trust": t, "lr": 0.1 / 2**i} for i, t in enumerate(trust)
         ]
 
-    assert nature(Mixed(groups(False, False, False))).elementwise
-    assert not nature(Mixed(groups(False, True, False))).elementwise
+    assert probe_optimizer(Mixed(groups(False, False, False))).elementwise
+    assert not probe_optimizer(Mixed(groups(False, True, False))).elementwise
 
 
 def test_many_groups_take_no_longer() -> None:
     started = time.perf_counter()
-    nature(torch.optim.AdamW([{"params": [nn.Parameter(torch.randn(4, 4))], "lr": 0.1 / 2**i} for i in range(200)]))
+    probe_optimizer(
+        torch.optim.AdamW([{"params": [nn.Parameter(torch.randn(4, 4))], "lr": 0.1 / 2**i} for i in range(200)])
+    )
     assert time.perf_counter() - started < 2.0
 
 
@@ -353,6 +355,8 @@ def test_state_bytes_of_pieces_and_of_nothing() -> None:
 
 
 def test_a_scalar_parameter_is_stepped_by_itself() -> None:
-    found = nature(torch.optim.AdamW([torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.ones(2, 3))]))
+    found = probe_optimizer(
+        torch.optim.AdamW([torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.ones(2, 3))])
+    )
     assert found.elementwise
     assert found.separate

@@ -51,7 +51,7 @@ NOT_SETTINGS = ("params", "param_names")
 
 
 @dataclass(frozen=True, slots=True)
-class Nature:
+class OptimizerKind:
     """How a step of an optimizer may be taken apart. Both are False where the trial failed: ``why`` says "unknown"."""
 
     elementwise: bool
@@ -61,7 +61,7 @@ class Nature:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StateTensor:
     """A state tensor's size: ``bytes`` times each dim of its parameter to the power that stands here."""
 
     powers: tuple[int, ...]
@@ -75,7 +75,7 @@ class Kept:
 class StateBytes:
     """What an optimizer keeps for its parameters. Where groups differ, what the greediest keeps."""
 
-    kept: dict[tuple[int, str], tuple[Kept, ...]]
+    kept: dict[tuple[int, str], tuple[StateTensor, ...]]
     """By number of dims and dtype ("float32")."""
 
     def of(self, shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class StateBytes:
         return tuple(one.of(shape) for one in kept)
 
 
-def nature(optimizer: Optimizer) -> Nature:
+def probe_optimizer(optimizer: Optimizer) -> OptimizerKind:
     """Find out how ``optimizer`` bears being taken apart. It, its parameters and its state are left as they are."""
     name = type(optimizer).__name__
     with _quiet():
@@ -102,27 +102,29 @@ def nature(optimizer: Optimizer) -> Nature:
             except Exception as error:
                 failures.append(_words(error))
         else:
-            return Nature(False, False, f"unknown: {name} cannot be tried on small tensors: {'; '.join(failures)}")
+            return OptimizerKind(
+                False, False, f"unknown: {name} cannot be tried on small tensors: {'; '.join(failures)}"
+            )
         if not all(path.isfinite().all() for path in whole):
-            return Nature(False, False, f"unknown: {name} does not stay finite on small tensors")
+            return OptimizerKind(False, False, f"unknown: {name} does not stay finite on small tensors")
         if not any(_moved(tensor, path).any() for tensor, path in zip(tensors, whole, strict=True)):
-            return Nature(False, False, f"unknown: {name} moves no small tensor")
+            return OptimizerKind(False, False, f"unknown: {name} moves no small tensor")
 
         def apart(what: str, run: Callable[[], list[Tensor]]) -> str:
             try:
                 off = max(_off(*three) for three in zip(tensors, whole, run(), strict=True))
             except Exception as error:
                 return f"{name} cannot step {what}: {_words(error)}"
-            return f"{name} stepping {what} comes out otherwise, by {off:.1g} of the way" if off > TOLERANCE else ""
+            return f"{name} stepping {what} differs by {off:.1%} of the update" if off > TOLERANCE else ""
 
         cut = apart("a tensor as two pieces", lambda: _in_pieces(build, optimizer, tensors))
         turns = apart("its parameters in two turns", lambda: _in_turns(build, optimizer, tensors))
-    return Nature(elementwise=not cut, separate=not turns, why="; ".join(filter(None, (cut, turns))))
+    return OptimizerKind(elementwise=not cut, separate=not turns, why="; ".join(filter(None, (cut, turns))))
 
 
 def state_bytes(optimizer: Optimizer) -> StateBytes:
     """What ``optimizer`` keeps for a parameter once it has stepped twice, by a trial on small ones."""
-    found: dict[tuple[int, str], tuple[Kept, ...]] = {}
+    found: dict[tuple[int, str], tuple[StateTensor, ...]] = {}
     with _quiet():
         for kind in _kinds(optimizer):
             for dtype in kind.dtypes:
@@ -289,7 +291,7 @@ def _shapes(dims: int) -> Iterable[tuple[int, ...]]:
     return SHAPES.get(dims, ((4, 6, 3, *[2] * (dims - 3)), (3, 5, 2, *[2] * (dims - 3))))
 
 
-def _kept(optimizer: Optimizer, kind: _Kind, dims: int, dtype: torch.dtype) -> tuple[Kept, ...]:
+def _kept(optimizer: Optimizer, kind: _Kind, dims: int, dtype: torch.dtype) -> tuple[StateTensor, ...]:
     def state_of(build: Build) -> list[Tensor]:
         parameter = nn.Parameter(torch.randn(PRIMES[:dims], device="cpu").to(dtype))
         stepped = build(optimizer, [{"params": [parameter], **_settings(kind)}])
@@ -308,7 +310,7 @@ def _kept(optimizer: Optimizer, kind: _Kind, dims: int, dtype: torch.dtype) -> t
         for at, prime in enumerate(PRIMES[:dims]):
             while rest and rest % prime == 0:
                 rest, powers[at] = rest // prime, powers[at] + 1
-        kept.append(Kept(tuple(powers), rest * tensor.element_size()))
+        kept.append(StateTensor(tuple(powers), rest * tensor.element_size()))
     return tuple(kept)
 
 
@@ -318,7 +320,7 @@ def _moved(tensor: _Small, path: Tensor) -> Tensor:
 
 
 def _off(tensor: _Small, want: Tensor, got: Tensor) -> float:
-    """How far apart two paths are, of the way that was made."""
+    """The largest difference of two paths, relative to the update."""
     apart = (want - got).abs().amax(1)
     share = apart / _moved(tensor, want)
     share[apart == 0] = 0.0

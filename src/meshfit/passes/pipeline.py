@@ -39,11 +39,11 @@ from meshfit.data.loader import Batch, Microbatch
 from meshfit.data.order import mix
 from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
 from meshfit.loss.objective import Over
+from meshfit.passes.backward import Owed, input_gradients
+from meshfit.passes.clock import Clock
+from meshfit.passes.whole import Passes
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, short
-from meshfit.schedule.backward import Owed, input_gradients
-from meshfit.schedule.clock import Clock
 from meshfit.schedule.issue import Transfer, issued
-from meshfit.schedule.passes import Passes
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +168,7 @@ class Pipelined:
         return self.weigh.over
 
 
-class Forward:
+class StageForward:
     """Predictions through the stages: ``forward(content)`` gives on the last rank what ``objective(model, content)``
     would, and None on the others. The part should be in eval mode. All ranks call it together, with the same content.
 
