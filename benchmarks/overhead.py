@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --turns 60 --starts 0      # CPU time of a step alone
+    python benchmarks/overhead.py --against REV             # CPU time of a step, beside that of an earlier revision
     python benchmarks/overhead.py --profile                 # where rank 0's time goes, in both loops
 
 Two figures, on two CPU ranks of one thread each:
@@ -41,7 +42,10 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import meshfit
+from benchmarks import against
 
 RANKS, CHUNK, WARM_UP = 2, 50, 50
 CPU_LIMIT, START_LIMIT = 1.05, 0.5
@@ -357,8 +361,13 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=5, help="starts of each script; 0: do not measure the first step")
     parser.add_argument("--profile", action="store_true", help="profile rank 0 instead of measuring")
     parser.add_argument("--lines", type=int, default=40, help="lines of a profile")
+    against.add_option(parser)
     asked = parser.parse_args()
     console = Console()
+    if asked.against:
+        start = lambda clock: mp.spawn(train_meshfit, (PERCEPTRON, RANKS, clock), join=False)
+        how = {"chunks": asked.turns, "every": CHUNK, "warm_up": WARM_UP}
+        return against.passed(console, [against.ratio(console, asked.against, "perceptron", start, RANKS, **how)])
     if asked.profile:
         profile(console, 300, asked.lines)
         return 0
@@ -368,7 +377,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from benchmarks import overhead  # all processes find its classes under this name
 
     sys.exit(overhead.main())

@@ -3,6 +3,7 @@
     python benchmarks/scaling.py
     python benchmarks/scaling.py --ranks 1,2,4,8 --turns 20 --plot scaling.svg --json scaling.json
     python benchmarks/scaling.py --models small
+    python benchmarks/scaling.py --against REV          # meshfit beside meshfit of an earlier revision
 
 ``fit`` beside a hand-written DDP loop, in turns of a few steps, every rank one thread and always the same number of
 images (weak scaling). Two models: a small net, whose step is mostly overhead and exchange, and a wide residual one
@@ -11,19 +12,22 @@ DDP's images a second at every size. More ranks than cores only share them.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.overhead import Task, side_by_side
+from benchmarks import against
+from benchmarks.overhead import Task, side_by_side, train_meshfit
 from meshfit.launch.world import cores
 
 GOAL = 0.97
@@ -170,12 +174,22 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=12, help="turns of each loop")
     parser.add_argument("--plot", type=Path, help="draw the figures here, as SVG")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    against.add_option(parser)
     asked = parser.parse_args()
     console = Console()
     names = asked.models.split(",")
     if unknown := set(names) - MODELS.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
-    rows = list(measure(names, [int(n) for n in asked.ranks.split(",")], asked.turns))
+    sizes = [int(n) for n in asked.ranks.split(",")]
+    if asked.against:
+        each = []
+        for name, ranks in itertools.product(names, sizes):
+            task, every = MODELS[name]
+            start = lambda clock, task=task, ranks=ranks: mp.spawn(train_meshfit, (task, ranks, clock), join=False)
+            how = {"chunks": asked.turns, "every": every, "warm_up": max(3, every // 2)}
+            each.append(against.ratio(console, asked.against, f"{name}, data={ranks}", start, ranks, **how))
+        return against.passed(console, each)
+    rows = list(measure(names, sizes, asked.turns))
     show(console, rows)
     if asked.plot:
         asked.plot.write_text(picture(rows))

@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look things up under the name benchmarks.sharding
 
 import meshfit
-from benchmarks import parity
+from benchmarks import against, parity
 from benchmarks.gpu_single import Shape, loss_of, make_data, make_model
 from benchmarks.overhead import Clock, in_turns
 from benchmarks.zoo import CASES, CLASSES, ZOO, Case, batches, mean_loss, points, seeded, take
@@ -125,13 +125,17 @@ def train_by_meshfit(_: int, shape: Shape, ranks: int, clock: Clock) -> None:
     meshfit.fit(**asked_of_meshfit(shape, ranks, clock.steps, clock.watch), progress=False)
 
 
+def start_meshfit(ranks: int, clock: Clock) -> Any:
+    return mp.spawn(train_by_meshfit, (GPT, ranks, clock), join=False)
+
+
 # Time and memory
 
 
 def times(console: Console, ranks: int, turns: int) -> None:
     starts: dict[str, Callable[[Clock], Any]] = {
         "FSDP2": lambda clock: mp.spawn(train_by_hand, (GPT, ranks, clock), nprocs=ranks, join=False),
-        "meshfit": lambda clock: mp.spawn(train_by_meshfit, (GPT, ranks, clock), join=False),
+        "meshfit": partial(start_meshfit, ranks),
     }
     seen = in_turns(starts, ranks, chunks=turns, every=CHUNK, warm_up=WARM_UP)
     table = Table(title=f"ms a step, {ranks} ranks; {turns} times {CHUNK} steps of each loop")
@@ -470,10 +474,17 @@ def main() -> int:
     names = ",".join(case.name for case in CASES)
     parser.add_argument("--models", default=names, help="to train with FSDP2, commas between; empty: none")
     parser.add_argument("--traps", action=argparse.BooleanOptionalAction, default=True)
+    against.add_option(parser)
     asked = parser.parse_args()
     console = Console()
     console.width = max(console.width, 110)
-    for ranks in map(int, filter(None, asked.ranks.split(","))):
+    worlds = list(map(int, filter(None, asked.ranks.split(","))))
+    if asked.against:
+        how = {"chunks": asked.turns, "every": CHUNK, "warm_up": WARM_UP}
+        starts = {n: partial(start_meshfit, n) for n in worlds}
+        each = [against.ratio(console, asked.against, f"shard={n}", starts[n], n, **how) for n in worlds]
+        return against.passed(console, each)
+    for ranks in worlds:
         if asked.turns:
             times(console, ranks, asked.turns)
         peaks(console, ranks)
