@@ -43,7 +43,7 @@ from meshfit.exchange.allreduce import AllReduce
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World, cores
-from meshfit.loss.objective import Objective, Over
+from meshfit.loss.objective import LossDenominator, Objective
 from meshfit.passes.pipeline import Pipelined
 from meshfit.schedule.gantt import gantt
 from meshfit.schedule.issue import pairs
@@ -116,7 +116,7 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
     run = Pipelined(
         staged,
         objective,
-        over=Over(),
+        over=LossDenominator(),
         precision=Precision(),
         scale=None,
         exchange=exchange,

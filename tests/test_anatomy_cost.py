@@ -21,7 +21,7 @@ from benchmarks.zoo import ZOO, Case, mean_loss, take
 from meshfit.anatomy.again import after_recompute
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.flops import FORMULAS
-from meshfit.anatomy.trace import Cost, Event, Trace, Value
+from meshfit.anatomy.trace import Event, EventCost, Trace, Value
 from tests.few import few
 
 READS_VALUES = {"mixtral", "bert", "partial", "class-weights"}
@@ -37,7 +37,7 @@ def metered(forward: Callable[[], Tensor], known: Any, target: str = "cpu") -> M
     return meter
 
 
-def cost_of(model: nn.Module, *inputs: Tensor, target: str = "cpu") -> Cost:
+def cost_of(model: nn.Module, *inputs: Tensor, target: str = "cpu") -> EventCost:
     return metered(lambda: model(*inputs), [*model.parameters(), *model.buffers(), *inputs], target).total
 
 
@@ -218,11 +218,11 @@ def test_events_share_out_the_whole() -> None:
         meter.reach([y])
     first, activation, last = meter.costs.values()
     read, made, hidden = 4 * (5 * 8 + 16 * 8 + 16), 4 * 5 * 16, 2 * 5 * 8 * 16
-    assert first == Cost(hidden, hidden, read, made, 4 * 5 * 8)  # y is kept, its gradient not wanted
-    assert activation == Cost(0, 0, made, made, made)
+    assert first == EventCost(hidden, hidden, read, made, 4 * 5 * 8)  # y is kept, its gradient not wanted
+    assert activation == EventCost(0, 0, made, made, made)
     assert last.flops_backward == 2 * last.flops == 2 * (2 * 5 * 16 * 4)
     assert last.kept == 0  # what the activation keeps already
-    assert meter.outside == Cost(0, 0, 4 * 5 * 8, 4 * 5 * 8, 0)
+    assert meter.outside == EventCost(0, 0, 4 * 5 * 8, 4 * 5 * 8, 0)
     meter.start(7)
     with pytest.raises(RuntimeError, match="event 8 starts inside event 7"):
         meter.start(8)

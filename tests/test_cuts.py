@@ -17,7 +17,7 @@ from meshfit.anatomy.cuts import BAND, FLOPS_PER_BYTE, Stages, cuts, stages, wor
 from meshfit.anatomy.record import record
 from meshfit.anatomy.record_program import decode
 from meshfit.anatomy.replay import Environment, Recording, bind, run
-from meshfit.anatomy.trace import Cost, Dynamic, Event, Parameter, Trace, Value
+from meshfit.anatomy.trace import Dynamic, Event, EventCost, Parameter, Trace, Value
 from meshfit.errors import PlanError
 
 
@@ -88,7 +88,7 @@ class Model:
                 parameters=tuple(parameters or ()),
                 buffers=buffers,
                 changes=changes,
-                cost=Cost(flops=flops, kept=kept),
+                cost=EventCost(flops=flops, kept=kept),
             )
         )
         return made
@@ -418,9 +418,11 @@ def test_thousands_of_events_in_half_a_second():
 
 
 def test_work_weighs_bytes():
-    event = Event(0, "glue", "add", "", (), (), cost=Cost(flops=1, flops_backward=2, bytes_read=10, bytes_written=5))
+    event = Event(
+        0, "glue", "add", "", (), (), cost=EventCost(flops=1, flops_backward=2, bytes_read=10, bytes_written=5)
+    )
     assert work(event) == 3 + 3 * 15 * FLOPS_PER_BYTE
-    assert work(replace(event, cost=Cost(flops=1, bytes_read=1))) == 1 + FLOPS_PER_BYTE
+    assert work(replace(event, cost=EventCost(flops=1, bytes_read=1))) == 1 + FLOPS_PER_BYTE
 
 
 # Branches

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshfit.data import tree
 from meshfit.errors import JobError
-from meshfit.loss.objective import Objective, Over, call, split
+from meshfit.loss.objective import LossDenominator, Objective, call, split
 from meshfit.loss.probe import find_denominator
 
 CPU = torch.device("cpu")
@@ -251,7 +251,7 @@ def test_inputs_and_targets() -> None:
 
 def test_over_probabilities_counts_positions() -> None:
     targets = torch.rand(4, 3, 5)
-    assert Over(kind="targets").count((X[:4], targets)) == 20
+    assert LossDenominator(kind="targets").count((X[:4], targets)) == 20
 
 
 def test_trees_keep_their_types() -> None:

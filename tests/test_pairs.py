@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from benchmarks.zoo import ZOO, transformers, unpadded_text
 from meshfit.anatomy.aten import AtenTrace
-from meshfit.anatomy.pairs import Pair, Shard, Split, find_pairs
+from meshfit.anatomy.pairs import Pair, Pairs, ParameterShard, find_pairs
 from tests.few import few
 
 WIDTH, HEADS = 32, 4
@@ -57,7 +57,7 @@ def add_up(model: nn.Module, inputs: Any, pair: Pair) -> None:
     called = []
     hooks = []
 
-    def check(row: Shard, layer: nn.Module, x: Tensor, out: Tensor) -> None:
+    def check(row: ParameterShard, layer: nn.Module, x: Tensor, out: Tensor) -> None:
         channel = 1 if isinstance(layer, nn.Conv2d) else x.dim() - 1
         bias = layer(torch.zeros_like(x))
         total = bias.clone()
@@ -110,7 +110,7 @@ def tensors(out: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in tensors(item)]
 
 
-def with_share(tensor: Tensor, shard: Shard, rank: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+def with_share(tensor: Tensor, shard: ParameterShard, rank: int, make: Callable[[Tensor], Tensor]) -> Tensor:
     index = torch.tensor(shard.index(rank))
     return tensor.detach().index_copy(shard.dim, index, make(tensor.detach().index_select(shard.dim, index)))
 
@@ -141,7 +141,7 @@ class Host(nn.Module):
         return self.leave(self.after(x + self.block(self.before(x))))
 
 
-def found(block: type[nn.Module] | Callable[[], nn.Module], degree: int = 2) -> Split:
+def found(block: type[nn.Module] | Callable[[], nn.Module], degree: int = 2) -> Pairs:
     """The split of a block, with every pair proven."""
     torch.manual_seed(0)
     model, x = Host(block()), torch.randn(3, 7, 8)
@@ -151,12 +151,12 @@ def found(block: type[nn.Module] | Callable[[], nn.Module], degree: int = 2) -> 
     return split
 
 
-def only(split: Split) -> Pair:
+def only(split: Pairs) -> Pair:
     assert len(split.pairs) == 1, split
     return split.pairs[0]
 
 
-def names(shards: tuple[Shard, ...]) -> list[str]:
+def names(shards: tuple[ParameterShard, ...]) -> list[str]:
     return [shard.parameter.removeprefix("block.") for shard in shards]
 
 
@@ -304,7 +304,7 @@ def test_mlp() -> None:
     pair = only(found(mlp))
     assert (names(pair.columns), names(pair.rows), names(pair.others)) == (["0.weight"], ["2.weight"], ["0.bias"])
     assert (pair.module, pair.kind, pair.limit) == ("block", "mlp", 64)
-    assert pair.columns[0] == Shard("block.0.weight", 0, (((0, 32),), ((32, 64),)), 64)
+    assert pair.columns[0] == ParameterShard("block.0.weight", 0, (((0, 32),), ((32, 64),)), 64)
     assert pair.rows[0].dim == 1
     assert pair.bytes == 4 * (64 * WIDTH * 2 + 64)
 
@@ -425,7 +425,7 @@ class Images(nn.Module):
         return self.after(self.block(self.before(self.enter(x)))).mean((2, 3))
 
 
-def found_in_images(*layers: nn.Module) -> Split:
+def found_in_images(*layers: nn.Module) -> Pairs:
     x = torch.randn(3, 3, 8, 8)
     model = Images(*layers)
     split = find_pairs(model, x)
@@ -486,7 +486,7 @@ def test_proof_refuses_a_wrong_cut() -> None:
     torch.manual_seed(0)
     model, x = Host(FusedAttention()), torch.randn(3, 7, 8)
     pair = only(find_pairs(model, x))
-    wrong = Shard("block.qkv.weight", 0, (((0, 48),), ((48, 96),)), 4)
+    wrong = ParameterShard("block.qkv.weight", 0, (((0, 48),), ((48, 96),)), 4)
     fields = {name: getattr(pair, name) for name in Pair.__dataclass_fields__}
     with pytest.raises(AssertionError, match="shows elsewhere"):
         prove(model, x, Pair(**fields | {"columns": (wrong,), "others": ()}))
@@ -528,7 +528,7 @@ def test_every_pair_of_a_real_model_is_proven(name: str) -> None:
         prove(model, inputs, pair, torch.float32 if name == "mixtral" else torch.float64)
 
 
-def _held(model: nn.Module, split: Split) -> list[str]:
+def _held(model: nn.Module, split: Pairs) -> list[str]:
     held = {shard.parameter for pair in split.pairs for shard in pair.shards}
     return [name for name, _ in model.named_parameters() if name in held]
 

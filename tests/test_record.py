@@ -16,7 +16,7 @@ from benchmarks import zoo
 from meshfit.anatomy.record import Recording, TraceError, record
 from meshfit.anatomy.record_program import tensors
 from meshfit.anatomy.replay import Environment, bind, replay, replay_range
-from meshfit.anatomy.trace import Cost
+from meshfit.anatomy.trace import EventCost
 from meshfit.data import tree
 from meshfit.loss.objective import call
 from tests import hostile
@@ -298,7 +298,7 @@ def test_atoms_can_be_forced() -> None:
 class Stopwatch:
     def __init__(self, known: list[torch.Tensor]):
         self.running: int | None = None
-        self.costs: dict[int, Cost] = {}
+        self.costs: dict[int, EventCost] = {}
 
     def __enter__(self):
         return self
@@ -315,7 +315,7 @@ class Stopwatch:
 
     def stop(self) -> None:
         assert self.running is not None
-        self.costs[self.running] = Cost(flops=self.running + 1)
+        self.costs[self.running] = EventCost(flops=self.running + 1)
         self.running = None
 
 

@@ -26,7 +26,7 @@ from meshfit.evaluation import measure, outputs_of
 from meshfit.job import Job
 from meshfit.launch.world import World, from_environment
 from meshfit.loss import batch_loss
-from meshfit.loss.objective import TARGETS, Objective, Over, call, split
+from meshfit.loss.objective import TARGETS, LossDenominator, Objective, call, split
 from meshfit.loss.probe import LARGEST, find_denominator
 from meshfit.plan import Plan
 
@@ -83,10 +83,10 @@ def _settled(job: Job) -> Job:
 
 
 def _evaluate(job: Job, world: World) -> dict[str, float]:
-    found: list[Over | None] = []
+    found: list[LossDenominator | None] = []
     loader, precision, placed = _prepare(job, world, lambda *whole: found.append(_over(job, *whole)))
     objective = _objective(job, loader.source.few())
-    over = found[0] or _over(job, placed.model, loader, placed.inside) or Over()
+    over = found[0] or _over(job, placed.model, loader, placed.inside) or LossDenominator()
     if objective is not None and loader.ranks > 1:
         batch_loss.check(_plan(job), over, objective)
     measured = measure(placed, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
@@ -103,12 +103,12 @@ def _objective(job: Job, few: Any) -> Objective | None:
 
 def _over(
     job: Job, model: nn.Module, loader: Loader, inside: Callable[[], AbstractContextManager[None]] | None = None
-) -> Over | None:
+) -> LossDenominator | None:
     """What it is a mean over. A model that is to be taken apart, or is small, is asked before it is laid out, maybe in
     host memory; None: not yet."""
     few, device = loader.source.few(), loader.device
     if (objective := _objective(job, few)) is None:
-        return Over()
+        return LossDenominator()
     if inside is None:
         if not _plan(job).apart and sum(p.numel() for p in model.parameters()) > LARGEST:
             return None
@@ -120,7 +120,7 @@ def _over(
     except Exception:
         if loader.ranks > 1:
             raise
-        return Over()  # whole batches: measuring will say what is wrong
+        return LossDenominator()  # whole batches: measuring will say what is wrong
 
 
 def _predict(job: Job, world: World) -> list[tuple[int, Any]]:

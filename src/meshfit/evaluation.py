@@ -26,7 +26,7 @@ from meshfit.errors import DataError
 from meshfit.loss.batch_loss import BatchLoss
 from meshfit.loss.gather import gathering
 from meshfit.loss.gather import over as rows_over
-from meshfit.loss.objective import Objective, Over, call, check_scalar, split
+from meshfit.loss.objective import LossDenominator, Objective, call, check_scalar, split
 from meshfit.metrics import Metrics, measures
 from meshfit.passes.forward import PlacedForward
 
@@ -55,7 +55,7 @@ def measure(
     loader: Loader,
     *,
     objective: Objective | None,
-    over: Over,
+    over: LossDenominator,
     metrics: Mapping[str, Any],
     precision: Precision,
 ) -> dict[str, float]:
@@ -102,7 +102,7 @@ def measure(
     return {key: value for name in ("loss", *metrics) for key, value in found.items() if measures(name, key)}
 
 
-def _weighed(loss: Any, over: Over, content: Any, samples: int) -> tuple[Any, Any]:
+def _weighed(loss: Any, over: LossDenominator, content: Any, samples: int) -> tuple[Any, Any]:
     if isinstance(loss, tuple | list):
         return (loss[0], loss[1]) if over.kind != "batch" else (loss[0] / loss[1] * samples, samples)
     loss = check_scalar(loss)

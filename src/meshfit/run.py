@@ -48,7 +48,7 @@ from meshfit.loss import batch_loss
 from meshfit.loss.batch_loss import BatchLoss, Outputs
 from meshfit.loss.gather import gathering, refusing
 from meshfit.loss.gather import over as rows_over
-from meshfit.loss.objective import Over
+from meshfit.loss.objective import LossDenominator
 from meshfit.loss.probe import LARGEST, find_denominator
 from meshfit.passes.pipeline import Pipelined
 from meshfit.passes.whole import Passes
@@ -94,7 +94,7 @@ class Run:
         self.model = job.build()
         if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
             self.model.train()
-        self.over: Over | None = None
+        self.over: LossDenominator | None = None
         gathers: list[Tensor] = []
         with gathering(lambda tensor: (gathers.append(tensor), tensor)[1]):
             self.placed = place(
@@ -369,11 +369,11 @@ class Run:
             return refusing(*why)
         return rows_over(self.mesh.batch)
 
-    def _find_over(self, inside: Callable[[], AbstractContextManager[None]] | None = None) -> Over:
+    def _find_over(self, inside: Callable[[], AbstractContextManager[None]] | None = None) -> LossDenominator:
         """What the loss is a mean over; not asked where the whole batch always goes through at once. ``inside`` goes
         around a model that is laid out already; one that is not is still whole, and may be in host memory."""
         if not self._splits and self.valid is None:
-            return Over(kind="samples")
+            return LossDenominator(kind="samples")
         device = self.world.device
         if inside is None:
             device = next((p.device for p in self.model.parameters()), device)
@@ -384,7 +384,7 @@ class Run:
         except Exception:
             if self._splits:
                 raise
-            return Over(kind="samples")  # whole batches: training will say what is wrong
+            return LossDenominator(kind="samples")  # whole batches: training will say what is wrong
         if self._splits:
             batch_loss.check(self.plan, over, self.job.objective)
         if self.mesh.world is not None:

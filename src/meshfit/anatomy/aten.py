@@ -55,7 +55,7 @@ WRITES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StridedView:
     """A tensor as an operation met it: a view of a value."""
 
     value: int
@@ -89,7 +89,7 @@ class Window:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Op:
-    """One operation. ``leaves`` are its arguments, flattened, with a ``Window`` for each tensor."""
+    """One operation. ``leaves`` are its arguments, flattened, with a ``StridedView`` for each tensor."""
 
     index: int
     func: Any
@@ -99,7 +99,7 @@ class Op:
     leaves: tuple[Any, ...]
     spec: TreeSpec
     outs: tuple[Any, ...]
-    """A ``Window`` for each tensor that it returns, else what it returned."""
+    """A ``StridedView`` for each tensor that it returns, else what it returned."""
 
     written: dict[int, int]
     """Values it changes in place, each with the value that the change makes."""
@@ -108,8 +108,8 @@ class Op:
     """Generators it draws from (None: the global one), each with its state before."""
 
     @property
-    def reads(self) -> Iterator[Window]:
-        return (leaf for leaf in self.leaves if isinstance(leaf, Window))
+    def reads(self) -> Iterator[StridedView]:
+        return (leaf for leaf in self.leaves if isinstance(leaf, StridedView))
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class Op:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Given:
+class Arguments:
     """Arguments of a call, some of them by name."""
 
     args: tuple
@@ -136,7 +136,7 @@ class AtenTrace:
     contents: dict[int, Storage] = field(default_factory=dict)
     """What each value held."""
 
-    whole: dict[int, Window] = field(default_factory=dict)
+    whole: dict[int, StridedView] = field(default_factory=dict)
     """A value as it was first seen, as one tensor."""
 
     made: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class AtenTrace:
     @classmethod
     def _of(cls, model: nn.Module, inputs: Any, dtype: torch.dtype) -> "AtenTrace":
         twin = _twin(model, dtype)
-        given = inputs if isinstance(inputs, Given) else _given(inputs)
+        given = inputs if isinstance(inputs, Arguments) else _given(inputs)
         args, kwargs = tree_map(
             lambda x: _converted(x, dtype) if isinstance(x, Tensor) else x, (given.args, given.kwargs)
         )
@@ -242,7 +242,7 @@ class AtenTrace:
         fresh: dict[int, Storage] = {}
 
         def tensor(leaf: Any) -> Any:
-            if not isinstance(leaf, Window):
+            if not isinstance(leaf, StridedView):
                 return leaf
             held = changed.get(leaf.value, self.contents[leaf.value])
             if leaf.value in op.written:
@@ -256,7 +256,7 @@ class AtenTrace:
             results = tree_leaves(op.func(*args, **kwargs))
         made = {op.written[old]: storage for old, storage in fresh.items()}
         for was, now in zip(op.outs, results, strict=True):
-            if not isinstance(was, Window):
+            if not isinstance(was, StridedView):
                 if not (was is now or was == now):
                     return None
                 continue
@@ -266,7 +266,7 @@ class AtenTrace:
                 made[was.value] = self._like(was, now)
         return made
 
-    def _like(self, was: Window, now: Tensor) -> Storage:
+    def _like(self, was: StridedView, now: Tensor) -> Storage:
         recorded = self.contents[was.value]
         held = now.untyped_storage()
         if (tuple(now.stride()), now.storage_offset(), held.nbytes()) == (was.stride, was.offset, recorded.nbytes()):
@@ -289,7 +289,7 @@ class AtenTrace:
         eps = torch.finfo(was.dtype).eps
         return ~torch.isclose(now, was, rtol=64 * eps, atol=eps, equal_nan=True)
 
-    def through(self, window: Window, mask: Tensor) -> Tensor:
+    def through(self, window: StridedView, mask: Tensor) -> Tensor:
         """A flat mask on the elements of a value, as a window on that value shows it."""
         own, seen = self.whole[window.value].dtype.itemsize, window.dtype.itemsize
         if seen > own:
@@ -299,10 +299,10 @@ class AtenTrace:
         return mask.as_strided(window.size, window.stride, window.offset)
 
 
-def _given(inputs: Any) -> Given:
+def _given(inputs: Any) -> Arguments:
     if isinstance(inputs, dict):
-        return Given((), inputs)
-    return Given(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
+        return Arguments((), inputs)
+    return Arguments(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
 
 
 def real(dtype: torch.dtype) -> bool:
@@ -319,10 +319,10 @@ class _Recorder(TorchDispatchMode):
         self.parts: list[tuple[int, ...]] = []  # sizes of tensors split
         self.slices: dict[tuple, set[tuple[int, int]]] = {}  # (window, dim, size of the dim) -> start, stop
 
-    def window(self, tensor: Tensor) -> Window:
+    def window(self, tensor: Tensor) -> StridedView:
         storage = tensor.untyped_storage()
         value = self.current.get(storage_id(storage))
-        window = Window(
+        window = StridedView(
             -1 if value is None else value,
             tensor.dtype,
             tuple(tensor.shape),
@@ -333,9 +333,9 @@ class _Recorder(TorchDispatchMode):
         )
         return window if value is not None else self.new(storage, window)
 
-    def new(self, storage: Storage, window: Window) -> Window:
+    def new(self, storage: Storage, window: StridedView) -> StridedView:
         value = len(self.trace.contents)
-        window = Window(value, *window.geometry)
+        window = StridedView(value, *window.geometry)
         self.kept.append(storage)
         self.current[storage_id(storage)] = value
         self.trace.contents[value], self.trace.whole[value] = storage, window
@@ -371,7 +371,7 @@ class _Recorder(TorchDispatchMode):
             changed[before[address]] = self.new(tensor.untyped_storage(), trace.whole[before[address]]).value
         outs = tuple(self.window(leaf) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(result))
         made = tuple(range(first, len(trace.contents)))
-        if made or not all(isinstance(out, Window) for out in outs):  # else it is a view
+        if made or not all(isinstance(out, StridedView) for out in outs):  # else it is a view
             name = schema_of(func).name.split("::")[1]
             op = Op(len(trace.ops), func, name.removesuffix("_") if written else name, read, spec, outs, changed, draws)
             trace.ops.append(op)

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 
 from meshfit.anatomy.cuts import work
-from meshfit.anatomy.trace import Block, Cost, Trace
+from meshfit.anatomy.trace import Block, EventCost, Trace
 
 LARGE = 1 / 16
 """Share of the model's cost or bytes above which a module that stands alone is opened."""
@@ -32,7 +32,7 @@ class Module:
     called: bool = False
     """Whether it was taken as a whole: its inside is not known."""
 
-    cost: Cost = field(default_factory=Cost)
+    cost: EventCost = field(default_factory=EventCost)
     work: float = 0.0
     names: dict[str, None] = field(default_factory=dict)
     """Parameters used inside it, by canonical name."""

@@ -20,7 +20,7 @@ WORTH = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Branch:
+class ParallelBranch:
     """Events that may run beside those of the other branches of its group."""
 
     group: int
@@ -42,7 +42,9 @@ class Branch:
     """Parameters that another branch of the group uses too: on two devices their gradients are to be summed."""
 
 
-def branches(trace: Trace, cost: Callable[[Event], float] = work, *, worth: float = WORTH) -> tuple[Branch, ...]:
+def branches(
+    trace: Trace, cost: Callable[[Event], float] = work, *, worth: float = WORTH
+) -> tuple[ParallelBranch, ...]:
     """Groups of two or more independent branches, each with at least ``worth`` of the model's cost.
 
     A branch may hold groups of its own. The most that running a group side by side can save is its cost
@@ -63,7 +65,7 @@ def branches(trace: Trace, cost: Callable[[Event], float] = work, *, worth: floa
         groups.append(group)
     groups.sort(key=lambda group: -sum(spent for _, spent, *_ in group))
     return tuple(
-        Branch(
+        ParallelBranch(
             group=number,
             events=part,
             cost=spent,

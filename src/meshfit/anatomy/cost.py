@@ -31,7 +31,7 @@ from torch.utils import checkpoint
 
 from meshfit.anatomy import kernels
 from meshfit.anatomy.flops import backward_flops, forward_flops, has_flops, known_as, tensors
-from meshfit.anatomy.trace import Cost, Use
+from meshfit.anatomy.trace import EventCost, StorageUse
 from meshfit.torch_private import (
     CHECKPOINT_INPUTS,
     COPY_NODE,
@@ -76,9 +76,9 @@ class Meter:
     """
 
     def __init__(self, known: Iterable[Tensor] = (), *, target: str = "cuda"):
-        self.costs: dict[int, Cost] = {}
+        self.costs: dict[int, EventCost] = {}
         """By event, in the order in which they started; filled when the meter is left."""
-        self.outside = Cost()
+        self.outside = EventCost()
         """What ran between events."""
         self._target = target
         self._known = {_key(tensor): tensor for tensor in known if _has_storage(tensor)}
@@ -145,10 +145,10 @@ class Meter:
         self._reached = reached
 
     @property
-    def total(self) -> Cost:
+    def total(self) -> EventCost:
         return sum(self.costs.values(), self.outside)
 
-    def _costs(self) -> dict[int | None, Cost]:
+    def _costs(self) -> dict[int | None, EventCost]:
         backward, kept = dict.fromkeys(self._spent, 0), dict.fromkeys(self._spent, 0)
         for node, event, flops in self._backward:
             if self._counts(node):
@@ -159,18 +159,18 @@ class Meter:
                 kept[events[0]] += self._storages[key][1]
         uses = self._used()
         return {
-            event: Cost(flops, backward[event], read, written, kept[event], uses.get(event, ()))
+            event: EventCost(flops, backward[event], read, written, kept[event], uses.get(event, ()))
             for event, (flops, read, written) in self._spent.items()
         }
 
-    def _used(self) -> dict[int | None, tuple[Use, ...]]:
+    def _used(self) -> dict[int | None, tuple[StorageUse, ...]]:
         """By event, memory that is saved, dear, or of use to others too."""
         events = Counter(key for used in self._uses.values() for key in used)
         saved = {(key, event) for key, saves in self._saved.items() for node, event in saves if self._counts(node)}
         numbers = {key: number for number, key in enumerate(events)}
         return {
             event: tuple(
-                Use(
+                StorageUse(
                     storage=numbers[key],
                     bytes=0 if key in self._known else self._storages[key][1],
                     made=use.made,

@@ -31,7 +31,7 @@ BAND = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageCut:
     """A place between two events where a stage may end."""
 
     after: int
@@ -50,7 +50,7 @@ class Stages:
 
     ranges: tuple[range, ...]
     costs: tuple[float, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[StageCut, ...]
     """Between the stages: one fewer than there are ranges."""
 
     parameters: tuple[tuple[str, ...], ...]
@@ -94,7 +94,7 @@ def work(event: Event) -> float:
     return cost.flops + cost.flops_backward + FLOPS_PER_BYTE * passes * (cost.bytes_read + cost.bytes_written)
 
 
-def cuts(trace: Trace) -> tuple[Cut, ...]:
+def cuts(trace: Trace) -> tuple[StageCut, ...]:
     """Every legal cut. Of cuts with nothing but constants between them, the last."""
     return _Flow(trace).cuts()
 
@@ -127,7 +127,7 @@ def stages_at(trace: Trace, after: Sequence[int], cost: Callable[[Event], float]
     """``trace`` cut after the events ``after``; a ``PlanError`` where that is not legal. A stage between two equal
     cuts, before the first event (-1) or after the last does nothing, and hands on what it gets."""
     flow = _Flow(trace)
-    legal = {cut.after: cut for cut in (Cut(-1, (), 0), *flow.cuts(), flow.cut_at_end())}
+    legal = {cut.after: cut for cut in (StageCut(-1, (), 0), *flow.cuts(), flow.cut_at_end())}
     for event in after:
         if event not in legal:
             near = min(legal, key=lambda place: abs(place - event), default=None)
@@ -148,7 +148,7 @@ def one_stage(trace: Trace, cost: Callable[[Event], float] = work) -> Stages:
     return _split(_Flow(trace), [], [0.0, *accumulate(map(cost, trace.events))], [0, end], BAND)
 
 
-def _split(flow: "_Flow", chosen: list[Cut], sums: list[float], places: list[int], band: float) -> Stages:
+def _split(flow: "_Flow", chosen: list[StageCut], sums: list[float], places: list[int], band: float) -> Stages:
     """``flow`` cut at ``chosen``; ``sums`` are running costs by event, ``places`` all legal ones."""
     trace, k = flow.trace, len(chosen) + 1
     bounds = [0, *(cut.after + 1 for cut in chosen), len(trace.events)]
@@ -238,7 +238,7 @@ class _Flow:
         """Where a cut leaves something to do on both sides: before each event that is not idle, but for the first."""
         return [i for i in range(self.end) if not self.idle[i]][1:]
 
-    def cuts(self) -> tuple[Cut, ...]:
+    def cuts(self) -> tuple[StageCut, ...]:
         barred = self._barred()
         born: dict[int, list[int]] = {}
         for value in self.trace.values.values():
@@ -255,15 +255,15 @@ class _Flow:
             if place in barred or self._parts_aliases(live, place):
                 continue
             sent = tuple(v for v in live if v not in given or self._changed_before(v, place))
-            found.append(Cut(place - 1, sent, sum(self.trace.values[v].bytes for v in sent)))
+            found.append(StageCut(place - 1, sent, sum(self.trace.values[v].bytes for v in sent)))
         return tuple(found)
 
-    def cut_at_end(self) -> Cut:
+    def cut_at_end(self) -> StageCut:
         """After all events: the outputs cross."""
         given = set(self.trace.inputs)
         outputs = dict.fromkeys(v for v in self.trace.outputs if v not in self.constants)
         sent = tuple(v for v in outputs if v not in given or self._changed_before(v, self.end))
-        return Cut(self.end - 1, sent, sum(self.trace.values[v].bytes for v in sent))
+        return StageCut(self.end - 1, sent, sum(self.trace.values[v].bytes for v in sent))
 
     def _parts_aliases(self, live: dict[int, None], place: int) -> bool:
         if not self.changed:

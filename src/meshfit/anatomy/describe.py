@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from meshfit.anatomy.axes import Verdict, axes, norms
+from meshfit.anatomy.axes import AxisVerdict, axes, norms
 from meshfit.anatomy.blocks import Module, bytes_of, folded, modules, runs
-from meshfit.anatomy.cuts import Cut, stages
-from meshfit.anatomy.pairs import Pair
-from meshfit.anatomy.pairs import Split as Pairs
-from meshfit.anatomy.trace import Cost, Trace
+from meshfit.anatomy.cuts import StageCut, stages
+from meshfit.anatomy.pairs import Pair, Pairs
+from meshfit.anatomy.trace import EventCost, Trace
 from meshfit.errors import PlanError
 
 LINES = 20  # of the tree of modules
@@ -21,7 +20,7 @@ SHOWN = 0.03  # least share of time or bytes at which a module is opened in the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ModuleRow:
     """A module in the tree, or several that repeat each other, or what stands for the rest. Sums, for one sample."""
 
     depth: int
@@ -39,7 +38,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class StageSplit:
     """A model in a number of stages."""
 
     stages: int
@@ -73,15 +72,15 @@ class Description:
     flops: float
     flops_backward: float
     kept: float
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     ties: dict[str, str]
     norms: tuple[str, ...]
     dropouts: tuple[str, ...]
     dynamic: tuple[dict[str, str], ...]
     unused: tuple[str, ...]
     notes: tuple[str, ...]
-    splits: tuple[Split, ...]
-    axes: dict[str, Verdict]
+    splits: tuple[StageSplit, ...]
+    axes: dict[str, AxisVerdict]
     pairs: tuple[dict[str, Any], ...]
     """What can be split column then row: module, columns, rows, and how many ways at most."""
 
@@ -137,13 +136,13 @@ def _shape(trace: Trace, value: int) -> str:
     return f"{found.dtype} {'x'.join(map(str, found.shape)) or 'scalar'}"
 
 
-def _split(trace: Trace, k: int, samples: int) -> Split:
+def _split(trace: Trace, k: int, samples: int) -> StageSplit:
     try:
         found = stages(trace, k)
     except PlanError as error:
-        return Split(stages=k, possible=False, why="; ".join(error.facts))
+        return StageSplit(stages=k, possible=False, why="; ".join(error.facts))
     total = sum(found.costs) or 1.0
-    return Split(
+    return StageSplit(
         stages=k,
         possible=True,
         before=tuple(_place(trace, cut) for cut in found.cuts),
@@ -162,7 +161,7 @@ def _path(trace: Trace, event: int) -> str:
     return found.name if found.kind == "module" else found.inside
 
 
-def _place(trace: Trace, cut: Cut) -> str:
+def _place(trace: Trace, cut: StageCut) -> str:
     """What begins after a cut: the largest module of which nothing ran before it, or a function in one."""
     event = trace.events[cut.after + 1]
     before, after = (list(filter(None, _path(trace, i).split("."))) for i in (cut.after, event.index))
@@ -213,7 +212,7 @@ class _Node:
         return found
 
 
-def _tree(trace: Trace, root: Module, samples: int) -> tuple[Row, ...]:
+def _tree(trace: Trace, root: Module, samples: int) -> tuple[ModuleRow, ...]:
     """The lines of the tree: the largest modules are opened first, while there is room."""
     total, held, kept = max(root.work, 1e-9), max(trace.parameter_bytes, 1), max(root.cost.kept / samples, 1)
 
@@ -226,7 +225,7 @@ def _tree(trace: Trace, root: Module, samples: int) -> tuple[Row, ...]:
         least = sorted(map(weight, inner), reverse=True)[:LINES][-1] if inner else 0
         return [part for part in inner if weight(part) >= least][:LINES]
 
-    def lines(node: _Node) -> Iterator[Row]:
+    def lines(node: _Node) -> Iterator[ModuleRow]:
         if node is not top:
             yield _row(trace, node.members, total, samples, depth=node.depth, name=node.label, count=node.count)
         inner = opened.get(id(node), [])
@@ -256,9 +255,9 @@ def _tree(trace: Trace, root: Module, samples: int) -> tuple[Row, ...]:
 
 def _row(
     trace: Trace, members: list[Module], total: float, samples: int, *, depth: int, name: str, count: int = 1
-) -> Row:
-    cost = sum((module.cost for module in members), Cost())
-    return Row(
+) -> ModuleRow:
+    cost = sum((module.cost for module in members), EventCost())
+    return ModuleRow(
         depth=depth,
         name=name,
         path=members[0].path,
@@ -272,6 +271,6 @@ def _row(
     )
 
 
-def _less(a: Row, b: Row) -> Row:
+def _less(a: ModuleRow, b: ModuleRow) -> ModuleRow:
     sums = ("parameters", "parameter_bytes", "share", "flops", "kept")
     return replace(a, **{name: getattr(a, name) - getattr(b, name) for name in sums})

@@ -43,7 +43,7 @@ from meshfit.anatomy.shares import (
     is_uniform,
     runs_of,
 )
-from meshfit.anatomy.walk import Conflict, Mixed, Reach, Row, Walker, agreeing, alike, closure_of
+from meshfit.anatomy.walk import Conflict, Mixed, Reach, RowProduct, Walker, agreeing, alike, closure_of
 from meshfit.torch_private import Convolution
 
 MOST_OF_MODULE = 0.4
@@ -54,7 +54,7 @@ LAYERS = (nn.Linear, nn.Embedding, Convolution)
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ParameterShard:
     """How one parameter or buffer is cut."""
 
     parameter: str
@@ -79,11 +79,11 @@ class Pair:
     kind: str
     """ "attention", "mlp", "conv", "experts"; "" for anything else."""
 
-    columns: tuple[Shard, ...]
-    rows: tuple[Shard, ...]
+    columns: tuple[ParameterShard, ...]
+    rows: tuple[ParameterShard, ...]
     """A bias of a row stays whole, and is added once, after the sum."""
 
-    others: tuple[Shard, ...]
+    others: tuple[ParameterShard, ...]
     """Cut along: biases of columns, norms by channel, per-head tables; buffers too."""
 
     partial: tuple[str, ...]
@@ -106,11 +106,11 @@ class Pair:
     bytes: int
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[ParameterShard, ...]:
         return self.columns + self.rows + self.others
 
     @property
-    def narrowest(self) -> Shard:
+    def narrowest(self) -> ParameterShard:
         """The shard that limits the number of ways."""
         return min(self.columns + self.others, key=lambda shard: shard.limit)
 
@@ -119,7 +119,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class Pairs:
     """What of a model can be split, and how."""
 
     degree: int
@@ -142,7 +142,7 @@ class Split:
         return math.gcd(*(pair.limit for pair in self.pairs)) or 1
 
 
-def find_pairs(model: nn.Module, inputs: Any, *, degree: int = 2, copies: bool = False) -> Split:
+def find_pairs(model: nn.Module, inputs: Any, *, degree: int = 2, copies: bool = False) -> Pairs:
     """Find what can be split over ``degree`` devices, from one forward on ``inputs``; ``model`` stays as it is.
 
     ``inputs`` is a small batch: a tensor, a tuple of arguments, or a dict of keyword arguments. With ``copies`` several
@@ -176,7 +176,7 @@ def find_pairs(model: nn.Module, inputs: Any, *, degree: int = 2, copies: bool =
             gathered.append(name)
         else:
             whole.append(name)
-    return Split(
+    return Pairs(
         degree=degree,
         pairs=pairs,
         gathered=tuple(gathered),
@@ -311,11 +311,11 @@ class _Finder(Walker):
             bytes=sum(sizes.get(name, 0) for name in held),
         )
 
-    def _cut_along(self, members: dict[tuple[str, int], Reach], names: list[str]) -> list[Shard]:
+    def _cut_along(self, members: dict[tuple[str, int], Reach], names: list[str]) -> list[ParameterShard]:
         """Parameters and buffers met on the way that show nothing of their own, as biases that a softmax cancels."""
         trace = self.trace
         inside = {i for reach in members.values() for i in reach.ops}
-        found: dict[str, Shard] = {}
+        found: dict[str, ParameterShard] = {}
         for reach in members.values():
             for name, (dim, owners) in reach.along.items():
                 if name in names:
@@ -323,17 +323,17 @@ class _Finder(Walker):
                 owners = filled_up(owners, reach.shares)
                 if owners is None or len(set(torch.bincount(owners, minlength=reach.shares).tolist())) > 1:
                     raise Mixed("meets {}, of which devices read parts that are no cut", name)
-                shard = Shard(name, dim, held_alike(runs_of(owners, reach.shares), self.degree), len(owners))
+                shard = ParameterShard(name, dim, held_alike(runs_of(owners, reach.shares), self.degree), len(owners))
                 if found.setdefault(name, shard) != shard:
                     raise Mixed("meets {}, which would be cut in two ways", name)
                 if not inside.issuperset(trace.users[trace.value_of[name]]):
                     raise Mixed("meets {}, which is used elsewhere too", name)
         return list(found.values())
 
-    def _rows(self, members: dict[tuple[str, int], Reach], names: set[str]) -> tuple[Shard, ...]:
+    def _rows(self, members: dict[tuple[str, int], Reach], names: set[str]) -> tuple[ParameterShard, ...]:
         """Rows on whose owners all members agree."""
         trace = self.trace
-        found: dict[int, Row] = {}
+        found: dict[int, RowProduct] = {}
         for reach in members.values():
             for row in reach.rows:
                 known = found.get(row.op, row)
@@ -342,7 +342,7 @@ class _Finder(Walker):
                 if known.shares == row.shares:
                     row = replace(row, owners=torch.maximum(known.owners, row.owners))
                 found[row.op] = max(known, row, key=lambda row: row.shares) if known.shares != row.shares else row
-        shards: dict[str, Shard] = {}
+        shards: dict[str, ParameterShard] = {}
         for row in found.values():
             read = {trace.source[w.value] for w in trace.ops[row.op].reads if w.value in trace.source}
             self.added.setdefault(row.weight, set()).update(read)
@@ -360,7 +360,7 @@ class _Finder(Walker):
                 raise Mixed("{} is read by more than one rank at one index", row.weight)
             if len(set(torch.bincount(by_index, minlength=self.degree).tolist())) > 1:
                 raise Mixed("{} would be cut unevenly", row.weight)
-            shard = Shard(row.weight, row.dim, runs_of(by_index, self.degree), size)
+            shard = ParameterShard(row.weight, row.dim, runs_of(by_index, self.degree), size)
             if shards.setdefault(row.weight, shard) != shard:
                 raise Mixed("{} would be cut in two ways", row.weight)
         for weight in shards:
@@ -414,7 +414,9 @@ class _Finder(Walker):
                 todo.append(read)
         return (weights.pop() if len(weights) == 1 else None), between
 
-    def _prove(self, members: dict[tuple[str, int], Reach], shards: list[Shard], rows: tuple[Shard, ...]) -> None:
+    def _prove(
+        self, members: dict[tuple[str, int], Reach], shards: list[ParameterShard], rows: tuple[ParameterShard, ...]
+    ) -> None:
         """Noise on all that a rank holds, at once, stays in the rank's own channels."""
         key = tuple(sorted(id(reach.first or reach) for reach in members.values()))
         if key in self.proven:
@@ -436,10 +438,10 @@ class _Finder(Walker):
                 raise Mixed("together they reach " + ", ".join("{}" for _ in found), *found)
         self.proven.add(key)
 
-    def _shard(self, name: str, dim: int, reach: Reach) -> Shard:
+    def _shard(self, name: str, dim: int, reach: Reach) -> ParameterShard:
         ranges = [as_ranges(share.tolist()) for share in cut_into(reach.sizes, reach.shares)]
         limit = self._limit(name, dim, reach) if reach.shares == self.degree else self.degree
-        return Shard(name, dim, held_alike(ranges, self.degree), limit)
+        return ParameterShard(name, dim, held_alike(ranges, self.degree), limit)
 
     def _limit(self, name: str, dim: int, reach: Reach) -> int:
         """The largest number of ways for which two neighbouring shares still stay apart."""

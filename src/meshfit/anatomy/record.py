@@ -29,10 +29,10 @@ from meshfit.anatomy.record_atoms import choose, twin
 from meshfit.anatomy.record_build import built
 from meshfit.anatomy.record_forward import Meter, Recorder, first_line
 from meshfit.anatomy.record_known import GlueError
-from meshfit.anatomy.record_program import REFERENCES, Object, Slice, Step, TraceError, tensors
+from meshfit.anatomy.record_program import REFERENCES, Instruction, Object, Slice, TraceError, tensors
 from meshfit.anatomy.record_watch import line_of, watched
 from meshfit.anatomy.replay import Recording
-from meshfit.anatomy.trace import Cost, Dynamic
+from meshfit.anatomy.trace import Dynamic, EventCost
 from meshfit.data import tree
 from meshfit.loss.objective import call
 from meshfit.patches import replaced
@@ -132,7 +132,7 @@ class _Attempt:
         self.before: list[str] = []  # why earlier ways, on meta, did not do
         self.dynamic: dict[Dynamic, None] = {}
         self.not_on_meta: set[str] = set()
-        self.proven: tuple[Recorder, Any, dict[int, Cost]] | None = None
+        self.proven: tuple[Recorder, Any, dict[int, EventCost]] | None = None
 
     def repair(self) -> None:
         """Record; while the glue of a module fails, take that module as a whole."""
@@ -186,7 +186,7 @@ class _Attempt:
             copy.train(self.training)
         return copy
 
-    def once(self, copy: nn.Module, seed: int, meter: Metering = None) -> tuple[Recorder, Any, dict[int, Cost]]:
+    def once(self, copy: nn.Module, seed: int, meter: Metering = None) -> tuple[Recorder, Any, dict[int, EventCost]]:
         """One forward of ``copy``, watched: the recorder, what the model returned, encoded, and costs."""
         fresh = tree.map_tensors(self._input, self.inputs)
         atoms = choose(copy, share=self.share, forced=self.forced | set(self.whole), opened=self.way == "opened")
@@ -242,7 +242,7 @@ class _Attempt:
         return max(sizes, default=0) / max(1, sum(p.numel() for p in self.model.parameters()))
 
 
-def signature(steps: list[Step], outputs: Any) -> list[str]:
+def signature(steps: list[Instruction], outputs: Any) -> list[str]:
     """What two recordings must share: calls, their plain arguments, their constants."""
 
     def text(thing: Any) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_forward import Recorder
-from meshfit.anatomy.record_known import Source, objects_in, storage
-from meshfit.anatomy.record_program import Part, Ref, Step, references
+from meshfit.anatomy.record_known import Origin, objects_in, storage
+from meshfit.anatomy.record_program import Instruction, ModuleRef, Ref, references
 from meshfit.anatomy.replay import Recording, fact
-from meshfit.anatomy.trace import Cost, Dynamic, Event, Parameter, Trace, Value
+from meshfit.anatomy.trace import Dynamic, Event, EventCost, Parameter, Trace, Value
 from meshfit.axes.tensors import tied
 from meshfit.data import tree
 
@@ -21,7 +21,7 @@ def built(
     inputs: Any,
     *,
     training: bool,
-    costs: dict[int, Cost],
+    costs: dict[int, EventCost],
     dynamic: tuple[Dynamic, ...],
     notes: tuple[str, ...],
 ) -> Recording:
@@ -44,13 +44,13 @@ def built(
     return Recording(trace, tuple(steps), outputs, tuple(map(fact, tree.leaves(inputs))))
 
 
-def _event(model: nn.Module, index: int, step: Step, ties: dict[str, str], costs: dict[int, Cost]) -> Event:
+def _event(model: nn.Module, index: int, step: Instruction, ties: dict[str, str], costs: dict[int, EventCost]) -> Event:
     held = step.held
     parameters = [h.name for h in held if h.kind == "parameter"]
     buffers = [h.name for h in held if h.kind == "buffer"]
     if step.kind == "assign" and step.target.kind == "buffer":
         buffers.append(step.target.name)
-    used = [r.path for r in references((step.args, step.kwargs)) if isinstance(r, Part)]  # modules as arguments
+    used = [r.path for r in references((step.args, step.kwargs)) if isinstance(r, ModuleRef)]  # modules as arguments
     for path in (step.target, *used) if step.kind == "module" else used:
         module, prefix = model.get_submodule(path), f"{path}." if path else ""
         parameters += [f"{prefix}{name}" for name, _ in module.named_parameters()]
@@ -66,14 +66,14 @@ def _event(model: nn.Module, index: int, step: Step, ties: dict[str, str], costs
         mutates=step.mutates,
         parameters=tuple(dict.fromkeys(ties.get(name, name) for name in parameters)),
         buffers=tuple(dict.fromkeys(buffers)),
-        cost=costs.get(step.number, Cost()) if step.kind in ("module", "glue") else Cost(),
+        cost=costs.get(step.number, EventCost()) if step.kind in ("module", "glue") else EventCost(),
         line=step.line,
         changes=step.changes,
         within=step.within,
     )
 
 
-def _values(recorder: Recorder, steps: list[Step]) -> dict[int, Value]:
+def _values(recorder: Recorder, steps: list[Instruction]) -> dict[int, Value]:
     made_by, used_by = dict.fromkeys(recorder.inputs, -1), defaultdict(list)
     for index, step in enumerate(steps):
         for id in (*step.outs, *(id for _, id in step.attributes)):
@@ -100,10 +100,10 @@ def _values(recorder: Recorder, steps: list[Step]) -> dict[int, Value]:
     return found
 
 
-def _varying(recorder: Recorder, steps: list[Step]) -> set[int]:
+def _varying(recorder: Recorder, steps: list[Instruction]) -> set[int]:
     """Values that not every stage can compute for itself: from inputs, parameters or random numbers, from what is
     written in place, from objects handed on, from buffers that change."""
-    varied = Source.INPUT | Source.PARAMETER | Source.RANDOM | Source.RAGGED
+    varied = Origin.INPUT | Origin.PARAMETER | Origin.RANDOM | Origin.RAGGED
     varying = {id for id, source in enumerate(recorder.sources) if source & varied}
     written = {storage(recorder.values[id]) for step in steps for id in step.mutates}
     changed = {name for step in steps for name in step.changes}
@@ -126,7 +126,7 @@ def _parameter(name: str, tensor: Tensor) -> Parameter:
     return Parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), size, tensor.requires_grad)
 
 
-def set_frees(steps: list[Step], wanted: tuple[int, ...]) -> None:
+def set_frees(steps: list[Instruction], wanted: tuple[int, ...]) -> None:
     """Tell each step which values nobody reads after it."""
     last: dict[int, int] = {}
     for index, step in enumerate(steps):

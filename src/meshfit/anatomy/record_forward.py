@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshfit.anatomy.record_known import GlueError, Known, Source, above, line_of_call, objects_in, storage
+from meshfit.anatomy.record_known import GlueError, Known, Origin, above, line_of_call, objects_in, storage
 from meshfit.anatomy.record_meta import DEVICES, all_on_meta, on_meta, on_zeros
-from meshfit.anatomy.record_program import Get, Held, Ref, Set, Step, current_mode, made, tensors
+from meshfit.anatomy.record_program import Get, Held, Instruction, Ref, Set, current_mode, made, tensors
 from meshfit.anatomy.replay import Environment, run
-from meshfit.anatomy.trace import Cost, Dynamic
+from meshfit.anatomy.trace import Dynamic, EventCost
 from meshfit.data import tree
 from meshfit.torch_private import (
     checkpoint_now,
@@ -45,7 +45,7 @@ class Meter(Protocol):
     """Tells what each event costs."""
 
     @property
-    def costs(self) -> dict[int, Cost]: ...
+    def costs(self) -> dict[int, EventCost]: ...
     def start(self, key: int) -> None: ...
     def stop(self) -> None: ...
     def reach(self, outputs: Iterable[Tensor]) -> None: ...
@@ -77,12 +77,12 @@ class Recorder(TorchFunctionMode, Known):
         """Modules found not to run on meta."""
         self.meter: Meter | None = None
         self.meta = any(t.is_meta for t in (*inputs, *model.parameters(), *model.buffers()))
-        self.inputs = [self.new(tensor, Source.INPUT) for tensor in inputs]
+        self.inputs = [self.new(tensor, Origin.INPUT) for tensor in inputs]
         self.dynamic: dict[Dynamic, None] = {}
         self.notes: dict[str, None] = {}
         self.busy = 0
         """Not 0: what runs belongs to a step, or to the recorder itself."""
-        self.seen = Source.NOTHING
+        self.seen = Origin.NOTHING
         """What the operators of the running step told."""
         self.looked = False
         """Whether the running step read a value of a tensor in Python."""
@@ -116,13 +116,13 @@ class Recorder(TorchFunctionMode, Known):
     ) -> Any:
         """Run ``call``, and keep it if it made or changed a tensor."""
         self.check_draws()
-        step = Step(kind, target, name, self.inside, line_of_call(), self.encode(args), self.encode(kwargs))
+        step = Instruction(kind, target, name, self.inside, line_of_call(), self.encode(args), self.encode(kwargs))
         step.within = tuple(self.stack)
         self._place(step)
         given = tensors((args, kwargs))
         owned = [] if module is None else [*module.parameters(), *module.buffers()]
         before = [(tensor, version(tensor), tensor.requires_grad) for tensor in (*given, *owned)]
-        self.seen, self.looked = Source.NOTHING, False
+        self.seen, self.looked = Origin.NOTHING, False
         if self.meta:
             args, kwargs = on_meta(args), on_meta(kwargs)
         result = self._run(step.number, call, args, kwargs, module)
@@ -137,16 +137,16 @@ class Recorder(TorchFunctionMode, Known):
             self._keep(step, found, changed, owned)
         return result
 
-    def _place(self, step: Step) -> None:
+    def _place(self, step: Instruction) -> None:
         """Where in the forward a step stands."""
         mode = current_mode()
         step.number, step.checkpoint = len(self.steps), self._region()
         step.mode = None if mode == self.start_mode else mode
 
-    def _keep(self, step: Step, found: list[Tensor], changed: list[Tensor], owned: list[Tensor]) -> None:
+    def _keep(self, step: Instruction, found: list[Tensor], changed: list[Tensor], owned: list[Tensor]) -> None:
         source = self.sources_of(step) | self.seen
         for tensor in owned:
-            source |= Source.PARAMETER if isinstance(tensor, nn.Parameter) else Source.BUFFER
+            source |= Origin.PARAMETER if isinstance(tensor, nn.Parameter) else Origin.BUFFER
         step.mutates = tuple(dict.fromkeys(self.numbers[id(t)] for t in changed if id(t) in self.numbers))
         step.changes = tuple(dict.fromkeys(self.held[id(t)].name for t in changed if id(t) in self.held))
         for number in step.mutates:
@@ -226,7 +226,7 @@ class Recorder(TorchFunctionMode, Known):
             self.fail(f"{path}.{name} is set to another {type(value).__name__}")
         with self.unwatched():
             held = Held("buffer" if name in own_buffers(module) else "attribute", path, name)
-            step = Step("assign", held, held.name, self.inside, line_of_call(), (self.encode(value),))
+            step = Instruction("assign", held, held.name, self.inside, line_of_call(), (self.encode(value),))
             step.changes = (held.name,)
             self._place(step)
             self.steps.append(step)
@@ -241,7 +241,7 @@ class Recorder(TorchFunctionMode, Known):
             self.stack = [held.path]
             value = self.find(tensor)
             makers = [i for i, step in enumerate(self.steps) if isinstance(value, Ref) and value.id in step.outs]
-            step = Step("assign", held, held.name, held.path, "", (value,), changes=(held.name,))
+            step = Instruction("assign", held, held.name, held.path, "", (value,), changes=(held.name,))
             step.line = self.steps[makers[-1]].line if makers else ""
             self.steps.insert(makers[-1] + 1 if makers else len(self.steps), step)
             self.note(f"{held.name} is set in the forward")
@@ -253,7 +253,9 @@ class Recorder(TorchFunctionMode, Known):
         """The value, if it can be known to hold at replay; and a step that checks it, if it may not."""
         with self.unwatched():
             self.check_draws()
-            step = Step("guard", function, what, self.inside, line_of_call(), self.encode(args), self.encode(kwargs))
+            step = Instruction(
+                "guard", function, what, self.inside, line_of_call(), self.encode(args), self.encode(kwargs)
+            )
             source = self.sources_of(step)
             depends = _depends_on(source)
             self.dynamic[Dynamic(self.inside, step.line, what, depends)] = None
@@ -265,20 +267,20 @@ class Recorder(TorchFunctionMode, Known):
                 self._guard(step, value)
             return value
 
-    def _guard(self, step: Step, value: Any) -> None:
+    def _guard(self, step: Instruction, value: Any) -> None:
         step.expected = value
         self._place(step)
         self.steps.append(step)
 
     def _check_size(self, function: Callable, name: str, args: tuple, kwargs: dict[str, Any], size: Any) -> None:
         """A size that depends on values is baked into what follows: replay must find the same."""
-        step = Step("guard", function, name, self.inside, line_of_call(), self.encode(args), self.encode(kwargs))
+        step = Instruction("guard", function, name, self.inside, line_of_call(), self.encode(args), self.encode(kwargs))
         source = self.sources_of(step)
-        if Source.RAGGED in source:
+        if Origin.RAGGED in source:
             self.dynamic[Dynamic(self.inside, step.line, f"size of a tensor ({name})", _depends_on(source))] = None
             self._guard(step, size)
 
-    def _evaluate(self, read: Step) -> Any:
+    def _evaluate(self, read: Instruction) -> Any:
         """A value that the recording does not have, from the steps that lead to it, on real tensors."""
         needed, steps = set(read.reads), []
         for step in reversed(self.steps):
@@ -290,7 +292,7 @@ class Recorder(TorchFunctionMode, Known):
         env = Environment(self.owner, values, device=self.device)
         result: list[Any] = []
         function = lambda *args, **kwargs: result.append(read.target(*args, **kwargs))
-        last = Step("glue", function, read.name, read.inside, read.line, read.args, read.kwargs)
+        last = Instruction("glue", function, read.name, read.inside, read.line, read.args, read.kwargs)
         try:
             with without_torch_function(), torch.no_grad():
                 run([*steps, last], env)
@@ -338,9 +340,9 @@ class Recorder(TorchFunctionMode, Known):
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Told of every operator, at the bottom."""
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.seen |= Source.RANDOM
+            self.seen |= Origin.RANDOM
         if torch.Tag.dynamic_output_shape in func.tags and (schema_of(func).name != "aten::index" or _masks(args)):
-            self.seen |= Source.RAGGED
+            self.seen |= Origin.RAGGED
         if not self.busy and any(
             storage(t) in self.storages or storage(t) in self.dark for t in tensors((args, kwargs))
         ):
@@ -367,14 +369,14 @@ class Recorder(TorchFunctionMode, Known):
         return id(pack)
 
 
-def _depends_on(source: Source) -> str:
-    if Source.PARAMETER in source:
+def _depends_on(source: Origin) -> str:
+    if Origin.PARAMETER in source:
         return "activations"
-    if Source.BUFFER in source:
+    if Origin.BUFFER in source:
         return "buffers"
-    if Source.INPUT in source:
+    if Origin.INPUT in source:
         return "inputs"
-    return "random" if Source.RANDOM in source else "nothing"
+    return "random" if Origin.RANDOM in source else "nothing"
 
 
 def first_line(error: BaseException) -> str:

@@ -21,11 +21,11 @@ from meshfit.anatomy.record_program import (
     PLAIN,
     Device,
     Held,
+    Instruction,
+    ModuleRef,
     Object,
-    Part,
     Ref,
     Slice,
-    Step,
     contents,
     rebuilt,
 )
@@ -34,7 +34,7 @@ from meshfit.torch_private import own_buffers, own_parameters, storage_id
 OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, patches.__file__)
 
 
-class Source(Flag):
+class Origin(Flag):
     """What a value was computed from."""
 
     NOTHING = 0
@@ -60,9 +60,9 @@ class Known:
     def __init__(self, model: nn.Module, atoms: set[str], device: torch.device):
         self.model, self.atoms, self.device = model, atoms, device
         self.paths = {id(module): path for path, module in model.named_modules()}
-        self.steps: list[Step] = []
+        self.steps: list[Instruction] = []
         self.values: list[Tensor] = []
-        self.sources: list[Source] = []
+        self.sources: list[Origin] = []
         """By the number of the value."""
         self.tracked: list[bool] = []
         """Whether autograd followed a value when its step was done; by number, too."""
@@ -105,7 +105,7 @@ class Known:
             if isinstance(thing, Tensor):
                 self.storages.add(storage(thing))
 
-    def new(self, tensor: Tensor, source: Source) -> int:
+    def new(self, tensor: Tensor, source: Origin) -> int:
         self.values.append(tensor)
         self.sources.append(source)
         self.tracked.append(tensor.requires_grad)
@@ -142,7 +142,7 @@ class Known:
         if step is None:
             return held
         del self.held[id(tensor)]
-        ref = Ref(self.new(tensor, self.sources_of(step) | Source.PARAMETER))
+        ref = Ref(self.new(tensor, self.sources_of(step) | Origin.PARAMETER))
         step.attributes.append((held, ref.id))
         return ref
 
@@ -166,7 +166,7 @@ class Known:
         if id(tree) in self.held:
             return self.held[id(tree)]
         if isinstance(tree, nn.Module):
-            return Part(self.paths[id(tree)]) if id(tree) in self.paths else tree
+            return ModuleRef(self.paths[id(tree)]) if id(tree) in self.paths else tree
         if isinstance(tree, types.FunctionType | types.MethodType | functools.partial):
             self._check_function(tree)
             return tree
@@ -212,13 +212,13 @@ class Known:
                 owner = next(kept for kept in self.kept if id(kept) == key)
                 self.objects[key] = (thing, list(contents(owner)))
 
-    def sources_of(self, step: Step) -> Source:
+    def sources_of(self, step: Instruction) -> Origin:
         """What the arguments of a step were computed from."""
-        source = Source.NOTHING
+        source = Origin.NOTHING
         for id in step.reads:
             source |= self.sources[id]
         for held in step.held:
-            source |= Source.PARAMETER if held.kind == "parameter" else Source.BUFFER
+            source |= Origin.PARAMETER if held.kind == "parameter" else Origin.BUFFER
         return source
 
 

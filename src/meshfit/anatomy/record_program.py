@@ -50,7 +50,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModuleRef:
     path: str
 
 
@@ -76,7 +76,7 @@ class Slice:
     step: Any
 
 
-REFERENCES = (Ref, Held, Part, Device)
+REFERENCES = (Ref, Held, ModuleRef, Device)
 
 PLAIN = (
     *(int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, enum.Enum),
@@ -96,7 +96,7 @@ class Mode:
 
 
 @dataclass(eq=False)
-class Step:
+class Instruction:
     """One call, ready to be made again."""
 
     kind: str

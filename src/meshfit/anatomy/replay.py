@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from meshfit.anatomy.record_program import (
     Device,
     Held,
+    Instruction,
     Mode,
+    ModuleRef,
     Object,
-    Part,
     Ref,
-    Step,
     TraceError,
     build,
     decode,
@@ -40,7 +40,7 @@ class Recording:
     trace: Trace
     """Event ``i`` is what step ``i`` does."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[Instruction, ...]
     outputs: Any
     """What the model returned, with references in the place of tensors."""
 
@@ -67,7 +67,7 @@ class Environment:
                 return self.values[reference.id]
             case Held():
                 return getattr(self.model.get_submodule(reference.path), reference.attribute)
-            case Part():
+            case ModuleRef():
                 return self.model.get_submodule(reference.path)
             case Device():
                 device = self.device or self.own_device()
@@ -118,7 +118,7 @@ def replay_range(recording: Recording, start: int, stop: int, env: Environment) 
     return env
 
 
-def replay_steps(steps: Sequence[Step], env: Environment) -> None:
+def replay_steps(steps: Sequence[Instruction], env: Environment) -> None:
     """Run ``steps``, those of an activation checkpoint under one."""
     for region, group in groupby(steps, key=lambda step: step.checkpoint):
         if region is None or not torch.is_grad_enabled():
@@ -127,7 +127,7 @@ def replay_steps(steps: Sequence[Step], env: Environment) -> None:
             _checkpointed(list(group), env)
 
 
-def run(steps: list[Step], env: Environment) -> None:
+def run(steps: list[Instruction], env: Environment) -> None:
     for step in steps:
         with under(step.mode):
             _run(step, env)
@@ -135,7 +135,7 @@ def run(steps: list[Step], env: Environment) -> None:
             env.values.pop(id, None)
 
 
-def _run(step: Step, env: Environment) -> None:
+def _run(step: Instruction, env: Environment) -> None:
     args, kwargs = decode(step.args, env.resolve), decode(step.kwargs, env.resolve)
     if step.kind == "assign":
         setattr(env.model.get_submodule(step.target.path), step.target.attribute, args[0])
@@ -165,7 +165,7 @@ def _run(step: Step, env: Environment) -> None:
     env.values.update((id, env.resolve(held)) for held, id in step.attributes)
 
 
-def _checkpointed(steps: list[Step], env: Environment) -> None:
+def _checkpointed(steps: list[Instruction], env: Environment) -> None:
     """Run ``steps`` keeping only what goes in; backward runs them again."""
     given = dict(env.values)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.anatomy.aten import AtenTrace, Op, Storage, Window, real
+from meshfit.anatomy.aten import AtenTrace, Op, Storage, StridedView, real
 
 Ranges = tuple[tuple[int, int], ...]
 """Indices as (start, stop) of each run of them."""
@@ -129,7 +129,7 @@ def owners_of(masks: Iterable[Tensor]) -> tuple[int, Tensor] | None:
     return None
 
 
-def factors_of(op: Op) -> tuple[tuple[Window, int], tuple[Window, int]] | None:
+def factors_of(op: Op) -> tuple[tuple[StridedView, int], tuple[StridedView, int]] | None:
     """The two factors of a product, each with the dim that is summed over; None if it is no plain product."""
     if op.name not in CONTRACTIONS:
         return None

@@ -33,7 +33,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class StorageUse:
     """Memory that an event works on and that may have to stay until backward."""
 
     storage: int
@@ -59,7 +59,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class EventCost:
     """What an event takes, for the batch that was traced. Backward is what autograd would run after it."""
 
     flops: int = 0
@@ -69,11 +69,11 @@ class Cost:
     kept: int = 0
     """Activation bytes that autograd keeps for backward, beyond parameters and the model's inputs."""
 
-    uses: tuple[Use, ...] = field(default=(), compare=False, repr=False)
+    uses: tuple[StorageUse, ...] = field(default=(), compare=False, repr=False)
     """Of one event, for those who ask what would be kept if some of it were computed again; a sum has none."""
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
+    def __add__(self, other: "EventCost") -> "EventCost":
+        return EventCost(
             self.flops + other.flops,
             self.flops_backward + other.flops_backward,
             self.bytes_read + other.bytes_read,
@@ -109,7 +109,7 @@ class Event:
     """Canonical names of the parameters it uses."""
 
     buffers: tuple[str, ...] = ()
-    cost: Cost = Cost()
+    cost: EventCost = EventCost()
     line: str = ""
     """file:line of the call, for messages."""
 
@@ -143,7 +143,7 @@ class Block:
     parameters: int
     """Bytes of one of them."""
 
-    cost: Cost
+    cost: EventCost
     """Of one of them."""
 
 
@@ -187,8 +187,8 @@ class Trace:
     """Class name by module path, for every module of the model."""
 
     @property
-    def cost(self) -> Cost:
-        return sum((event.cost for event in self.events), Cost())
+    def cost(self) -> EventCost:
+        return sum((event.cost for event in self.events), EventCost())
 
     @property
     def parameter_bytes(self) -> int:

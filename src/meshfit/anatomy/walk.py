@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.anatomy.aten import AtenTrace, Op, Storage, Window, real
+from meshfit.anatomy.aten import AtenTrace, Op, Storage, StridedView, real
 from meshfit.anatomy.shares import (
     Noise,
     coarser,
@@ -56,7 +56,7 @@ class Conflict(Mixed):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Row:
+class RowProduct:
     """An operation that sums over shared-out channels."""
 
     op: int
@@ -78,7 +78,7 @@ class Row:
 class Reach:
     """How far shares stay apart, from one parameter on."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[RowProduct] = field(default_factory=list)
     ops: list[int] = field(default_factory=list)
     """Operations that read something shared out, in order, rows among them."""
 
@@ -131,7 +131,7 @@ class Walker:
         self.added: dict[str, set[str]] = {}
         """What a row reads beside its weight: its bias."""
 
-        self.places: dict[tuple[Window, int], tuple[int, Tensor] | None] = {}
+        self.places: dict[tuple[StridedView, int], tuple[int, Tensor] | None] = {}
         self.limits: dict[tuple[int, int], int] = {}
         self.proven: set[tuple[int, ...]] = set()
 
@@ -154,7 +154,7 @@ class Walker:
             self.why[name], self.reached[name] = walk.why, bool(walk.reaches)
         return walks
 
-    def _walk(self, name: str, window: Window) -> Walk:
+    def _walk(self, name: str, window: StridedView) -> Walk:
         ops: set[int] = set()
         reaches, why = {}, {}
         other = self._not_channels(name)
@@ -267,7 +267,7 @@ class Walker:
             for each in put:
                 each.take(rank)
 
-    def _row(self, op: Op, live: Mapping[int, Any], masks: Mapping[int, list[Tensor]]) -> Row:
+    def _row(self, op: Op, live: Mapping[int, Any], masks: Mapping[int, list[Tensor]]) -> RowProduct:
         """The row that ``op`` is, if it is one."""
         trace = self.trace
         factors = factors_of(op)
@@ -295,9 +295,9 @@ class Walker:
         place = self._place(weight, outer, outer_dim)
         if place is None:
             raise Mixed("meets {}, which is rearranged before use", weight)
-        return Row(op.index, weight, owners, *place, len(channels))
+        return RowProduct(op.index, weight, owners, *place, len(channels))
 
-    def _place(self, name: str, window: Window, dim: int) -> tuple[int, Tensor] | None:
+    def _place(self, name: str, window: StridedView, dim: int) -> tuple[int, Tensor] | None:
         """Which dim of a parameter ``dim`` of a window on it is, and the index there of each place here."""
         key = window, dim
         if key not in self.places:
@@ -312,7 +312,7 @@ class Walker:
                     break
         return self.places[key]
 
-    def _same_place(self, name: str, window: Window, dim: int) -> tuple[int, Tensor] | None:
+    def _same_place(self, name: str, window: StridedView, dim: int) -> tuple[int, Tensor] | None:
         """The same, where the window shows the parameter as it is, or with its dims in another order."""
         whole = self.trace.whole[self.trace.value_of[name]]
         if window.value != whole.value or window.offset != whole.offset or 1 in whole.size:
@@ -423,7 +423,7 @@ class Walker:
         leaves = {value: trace.elements(value).clone().requires_grad_() for value in values}
 
         def tensor(leaf: Any) -> Any:
-            if not isinstance(leaf, Window):
+            if not isinstance(leaf, StridedView):
                 return leaf
             if leaf.value in leaves:
                 return leaf.over(leaves[leaf.value])
@@ -437,7 +437,9 @@ class Walker:
             with torch.enable_grad():
                 args, kwargs = tree_unflatten([tensor(leaf) for leaf in op.leaves], op.spec)
                 results = zip(op.outs, tree_leaves(op.func(*args, **kwargs)), strict=True)
-                outs = [(w, t) for w, t in results if isinstance(w, Window) and w.value in masks and t.requires_grad]
+                outs = [
+                    (w, t) for w, t in results if isinstance(w, StridedView) and w.value in masks and t.requires_grad
+                ]
                 outs = [(w, t * (torch.rand(t.shape, dtype=torch.float64, generator=random) + 0.5)) for w, t in outs]
                 for rank in range(ranks):
                     total = sum((t * trace.through(w, masks[w.value][rank])).sum() for w, t in outs)
@@ -513,7 +515,7 @@ class Walker:
             return False
         trace = self.trace
         for a, b in zip(one.leaves, two.leaves, strict=True):
-            if isinstance(a, Window) and isinstance(b, Window):
+            if isinstance(a, StridedView) and isinstance(b, StridedView):
                 if a.geometry != b.geometry or values.setdefault(a.value, b.value) != b.value:
                     return False
                 for kind in (trace.constant, trace.trained, trace.fed, trace.source, trace.names):
@@ -531,7 +533,7 @@ def agreeing(one: Reach, two: Reach) -> bool:
     return all(alike(rows[row.op], row) for row in two.rows if row.op in rows)
 
 
-def alike(one: Row, two: Row) -> bool:
+def alike(one: RowProduct, two: RowProduct) -> bool:
     """Whether two see the same owners, as far as both can tell them apart."""
     shares = min(one.shares, two.shares)
     return same_owners(coarser(one.owners, one.shares // shares), coarser(two.owners, two.shares // shares))

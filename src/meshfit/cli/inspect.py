@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.describe import describe
-from meshfit.anatomy.pairs import Split, find_pairs
+from meshfit.anatomy.pairs import Pairs, find_pairs
 from meshfit.anatomy.record import SHARE, TraceError, record
 from meshfit.anatomy.trace import Trace
 from meshfit.cli import tell
@@ -72,7 +72,7 @@ class Subject:
             model = self.build()
             return _traced(model, self.inputs), model
 
-    def pairs(self, model: nn.Module) -> Split | None:
+    def pairs(self, model: nn.Module) -> Pairs | None:
         """What can be split column then row; None where the model is too large to try, or cannot be run by itself."""
         if sum(p.numel() for p in model.parameters()) > MOST_TRIED:
             return None

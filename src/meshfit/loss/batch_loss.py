@@ -28,7 +28,7 @@ from meshfit.comm.group import Group
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.loss import gather as gathering
-from meshfit.loss.objective import Objective, Over, call, split
+from meshfit.loss.objective import LossDenominator, Objective, call, split
 from meshfit.observe.figures import size as count_bytes
 from meshfit.plan import Plan
 
@@ -45,14 +45,14 @@ class BatchLoss:
     """``loss`` of the outputs and targets of all who share a batch."""
 
     loss: Callable[..., Any]
-    over: Over
+    over: LossDenominator
     group: Group | None
     """The ranks that share the batch; None: this one has all of it."""
     device: torch.device
 
     @classmethod
     def of(
-        cls, objective: Objective | None, over: Over, group: Group | None, device: torch.device
+        cls, objective: Objective | None, over: LossDenominator, group: Group | None, device: torch.device
     ) -> "BatchLoss | None":
         """None where the loss is a mean, or has its rows gathered by itself."""
         if over.kind != "batch" or objective is None or objective.loss is None:
@@ -180,7 +180,7 @@ def _in_step(plan: Plan) -> str:
     return f"{replace(plan, staleness=0, late='none', exchange='allreduce', every=1, overlap=0)} works"
 
 
-def check(plan: Plan, over: Over, objective: Objective) -> None:
+def check(plan: Plan, over: LossDenominator, objective: Objective) -> None:
     """Refuse a loss of the whole batch where ``plan`` cuts the batch and it cannot be computed exactly."""
     if over.gathers and (why := no_gather(plan)):
         raise PlanError(f"{plan}: the loss calls meshfit.gather, which does not work here", *why)
@@ -222,7 +222,7 @@ def check(plan: Plan, over: Over, objective: Objective) -> None:
         )
 
 
-def notes(plan: Plan, over: Over, batch_size: int) -> list[str]:
+def notes(plan: Plan, over: LossDenominator, batch_size: int) -> list[str]:
     """What is done about a loss of the whole batch, in words."""
     if over.kind != "batch":
         return []

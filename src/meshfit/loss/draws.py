@@ -23,7 +23,7 @@ class Incomparable(Exception):
     """The whole draws in another way than its parts."""
 
 
-class Draw:
+class DrawnValues:
     """What one random operation gave."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, made: Any):
@@ -41,7 +41,7 @@ class Noting(TorchDispatchMode):
 
     def __init__(self, first: "Noting | None" = None):
         super().__init__()
-        self.first, self.draws = first, list[Draw]()
+        self.first, self.draws = first, list[DrawnValues]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -49,7 +49,7 @@ class Noting(TorchDispatchMode):
             at = len(self.draws)
             if self.first is not None and at < len(self.first.draws):
                 _put(made, self.first.draws[at].made)
-            self.draws.append(Draw(func, args, kwargs or {}, made))
+            self.draws.append(DrawnValues(func, args, kwargs or {}, made))
         return made
 
 

@@ -2,7 +2,7 @@
 
 ``Objective`` calls the model as the data suggests and gives the loss. To train in parts (over ranks, over
 microbatches) like one device on the whole batch, the parts' losses must be weighted rightly: a mean by what
-it is a mean over. ``Over`` says what that is:
+it is a mean over. ``LossDenominator`` says what that is:
 
     samples   mean((x - y)^2) and the like: by the samples of each part
     targets   cross entropy: by the targets that are not ignored (by their class weights, if it has them)
@@ -108,7 +108,7 @@ def _own_loss(outputs: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Over:
+class LossDenominator:
     """What a loss is a mean over."""
 
     kind: str = "samples"
@@ -151,7 +151,7 @@ class Over:
         return self.kind in ("samples", "sum", "batch")
 
 
-def stated(objective: Objective) -> Over | None:
+def stated(objective: Objective) -> LossDenominator | None:
     """What the loss says of itself; None when it says nothing."""
     loss, keywords = objective.loss, {}
     if objective.step is not None or loss is None:
@@ -169,10 +169,12 @@ def stated(objective: Objective) -> Over | None:
     if reduction == "none":
         raise JobError('the loss has reduction="none", so it is no single number', 'use reduction="mean" or "sum"')
     if reduction == "sum":
-        return Over(kind="sum")
+        return LossDenominator(kind="sum")
     if mean_over_targets:
         ignore = keywords.get("ignore_index", getattr(loss, "ignore_index", -100))
-        return Over(kind="targets", ignore=ignore, weight=keywords.get("weight", getattr(loss, "weight", None)))
+        return LossDenominator(
+            kind="targets", ignore=ignore, weight=keywords.get("weight", getattr(loss, "weight", None))
+        )
     return None
 
 

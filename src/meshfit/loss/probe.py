@@ -6,7 +6,8 @@ does not run in double precision, what rounding leaves is allowed. Random number
 loss/draws.py.
 
 A loss for which no weighting makes that true (contrastive, ranking, over the batch's statistics) is one of the whole
-batch: ``Over(kind="batch")``. What then has to be gathered is noted: which dim of each output is that of the samples.
+batch: ``LossDenominator(kind="batch")``. What then has to be gathered is noted: which dim of each output is that of
+the samples.
 """
 
 import copy
@@ -26,7 +27,7 @@ from meshfit.generators import Generators
 from meshfit.loss.batch_loss import whole_outputs
 from meshfit.loss.draws import Composing, Incomparable, Noting
 from meshfit.loss.gather import gathering
-from meshfit.loss.objective import Objective, Over, call, check_scalar, split, stated
+from meshfit.loss.objective import LossDenominator, Objective, call, check_scalar, split, stated
 from meshfit.loss.parts import CrossEntropies, cut_rows, cuts_of, finders, part_of, size_of
 from meshfit.torch_private import BatchNorm, Dropout
 
@@ -51,7 +52,7 @@ def find_denominator(
     inside: Callable[[], AbstractContextManager[None]] | None = None,
     *,
     auxiliary: bool = False,
-) -> Over:
+) -> LossDenominator:
     """What ``objective`` is a mean over; ``batch`` holds a few samples to try it on. ``inside`` goes around what runs a
     model that is laid out over ranks already: all of them call it together. ``auxiliary``: the load-balancing loss of a
     mixture is on trial too; else it is left out, as one that is made right by itself (axes/expert/balance.py).
@@ -64,7 +65,7 @@ def find_denominator(
             return replace(said, unit=targets.numel() / max(1, len(targets)) / classes)
     samples = min(SAMPLES, size_of(batch))
     if samples < 2:
-        return Over(kind="samples")
+        return LossDenominator(kind="samples")
     batch = tree.to_device(part_of(batch, slice(0, samples), size_of(batch)), device)
     error: Exception | None = None
     for way in _ways(model, inside):
@@ -164,13 +165,13 @@ class _Trial:
         self.wholes: list[Tensor] = []
         """What the whole batch gave to ``meshfit.gather``, call by call."""
 
-    def found(self) -> Over:
+    def found(self) -> LossDenominator:
         try:
             return self._found()
         finally:
             self.start.restore()
 
-    def _found(self) -> Over:
+    def _found(self) -> LossDenominator:
         run, unfit, dims, moved = self._objective, "", (), (0, 0)
         along: list[int | None] | None = None
         if self.objective.loss is not None:
@@ -188,12 +189,12 @@ class _Trial:
         except Incomparable:
             over, why = None, "it draws random numbers in a way that depends on the number of samples"
         if over is None and self.start.moved_others:  # the draws of a part are not those of the whole
-            return Over(kind="batch", untried=True)
+            return LossDenominator(kind="batch", untried=True)
         if over is None:
             targets = [leaf for leaf in tree.leaves(split(self.batch)[1]) if leaf is not None]
             if not unfit and not all(isinstance(leaf, Tensor) for leaf in targets):
                 unfit = "its targets are not tensors, and are not gathered"
-            return Over(kind="batch", dims=dims, moved=moved, draws=self.draws, why=why, unfit=unfit)
+            return LossDenominator(kind="batch", dims=dims, moved=moved, draws=self.draws, why=why, unfit=unfit)
         return replace(over, gathers=self.gathers)
 
     def finite_samples(self) -> list[int]:
@@ -252,7 +253,7 @@ class _Trial:
 
     def _compared(
         self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], along: list[int | None] | None
-    ) -> tuple[Over | None, str]:
+    ) -> tuple[LossDenominator | None, str]:
         """What makes the whole out of the parts, None if nothing does, and the numbers. Gradients of parts are added;
         those of outputs put together ``along`` a dim of each."""
         everything = slice(0, self.samples)
@@ -322,9 +323,9 @@ class _Trial:
 
         return act
 
-    def _candidates(self, whole: _Side) -> Iterator[Over]:
+    def _candidates(self, whole: _Side) -> Iterator[LossDenominator]:
         if whole.count is not None:
-            yield Over(kind="pair")
+            yield LossDenominator(kind="pair")
             return
         for result, target, ignore, weight in whole.seen:
             if target.is_floating_point() or float(result.detach()) != whole.value:
@@ -333,13 +334,13 @@ class _Trial:
                 found = find(self.batch)
                 if torch.equal(found[found != ignore].flatten(), target[target != ignore].flatten()):
                     unit = target.numel() / self.samples
-                    yield Over(kind="targets", unit=unit, ignore=ignore, weight=_native(weight), find=find)
+                    yield LossDenominator(kind="targets", unit=unit, ignore=ignore, weight=_native(weight), find=find)
         if not any((target == ignore).any() for _, target, ignore, _ in whole.seen):
-            yield Over(kind="samples")
-        yield Over(kind="sum")
+            yield LossDenominator(kind="samples")
+        yield LossDenominator(kind="sum")
 
     def _explains(
-        self, over: Over, whole: _Side, parts: list[_Side], cuts: list[slice], along: list[int | None] | None
+        self, over: LossDenominator, whole: _Side, parts: list[_Side], cuts: list[slice], along: list[int | None] | None
     ) -> bool:
         """Whether the parts, weighted as ``over`` says, make the whole: its value, and its gradient."""
         if over.kind == "pair":

@@ -38,7 +38,7 @@ from meshfit.comm.transport import (
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.data.order import mix
 from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
-from meshfit.loss.objective import Over
+from meshfit.loss.objective import LossDenominator
 from meshfit.passes.backward import Owed, input_gradients
 from meshfit.passes.clock import Clock
 from meshfit.passes.whole import Passes
@@ -68,7 +68,7 @@ class Pipelined:
         staged: Staged,
         objective: Callable[..., Any],
         *,
-        over: Over,
+        over: LossDenominator,
         precision: Precision,
         scale: LossScale | None,
         exchange: Any,
@@ -109,7 +109,7 @@ class Pipelined:
         held = None if self.batch_loss is None else self._whole_loss(self.batch_loss, plan, batch)
         step = _Step(self, plan, batch, held)
         if self.batch_loss is None and step.programs[0].gives_pair and self.weigh.over.kind != "pair":
-            self.weigh.over = Over(kind="pair")
+            self.weigh.over = LossDenominator(kind="pair")
         self.clock.begin(plan)
         for entry in issued(plan, self.staged.rank):
             if isinstance(entry, Transfer):
@@ -164,7 +164,7 @@ class Pipelined:
         return self.weigh.correction(batch, count)
 
     @property
-    def over(self) -> Over:
+    def over(self) -> LossDenominator:
         return self.weigh.over
 
 

@@ -24,7 +24,7 @@ from meshfit.exchange.protocol import Exchange
 from meshfit.generators import Generators
 from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
 from meshfit.loss.gather import gathering
-from meshfit.loss.objective import Over, check_scalar
+from meshfit.loss.objective import LossDenominator, check_scalar
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Passes:
 
     model: nn.Module
     objective: Callable[[nn.Module, Any], Any]
-    over: Over
+    over: LossDenominator
     precision: Precision
     scale: LossScale | None
     exchange: Exchange
@@ -138,7 +138,7 @@ class Passes:
     def _share(self, loss: Any, part: Microbatch, batch: Batch) -> tuple[Tensor, Tensor | float]:
         """What this microbatch adds to the batch's loss, and what it counts for in the mean."""
         if isinstance(loss, tuple | list):
-            self.over = self.over if self.over.kind == "pair" else Over(kind="pair")
+            self.over = self.over if self.over.kind == "pair" else LossDenominator(kind="pair")
             total, count = check_scalar(loss[0]), loss[1]
             if self._alone(batch):
                 return total / count, 1.0

@@ -22,7 +22,7 @@ from torch import nn
 
 from meshfit.anatomy.branches import branches
 from meshfit.anatomy.cost import Meter
-from meshfit.anatomy.cuts import Cut, Stages
+from meshfit.anatomy.cuts import StageCut, Stages
 from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.record_atoms import twin
 from meshfit.anatomy.trace import Event, Trace
@@ -247,7 +247,7 @@ class Found:
         cuts = []
         for cut, alone in zip(stages.cuts, held[1:], strict=True):
             crossing = tuple(id for id in cut.crossing if alone.get(id, rank) == rank)
-            cuts.append(Cut(before(cut.after + 1) - 1, crossing, sum(trace.values[id].bytes for id in crossing)))
+            cuts.append(StageCut(before(cut.after + 1) - 1, crossing, sum(trace.values[id].bytes for id in crossing)))
         own = self.dealt.parameters
         mine = replace(
             stages,

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise, zip_longest
 
 from meshfit.anatomy.branches import successors
-from meshfit.anatomy.cuts import Cut, Stages, one_stage, storage_of
+from meshfit.anatomy.cuts import StageCut, Stages, one_stage, storage_of
 from meshfit.anatomy.record_known import objects_in
 from meshfit.anatomy.replay import Recording
 from meshfit.anatomy.trace import Event, Trace
@@ -172,7 +172,7 @@ class Flow:
         return enters, joins
 
     def _holders(
-        self, owner: Sequence[int], events: range, held: Mapping[int, int], phases: Iterable[Phase], cut: Cut
+        self, owner: Sequence[int], events: range, held: Mapping[int, int], phases: Iterable[Phase], cut: StageCut
     ) -> dict[int, int]:
         """Of what crosses ``cut``, what one rank alone has: it is handed on to the same rank of the next stage."""
         joined = {id for phase in phases for ids in phase.joins for id in ids}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.cuts import storage_of
-from meshfit.anatomy.record_program import Step, decode
+from meshfit.anatomy.record_program import Instruction, decode
 from meshfit.anatomy.replay import Environment, Recording, replay_steps, run
 from meshfit.axes.branch.assign import Dealt, owners_like
 from meshfit.axes.branch.flow import ALL, Flow, Phase, detached
@@ -24,12 +24,12 @@ from meshfit.events import current
 class Turn:
     """A phase, as one rank runs it."""
 
-    trunk: list[Step]
+    trunk: list[Instruction]
     enters: list[tuple[int, bool]]
     """Values, and whether the rank's own work changes them in place."""
     keeps: list[int]
     """Of those, the ones that it reads as they are handed to it: not what it made itself."""
-    own: list[Step]
+    own: list[Instruction]
     joins: list[list[tuple[int, bool]]]
     """By rank: values, and whether the trunk changes them in place."""
     drops: list[int]
@@ -147,7 +147,7 @@ class Program(pipeline.Program):
             found.append((turns, {id for phase in phases for id in phase.enters if detached(trace, id, own)}))
         return found
 
-    def _step(self, event: int, last: dict[int, tuple[str, int]]) -> Step:
+    def _step(self, event: int, last: dict[int, tuple[str, int]]) -> Instruction:
         """A step that frees what is not used after it in the order of this rank."""
         step = self.recording.steps[event]
         ids = dict.fromkeys((*step.outs, *(id for _, id in step.attributes), *step.reads))

@@ -17,20 +17,20 @@ import torch
 from torch import nn
 
 from meshfit.axes.buffers.record import Uncombined
-from meshfit.axes.buffers.trace import Update
-from meshfit.axes.buffers.trial import FEWER, TRIED, Call, Trial
+from meshfit.axes.buffers.trace import BufferUpdate
+from meshfit.axes.buffers.trial import FEWER, TRIED, ModuleCall, Trial
 from meshfit.axes.buffers.watch import Objective, Writes, may_write, named_state, undisturbed, writes
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writer:
+class BufferWriter:
     """A module whose call updates buffers from the samples it is given."""
 
     path: str
     states: tuple[str, ...]
-    updates: tuple[Update, ...]
+    updates: tuple[BufferUpdate, ...]
     opaque: tuple[str, ...]
     """Modules inside it that are not looked into."""
 
@@ -41,7 +41,7 @@ class Written:
 
     kept: tuple[str, ...] = ()
     """Those that do not depend on samples: counters, what follows weights."""
-    writers: tuple[Writer, ...] = ()
+    writers: tuple[BufferWriter, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     """Those that cannot be combined, and why."""
     parameters: tuple[str, ...] = ()
@@ -175,13 +175,13 @@ class _Search:
             self.objective(self.model, tree.map_tensors(torch.clone, batch))
         return heard
 
-    def _writer(self, path: str, states: tuple[str, ...], call: Any, other: Any) -> Writer | None:
+    def _writer(self, path: str, states: tuple[str, ...], call: Any, other: Any) -> BufferWriter | None:
         """None: they do not depend on samples."""
         if call is None or other is None:
             raise Uncombined("it is not called in every forward")
         module = self.model.get_submodule(path)
         held = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
-        given = Call.of(call, other, held)
+        given = ModuleCall.of(call, other, held)
         choices = [_opaque(module, path, states), _norms(module, path)]
         refusal: Uncombined | None = None
         for opaque in dict.fromkeys(choices):
@@ -202,7 +202,7 @@ class _Search:
                 raise Uncombined(f"{later[0]} is read again, by another module, after it was written")
             if self.seen.calls[path] > 1:
                 raise Uncombined(f"it is called {self.seen.calls[path]} times in one forward")
-            return Writer(path=path, states=states, updates=updates, opaque=opaque)
+            return BufferWriter(path=path, states=states, updates=updates, opaque=opaque)
         assert refusal is not None
         raise refusal
 

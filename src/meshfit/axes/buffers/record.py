@@ -13,12 +13,12 @@ from meshfit.axes.buffers.trace import (
     MIN,
     SUM,
     Argument,
-    Given,
+    BufferUpdate,
     Made,
     Number,
     Opaque,
+    Setting,
     Statistic,
-    Update,
     View,
     name_of,
     storage,
@@ -145,7 +145,7 @@ Group = tuple[Record, Sequence[Record], Sequence[int]]
 """A call on all samples, on parts of them, and the samples of each part."""
 
 
-def update_of(groups: Sequence[Group], limit: float) -> Update:
+def update_of(groups: Sequence[Group], limit: float) -> BufferUpdate:
     """The update that all these calls make; ``Uncombined`` if there is none."""
     found = _Analysis(groups, limit)
     found.forward()
@@ -262,7 +262,7 @@ class _Analysis:
         scale = max((t.double().abs().amax().item() for t in (want, *parts) if t.numel()), default=0.0)
         return not want.numel() or (got.double() - want.double()).abs().amax().item() <= self.limit * scale
 
-    def sliced(self) -> Update:
+    def sliced(self) -> BufferUpdate:
         """The operations that follow the statistics and lead to the buffers."""
         whole, values, memory = self.whole, set(), set()
         results: dict[str, View | Made] = {}
@@ -302,7 +302,7 @@ class _Analysis:
         statistics = {i: s for i, s in self.statistics.items() if i in makes}
         if statistics and self.decides:
             raise Uncombined("what it does depends on values that it has just written")
-        return Update(names=tuple(whole.names), steps=steps, makes=makes, statistics=statistics, results=results)
+        return BufferUpdate(names=tuple(whole.names), steps=steps, makes=makes, statistics=statistics, results=results)
 
     def _where(self, value: int) -> Argument:
         at = self._storage(value)
@@ -311,19 +311,19 @@ class _Analysis:
         if at in self.whole.states:
             _, size, stride, offset = self.whole.geometry[value]
             return View(self.whole.states[at], size, stride, offset)
-        return Given()
+        return Setting()
 
     def _arguments(self, at: int, op: _Op, statistic: Statistic | None) -> tuple[Argument, ...]:
         found: list[Argument] = []
         for place, leaf in enumerate(op.leaves):
             if statistic is not None and place != statistic.base:
-                found.append(Given())  # it is not made again
+                found.append(Setting())  # it is not made again
             elif isinstance(leaf, _Tensor):
                 found.append(self._where(leaf.value))
             elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
                 found.append(self._number(at, place))
             else:
-                found.append(Given())
+                found.append(Setting())
         return tuple(found)
 
     def _number(self, at: int, place: int) -> Argument:
@@ -335,9 +335,9 @@ class _Analysis:
             if abs(sum(made) - want) > self.limit * abs(want):
                 raise Uncombined(f"{self.whole.names[at]} takes a number that is no sum over samples ({want})")
             counts = True
-        return Number() if counts else Given()
+        return Number() if counts else Setting()
 
-    def check_outputs(self, update: Update) -> None:
+    def check_outputs(self, update: BufferUpdate) -> None:
         """What the module returns must not be made of what it has just written."""
         if not update.exchanged:
             return

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.buffers.find import Writer, Written
+from meshfit.axes.buffers.find import BufferWriter, Written
 from meshfit.axes.buffers.totals import Totals
 from meshfit.axes.buffers.trace import Collect, Differs, look_away
 from meshfit.axes.forward import wrap
@@ -24,7 +24,7 @@ from meshfit.torch_private import own_buffers, own_parameters
 
 
 @dataclass(eq=False, slots=True)
-class _State:
+class _Buffer:
     """A buffer, or a parameter that is not trained."""
 
     name: str
@@ -90,11 +90,11 @@ class Buffers:
         self.group = group
         self.writers = [w for w in written.writers if all(name in named for name in w.states)]
         wanted = [*(written.kept if microbatches > 1 else ()), *(n for w in self.writers for n in w.states)]
-        self.states: list[_State] = []
+        self.states: list[_Buffer] = []
         for name in wanted:
             if name in named:
                 path, _, own = name.rpartition(".")
-                self.states.append(_State(name, model.get_submodule(path), own, named[name], named[name]))
+                self.states.append(_Buffer(name, model.get_submodule(path), own, named[name], named[name]))
         self._carried: dict[int, dict[str, Tensor]] = {}
         """By microbatch: buffers as its forwards have left them."""
         self._totals: dict[str, Totals] = {}
@@ -129,7 +129,7 @@ class Buffers:
             self._samples = None
             self._carried[microbatch] = {state.name: state.leave() for state in self.states}
 
-    def _collected(self, forward: Callable[..., Any], module: nn.Module, writer: Writer) -> Callable[..., Any]:
+    def _collected(self, forward: Callable[..., Any], module: nn.Module, writer: BufferWriter) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._samples is None or not module.training:
                 return forward(*args, **kwargs)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.axes.buffers.trace import MAX, MEAN, MIN, Collected, Update, replay
+from meshfit.axes.buffers.trace import MAX, MEAN, MIN, BufferUpdate, Collected, replay
 from meshfit.comm.group import Group
 
 
 @dataclass
 class Totals:
-    update: Update
+    update: BufferUpdate
     calls: dict[int, tuple[Any, list[Any], Any]] = field(default_factory=dict)
     """Settings, of a call that counts if there is one."""
     sums: dict[int, Tensor] = field(default_factory=dict)

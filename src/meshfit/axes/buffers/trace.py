@@ -6,7 +6,7 @@ That part begins where the batch is summed up: in
     self.size.mul_(0.9).add_(counts, alpha=0.1)             made again, from the sum over all parts
     self.codes.copy_(self.total / self.size[:, None])       made again: what is derived follows
 
-``Update`` names the statistics and the operations after them by their place in the call. ``Collect`` picks the
+``BufferUpdate`` names the statistics and the operations after them by their place in the call. ``Collect`` picks the
 statistics out of a call, ``replay`` makes the update from those of the whole batch.
 """
 
@@ -58,11 +58,11 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Setting:
     """Whatever the call has there: a setting, or a tensor that does not depend on samples."""
 
 
-Argument = View | Made | Number | Given
+Argument = View | Made | Number | Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Statistic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class BufferUpdate:
     """How one call of a module updates buffers, as plain data."""
 
     names: tuple[str, ...]
@@ -142,7 +142,7 @@ class Differs(Exception):
 class Collected:
     """What one call leaves for the update: its statistics, and the settings of the operations after them."""
 
-    update: Update
+    update: BufferUpdate
     statistics: dict[int, Tensor] = field(default_factory=dict)
     numbers: dict[tuple[int, int], float] = field(default_factory=dict)
     """Those that count samples, by operation and argument."""
@@ -205,7 +205,7 @@ class Collect(Opaque):
     """Within ``watching`` a module is called once; ``done`` is what its update needs. Which of ``updates`` it is shows
     as it goes."""
 
-    def __init__(self, updates: Iterable[Update], *, dropout: bool = True):
+    def __init__(self, updates: Iterable[BufferUpdate], *, dropout: bool = True):
         super().__init__()
         self._dropout = dropout
         self._open = [Collected(update) for update in updates]
@@ -246,7 +246,7 @@ class Collect(Opaque):
 
 @torch.no_grad()
 def replay(
-    update: Update,
+    update: BufferUpdate,
     calls: Mapping[int, tuple[Any, list[Any], Any]],
     statistics: Mapping[int, Tensor],
     numbers: Mapping[tuple[int, int], float],

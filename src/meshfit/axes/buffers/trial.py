@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.buffers.record import Record, Uncombined, update_of
 from meshfit.axes.buffers.totals import Totals
-from meshfit.axes.buffers.trace import Collect, Differs, Opaque, Update, look_away, storage
+from meshfit.axes.buffers.trace import BufferUpdate, Collect, Differs, Opaque, look_away, storage
 from meshfit.axes.buffers.watch import named_state, undisturbed
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
@@ -23,14 +23,14 @@ FP64, FP32, ROUNDED = 1e-6, 1e-4, 3e-2
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """What a module is called with: ``dims`` tells along which dim samples lie, by leaf; None: it has none."""
 
     given: Any
     dims: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, call: Any, other: Any, held: set[int]) -> "Call":
+    def of(cls, call: Any, other: Any, held: set[int]) -> "ModuleCall":
         dims: list[int | None] = []
         theirs = list(tree.leaves(other))
         for leaf, again in zip(tree.leaves(call), theirs, strict=True) if _alike(call, other) else ():
@@ -101,14 +101,14 @@ class Trial:
         module: nn.Module,
         path: str,
         states: tuple[str, ...],
-        given: Call,
+        given: ModuleCall,
         opaque: tuple[str, ...],
         device: torch.device,
     ):
         self.model, self.module, self.path, self.states, self.given = model, module, path, states, given
         self.opaque, self.device = opaque, device
 
-    def updates(self) -> tuple[Update, ...]:
+    def updates(self) -> tuple[BufferUpdate, ...]:
         try:
             proven = self._tried(torch.float64)
         except (Uncombined, Differs):
@@ -120,9 +120,9 @@ class Trial:
             raise Uncombined("its statistics are not the same in double precision")
         return found
 
-    def _tried(self, dtype: torch.dtype | None) -> tuple[Update, ...]:
+    def _tried(self, dtype: torch.dtype | None) -> tuple[BufferUpdate, ...]:
         """By the values it starts from: as they are now, and after one update."""
-        found: list[Update] = []
+        found: list[BufferUpdate] = []
         with self._borrowed(dtype) as states:
             limit = _limit(states, dtype, self.device)
             start = {name: t.detach().clone() for name, t in states.items()}
@@ -140,7 +140,7 @@ class Trial:
                     break
         return tuple(found)
 
-    def _update(self, start: dict[str, Tensor], cases: list, dtype: torch.dtype | None, limit: float) -> Update:
+    def _update(self, start: dict[str, Tensor], cases: list, dtype: torch.dtype | None, limit: float) -> BufferUpdate:
         groups = []
         first, parts, _ = cases[0]
         shapes = [self._record(start, rows, dtype, keep=None) for rows in (first, *_cut(first, parts))]
@@ -277,5 +277,5 @@ def _cut(rows: list[int], sizes: tuple[int, ...]) -> list[list[int]]:
     return found
 
 
-def _kinds(update: Update) -> list[str]:
+def _kinds(update: BufferUpdate) -> list[str]:
     return [update.statistics[at].kind for at in sorted(update.statistics)]

@@ -72,7 +72,7 @@ def _watched(model: nn.Module, objective: Objective, batch: Any) -> Writes:
         if not isinstance(module, torch.jit.ScriptModule):
             module.__dict__["forward"] = _told(module.forward, path, module, stack, found)
     held = named_state(model)
-    with _Watch({storage(t): name for name, t in held.items()}, stack, found):
+    with _WriteWatch({storage(t): name for name, t in held.items()}, stack, found):
         objective(model, batch)
     now = named_state(model)
     for name, tensor in held.items():
@@ -99,7 +99,7 @@ def _told(forward: Callable[..., Any], path: str, module: nn.Module, stack: list
     return run
 
 
-class _Watch(TorchDispatchMode):
+class _WriteWatch(TorchDispatchMode):
     def __init__(self, names: dict[int, str], stack: list[str], found: Writes):
         super().__init__()
         self.names, self.stack, self.found = names, stack, found
@@ -127,7 +127,7 @@ def _shared(calls: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
     return calls[: same.index(False) if False in same else len(same)]
 
 
-def _in(tensor: Tensor, watch: _Watch) -> bool:
+def _in(tensor: Tensor, watch: _WriteWatch) -> bool:
     return tensor.layout is torch.strided and storage(tensor) in watch.names
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from meshfit.anatomy.cuts import storage_of
 from meshfit.anatomy.record import Recording, TraceError, record
 from meshfit.anatomy.record_atoms import twin
-from meshfit.anatomy.record_program import Ref, Step, decode, references, tensors
+from meshfit.anatomy.record_program import Instruction, Ref, decode, references, tensors
 from meshfit.anatomy.replay import Environment, bind, run
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.pipeline.cut import learnt
@@ -131,7 +131,7 @@ def _undecided(recording: Recording) -> TraceError:
     return TraceError("it can be recorded on real tensors only, and a rank has no others' weights", *why)
 
 
-def _rows_by(step: Step, event: Event, trace: Trace) -> tuple[int, ...]:
+def _rows_by(step: Instruction, event: Event, trace: Trace) -> tuple[int, ...]:
     """The values that say how many rows ``event`` makes; none if its sizes follow from those of its inputs."""
     if event.kind != "glue" or event.name not in OF_VALUES:
         return ()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from meshfit.anatomy.pairs import LAYERS, Pair, Split
+from meshfit.anatomy.pairs import LAYERS, Pair, Pairs
 from meshfit.anatomy.shares import as_ranges
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.region import Cut, Leave, Patch, Raw, Region, joined
@@ -71,7 +71,7 @@ class Claims:
             heads=tuple(path[rest:] for path in sorted(heads)),
         )
 
-    def of_layers(self, split: Split) -> list[Region]:
+    def of_layers(self, split: Pairs) -> list[Region]:
         """Layers that may be cut by output channels, with the output gathered: those of pairs too, should these be
         refused."""
         candidates = {*split.gathered, *(shard.parameter for pair in split.pairs for shard in pair.shards)}

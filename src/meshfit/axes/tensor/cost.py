@@ -8,7 +8,7 @@ regions, so is what is computed of them; what a region keeps of its input is all
 
 from dataclasses import replace
 
-from meshfit.anatomy.trace import Cost, Event, Trace
+from meshfit.anatomy.trace import Event, EventCost, Trace
 from meshfit.axes.tensor.region import TensorPlan, joined
 from meshfit.axes.tensor.vocabulary import POINTWISE
 
@@ -50,9 +50,9 @@ def shrunk(trace: Trace, plan: TensorPlan) -> Trace:
     return replace(trace, events=tuple(events), values=values)
 
 
-def _less(cost: Cost, role: str, less: int, uses: tuple, degree: int) -> Cost:
+def _less(cost: EventCost, role: str, less: int, uses: tuple, degree: int) -> EventCost:
     by = 1 if role == WHOLE else degree
-    return Cost(
+    return EventCost(
         cost.flops // by,
         cost.flops_backward // by,
         cost.bytes_read // by,

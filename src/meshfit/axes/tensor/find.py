@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.anatomy.aten import Given
-from meshfit.anatomy.pairs import Pair, Shard, Split, find_pairs
+from meshfit.anatomy.aten import Arguments
+from meshfit.anatomy.pairs import Pair, Pairs, ParameterShard, find_pairs
 from meshfit.anatomy.shares import divisors
 from meshfit.axes.tensor.explain import as_degrees, numberless
 from meshfit.axes.tensor.region import joined
@@ -33,7 +33,7 @@ WORTH_A_LOOK = 0.01
 
 def find(
     model: nn.Module, seen: Watched, kinds: dict[str, int], degree: int, apart: Collection[str] = ()
-) -> tuple[Split, list[str]]:
+) -> tuple[Pairs, list[str]]:
     """What can be split, and notes. Modules at ``apart`` are known already."""
     total = sum(p.numel() for p in model.parameters())
     if total <= SMALL:
@@ -51,7 +51,7 @@ def find(
         rep = next(path for path in paths if path in seen.calls)
         stand_ins |= {path: StandIn(seen.outputs[rep]) for path in paths}
         try:
-            block, given = model.get_submodule(rep), Given(*seen.calls[rep].inputs)
+            block, given = model.get_submodule(rep), Arguments(*seen.calls[rep].inputs)
             split = find_pairs(block, given, degree=degree, copies=True)
             notes += other_degrees(block, given, split, rep)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -81,16 +81,16 @@ def find(
     held = sum(pair.bytes for pair in pairs)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     cover = held / max(size, 1)
-    return Split(
+    return Pairs(
         degree=degree, pairs=tuple(pairs), gathered=tuple(gathered), whole=tuple(whole), why=why, cover=cover
     ), notes
 
 
-def other_degrees(model: nn.Module, inputs: Any, found: Split, path: str) -> list[str]:
+def other_degrees(model: nn.Module, inputs: Any, found: Pairs, path: str) -> list[str]:
     """Of pairs that so many ranks cannot share, how many could: looked for where much is in no pair."""
     notes: list[str] = []
 
-    def width(shard: Shard) -> int:
+    def width(shard: ParameterShard) -> int:
         return sum(stop - start for ranges in shard.ranges for start, stop in ranges)
 
     for degree in (2, 3):
@@ -134,7 +134,7 @@ class StandIn(nn.Module):
 
 
 def _moved(pair: Pair, path: str) -> Pair:
-    def shards(every: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    def shards(every: tuple[ParameterShard, ...]) -> tuple[ParameterShard, ...]:
         return tuple(replace(shard, parameter=joined(path, shard.parameter)) for shard in every)
 
     return replace(

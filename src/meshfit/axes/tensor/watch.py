@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshfit.anatomy.aten import Given
+from meshfit.anatomy.aten import Arguments
 from meshfit.axes.prove import tensors_of
 from meshfit.axes.tensor.check import Call, alias
 from meshfit.axes.tensor.vocabulary import Slice
@@ -201,4 +201,4 @@ def _as_inputs(model: nn.Module, args: tuple, kwargs: dict) -> Any:
     if not kwargs or not args:
         return args or kwargs
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    return dict(bound.arguments) if set(bound.arguments) >= set(kwargs) else Given(args, kwargs)
+    return dict(bound.arguments) if set(bound.arguments) >= set(kwargs) else Arguments(args, kwargs)
