@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import meshfit
 from benchmarks.loading_peers import peers
-from meshfit.data.draw import Draw, Key
+from meshfit.data.draw import Key, SampleRandom
 from meshfit.data.loader import Loader
 from meshfit.data.transform import CIFAR10, crop, flip, normalise
 from meshfit.launch import heap
@@ -94,7 +94,7 @@ def vectorised(batch: Any) -> Any:
     images, labels, ids = batch
     content = (images, labels)
     for place, function in enumerate(VECTORISED):
-        content = function(content, Draw(ids, Key(0, 0, place)))
+        content = function(content, SampleRandom(ids, Key(0, 0, place)))
     return content
 
 

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from meshfit.checkpoint import restore, save
 from meshfit.checkpoint.state import random_states
 from meshfit.data import memory
-from meshfit.data.draw import Draw
+from meshfit.data.draw import SampleRandom
 from meshfit.drive import begin, everywhere
 from meshfit.errors import MeshfitError
 from meshfit.job import Job
@@ -114,7 +114,7 @@ def words() -> tuple[Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def noisy(batch: tuple[Tensor, Tensor], draw: Draw) -> tuple[Tensor, Tensor]:
+def noisy(batch: tuple[Tensor, Tensor], draw: SampleRandom) -> tuple[Tensor, Tensor]:
     """One of five of a sample's words is another."""
     ids, targets = batch
     other = draw.integers(0, VOCABULARY, LENGTH)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from meshfit.axes.data import batchnorm
 from meshfit.axes.precision import Precision
 from meshfit.comm.group import RankGroup
+from meshfit.data.datasets import open_source
 from meshfit.data.loader import Batch, Loader
-from meshfit.data.source import open_source
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.loss.objective import Objective
 from meshfit.loss.probe import find_denominator

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import meshfit
-from meshfit.data.draw import Draw, Key
+from meshfit.data.draw import Key, SampleRandom
 from meshfit.data.loader import Loader
 from meshfit.data.reading import Readers
 from meshfit.data.transform import CIFAR10, crop, flip, normalise
@@ -76,7 +76,7 @@ class Whole(Samples):
         at = np.asarray(ids)
         batch = (torch.from_numpy(self.images.numpy()[at]), torch.from_numpy(self.labels.numpy()[at]))
         for place, function in enumerate((crop(32, padding=4), flip(), normalise(*CIFAR10))):
-            batch = function(batch, Draw(at, Key(0, 0, place)))
+            batch = function(batch, SampleRandom(at, Key(0, 0, place)))
         return batch
 
 

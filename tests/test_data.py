@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import meshfit
+from meshfit.data.datasets import Map, SampleStream, open_source, sample_count
 from meshfit.data.loader import Loader
-from meshfit.data.source import Map, Memory, Stream, open_source, sample_count
+from meshfit.data.source import Memory
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -264,7 +265,9 @@ def test_a_model_that_writes_to_its_inputs_does_not_spoil_the_data(plan: str):
 # The loader; order and shares: test_order.py
 
 
-@pytest.mark.parametrize("source", [Memory((X, Y)), Map(Pairs()), Stream(Streamed)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "source", [Memory((X, Y)), Map(Pairs()), SampleStream(Streamed)], ids=lambda s: type(s).__name__
+)
 def test_a_loader_hands_every_sample_to_one_rank(source):
     asked = {"batch_size": BATCH, "ranks": 3, "device": torch.device("cpu"), "microbatches": 2, "shuffle": False}
     seen: list[Tensor] = []

@@ -9,8 +9,8 @@ import torch
 
 import meshfit
 from meshfit.data import Source, tree
+from meshfit.data.datasets import SampleStream
 from meshfit.data.loader import Loader
-from meshfit.data.source import Stream
 from meshfit.data.transform import colour, crop, cutout, flip, normalise
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,7 +20,7 @@ IMAGES = torch.from_numpy(np.random.default_rng(0).integers(0, 255, (N, 3, 16, 1
 LABELS = torch.arange(N)
 
 
-def seen(source: Source | Stream, device: str, **asked: Any) -> list[Any]:
+def seen(source: Source | SampleStream, device: str, **asked: Any) -> list[Any]:
     made = Loader(source=source, batch_size=48, rank=0, ranks=1, device=torch.device(device), microbatches=2, **asked)
     found = []
     for epoch in range(2):
@@ -47,7 +47,7 @@ def test_tokens_and_streams_arrive(tmp_path: Path):
     np.arange(60_000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     tokens = meshfit.data.tokens(tmp_path / "a.bin", length=100)
     assert all(torch.equal(a, b) for a, b in zip(seen(tokens, "cuda"), seen(tokens, "cpu"), strict=True))
-    stream = Stream(lambda: zip(IMAGES, LABELS, strict=True))
+    stream = SampleStream(lambda: zip(IMAGES, LABELS, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(seen(stream, "cuda"), seen(stream, "cpu"), strict=True))
 
 

@@ -15,10 +15,11 @@ from PIL import Image
 
 import meshfit
 from meshfit.data import Source, mixture
-from meshfit.data.bad import BadSample, Skipping
+from meshfit.data.chain import Skipping
+from meshfit.data.datasets import SampleStream, open_source
 from meshfit.data.loader import Loader
 from meshfit.data.order import Ids, Windows
-from meshfit.data.source import Stream, hashed, open_source
+from meshfit.data.source import BadSample, hashed
 from meshfit.data.transform import colour, crop, cutout, flip, normalise
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -180,7 +181,7 @@ def test_mixtures_of_what_does_not_mix_are_refused():
 
 
 def iter_of() -> Any:
-    return Stream(lambda: iter([1, 2]))
+    return SampleStream(lambda: iter([1, 2]))
 
 
 def test_a_stream_goes_on_where_it_was_cut_by_reading_up_to_there():

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 import meshfit
 from meshfit.data import seeding
+from meshfit.data.datasets import Map, SampleStream, open_source
 from meshfit.data.draw import Key
 from meshfit.data.loader import Loader
-from meshfit.data.source import Map, Stream, open_source
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -155,7 +155,7 @@ def test_the_runs_own_numbers_are_left_alone():
         return [random.random(), np.random.randn(), float(torch.rand(()))]
 
     def sown() -> None:
-        seeding.Generators(None).seed(11)
+        seeding.CodeGenerators(None).seed(11)
         np.random.randn()  # NumPy draws normal numbers by two, and keeps one
 
     sown()
@@ -209,7 +209,7 @@ def test_a_stream_draws_the_same_under_every_plan():
     assert read(lambda: open_source(Shuffled()), 2, start=1).items() <= alone.items()
     assert alone[0, 5] != alone[1, 5]
     source = open_source(Shuffled())
-    assert isinstance(source, Stream)
+    assert isinstance(source, SampleStream)
     assert source.draws
     loader = Loader(source=source, batch_size=BATCH, rank=0, ranks=1, device=torch.device("cpu"), workers=1)
     assert loader.reading.kind == "inline"

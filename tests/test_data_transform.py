@@ -12,7 +12,7 @@ from torch import Tensor
 
 import meshfit
 from meshfit.data import Source, transform
-from meshfit.data.draw import Draw, Key
+from meshfit.data.draw import Key, SampleRandom
 from meshfit.data.loader import Loader
 from meshfit.data.transform import CIFAR10, colour, crop, crop_any_size, crop_centre, cutout, flip, normalise, one_hot
 from meshfit.data.tree import Ragged
@@ -168,9 +168,9 @@ def test_a_samples_numbers_depend_on_seed_epoch_and_sample_alone(name: str):
 
 
 def test_two_transforms_of_a_kind_draw_different_numbers():
-    once = [Draw(IDS, Key(0, 0, place)).uniform() for place in (1, 2)]
+    once = [SampleRandom(IDS, Key(0, 0, place)).uniform() for place in (1, 2)]
     assert (once[0] - once[1]).abs().min() > 0
-    draw = Draw(np.arange(200_000), Key(1, 2, 3))
+    draw = SampleRandom(np.arange(200_000), Key(1, 2, 3))
     a, b = draw.uniform(), draw.uniform()
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.01
     assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.01

@@ -16,9 +16,9 @@ import torch
 
 import meshfit
 from meshfit.data import Source
-from meshfit.data.bad import BadSample
 from meshfit.data.loader import Loader
 from meshfit.data.reading import Readers
+from meshfit.data.source import BadSample
 from meshfit.data.transform import crop, flip
 from meshfit.data.tree import Ragged
 from meshfit.errors import JobError

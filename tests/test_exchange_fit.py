@@ -21,7 +21,7 @@ import meshfit
 from meshfit.axes.data import batchnorm
 from meshfit.checkpoint.files import open_files
 from meshfit.checkpoint.manifest import folders
-from meshfit.checkpoint.write import Part
+from meshfit.checkpoint.write import RankSave
 from meshfit.data.order import Ids, share
 from meshfit.errors import DataError, NonFiniteError, PlanError, RankError
 from meshfit.plan import Plan
@@ -331,16 +331,16 @@ def test_the_first_worker_passes_its_duties_on(evaluation: int, tmp_path: Path) 
 
 def test_a_save_that_dies_is_not_claimed(tmp_path: Path) -> None:
     """Killed while it writes its second checkpoint: that one is nobody's; the next in line saves on."""
-    mark, write = tmp_path / "died", Part.write
+    mark, write = tmp_path / "died", RankSave.write
 
-    def writing(part: Part) -> None:
+    def writing(part: RankSave) -> None:
         write(part)
         if part.folder.endswith("8") and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        Part.write = writing  # type: ignore[method-assign]  # in the workers
+        RankSave.write = writing  # type: ignore[method-assign]  # in the workers
         return slowly(outputs, targets)
 
     spread = fit("server=1 data=2", loss=loss, steps=20, checkpoint=4, out=tmp_path / "run")

@@ -23,7 +23,7 @@ from servers import free_port, wait_for
 from torch import Tensor, nn
 
 import meshfit
-from meshfit.data.source import open_source
+from meshfit.data.datasets import open_source
 from meshfit.errors import JobError, MeshfitError, PlanError, RankError
 from meshfit.job import Job
 from meshfit.server import join as joined

@@ -17,8 +17,8 @@ from meshfit.axes.pipeline.axis import Pipeline, Staged
 from meshfit.axes.pipeline.weights import collect, deliver, whole_state
 from meshfit.axes.precision import LossScale, Precision
 from meshfit.comm.transport import Transport, header, layouts_of, packed, packed_size, read_header, unpacked
+from meshfit.data.datasets import open_source
 from meshfit.data.loader import Loader
-from meshfit.data.source import open_source
 from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.loss.objective import Objective, call, split

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import meshfit
-from meshfit.data.source import open_source
+from meshfit.data.datasets import open_source
 from meshfit.job import Job
 from meshfit.proof.double import doubled
 from meshfit.proof.rows import LIMITS, Row, compare, raised

@@ -381,7 +381,7 @@ def driven(
     with saved(run, folder) as save, observed(run):
         begun()
         for step in train(run, (lambda: False) if alone else stop):
-            asked = save()
+            asked = save is not None and save()
             yield step
             if asked or (alone and stop()):
                 break

@@ -18,8 +18,8 @@ from meshfit.axes.mesh import Mesh
 from meshfit.axes.place import Placed, place
 from meshfit.axes.precision import Precision
 from meshfit.data import tree
+from meshfit.data.datasets import open_source
 from meshfit.data.loader import Loader
-from meshfit.data.source import open_source
 from meshfit.drive import everywhere
 from meshfit.errors import JobError
 from meshfit.evaluation import measure, outputs_of

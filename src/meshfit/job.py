@@ -12,8 +12,8 @@ from torch import nn
 from meshfit.arguments import check_arguments
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.cadence import Cadence
+from meshfit.data.datasets import sample_count
 from meshfit.data.reading import Readers
-from meshfit.data.source import sample_count
 from meshfit.errors import JobError, PlanError, did_you_mean
 from meshfit.hugging_face import complete
 from meshfit.launch.devices import Devices, find

@@ -28,11 +28,10 @@ from meshfit.axes.precision import LossScale, Precision
 from meshfit.best import Best
 from meshfit.coordination import Coordination, LocalSteps
 from meshfit.data import tree
-from meshfit.data.loader import Batch, Loader
+from meshfit.data.datasets import SampleStream, open_source
+from meshfit.data.loader import Batch, Loader, Position
 from meshfit.data.order import mix
-from meshfit.data.position import Position
 from meshfit.data.reading import Readers
-from meshfit.data.source import Stream, open_source
 from meshfit.errors import DataError, JobError, PlanError
 from meshfit.evaluation import measure
 from meshfit.events import Events
@@ -400,7 +399,7 @@ class Run:
     def _expected_step(self) -> float:
         """A guess of how long a step takes, for ``_compile_if``; see ``_reconsider_compile``."""
         source, device = self.loader.source, self.world.device
-        if device.type != "cuda" or isinstance(source, Stream):
+        if device.type != "cuda" or isinstance(source, SampleStream):
             return 0.0
         first = next((t for t in tree.tensors(source.fetch(np.arange(1)))), None)
         tokens = first.numel() if first is not None and not first.is_floating_point() else 1

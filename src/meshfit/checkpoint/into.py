@@ -15,8 +15,8 @@ from meshfit.checkpoint.manifest import Manifest, Stored
 from meshfit.checkpoint.pieces import ShardLayout, lie, uncut
 from meshfit.checkpoint.read import Tensors, Wanted, fill_all
 from meshfit.checkpoint.state import KERNELS, buffers, canonical, kind_of, nested, set_random_states
+from meshfit.data.loader import Position
 from meshfit.data.order import mix
-from meshfit.data.position import Position
 from meshfit.errors import MeshfitError
 
 if TYPE_CHECKING:

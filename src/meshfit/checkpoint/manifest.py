@@ -35,7 +35,7 @@ INSIDE = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredBox:
     """A box of a tensor, on disk."""
 
     file: str
@@ -49,7 +49,7 @@ class Stored:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredBox, ...]
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +86,7 @@ class Manifest:
             key: Stored(
                 dtype_named(about["dtype"]),
                 tuple(about["shape"]),
-                tuple(Part(file, at, tuple((a, b) for a, b in box)) for file, at, box in about["parts"]),
+                tuple(StoredBox(file, at, tuple((a, b) for a, b in box)) for file, at, box in about["parts"]),
             )
             for key, about in self.body["tensors"].items()
         }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.box import whole
 from meshfit.checkpoint.files import Files
-from meshfit.checkpoint.manifest import Part, Stored
+from meshfit.checkpoint.manifest import Stored, StoredBox
 from meshfit.checkpoint.read import OnDisk, Tensors
 from meshfit.checkpoint.tensorfile import header_length, parse
 from meshfit.errors import CheckpointError
@@ -80,7 +80,7 @@ def _safetensors(folder: Path, names: list[str]) -> tuple[Tensors, dict[str, str
         length = header_length(files.read(name, 0, 8), size, str(folder / name))
         entries, metadata = parse(files.read(name, 0, 8 + length), size, str(folder / name))
         for key, entry in entries.items():
-            stored[key] = Stored(entry.dtype, entry.shape, (Part(name, entry.offset, whole(entry.shape)),))
+            stored[key] = Stored(entry.dtype, entry.shape, (StoredBox(name, entry.offset, whole(entry.shape)),))
         ties |= {key: kept for key, kept in metadata.items() if kept in entries and key not in entries}
     return OnDisk(files, "", stored, {}, str(folder)), ties
 
@@ -91,12 +91,12 @@ class InMemory(Tensors):
     def __init__(self, tensors: Mapping[str, Tensor], where: str):
         self._tensors = {key: tensor.detach() for key, tensor in tensors.items()}
         described = {
-            key: Stored(tensor.dtype, tuple(tensor.shape), (Part(key, 0, whole(tensor.shape)),))
+            key: Stored(tensor.dtype, tuple(tensor.shape), (StoredBox(key, 0, whole(tensor.shape)),))
             for key, tensor in self._tensors.items()
         }
         super().__init__(described, where)
 
-    def rows(self, stored: Stored, part: Part, start: int, stop: int) -> Tensor:
+    def rows(self, stored: Stored, part: StoredBox, start: int, stop: int) -> Tensor:
         tensor = self._tensors[part.file]
         if tensor.is_contiguous():
             return tensor.view(-1)[start:stop]
@@ -187,7 +187,7 @@ class DCP(Tensors):
                 parts = []
                 for chunk in about.chunks:
                     box = tuple((int(a), int(a) + int(n)) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
-                    parts.append(Part(self._name(key, box), 0, box))
+                    parts.append(StoredBox(self._name(key, box), 0, box))
                 described[key] = Stored(about.properties.dtype, tuple(about.size), tuple(parts))
             self._chunks = {self._name(at.fqn, tuple(at.offset or ())): info for at, info in found.storage_data.items()}
         except CheckpointError as error:
@@ -202,14 +202,14 @@ class DCP(Tensors):
     def _name(key: str, at: Any) -> str:
         return f"{key}@{','.join(str(int(a[0] if isinstance(a, tuple) else a)) for a in at)}"
 
-    def rows(self, stored: Stored, part: Part, start: int, stop: int) -> Tensor:
+    def rows(self, stored: Stored, part: StoredBox, start: int, stop: int) -> Tensor:
         if getattr(self._local, "name", None) != part.file:
             self._local.name, self._local.chunk = None, None  # the old one goes before the new one comes
             self._local.chunk = self._chunk(part)
             self._local.name = part.file
         return self._local.chunk.reshape(-1)[start:stop]
 
-    def _chunk(self, part: Part) -> Tensor:
+    def _chunk(self, part: StoredBox) -> Tensor:
         info = self._chunks.get(part.file)
         if info is None:
             raise CheckpointError(f"{self.folder} lacks {part.file}")

@@ -20,7 +20,7 @@ from meshfit.checkpoint.box import Box, runs, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalBox:
     """A box of a tensor, and where it lies in the memory of the rank's own part of that tensor."""
 
     box: Box
@@ -51,7 +51,7 @@ class ShardLayout:
     shape: tuple[int, ...]
     """Of the whole tensor."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalBox, ...]
     """Of this rank; none if it has nothing of it."""
 
 
@@ -59,7 +59,7 @@ def lie(placed: Placed, tensor: Tensor) -> ShardLayout:
     """How ``tensor``, a parameter or buffer of the placed model, lies."""
     found = placed.shards.place.get(tensor) if placed.shards is not None else None  # type: ignore[arg-type]
     if found is None or found[0].degree == 1:
-        shape, pieces = tuple(tensor.shape), [Piece(whole(tensor.shape), tuple(slice(0, n) for n in tensor.shape))]
+        shape, pieces = tuple(tensor.shape), [LocalBox(whole(tensor.shape), tuple(slice(0, n) for n in tensor.shape))]
     else:
         flat, i = found
         shape, taken = tuple(flat.shapes[i]), flat.slices(i)[1]
@@ -74,21 +74,21 @@ def lie(placed: Placed, tensor: Tensor) -> ShardLayout:
 def uncut(tensor: Tensor) -> ShardLayout:
     """How a tensor lies that no strategy knows of."""
     shape = tuple(tensor.shape)
-    return ShardLayout(shape, (Piece(whole(shape), tuple(slice(0, n) for n in shape)),))
+    return ShardLayout(shape, (LocalBox(whole(shape), tuple(slice(0, n) for n in shape)),))
 
 
-def _row_pieces(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Piece]:
+def _row_pieces(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[LocalBox]:
     """Of a part that is elements ``start`` to ``stop`` of a tensor, as ``strides`` lay them out."""
     memory = sorted(range(len(shape)), key=lambda dim: -strides[dim])  # dims from outer to inner
     order = tuple(memory.index(dim) for dim in range(len(shape)))
     at = 0
     for box in runs([shape[dim] for dim in memory], start, stop):
         size = tuple(b - a for a, b in box)
-        yield Piece(tuple(box[i] for i in order), tuple(slice(0, size[i]) for i in order), at, size, order)
+        yield LocalBox(tuple(box[i] for i in order), tuple(slice(0, size[i]) for i in order), at, size, order)
         at += prod(size)
 
 
-def _within(piece: Piece, dim: int, ranges: tuple[tuple[int, int], ...]) -> Iterator[Piece]:
+def _within(piece: LocalBox, dim: int, ranges: tuple[tuple[int, int], ...]) -> Iterator[LocalBox]:
     """``piece``, whose ``dim`` counts within a rank's ``ranges``, by the indices of the whole."""
     first, last = piece.box[dim]
     at = 0
@@ -97,5 +97,5 @@ def _within(piece: Piece, dim: int, ranges: tuple[tuple[int, int], ...]) -> Iter
         if low < high:
             box = (*piece.box[:dim], (start + low - at, start + high - at), *piece.box[dim + 1 :])
             part = (*piece.part[:dim], slice(low - first, high - first), *piece.part[dim + 1 :])
-            yield Piece(box, part, piece.start, piece.shape, piece.order)
+            yield LocalBox(box, part, piece.start, piece.shape, piece.order)
         at += stop - start

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshfit.checkpoint.box import Box, inside, overlap, sizes, volume
 from meshfit.checkpoint.files import Files
-from meshfit.checkpoint.manifest import Manifest, Part, Stored
+from meshfit.checkpoint.manifest import Manifest, Stored, StoredBox
 from meshfit.errors import Damaged
 
 AT_ONCE = 32 * 2**20
@@ -31,7 +31,7 @@ class Tensors(ABC):
         self.stored, self.where = stored, where
 
     @abstractmethod
-    def rows(self, stored: Stored, part: Part, start: int, stop: int) -> Tensor:
+    def rows(self, stored: Stored, part: StoredBox, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of a part, counted row by row, as one row. Valid until the next call in the
         same thread."""
 
@@ -46,7 +46,7 @@ class Tensors(ABC):
         if held != volume(box):
             raise Damaged(f"{self.where} is damaged", "it lacks a part of a tensor")
 
-    def _copy(self, room: Tensor, common: Box, stored: Stored, part: Part) -> None:
+    def _copy(self, room: Tensor, common: Box, stored: Stored, part: StoredBox) -> None:
         size, at = sizes(part.box), inside(part.box, common)
         while len(size) > 1 and size[0] == 1:  # a row is what is read at least: not more than one has to be
             size, at, room = size[1:], at[1:], room[0]
@@ -87,12 +87,12 @@ class OnDisk(Tensors):
         }
         return cls(found.files, found.name, found.tensors, hashes, str(found))
 
-    def rows(self, stored: Stored, part: Part, start: int, stop: int) -> Tensor:
+    def rows(self, stored: Stored, part: StoredBox, start: int, stop: int) -> Tensor:
         item = stored.dtype.itemsize
         first, last = part.offset + start * item, part.offset + stop * item
         return self._read(part.file, first, last).view(stored.dtype)
 
-    def _copy(self, room: Tensor, common: Box, stored: Stored, part: Part) -> None:
+    def _copy(self, room: Tensor, common: Box, stored: Stored, part: StoredBox) -> None:
         """As it is for all; but where the bytes lie as they are wanted, they are read to where they are wanted."""
         at, size = inside(part.box, common), sizes(part.box)
         alike = all((s.start, s.stop) == (0, n) for s, n in zip(at[1:], size[1:], strict=True))

@@ -21,9 +21,10 @@ HANDED_OVER_SECONDS = 5.0  # until the folder of one that died is free
 
 
 @contextmanager
-def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
-    """``run`` restored, if it is to be; gives what to call after every step, which says whether to end there. Where the
-    training comes to its end, it is saved once more. All ranks do this together."""
+def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool] | None]:
+    """Restore ``run`` if the job resumes. Yields what to call after every step, which saves when it is due and says
+    whether to end there (None: the job saves nothing). A training that comes to its end is saved once more. All ranks
+    do this together."""
     job = run.job
     if job.resume is True:
         assert folder is not None
@@ -36,7 +37,7 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool]]:
         restore(run, job.resume)
         run.coordination.resumed()
     if job.checkpoint is None:
-        yield lambda: False
+        yield None
         return
     assert folder is not None
     saver, last = Saver(folder / manifest.INSIDE, every=job.checkpoint), run.step

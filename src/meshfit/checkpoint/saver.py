@@ -31,7 +31,7 @@ from meshfit.checkpoint.lock import Lock
 from meshfit.checkpoint.pieces import lie
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
-from meshfit.checkpoint.write import Described, Part, assign, copied, describe
+from meshfit.checkpoint.write import Described, RankSave, assign, copied, describe
 from meshfit.errors import CheckpointError, JobError
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Saver:
         self._due.saved(self.seconds["blocked"])
         return part.folder
 
-    def _part(self, run: "Run", metrics: Any) -> Part:
+    def _part(self, run: "Run", metrics: Any) -> RankSave:
         """What this rank is to write, copied."""
         items = items_of(run)
         described, own = describe(items), own_facts(run)
@@ -166,7 +166,7 @@ class Saver:
         copying = time.perf_counter()
         begin, host, tensors, self._host = copied(mine, self._host, pinned=run.world.device.type == "cuda")
         first = run.world.rank == 0
-        part = Part(
+        part = RankSave(
             files=self.files,
             folder=folder,
             number=number,
@@ -213,7 +213,7 @@ class Saver:
         assert self._assigned is not None
         return self._assigned[1]
 
-    def _write(self, part: Part) -> None:
+    def _write(self, part: RankSave) -> None:
         try:
             part.write()
             if part.common is not None:

@@ -76,7 +76,7 @@ def _hashed(block: list[memoryview]) -> tuple[int, str]:
 
 
 @dataclass
-class Part:
+class RankSave:
     """What one rank writes in one save: already in host memory, as it will lie in the file."""
 
     files: Files

@@ -28,7 +28,7 @@ from meshfit.cli import tell
 from meshfit.cli.screen import show, tell_of
 from meshfit.cli.script import run
 from meshfit.data import tree
-from meshfit.data.source import open_source
+from meshfit.data.datasets import open_source
 from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
 from meshfit.loss.objective import call, split

@@ -11,14 +11,14 @@ its device). Randomness follows the sample, never the worker: DESIGN rule 7.
 
 from meshfit.data import transform
 from meshfit.data.arrays import arrays
-from meshfit.data.bad import BadSample
 from meshfit.data.cache import Cache
 from meshfit.data.classics import cifar, mnist
+from meshfit.data.datasets import SampleStream
+from meshfit.data.datasets import open_source as memory
 from meshfit.data.folder import folder
 from meshfit.data.mixture import mixture
 from meshfit.data.opening import open
-from meshfit.data.source import Source, Stream
-from meshfit.data.source import open_source as memory
+from meshfit.data.source import BadSample, Source
 from meshfit.data.sql import sql
 from meshfit.data.table import arrow, csv, jsonl, parquet
 from meshfit.data.tars import tars
@@ -27,8 +27,8 @@ from meshfit.data.tokens import text, tokens, vocabulary
 __all__ = [
     "BadSample",
     "Cache",
+    "SampleStream",
     "Source",
-    "Stream",
     "arrays",
     "arrow",
     "cifar",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshfit.data.blob import Blob, Local, Url, find, tag_of
+from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.remote import BLOCK
 from meshfit.data.source import Source
@@ -41,7 +41,7 @@ class Rows:
         return np.append(np.arange(0, len(self), each), len(self))
 
     def gather(self, ids: NDArray[np.int64]) -> NDArray[Any]:
-        if isinstance(self.blob, Local):
+        if isinstance(self.blob, LocalFile):
             view = self.view  # np.take would first copy rows that overlap, all of them
             return np.take(view, ids, axis=0) if view.flags.c_contiguous else view[ids]
         starts = (self.offset + ids * self.stride).tolist()
@@ -54,7 +54,7 @@ class Rows:
     @property
     def view(self) -> NDArray[Any]:
         if self._view is None:
-            assert isinstance(self.blob, Local)
+            assert isinstance(self.blob, LocalFile)
             whole = np.asarray(self.blob.bytes)
             if self.offset % self.dtype.itemsize or self.stride % self.dtype.itemsize:
                 raise DataError(f"the numbers of {self.blob.name} do not lie at multiples of their size")
@@ -76,7 +76,7 @@ class Arrays(Source):
         if len({len(r) for r in self._all}) != 1:
             found = ", ".join(f"{r.blob.name} {r.shape}" for r in self._all)
             raise DataError("the arrays differ in length", found, "the first dim is the sample")
-        self.waits = any(not isinstance(r.blob, Local) for r in self._all)
+        self.waits = any(not isinstance(r.blob, LocalFile) for r in self._all)
         self.blocks = next((r.blocks for r in self._all if r.blocks is not None), None)
 
     def __len__(self) -> int:

@@ -40,7 +40,7 @@ class Blob(ABC):
         return f"{type(self).__name__}({self.name!r})"
 
 
-class Local(Blob):
+class LocalFile(Blob):
     """A file on disk, mapped into memory: the ranks of a machine share its pages."""
 
     def __init__(self, path: Path):
@@ -84,7 +84,7 @@ def find(
         return find_remote(str(url), endings, storage or {}, cache or Cache.usual())
     path = Path(str(url).removeprefix("file://")).expanduser()
     if path.is_file():
-        return [Local(path)]
+        return [LocalFile(path)]
     if path.is_dir():
         under = [Path(at) / name for at, _, names in os.walk(path) for name in names]
         files = [file for file in under if not any(part.startswith(".") for part in file.relative_to(path).parts)]
@@ -96,7 +96,7 @@ def find(
         files = [f for f in start.rglob("*") if fnmatchcase(str(f), str(path)) and f.is_file()] if start else []
         if not files:
             raise DataError(f"{str(url)!r} is a path, but nothing lies there", _nearby(path))
-    return [Local(file) for file in sorted(files)]
+    return [LocalFile(file) for file in sorted(files)]
 
 
 def is_remote(url: Url) -> bool:

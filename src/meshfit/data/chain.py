@@ -1,4 +1,4 @@
-"""Sources made of sources: transformed, blended, in part.
+"""Sources made of sources: transformed, blended, in part, without their bad samples.
 
 ``source.map(fn)`` runs ``fn`` on whole batches: fn(batch), or fn(batch, draw) for one that is random, whose numbers
 come from ``draw`` (draw.py) and so follow the samples. ``each=True`` runs it on one sample at a time: fn(sample), or
@@ -8,6 +8,12 @@ asked. A batch's function may not: its numbers would depend on how the batch was
 refused when it first happens.
 
 ``source.on_device(fn)`` runs ``fn`` on batches too, but where the model is.
+
+Samples that cannot be read, decoded or transformed: by default a run stops and names the file or row.
+``on_bad="skip"`` goes on: the next good sample by id stands in for a bad one, so that batches keep their size and no
+rank need ask another. Which one stands in depends on the data alone, not on ranks, workers or a resume. The bad ones
+are listed, and above a share of 1 % the run stops. An answer that does not come (a server that is gone, a file that
+shrank) is no bad sample: it is retried, then raised.
 """
 
 import hashlib
@@ -21,17 +27,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshfit.data import tree
-from meshfit.data.bad import BadSample
-from meshfit.data.clock import stage
-from meshfit.data.draw import Draw, Key
+from meshfit.data.draw import Key, SampleRandom
 from meshfit.data.order import order
-from meshfit.data.seeding import Generators, exclusive
-from meshfit.data.source import Over, Source
+from meshfit.data.seeding import CodeGenerators, exclusive
+from meshfit.data.source import BadSample, DerivedSource, Source, stage
 from meshfit.data.transform import Transform
 from meshfit.errors import DataError
 
 
-class Mapped(Over):
+class Mapped(DerivedSource):
     """``source`` with every batch passed through ``function``; ``place`` tells its random numbers from others'."""
 
     def __init__(self, source: Source, function: Callable[..., Any], *, each: bool, device: bool, place: int):
@@ -40,7 +44,7 @@ class Mapped(Over):
         self.draws = _arguments(function) > 1
         self.device_stage = source.device_stage or device
         self.own_code = source.own_code or not isinstance(function, Transform)
-        self.generators = Generators(function)
+        self.generators = CodeGenerators(function)
         self._tried = self.draws or each
 
     @property
@@ -59,7 +63,7 @@ class Mapped(Over):
             return self._run(content, ids, key)
 
     def _run(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
-        draw = Draw(ids, key.at(self.place))
+        draw = SampleRandom(ids, key.at(self.place))
         if self.each:
             return self._one_by_one(content, draw)
         try:
@@ -73,7 +77,7 @@ class Mapped(Over):
         except Exception as error:
             raise self._blamed(error, content, ids, key) from error
 
-    def _one_by_one(self, content: Any, draw: Draw) -> Any:
+    def _one_by_one(self, content: Any, draw: SampleRandom) -> Any:
         def run(i: int, *more: Any) -> Any:
             try:
                 return self.function(tree.sample(content, i), *more)
@@ -108,7 +112,7 @@ class Mapped(Over):
         for i, at in enumerate(ids.tolist()):
             one = tree.map_leaves(lambda x, i=i: x[i : i + 1] if isinstance(x, Tensor) else _cut(x, i), content)
             try:
-                self.function(*([one, Draw(ids[i : i + 1], key.at(self.place))] if self.draws else [one]))
+                self.function(*([one, SampleRandom(ids[i : i + 1], key.at(self.place))] if self.draws else [one]))
             except Exception as alone:
                 if type(alone) is type(error):
                     return self._bad(at, alone)
@@ -145,7 +149,7 @@ def mapped(
     return source
 
 
-class Mixup(Over):
+class Mixup(DerivedSource):
     """Each sample blended with another by a weight of Beta(alpha, alpha); labels become shares of classes.
 
     The other is the sample that a second, fixed permutation of the epoch puts in its place: every sample is blended
@@ -162,7 +166,7 @@ class Mixup(Over):
 
     def read(self, ids: NDArray[np.int64], key: Key) -> Any:
         partners = order(len(self), seed=int(key.at(self.place).number), epoch=key.epoch)[ids]
-        weight = Draw(ids, key.at(self.place)).beta(self.alpha)
+        weight = SampleRandom(ids, key.at(self.place)).beta(self.alpha)
         all_ids = np.concatenate([ids, partners])
         both = self.source.finish(self.source.read(all_ids, key), all_ids, key)
 
@@ -184,7 +188,7 @@ class Mixup(Over):
         return f"{self.source.fingerprint} | mixup({self.alpha})"
 
 
-class Part(Over):
+class Subset(DerivedSource):
     """Some samples of ``source``, in an order of their own."""
 
     def __init__(self, source: Source, ids: NDArray[np.int64]):
@@ -213,7 +217,7 @@ class Part(Over):
 def _places(source: Source) -> int:
     """Transforms a sample of ``source`` has been through."""
     count = 0
-    while isinstance(source, Over):
+    while isinstance(source, DerivedSource):
         count += isinstance(source, Mapped | Mixup)
         source = source.source
     return count
@@ -239,3 +243,82 @@ def _takes_a_sample(function: Callable[..., Any]) -> bool:
 
 def _gpu_states() -> list[bytes]:
     return [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
+
+
+# Bad samples
+
+
+class Skipping(DerivedSource):
+    """``source`` without its bad samples, of which ``most`` is the largest share allowed."""
+
+    def __init__(self, source: Source, most: float = 0.01):
+        super().__init__(source)
+        self.most = most
+        self.bad: dict[int, str] = {}
+        """What was wrong with each bad sample met so far, by id."""
+
+    def read(self, ids: NDArray[np.int64], key: Key) -> Any:
+        while True:
+            used = self._used(ids)
+            try:
+                return self.source.read(used, key)
+            except Exception as error:
+                if not _of_a_sample(error) or not self._find(used, key):
+                    raise
+
+    def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        return self.source.finish(content, self._used(ids), key)
+
+    def _used(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``ids`` with the next good one in the place of each bad one."""
+        if not self.bad:
+            return ids
+        return np.array([self._stand_in(i) for i in ids.tolist()], np.int64)
+
+    def _stand_in(self, i: int) -> int:
+        while i in self.bad:
+            i = (i + 1) % len(self)
+        return i
+
+    def _find(self, ids: NDArray[np.int64], key: Key) -> int:
+        """Try each sample alone; how many more are bad."""
+        found = 0
+        for i in ids.tolist():
+            if i in self.bad:
+                continue
+            try:
+                self.source.read(np.array([i]), key)
+            except Exception as error:
+                if not _of_a_sample(error):
+                    raise
+                self._add(i, error)
+                found += 1
+        return found
+
+    def _add(self, i: int, error: Exception) -> None:
+        self.bad[i] = str(error) if isinstance(error, BadSample) else f"{self.name_of(i)}: {error!r}"
+        within(list(self.bad.values()), len(self), self.most, error)
+
+    def state(self) -> dict[str, Any]:
+        return {**self.source.state(), "bad": dict(self.bad)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.source.load_state(state)
+        self.bad.update({int(i): why for i, why in state.get("bad", {}).items()})
+
+
+def within(bad: list[str], samples: int, most: float, error: Exception | None = None) -> None:
+    """Refuse more than a share of ``most`` bad ones of ``samples``."""
+    allowed = max(1, int(most * samples))
+    if len(bad) > allowed:
+        raise DataError(
+            f"{len(bad)} of {samples} samples are bad; on_bad='skip' allows {allowed} ({most:.0%})",
+            *(text.replace("\n", " ") for text in bad[:5]),
+            "mend the data, or allow more: .on_bad('skip', most=0.05)",
+        ) from error
+
+
+def _of_a_sample(error: Exception) -> bool:
+    return isinstance(error, BadSample) or not isinstance(
+        error, DataError | ConnectionError | TimeoutError | MemoryError
+    )

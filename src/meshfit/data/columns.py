@@ -77,7 +77,7 @@ class Columns:
         return self._open[file]
 
 
-class Writer:
+class ColumnWriter:
     """Writes record batches of Arrow, one after another, as ``Columns``. Columns are matched by their names, whatever
     their order; every file must have the same ones. Types that differ between files become one that holds both
     exactly, or are refused.

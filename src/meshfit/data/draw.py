@@ -49,7 +49,7 @@ def _columns(number: int, call: int, count: int) -> NDArray[np.uint64]:
         return hashed[None] * _u64(0x8EBC6AF09C88C6E3)
 
 
-class Draw:
+class SampleRandom:
     """The random numbers of a batch's samples: each call gives new ones, a row a sample."""
 
     def __init__(self, ids: NDArray[np.int64], key: Key):

@@ -7,20 +7,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshfit.data.bad import BadSample
-from meshfit.data.blob import Blob, Local, Url, find, is_remote, tag_of
+from meshfit.data.blob import Blob, LocalFile, Url, find, is_remote, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.images import ENDINGS, decode
-from meshfit.data.source import Source
+from meshfit.data.source import BadSample, Source
 from meshfit.errors import DataError
 
 
-class Folder(Source):
+class ImageFolder(Source):
     """Image files and the folders they lie in. ``classes`` are the folders' names, in order."""
 
     def __init__(self, blobs: list[Blob], classes: list[str], labels: NDArray[np.int64], channels: int):
         self.blobs, self.classes, self.labels, self.channels = blobs, classes, labels, channels
-        self.waits = not isinstance(blobs[0], Local)
+        self.waits = not isinstance(blobs[0], LocalFile)
 
     def __len__(self) -> int:
         return len(self.blobs)
@@ -32,7 +31,7 @@ class Folder(Source):
 
     def _bytes(self, i: int) -> Any:
         blob = self.blobs[i]
-        if not isinstance(blob, Local):
+        if not isinstance(blob, LocalFile):
             return bytes(blob.read())
         try:
             return blob.path.read_bytes()
@@ -71,4 +70,4 @@ def folder(
         raise DataError(f"{stray} lies in no class", f"folders are classes: {root}/cat/1.jpg")
     classes = sorted(set(kinds))
     labels = np.array([classes.index(kind) for kind in kinds], np.int64)
-    return Folder(blobs, classes, labels, channels).on_bad(on_bad)
+    return ImageFolder(blobs, classes, labels, channels).on_bad(on_bad)

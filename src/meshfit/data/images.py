@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from meshfit.data import tree
-from meshfit.data.bad import BadSample
-from meshfit.data.clock import stage
 from meshfit.data.extra import needed
+from meshfit.data.source import BadSample, stage
 from meshfit.errors import DataError
 
 STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from meshfit.data import tree
-from meshfit.data.clock import Clock, stage
+from meshfit.data.datasets import SampleStream
 from meshfit.data.draw import Key
 from meshfit.data.order import Ids, share
-from meshfit.data.reading import Reading, check_repeatable, decide, pool_of
+from meshfit.data.reading import ReaderChoice, check_repeatable, decide, pool_of
 from meshfit.data.ring import Ring
-from meshfit.data.source import Source, Stream, handed
+from meshfit.data.source import Source, StageTimer, handed, stage
 from meshfit.errors import DataError
 
 Job = tuple[Key, int, NDArray[np.int64], bool]
@@ -58,11 +58,28 @@ class Batch:
         return len(self.ids)
 
 
+@dataclass(slots=True)
+class Position:
+    """``now(step)`` is (epoch, batch). A batch counts once its step is taken: one that was dropped comes again."""
+
+    before: tuple[int, int] = (0, 0)
+    after: tuple[int, int] = (0, 0)
+    step: int = -1
+    """Steps that were taken when the last batch was handed out."""
+
+    def now(self, step: int) -> tuple[int, int]:
+        return self.after if step > self.step else self.before
+
+    def hand_out(self, batch: Batch, step: int) -> None:
+        self.before, self.step = (batch.epoch, batch.index), step
+        self.after = (batch.epoch + 1, 0) if batch.last else (batch.epoch, batch.index + 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loader:
     """Batches of ``source`` for one of ``ranks`` data-parallel ranks."""
 
-    source: Source | Stream
+    source: Source | SampleStream
     batch_size: int
     rank: int
     ranks: int
@@ -77,7 +94,7 @@ class Loader:
     kind: str | None = None
     """Whether these are "threads" or "processes"; by default told by a short measurement, see reading.py."""
 
-    clock: Clock = field(default_factory=Clock)
+    clock: StageTimer = field(default_factory=StageTimer)
     """Where the time went; of processes, only the waiting."""
 
     _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -85,12 +102,12 @@ class Loader:
     @property
     def batches_per_epoch(self) -> int | None:
         """None for a stream, whose end is not known before it comes."""
-        return None if isinstance(self.source, Stream) else -(-len(self.source) // self.batch_size)
+        return None if isinstance(self.source, SampleStream) else -(-len(self.source) // self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from batch ``start`` on, each on the device when it is handed over."""
         how = self.reading
-        if isinstance(self.source, Stream):
+        if isinstance(self.source, SampleStream):
             batches = islice(self._stream(epoch), start, None)
             made: Iterator[Callable[[], Batch | None]] = repeat(lambda: self._pinned(next(batches, None)))
         elif how.kind == "processes":
@@ -107,7 +124,7 @@ class Loader:
         return self._waited_for(host if self.device.type == "cpu" else self._moved(host))
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ReaderChoice:
         """Who reads: decided once."""
         if "reading" not in self._kept:
             self._kept["reading"] = reading = decide(self)
@@ -118,7 +135,7 @@ class Loader:
     def notes(self) -> list[str]:
         """What the user should know of the data and who reads it."""
         assert self.reading
-        out = [] if isinstance(self.source, Stream) else self.source.left_out
+        out = [] if isinstance(self.source, SampleStream) else self.source.left_out
         left = f"data: {len(out)} rows could not be converted and were left out: {out[0]}, ..." if out else ""
         return [*self._kept["notes"], *filter(None, [left])]
 
@@ -135,14 +152,14 @@ class Loader:
         the bad samples it has met."""
         source = self.source
         place = {"seed": self.seed, "shuffle": self.shuffle, "epoch": epoch, "consumed": batch * self.batch_size}
-        if isinstance(source, Stream):
+        if isinstance(source, SampleStream):
             return place
         return {**place, "samples": len(source), "fingerprint": self._fingerprint, "source": source.state()}
 
     @property
     def _fingerprint(self) -> str:
         """Found once: it may take some seconds."""
-        assert not isinstance(self.source, Stream)
+        assert not isinstance(self.source, SampleStream)
         if "fingerprint" not in self._kept:
             self._kept["fingerprint"] = self.source.fingerprint
         return self._kept["fingerprint"]
@@ -151,7 +168,7 @@ class Loader:
         """(epoch, batch) to go on from; refused where the samples would not be the same."""
         source = self.source
         now = {"seed": self.seed, "shuffle": self.shuffle}
-        if not isinstance(source, Stream):
+        if not isinstance(source, SampleStream):
             now |= {"samples": len(source), "fingerprint": self._fingerprint}
         for name, value in now.items():
             if name in state and state[name] != value:
@@ -167,7 +184,7 @@ class Loader:
                 f"that is no whole number of batches of {self.batch_size}",
                 "resume with the batch_size it had",
             )
-        if not isinstance(source, Stream):
+        if not isinstance(source, SampleStream):
             source.load_state(state.get("source", {}))
         return state["epoch"], batch
 
@@ -217,7 +234,7 @@ class Loader:
             yield self._batch(source, contents, *jobs.popleft())
 
     def _stream(self, epoch: int) -> Iterator[Batch]:
-        assert isinstance(self.source, Stream)
+        assert isinstance(self.source, SampleStream)
         batches = self.source.batches(self.batch_size, Key(self.seed, epoch))
         seen = 0
         held = next(batches, None)
@@ -271,7 +288,7 @@ class Loader:
         parts = []
         for ids, part in zip(self.mine(batch.ids), batch.microbatches, strict=True):
             content = tree.to_device(part.content, self.device)
-            if not isinstance(self.source, Stream):
+            if not isinstance(self.source, SampleStream):
                 content = self.source.finish(content, ids, Key(self.seed, batch.epoch))
             parts.append(replace(part, content=handed(content)))
         return replace(batch, microbatches=parts)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from meshfit.data import tree
-from meshfit.data.clock import Clock, stage
 from meshfit.data.draw import Key
 from meshfit.data.order import Ids
 from meshfit.data.reading import pool_of
-from meshfit.data.source import Source
+from meshfit.data.source import Source, StageTimer, stage
 
 SECONDS = 1.0
 """For which each number of threads reads."""
@@ -79,7 +78,7 @@ def look(source: Source, *, batch: int = 256, seconds: float = SECONDS) -> Look:
     content = source.fetch(ids)
     named = list(_named(content))
     cores = len(os.sched_getaffinity(0))
-    clock = Clock()
+    clock = StageTimer()
     counts = [1, *(n for n in (2, 4, 8, 16) if n <= cores)]
     speeds = [_speed(source, batch, threads, seconds, clock if threads == 1 else None) for threads in counts]
     spent = sum(clock.seconds.values()) or 1.0
@@ -95,7 +94,7 @@ def look(source: Source, *, batch: int = 256, seconds: float = SECONDS) -> Look:
     )
 
 
-def _speed(source: Source, batch: int, threads: int, seconds: float, clock: Clock | None) -> Speed:
+def _speed(source: Source, batch: int, threads: int, seconds: float, clock: StageTimer | None) -> Speed:
     ids, count = Ids(len(source), batch, seed=0, shuffle=True, blocks=source.blocks), len(source) // batch
     began, done, size = time.perf_counter(), 0, 0
 

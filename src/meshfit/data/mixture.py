@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshfit.data import tree
+from meshfit.data.datasets import SampleStream, open_source
 from meshfit.data.draw import Key
 from meshfit.data.order import order
-from meshfit.data.source import Source, Stream, open_source
+from meshfit.data.source import Source
 from meshfit.errors import DataError
 
 
-class Mixture(Source):
+class MixedSource(Source):
     """``sources`` in the shares of ``weights``. Position i of an epoch belongs to one source for good; which sample of
     it that is depends on the epoch."""
 
@@ -116,7 +117,7 @@ def mixture(
     by default as many as all sources have together, in proportion to their sizes where no weights are given."""
     given = [open_source(source, "mixture") for source in sources]
     opened = [source for source in given if isinstance(source, Source)]
-    if any(isinstance(source, Stream) for source in given):
+    if any(isinstance(source, SampleStream) for source in given):
         raise DataError(
             "a stream cannot be part of a mixture", "its samples have no index: mix them in the stream itself"
         )
@@ -131,4 +132,4 @@ def mixture(
         raise DataError(f"source {empty[0]} of the mixture holds no sample")
     if any(source.device_stage for source in opened):
         raise DataError("a source of the mixture has an on_device stage", "mix first, then .on_device")
-    return Mixture(opened, shares, length, seed)
+    return MixedSource(opened, shares, length, seed)

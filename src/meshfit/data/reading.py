@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from meshfit.data import tree
+from meshfit.data.datasets import SampleStream
 from meshfit.data.draw import Key
 from meshfit.data.seeding import in_reading_thread
-from meshfit.data.source import Source, Stream, spread
+from meshfit.data.source import Source, spread
 from meshfit.errors import DataError, JobError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Readers:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReaderChoice:
     """``workers`` of a ``kind``, and why."""
 
     kind: str
@@ -67,19 +68,19 @@ class Reading:
         return f"data: read {who} ({self.why})"
 
 
-def decide(loader: "Loader") -> Reading:
+def decide(loader: "Loader") -> ReaderChoice:
     """Who reads for ``loader``."""
     source, asked, kind = loader.source, loader.workers, loader.kind
     if kind not in (None, "threads", "processes"):
         raise DataError(f"data is to be read by {kind!r}", 'there are "threads" and "processes"')
     far = loader.device.type != "cpu"
-    if isinstance(source, Stream):
+    if isinstance(source, SampleStream):
         ahead = far if asked is None else asked > 0
         if ahead and source.draws:
-            return Reading("inline", 0, "a stream that draws random numbers")
-        return Reading("threads", 1, "a stream has one reader") if ahead else Reading("inline", 0, "a stream")
+            return ReaderChoice("inline", 0, "a stream that draws random numbers")
+        return ReaderChoice("threads", 1, "a stream has one reader") if ahead else ReaderChoice("inline", 0, "a stream")
     if asked == 0 or (asked is None and not far and not source.waits and kind is None):
-        return Reading("inline", 0, "as asked" if asked == 0 else "the processor would only share itself")
+        return ReaderChoice("inline", 0, "as asked" if asked == 0 else "the processor would only share itself")
     cores = max(1, len(os.sched_getaffinity(0)) // loader.ranks)
     if kind == "threads" and source.global_random:
         raise DataError(
@@ -88,28 +89,28 @@ def decide(loader: "Loader") -> Reading:
             " fn(sample, generator)",
         )
     if kind is not None:
-        return Reading(kind, asked or cores, "as asked")
+        return ReaderChoice(kind, asked or cores, "as asked")
     if source.waits and not source.global_random:
-        return Reading("threads", asked or 4, "it waits for others")
+        return ReaderChoice("threads", asked or 4, "it waits for others")
     alone, together = _measured(loader)
     workers = asked or min(cores, 8, math.ceil(alone / STEP))
     if source.global_random:
         why = "it draws from random generators that threads would share"
-        return Reading("inline", 0, why) if alone < QUICK else Reading("processes", workers, why)
+        return ReaderChoice("inline", 0, why) if alone < QUICK else ReaderChoice("processes", workers, why)
     if alone < QUICK:
-        return Reading("threads", workers, f"a batch takes {alone * 1e3:.1f} ms")
+        return ReaderChoice("threads", workers, f"a batch takes {alone * 1e3:.1f} ms")
     gain = 2 * alone / together
     why = f"a batch takes {alone * 1e3:.0f} ms, two threads are {gain:.1f} times one"
     few = workers == 1 and asked is None  # one thread keeps up: nothing to share the lock with but the training
-    return Reading("processes" if gain < WORTH and cores > 1 and not few else "threads", workers, why)
+    return ReaderChoice("processes" if gain < WORTH and cores > 1 and not few else "threads", workers, why)
 
 
-def check_repeatable(loader: "Loader", reading: Reading) -> list[str]:
+def check_repeatable(loader: "Loader", reading: ReaderChoice) -> list[str]:
     """Read some samples twice. Values that differ come from a generator that could not be found and seeded: refused
     where several read, who would see different data; else a note."""
     source = loader.source
     many = loader.ranks > 1 or reading.kind != "inline" or (dist.is_initialized() and dist.get_world_size() > 1)
-    if isinstance(source, Stream):
+    if isinstance(source, SampleStream):
         if not many:
             return []  # a stream is started twice only where it must be the same
         first, second = [next(source.batches(FEW, Key(loader.seed)), []) for _ in range(2)]
@@ -162,7 +163,7 @@ def _alike(a: Any, b: Any) -> bool:
 def _measured(loader: "Loader") -> tuple[float, float]:
     """Seconds for a batch, and for two at once in two threads."""
     source = loader.source
-    assert not isinstance(source, Stream)
+    assert not isinstance(source, SampleStream)
     ids = loader.mine(np.arange(min(loader.batch_size, len(source))))
 
     def read() -> float:

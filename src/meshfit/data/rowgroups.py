@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshfit.data import tree
-from meshfit.data.bad import BadSample
-from meshfit.data.blob import Blob, Local, tag_of
-from meshfit.data.columns import Columns, Writer, different
+from meshfit.data.blob import Blob, LocalFile, tag_of
+from meshfit.data.columns import Columns, ColumnWriter, different
 from meshfit.data.images import decode, looks_like_image
 from meshfit.data.order import WINDOW
-from meshfit.data.source import Source
+from meshfit.data.source import BadSample, Source
 from meshfit.data.table import Asked, names_in, opened, shaped, understood
 from meshfit.errors import DataError
 
@@ -57,7 +56,7 @@ class RowGroups(Source):
                 firsts.append(firsts[-1] + metadata.row_group(i).num_rows)
         self.firsts = np.array(firsts)
         self.blocks = self.firsts
-        self.waits = not isinstance(blobs[0], Local)
+        self.waits = not isinstance(blobs[0], LocalFile)
         self._fresh()
 
     def _check(self, blob: Blob, schema: Any, first: Any) -> None:
@@ -75,7 +74,7 @@ class RowGroups(Source):
                 )
 
     def _fresh(self) -> None:
-        self._held: OrderedDict[int, Group] = OrderedDict()
+        self._held: OrderedDict[int, RowGroup] = OrderedDict()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +108,7 @@ class RowGroups(Source):
         pictures = any(looks_like_image(data) for data in value[:8])
         return decode(value, lambda i: self.name_of(int(ids[i]))) if pictures else value
 
-    def _group(self, group: int) -> "Group":
+    def _group(self, group: int) -> "RowGroup":
         """All rows of one row group."""
         import pyarrow.parquet as pq
 
@@ -137,7 +136,7 @@ class RowGroups(Source):
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """The rows of a row group: columns of those without a missing value, where each row stands in them, and what is
     missing of the others."""
 
@@ -146,13 +145,13 @@ class Group:
     missing: dict[int, str]
 
 
-def in_memory(table: Any, name: str, wanted: list[str]) -> Group:
+def in_memory(table: Any, name: str, wanted: list[str]) -> RowGroup:
     """An Arrow table as a batch of columns."""
     import tempfile
     from pathlib import Path
 
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        writer = Writer(Path(folder), skips=True)
+        writer = ColumnWriter(Path(folder), skips=True)
         writer.add_file(name, table.combine_chunks().to_batches())
         writer.close()
         columns = Columns(Path(folder))
@@ -160,7 +159,7 @@ def in_memory(table: Any, name: str, wanted: list[str]) -> Group:
         good = np.ones(table.num_rows, bool)
         good[list(writer.missing)] = False
         held = {column: columns.gather(column, rows) for column in wanted} if columns.rows else {}
-        return Group(held, np.cumsum(good) - 1, writer.missing)
+        return RowGroup(held, np.cumsum(good) - 1, writer.missing)
 
 
 def _rows(value: Any, rows: NDArray[np.int64]) -> Any:

@@ -82,7 +82,7 @@ def set_global_state(state: Any) -> None:
     np.random.set_state(state[2])
 
 
-class Generators:
+class CodeGenerators:
     """All generators that ``code`` may draw from."""
 
     def __init__(self, code: Any):

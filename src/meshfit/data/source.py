@@ -1,50 +1,183 @@
-"""Where samples come from: anything with a length that can be read by a batch of indices, or a stream.
+"""What a source of samples is: anything with a length that is read by a batch of indices.
 
-``open_source`` turns what the user gave into one of three:
-
-    Memory   tensors and arrays, nested as they like; a batch is one gather
-    Map      a map-style data set; ``__getitems__`` where there is one, collated as torch does
-    Stream   an iterable without a length: read in order, by every rank, each keeping its share
-
-A path or URL is opened (opening.py); what ``meshfit.data``'s functions return are sources already.
+``Memory`` holds tensors, ``DerivedSource`` is a source made of another (chain.py). Data sets and streams of the user's
+own are in datasets.py, files and databases in a file each. ``stage`` measures where the time of a batch goes.
 """
 
 import hashlib
+import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
-from itertools import islice
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from meshfit.data import tree
-from meshfit.data.base import Over, Source, handed, spread
-from meshfit.data.draw import Draw, Key
-from meshfit.data.seeding import (
-    Generators,
-    beside_training,
-    exclusive,
-    global_state,
-    one_at_a_time,
-    put_back,
-    set_global_state,
-)
+from meshfit.data.draw import Key
 from meshfit.errors import DataError
 
-__all__ = ["Map", "Memory", "Over", "Source", "Stream", "handed", "open_source", "sample_count", "spread"]
-
-NO_KEY = Key()
+STAGES = ("read", "decode", "transform", "transfer")
 HASHED = 4 * 2**30  # bytes of a tensor whose values a fingerprint holds: some seconds
 HASHED_TOGETHER = 4 * 2**20
-TRIAL = 0.5  # seconds in which to see whether a data set draws random numbers
-
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_here = threading.local()
+
+
+class BadSample(DataError):
+    """One sample cannot be used: its name, and why."""
+
+
+class Source(ABC):
+    """Samples by index. A leaf says what it holds (``__len__``, ``fetch``); the methods make new sources of it."""
+
+    waits = False
+    """Whether reads wait for somebody else (a network, a server): then they are worth starting early everywhere."""
+
+    blocks: NDArray[np.int64] | None = None
+    """Edges of the blocks of samples that are read together, where one costs as much as all: order keeps to a few
+    blocks at a time, see order.py."""
+
+    device_stage = False
+    """Whether ``finish`` has work to do, on the device."""
+
+    own_code = False
+    """Whether reading runs functions of the user's own, which may draw random numbers."""
+
+    @property
+    def global_random(self) -> bool:
+        """Whether reading draws from random generators that threads would share: then one at a time may read."""
+        return False
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def fetch(self, ids: NDArray[np.int64]) -> Any:
+        """One batch: a tree of tensors whose first dim is the sample, in memory of its own."""
+
+    def read(self, ids: NDArray[np.int64], key: Key) -> Any:
+        """The same on its way to the device, with what is random in it drawn for ``key``."""
+        return self.fetch(ids)
+
+    def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        """What is left to do to a batch once it is on the device."""
+        return content
+
+    def few(self, most: int = 16) -> Any:
+        """A batch of samples from all over, to try things on."""
+        if len(self) == 0:
+            raise DataError("data= holds no sample")
+        return handed(self.fetch(spread(len(self), most)))
+
+    def name_of(self, i: int) -> str:
+        """Where sample ``i`` lies, for people: a file, a row, a key."""
+        return f"sample {i}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the samples behind the indices do; a checkpoint keeps it."""
+        return f"{type(self).__name__} of {len(self)}"
+
+    @property
+    def left_out(self) -> list[str]:
+        """Rows of a table that could not be converted and were left out, with on_bad="skip", and why."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """What a run has learnt of the data and a resumed one must know: small, plain, for the checkpoint."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Know it again. Most sources learn nothing."""
+        return
+
+    def map(self, function: Callable[..., Any], *more: Callable[..., Any], each: bool | None = None) -> "Source":
+        """A source whose batches are passed through ``function``, then ``more``. See chain.py."""
+        from meshfit.data.chain import mapped
+
+        return mapped(self, (function, *more), each)
+
+    def on_device(self, function: Callable[..., Any], *more: Callable[..., Any]) -> "Source":
+        """The same, run on the device once the batch is there: bytes travel, floats do not."""
+        from meshfit.data.chain import mapped
+
+        return mapped(self, (function, *more), None, device=True)
+
+    def on_bad(self, what: str, most: float = 0.01) -> "Source":
+        """ "stop" at a sample that cannot be read, or "skip" it, up to a share of ``most``. See chain.py."""
+        from meshfit.data.chain import Skipping
+
+        if what not in ("stop", "skip"):
+            raise DataError(f"on_bad={what!r} is not understood", 'write "stop" or "skip"')
+        return self if what == "stop" else Skipping(self, most)
+
+    def mixup(self, alpha: float = 0.2, *, classes: int) -> "Source":
+        """Each sample blended with another, its label with the other's. See chain.py."""
+        from meshfit.data.chain import Mixup
+
+        return Mixup(self, alpha, classes)
+
+    def take(self, ids: Any) -> "Source":
+        """The samples at ``ids`` (a slice, a list, an array), in that order."""
+        from meshfit.data.chain import Subset
+
+        return Subset(self, np.arange(len(self))[ids] if isinstance(ids, slice) else np.asarray(ids, np.int64))
+
+    def split(self, first: float, seed: int = 0) -> tuple["Source", "Source"]:
+        """Two sources without a sample in common: a random share of ``first``, and the rest."""
+        from meshfit.data.order import order
+
+        at = round(first * len(self))
+        shuffled = order(len(self), seed=seed, epoch=2**32)[np.arange(len(self))]
+        return self.take(np.sort(shuffled[:at])), self.take(np.sort(shuffled[at:]))
+
+
+class DerivedSource(Source):
+    """A source made of another: all that it does not do itself, the other does."""
+
+    def __init__(self, source: Source):
+        self.source = source
+        self.waits, self.blocks = source.waits, source.blocks
+        self.device_stage, self.own_code = source.device_stage, source.own_code
+
+    @property
+    def global_random(self) -> bool:
+        return self.source.global_random
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def fetch(self, ids: NDArray[np.int64]) -> Any:
+        return self.finish(self.read(ids, Key()), ids, Key())
+
+    def read(self, ids: NDArray[np.int64], key: Key) -> Any:
+        return self.source.read(ids, key)
+
+    def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        return self.source.finish(content, ids, key)
+
+    def name_of(self, i: int) -> str:
+        return self.source.name_of(i)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    @property
+    def left_out(self) -> list[str]:
+        return self.source.left_out
+
+    def state(self) -> dict[str, Any]:
+        return self.source.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.source.load_state(state)
 
 
 class Memory(Source):
@@ -81,181 +214,26 @@ class Memory(Source):
         return tree.map_tensors(rows, self.arrays)
 
 
-class Map(Source):
-    """A map-style data set: ``len(data)`` and ``data[i]``. Where it draws random numbers, all generators are seeded for
-    each sample (seeding.py), and samples are read one by one."""
-
-    def __init__(self, samples: Any):
-        self.samples = samples
-        self.own_code = not isinstance(samples, list | tuple)
-        self.generators = Generators(samples)
-        self.draws = False
-        """Whether it was seen to draw."""
-        self._tried = False
-        self._searched: int | None = None
-        """The epoch in which its generators were looked for."""
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    @property
-    def global_random(self) -> bool:
-        if self.own_code and not self._tried:
-            self._tried = True
-            start = time.perf_counter()
-            for some in np.array_split(spread(len(self), 256), 16):
-                if len(some) and not self.draws and time.perf_counter() - start < TRIAL:
-                    self.read(some, Key())
-        return self.draws
-
-    @property
-    def fingerprint(self) -> str:
-        """Of a list the values of some samples; of a data set its length is all that can be known."""
-        if self.own_code:
-            return super().fingerprint
-        some = [self.samples[i] for i in spread(len(self), 1024).tolist()]
-        return f"{super().fingerprint}, values {hashed(torch.as_tensor(x) for x in map(_number, tree.leaves(some)))}"
-
-    def fetch(self, ids: NDArray[np.int64]) -> Any:
-        return self.read(ids, Key())
-
-    def read(self, ids: NDArray[np.int64], key: Key) -> Any:
-        if not self.own_code or (beside_training() and not self.draws):
-            return self._collated(ids)
-        first = self._searched is None
-        with exclusive() if first or self.draws else one_at_a_time():
-            if self._searched != key.epoch:
-                self.generators.search_again()
-                self._searched = key.epoch
-            if self.draws:
-                return self._seeded(ids, key)
-            before = self.generators.mark()
-            made = self._collated(ids)
-            made_one = first and self.generators.search_again()  # a generator, when it was first read
-            if self.generators.mark() == before and not made_one:
-                return made
-            put_back(before)
-        self.draws = True
-        return self.read(ids, key)
-
-    def _seeded(self, ids: NDArray[np.int64], key: Key) -> Any:
-        found = []
-        for i, seed in zip(ids.tolist(), Draw(ids, key).seeds(), strict=True):
-            self.generators.seed(seed)
-            found += self._samples([i])
-        return default_collate(found)
-
-    def _collated(self, ids: NDArray[np.int64]) -> Any:
-        return default_collate(self._samples(ids.tolist()))
-
-    def _samples(self, ids: list[int]) -> list[Any]:
-        if hasattr(self.samples, "__getitems__"):
-            return self.samples.__getitems__(ids)
-        found = []
-        for i in ids:
-            try:
-                found.append(self.samples[i])
-            except Exception as error:  # the user's own: it keeps its type and its trace
-                error.add_note(f"while reading sample {i} of {type(self.samples).__name__}")
-                raise
-        return found
+def spread(count: int, most: int) -> NDArray[np.int64]:
+    """At most ``most`` of ``count`` samples, from all over."""
+    return np.unique(np.linspace(0, count - 1, most).astype(np.int64))
 
 
-class Stream:
-    """Samples that come one after another, with no length. Every epoch starts the iterable anew.
+def handed(content: Any) -> Any:
+    """What the model gets: words as lists; images of different sizes make no batch."""
 
-    What can be promised: the same stream gives the same batches under every plan, because every rank reads
-    all of it and keeps its share. The random numbers it draws follow the seed and the epoch: its generators are seeded
-    when an epoch begins, and what is drawn elsewhere changes nothing. Shuffling, and going on from the middle, are the
-    stream's own affair.
-    """
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, tree.Ragged):
+            return x
+        if x and isinstance(x[0], torch.Tensor):
+            shapes = sorted({tuple(one.shape) for one in x})
+            raise DataError(
+                f"the samples of a batch differ in shape: {shapes[0]} and {shapes[-1]}",
+                "bring them to one: .map(meshfit.data.transform.resize((224, 224))), say",
+            )
+        return list(x)
 
-    def __init__(self, start: Callable[[], Iterable[Any]]):
-        self.start = start
-        self.generators = Generators(start)
-
-    def batches(self, size: int, key: Key = NO_KEY) -> Iterator[list[Any]]:
-        """Lists of ``size`` samples; the last may be short."""
-        if beside_training():  # only where it was not seen to draw
-            samples = iter(self.start())
-            while held := list(islice(samples, size)):
-                yield held
-            return
-        samples, state = None, None
-        while True:
-            with exclusive():
-                if samples is None:
-                    self.generators.search_again()
-                    self.generators.seed(Draw(np.zeros(1, np.int64), key).seeds()[0])
-                    samples = iter(self.start())
-                else:
-                    set_global_state(state)
-                held = list(islice(samples, size))
-                state = global_state()
-            if not held:
-                return
-            yield held
-
-    @cached_property
-    def draws(self) -> bool:
-        """Whether its first samples draw random numbers."""
-        with exclusive():
-            samples = iter(self.start())
-            self.generators.search_again()
-            before = self.generators.mark()
-            list(islice(samples, 4))
-            return self.generators.search_again() or self.generators.mark() != before
-
-    def few(self, most: int = 16) -> Any:
-        """A batch of the first samples, to try things on."""
-        held = next(self.batches(most), None)
-        if held is None:
-            raise DataError("data= holds no sample")
-        return default_collate(held)
-
-
-def open_source(data: Any, name: str = "data") -> Source | Stream:
-    """The source that ``data`` stands for. A function is called, here, in the process that reads."""
-    if isinstance(data, DataLoader):
-        raise DataError(
-            f"{name}= is a DataLoader, but meshfit makes the batches itself",
-            f"pass the data set: {name}=loader.dataset, batch_size= for the whole batch over all devices",
-        )
-    if isinstance(data, Source | Stream):
-        return data
-    if isinstance(data, TensorDataset):
-        return Memory(data.tensors, name)
-    if isinstance(data, torch.Tensor | np.ndarray | tuple | Mapping):
-        return Memory(dict(data) if isinstance(data, Mapping) else data, name)
-    if isinstance(data, list) and data and all(isinstance(x, torch.Tensor | np.ndarray) for x in data):
-        return Memory(tuple(data), name) if len({len(x) for x in data}) == 1 and len(data) < 9 else Map(data)
-    if isinstance(data, str | Path):
-        from meshfit.data.opening import open
-
-        return open(data)
-    if isinstance(data, IterableDataset):
-        return Stream(lambda: data)
-    if callable(data) and (isinstance(data, type) or not hasattr(data, "__len__")):
-        made = data()
-        return Stream(_Again(data, made)) if isinstance(made, Iterator) else open_source(made, name)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return Map(data)
-    if isinstance(data, Iterator):
-        raise DataError(
-            f"{name}= is an iterator, which can be read only once and by one rank",
-            f"pass an iterable (an IterableDataset, say) or a function that returns one: {name}=lambda: ...",
-        )
-    if isinstance(data, Iterable):
-        return Stream(lambda: data)
-    raise DataError(
-        f"{name}= is a {type(data).__name__}, which holds no samples",
-        "give tensors, arrays, a Dataset, an IterableDataset, or a function that returns one of them",
-    )
-
-
-def _number(leaf: Any) -> Any:
-    """A leaf as something that is a tensor."""
-    return leaf if isinstance(leaf, torch.Tensor | np.ndarray | int | float) else list(repr(leaf).encode())
+    return tree.map_leaves(leaf, content)
 
 
 def hashed(tensors: Iterable[torch.Tensor], most: int = HASHED) -> str:
@@ -272,24 +250,6 @@ def hashed(tensors: Iterable[torch.Tensor], most: int = HASHED) -> str:
     return found.hexdigest()
 
 
-class _Again:
-    """A function that returns iterators, called anew each time; the first was made already."""
-
-    def __init__(self, function: Callable[[], Any], first: Iterator[Any]):
-        self.function, self.first = function, [first]
-
-    def __call__(self) -> Iterator[Any]:
-        return self.first.pop() if self.first else self.function()
-
-
-def sample_count(data: Any, name: str = "data") -> int | None:
-    """Samples in ``data`` as far as can be told without calling a function of the user's."""
-    if callable(data) and (isinstance(data, type) or not hasattr(data, "__len__")):
-        return None
-    source = open_source(data, name)
-    return None if isinstance(source, Stream) else len(source)
-
-
 def _as_tensors(arrays: Any) -> Any:
     """``arrays`` with NumPy arrays and lists of numbers as tensors."""
     if isinstance(arrays, np.ndarray):
@@ -303,3 +263,47 @@ def _as_tensors(arrays: Any) -> Any:
     if isinstance(arrays, tuple | list) and not hasattr(arrays, "_fields"):
         return type(arrays)(_as_tensors(value) for value in arrays)
     return arrays
+
+
+@dataclass
+class StageTimer:
+    """Seconds by stage, summed over threads, and the seconds waited."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    waited: float = 0.0
+    batches: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Stages that this thread enters count here."""
+        _here.clock, _here.inner = self, 0.0
+        try:
+            yield
+        finally:
+            _here.clock = None
+
+    def add(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self.seconds[name] += seconds
+
+    @property
+    def slowest(self) -> str:
+        return max(self.seconds, key=lambda name: self.seconds[name])
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Count what happens inside as ``name``."""
+    clock: StageTimer | None = getattr(_here, "clock", None)
+    if clock is None:
+        yield
+        return
+    outer, _here.inner = _here.inner, 0.0
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        whole = time.perf_counter() - start
+        clock.add(name, whole - _here.inner)
+        _here.inner = outer + whole

@@ -26,13 +26,12 @@ import torch
 from numpy.typing import NDArray
 
 from meshfit.data import tree
-from meshfit.data.bad import BadSample
 from meshfit.data.blob import Url
 from meshfit.data.cache import Cache
-from meshfit.data.columns import Columns, Writer
+from meshfit.data.columns import Columns, ColumnWriter
 from meshfit.data.databases import Database, database
 from meshfit.data.images import decode, looks_like_image
-from meshfit.data.source import Source
+from meshfit.data.source import BadSample, Source
 from meshfit.data.table import Asked, names_in, shaped
 from meshfit.errors import DataError
 
@@ -180,7 +179,7 @@ class Sql(Source):
         """The same rows out of a copy in ``cache``."""
 
         def make(folder: Path) -> None:
-            writer = Writer(folder)
+            writer = ColumnWriter(folder)
             batches = self._tried(lambda c: self.base.batches(c, self.query, self.key, self.keys.tolist(), self.names))
             writer.add_file(self.base.shown, batches)
             writer.close()

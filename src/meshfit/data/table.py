@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshfit.data.bad import within
-from meshfit.data.blob import Blob, Local, Url, find, tag_of
+from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
-from meshfit.data.columns import Columns, Writer
+from meshfit.data.chain import within
+from meshfit.data.columns import Columns, ColumnWriter
 from meshfit.data.images import decode, looks_like_image
 from meshfit.data.source import Source
 from meshfit.data.tree import Ragged
@@ -129,7 +129,7 @@ class Table(Source):
             yield batch
 
     def _convert(self, folder: Path) -> None:
-        writer, only = Writer(folder, skips=self.skips > 0), self._needed
+        writer, only = ColumnWriter(folder, skips=self.skips > 0), self._needed
         for blob in self.blobs:
             writer.add_file(blob.name, self._batches(blob, only, writer.bad if self.skips else None))
         writer.close()
@@ -214,7 +214,7 @@ def opened(blob: Blob) -> Any:
     """``blob`` as a file for Arrow."""
     import pyarrow as pa
 
-    if isinstance(blob, Local):
+    if isinstance(blob, LocalFile):
         return pa.memory_map(str(blob.path)) if blob.size else pa.BufferReader(b"")
     return pa.PythonFile(_Reader(blob), mode="r")
 

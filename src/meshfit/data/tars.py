@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshfit.data import tree
-from meshfit.data.bad import BadSample
-from meshfit.data.blob import Blob, Local, Url, find, tag_of
+from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.images import ENDINGS, decode
-from meshfit.data.source import Source
+from meshfit.data.source import BadSample, Source
 from meshfit.data.table import Asked, _Reader, names_in, shaped
 from meshfit.errors import DataError
 
@@ -38,7 +37,7 @@ class Tars(Source):
         self.names: list[str] = about["names"]
         self.files, self.spans = held[:, 0], held[:, 1:].reshape(len(held), -1, 2)
         self.used = names_in(columns, self.endings)
-        self.waits = not isinstance(blobs[0], Local)
+        self.waits = not isinstance(blobs[0], LocalFile)
         cache = getattr(blobs[0], "cache", None)
         if cache is not None and sum(blob.size for blob in blobs) > cache.most / 2:
             each = np.unique(np.stack([self.files, self.spans[:, 0, 0] // 2**23], 1), axis=0, return_index=True)[1]
@@ -130,7 +129,7 @@ def _index(blobs: list[Blob], place: Path) -> None:
     for number, blob in enumerate(blobs):
         known: dict[str, dict[str, tuple[int, int]]] = {}
         try:
-            local = isinstance(blob, Local)
+            local = isinstance(blob, LocalFile)
             with tarfile.open(blob.path if local else None, "r:", None if local else _Reader(blob)) as tar:  # type: ignore[arg-type]
                 for member in tar:
                     if not member.isfile() or member.name.rpartition("/")[2].startswith("."):

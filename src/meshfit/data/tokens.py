@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshfit.data.arrays import Rows, npy
-from meshfit.data.blob import Blob, Local, Url, find, tag_of
+from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.draw import Key
 from meshfit.data.source import Source
@@ -27,7 +27,7 @@ class Tokens(Source):
     def __init__(self, files: list[Rows], length: int, whole: bool, names: str):
         self.files, self.length, self.whole, self.names = files, length, whole, names
         self.firsts = np.concatenate([[0], np.cumsum([len(rows) for rows in files])])
-        self.waits = any(not isinstance(rows.blob, Local) for rows in files)
+        self.waits = any(not isinstance(rows.blob, LocalFile) for rows in files)
         far = [rows.blocks for rows in files]
         if any(part is not None for part in far):
             edges = [f + (np.array([0]) if b is None else b[:-1]) for f, b in zip(self.firsts, far, strict=False)]
@@ -142,7 +142,7 @@ def text(
         (folder / "about.json").write_text(json.dumps({"most": most}))
 
     folder = held.folder(f"text 1 {tag_of(blobs)} {name} {end}", make)
-    made = _rows([Local(folder / "tokens.bin")], length, "uint32", whole)
+    made = _rows([LocalFile(folder / "tokens.bin")], length, "uint32", whole)
     made.names = " ".join(blob.name for blob in blobs[:3])
     return made
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshfit.data import tree
-from meshfit.data.draw import Draw
+from meshfit.data.draw import SampleRandom
 from meshfit.errors import DataError
 
 On = int | str | None
@@ -33,10 +33,10 @@ class Transform:
     """A function of the images of a batch and of its samples' random numbers."""
 
     name: str
-    function: Callable[[Any, Draw], Any]
+    function: Callable[[Any, SampleRandom], Any]
     on: On = None
 
-    def __call__(self, batch: Any, draw: Draw) -> Any:
+    def __call__(self, batch: Any, draw: SampleRandom) -> Any:
         return at(batch, self.on, lambda leaf: self.function(leaf, draw) if is_image(leaf) else leaf)
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ def normalise(mean: Any = IMAGENET[0], std: Any = IMAGENET[1], *, on: On = None)
     """float32 of mean 0 and deviation 1: uint8 is divided by 255 first. ``mean`` and ``std`` are per channel."""
     both = tuple(tuple(torch.as_tensor(v, dtype=torch.float32).view(-1).tolist()) for v in (mean, std))
 
-    def apply(leaf: Any, draw: Draw) -> Tensor:
+    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
         image = _one_size(leaf, "normalise")
         shift, scale = _terms(both, 255.0 if image.dtype == torch.uint8 else 1.0, image.device)
         return image.to(torch.float32, copy=True).sub_(shift).mul_(scale)
@@ -153,7 +153,7 @@ def crop(size: int | tuple[int, int], *, padding: int = 0, on: On = None) -> Tra
     """A window of ``size`` at random, out of the image with ``padding`` zeros around it."""
     height, width = _pair(size)
 
-    def apply(leaf: Any, draw: Draw) -> Tensor:
+    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
         image = _one_size(leaf, "crop")
         spare = [image.shape[2] + 2 * padding - height, image.shape[3] + 2 * padding - width]
         if min(spare) < 0:
@@ -186,7 +186,7 @@ def _corners(n: int, channels: int, high: int, wide: int, height: int) -> Tensor
 def flip(p: float = 0.5, *, on: On = None) -> Transform:
     """Left and right swapped, with probability ``p``."""
 
-    def apply(leaf: Any, draw: Draw) -> Tensor:
+    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
         image, chosen = _one_size(leaf, "flip"), draw.uniform() < p
         if not image.is_cpu:
             return torch.where(chosen.to(image.device).view(-1, 1, 1, 1), image.flip(3), image)
@@ -211,7 +211,7 @@ def resize(size: int | tuple[int, int], *, on: On = None) -> Transform:
             want = size
         return _resized(image, want)
 
-    def apply(leaf: Any, draw: Draw) -> Any:
+    def apply(leaf: Any, draw: SampleRandom) -> Any:
         return tree.stack([to(image[None])[0] for image in leaf]) if isinstance(leaf, tree.Ragged) else to(leaf)
 
     return Transform("resize", apply, on)
@@ -235,7 +235,7 @@ def crop_centre(size: int | tuple[int, int], *, on: On = None) -> Transform:
             raise DataError(f"crop_centre({size}) asks for more than the image has", f"it is {tuple(image.shape[-2:])}")
         return image[..., top : top + height, left : left + width].contiguous()
 
-    def apply(leaf: Any, draw: Draw) -> Any:
+    def apply(leaf: Any, draw: SampleRandom) -> Any:
         return tree.stack([middle(image) for image in leaf]) if isinstance(leaf, tree.Ragged) else middle(leaf)
 
     return Transform("crop_centre", apply, on)
@@ -252,7 +252,7 @@ def crop_any_size(
     trained with (torchvision's RandomResizedCrop)."""
     want = _pair(size)
 
-    def apply(leaf: Any, draw: Draw) -> Tensor:
+    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
         share = draw.uniform(low=area[0], high=area[1]).tolist()
         shape = draw.uniform(low=float(np.log(ratio[0])), high=float(np.log(ratio[1]))).exp().tolist()
         where = draw.uniform(2).tolist()
@@ -271,7 +271,7 @@ def crop_any_size(
 def cutout(size: int, *, fill: float = 0.0, on: On = None) -> Transform:
     """A square of side ``size`` filled, its centre anywhere in the image."""
 
-    def apply(leaf: Any, draw: Draw) -> Tensor:
+    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
         image = _one_size(leaf, "cutout")
         height, width = image.shape[2:]
         down, across = draw.integers(0, height).to(image.device), draw.integers(0, width).to(image.device)
@@ -290,7 +290,7 @@ def cutout(size: int, *, fill: float = 0.0, on: On = None) -> Transform:
 def colour(brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0, *, on: On = None) -> Transform:
     """Brightness, contrast and saturation times a factor each, between 1 - x and 1 + x, in this order."""
 
-    def apply(leaf: Any, draw: Draw) -> Tensor:
+    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
         image = _one_size(leaf, "colour")
         work = image.float()
         most = 255.0 if image.dtype == torch.uint8 else 1.0
@@ -306,7 +306,7 @@ def colour(brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0
     return Transform("colour", apply, on)
 
 
-def _factor(draw: Draw, spread: float, image: Tensor) -> Tensor:
+def _factor(draw: SampleRandom, spread: float, image: Tensor) -> Tensor:
     return draw.uniform(low=max(0.0, 1 - spread), high=1 + spread).to(image.device).view(-1, 1, 1, 1)
 
 

@@ -13,7 +13,7 @@ from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.axis import TensorAxis
 from meshfit.data import tree
-from meshfit.data.source import Stream, open_source
+from meshfit.data.datasets import SampleStream, open_source
 from meshfit.launch.devices import Devices
 from meshfit.observe.figures import size
 from meshfit.observe.reading import Recording
@@ -37,7 +37,7 @@ def foretell(training: "Training") -> dict[str, Any]:
     with suppress(Exception), redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = open_source(job.data)
-        if isinstance(source, Stream):
+        if isinstance(source, SampleStream):
             return found
         few = source.few(SAMPLES)
         trace = traced(model, job.objective, few, device="cpu")

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from meshfit.data.clock import STAGES
+from meshfit.data.source import STAGES
 from meshfit.observe import foretold, ideal
 from meshfit.observe.charts import charts, xy
 from meshfit.observe.figures import amount, arithmetic, number, seconds, size

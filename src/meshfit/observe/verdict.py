@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshfit.data.clock import STAGES
+from meshfit.data.source import STAGES
 from meshfit.observe.figures import size
 from meshfit.observe.reading import Rank, Recording, phase_shares
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfit.data import tree
+from meshfit.data.datasets import NO_KEY, SampleStream, open_source
 from meshfit.data.draw import Key
-from meshfit.data.source import NO_KEY, Over, Source, Stream, open_source
+from meshfit.data.source import DerivedSource, Source
 from meshfit.job import Job
 from meshfit.torch_private import map_tensors_in_place
 
@@ -53,18 +54,18 @@ class DoubleData:
 
     data: Any
 
-    def __call__(self) -> Source | Stream:
+    def __call__(self) -> Source | SampleStream:
         source = open_source(self.data)
-        return DoubleStream(source) if isinstance(source, Stream) else DoubleSource(source)
+        return DoubleStream(source) if isinstance(source, SampleStream) else DoubleSource(source)
 
 
-class DoubleSource(Over):
+class DoubleSource(DerivedSource):
     def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
         return tree.map_tensors(_double, super().finish(content, ids, key))
 
 
-class DoubleStream(Stream):
-    def __init__(self, stream: Stream):
+class DoubleStream(SampleStream):
+    def __init__(self, stream: SampleStream):
         super().__init__(stream.start)
 
     def batches(self, size: int, key: Key = NO_KEY) -> Iterator[list[Any]]:

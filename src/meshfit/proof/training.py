@@ -147,7 +147,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 def can_go_backwards(job: Job) -> bool:
     """Whether the samples of a batch can be put in another order: where they are rows of tensors."""
-    from meshfit.data.source import open_source
+    from meshfit.data.datasets import open_source
 
     leaves = list(tree.leaves(open_source(job.data).few(2)))
     return all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)

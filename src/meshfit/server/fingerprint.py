@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.data import tree
-from meshfit.data.source import Memory, Source, Stream
+from meshfit.data.datasets import SampleStream
+from meshfit.data.source import Memory, Source
 from meshfit.job import Job
 from meshfit.server.packing import trained
 from meshfit.version import VERSION
@@ -27,7 +28,7 @@ WHAT = {"version": "meshfit", "samples": "samples in data=", "data": "data=", "l
 Facts = dict[str, Any]
 
 
-def facts_of(job: Job, model: nn.Module, source: Source | Stream) -> Facts:
+def facts_of(job: Job, model: nn.Module, source: Source | SampleStream) -> Facts:
     """Of a job, as plain values."""
     tensors = [f"{name} {_kind(t)}" for name, t in (*model.named_parameters(), *model.named_buffers())]
     ours = trained(model).keys() | running_statistics(model).keys()
@@ -37,7 +38,7 @@ def facts_of(job: Job, model: nn.Module, source: Source | Stream) -> Facts:
         "batch_size": job.batch_size,
         "seed": job.seed,
         "shuffle": job.shuffle,
-        "samples": None if isinstance(source, Stream) else len(source),
+        "samples": None if isinstance(source, SampleStream) else len(source),
         "loss": _name(job.step or job.loss),
         "model": hashlib.sha256("\n".join(tensors).encode()).hexdigest(),
         "tensors": _few(tensors),

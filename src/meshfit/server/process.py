@@ -15,8 +15,8 @@ from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.resume import saved
 from meshfit.coordination import last_step
+from meshfit.data.datasets import SampleStream
 from meshfit.data.loader import Loader
-from meshfit.data.source import Stream
 from meshfit.errors import DataError, PlanError
 from meshfit.events import Events
 from meshfit.job import Job
@@ -92,7 +92,7 @@ def last_ticket(job: Job, loader: Loader) -> int | None:
 
 
 def _samples(plan: Plan, loader: Loader) -> int:
-    if isinstance(loader.source, Stream):  # that a function made, in here
+    if isinstance(loader.source, SampleStream):  # that a function made, in here
         raise _no_stream(plan)
     return len(loader.source)
 

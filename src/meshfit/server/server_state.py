@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from meshfit.data.loader import Loader
-from meshfit.data.position import Position
+from meshfit.data.loader import Loader, Position
 from meshfit.run import Run
 from meshfit.server.shared_model import mine
 from meshfit.server.worker import ServerUpdate, Worker

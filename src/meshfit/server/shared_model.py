@@ -12,7 +12,7 @@ from meshfit.anatomy.record_atoms import copied
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import volume
-from meshfit.checkpoint.pieces import Piece, lie
+from meshfit.checkpoint.pieces import LocalBox, lie
 from meshfit.errors import PlanError, RankError
 from meshfit.server.cost import Payload
 from meshfit.server.packing import Parcel
@@ -71,7 +71,7 @@ class SharedPart:
     name: str
     tensor: Tensor
     """Of the rank, a parameter or buffer."""
-    piece: Piece
+    piece: LocalBox
     up: Tensor
     """Where it is put to be sent, in the memory of the group."""
     down: Tensor
