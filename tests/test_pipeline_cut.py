@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import zoo
+from meshfit.anatomy.record_build import tied
 from meshfit.axes.pipeline.axis import Found, Pipeline, Staged, part_of_trace
 from meshfit.axes.pipeline.cut import Shell
-from meshfit.axes.tensors import tied
 from meshfit.errors import PlanError
 from meshfit.loss.objective import Objective
 from tests.few import few

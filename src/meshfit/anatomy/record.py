@@ -34,7 +34,6 @@ from meshfit.anatomy.record_watch import line_of, watched
 from meshfit.anatomy.replay import Recording
 from meshfit.anatomy.trace import Dynamic, EventCost
 from meshfit.data import tree
-from meshfit.loss.objective import call
 from meshfit.patches import replaced
 from meshfit.torch_private import COMPILER
 
@@ -217,7 +216,7 @@ class _Attempt:
             recorder.start()
             try:
                 with watched(recorder):
-                    outputs = call(copy, fresh)
+                    outputs = tree.call(copy, fresh)
                 if recorder.meter is not None:
                     recorder.meter.reach(tensors(outputs))
                 recorder.check_draws()

@@ -10,8 +10,18 @@ from meshfit.anatomy.record_known import Origin, objects_in, storage
 from meshfit.anatomy.record_program import Instruction, ModuleRef, Ref, references
 from meshfit.anatomy.replay import Recording, fact
 from meshfit.anatomy.trace import Dynamic, Event, EventCost, Parameter, Trace, Value
-from meshfit.axes.tensors import tied
 from meshfit.data import tree
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Parameters that are one tensor: each further name, and the name it is first known by."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    return ties
 
 
 def built(

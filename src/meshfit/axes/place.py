@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.anatomy.record_build import tied
 from meshfit.axes.axis import Applied, Axis
 from meshfit.axes.branch.axis import Branched
 from meshfit.axes.buffers import check as check_buffers
@@ -30,7 +31,7 @@ from meshfit.axes.pipeline.weights import collect
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.tensor.axis import splits_sequence
-from meshfit.axes.tensors import check_ties, tied
+from meshfit.axes.tensors import check_ties
 from meshfit.comm.group import Group
 from meshfit.plan import Plan
 

@@ -3,18 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.record_build import tied
 from meshfit.torch_private import own_buffers
-
-
-def tied(model: nn.Module) -> dict[str, str]:
-    """Parameters that are one tensor: each further name, and the name it is first known by."""
-    first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            ties[name] = known
-    return ties
 
 
 def check_ties(model: nn.Module, ties: dict[str, str]) -> None:

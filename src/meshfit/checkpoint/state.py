@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.tensors import tied
+from meshfit.anatomy.record_build import tied
 from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.pieces import ShardLayout, lie, uncut

@@ -62,6 +62,15 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """``model(inputs)``, ``model(*inputs)`` or ``model(**inputs)``, by what the inputs are."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
 def to_device(tree: Any, device: torch.device) -> Any:
     """``tree`` with its tensors on ``device``; copies from pinned memory do not wait."""
     if device.type == "cpu":

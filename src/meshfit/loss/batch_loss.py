@@ -25,11 +25,11 @@ from meshfit.axes.context.piece import gathered_output
 from meshfit.axes.data import batchnorm
 from meshfit.axes.tensor.vocabulary import whole_output
 from meshfit.comm.group import Group
+from meshfit.cost import size as count_bytes
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.loss import gather as gathering
 from meshfit.loss.objective import LossDenominator, Objective, call, split
-from meshfit.observe.figures import size as count_bytes
 from meshfit.plan import Plan
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshfit.data.tree import call
 from meshfit.errors import DataError, JobError
 
 TARGETS = ("labels", "label", "targets", "target", "y")
@@ -56,15 +57,6 @@ class Objective:
         inputs, targets = split(batch)
         outputs = call(model, inputs)
         return self.loss(outputs, targets), outputs, targets
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """``model(inputs)``, ``model(*inputs)`` or ``model(**inputs)``, by what the inputs are."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
 
 
 def split(batch: Any) -> tuple[Any, Any]:

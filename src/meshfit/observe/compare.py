@@ -9,7 +9,8 @@ from textwrap import wrap
 from rich.table import Table
 from rich.text import Text
 
-from meshfit.observe.figures import amount, number, seconds, size
+from meshfit.cost import size
+from meshfit.observe.figures import amount, number, seconds
 from meshfit.observe.kinds import kind_of
 from meshfit.observe.reading import Recording, phase_shares
 from meshfit.observe.timeline import Window, drawn, legend, windows

@@ -29,12 +29,3 @@ def seconds(value: float) -> str:
     if value < 7200:
         return f"{value / 60:.3g} min"
     return f"{value / 3600:.3g} h"
-
-
-def size(count: float) -> str:
-    """Bytes, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

@@ -12,10 +12,10 @@ from meshfit.anatomy.trace import Trace
 from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.axis import TensorAxis
+from meshfit.cost import size
 from meshfit.data import tree
 from meshfit.data.datasets import SampleStream, open_source
 from meshfit.launch.devices import Devices
-from meshfit.observe.figures import size
 from meshfit.observe.reading import Recording
 from meshfit.plan import Plan
 from meshfit.plan_cost import cost, stage_traffic

@@ -3,10 +3,11 @@
 import time
 from typing import Any
 
+from meshfit.cost import size
 from meshfit.data.source import STAGES
 from meshfit.observe import foretold, ideal
 from meshfit.observe.charts import charts, xy
-from meshfit.observe.figures import amount, arithmetic, number, seconds, size
+from meshfit.observe.figures import amount, arithmetic, number, seconds
 from meshfit.observe.ideal import Ideal
 from meshfit.observe.kinds import KINDS, OTHER, kind_of
 from meshfit.observe.reading import Rank, Recording, Span, phase_shares

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshfit.observe.figures import size
+from meshfit.cost import size
 from meshfit.observe.kinds import KINDS, PHASES
 from meshfit.observe.reading import Rank, Recording, read
 from meshfit.observe.verdict import verdict

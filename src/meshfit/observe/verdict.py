@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshfit.cost import size
 from meshfit.data.source import STAGES
-from meshfit.observe.figures import size
 from meshfit.observe.reading import Rank, Recording, phase_shares
 
 WORTH = 0.05

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.anatomy.again import recomputed_blocks
+from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.expert.load import Load
@@ -31,7 +32,7 @@ from meshfit.axes.forward import unwrap
 from meshfit.axes.mesh import OWN_EXPERT
 from meshfit.axes.tensor.cut import Undo
 from meshfit.axes.tensor.region import Cut, TensorPlan
-from meshfit.axes.tensors import check_ties, tied
+from meshfit.axes.tensors import check_ties
 from meshfit.comm.group import RankGroup
 from meshfit.cost import Cost
 from meshfit.data import tree

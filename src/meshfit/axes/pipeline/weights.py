@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.anatomy.record_build import tied
 from meshfit.axes.pipeline.axis import Staged
-from meshfit.axes.tensors import tied
 from meshfit.torch_private import own_buffers, own_parameters
 
 

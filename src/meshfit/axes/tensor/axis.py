@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.forward import unwrap
@@ -25,7 +26,7 @@ from meshfit.axes.pipeline.cut import Shell
 from meshfit.axes.tensor.cost import shrunk
 from meshfit.axes.tensor.cut import Undo, cut
 from meshfit.axes.tensor.region import Cut, TensorPlan, joined
-from meshfit.axes.tensors import buffers_to, check_ties, tied
+from meshfit.axes.tensors import buffers_to, check_ties
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import RankGroup, destroy
 from meshfit.cost import Cost

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from meshfit.anatomy.pairs import LAYERS, Pair, Pairs
+from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.shares import as_ranges
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.region import Cut, Leave, Patch, Raw, Region, joined
 from meshfit.axes.tensor.watch import Watched
-from meshfit.axes.tensors import tied
 from meshfit.torch_private import Convolution, RunningNorm
 
 NORMS = (RunningNorm, nn.GroupNorm)

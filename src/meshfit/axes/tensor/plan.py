@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfit.anatomy.record_build import tied
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.between import Between, counted, foretold
 from meshfit.axes.tensor.check import check, reference
@@ -27,7 +28,6 @@ from meshfit.axes.tensor.region import VOCABULARY, Patch, Region, TensorPlan, jo
 from meshfit.axes.tensor.twin import is_number, kinds_of, study
 from meshfit.axes.tensor.vocabulary_claim import candidates, of_vocabulary, verify
 from meshfit.axes.tensor.watch import watch
-from meshfit.axes.tensors import tied
 from meshfit.comm.group import Traffic
 from meshfit.torch_private import tree_leaves
 
