@@ -201,7 +201,6 @@ def _work(
             break
         time.sleep(pace.nap)
     final = {name: tensor.detach().clone().numpy() for name, tensor in model.state_dict().items()}
-    connections = worker.connections
     worker.remove()
     tell(
         "end",
@@ -212,8 +211,8 @@ def _work(
             "late": work.late,
             "again": worker.again,
             "weights": final,
-            "up": sum(connection.moved_up for connection in connections),
-            "down": sum(connection.moved_down for connection in connections),
+            "up": worker.moved["push"],
+            "down": worker.moved["pull"],
             "broken": getattr(worker, "broken", 0),
         },
     )

@@ -17,6 +17,7 @@ from benchmarks.parity import distance
 from benchmarks.served import SECRET, Training, Work, join_batchnorms
 from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.errors import PlanError, RankError
+from meshfit.exchange.protocol import RepeatBatch
 from meshfit.server import cost as server_cost
 from meshfit.server.build import keep
 from meshfit.server.cost import Payload
@@ -313,12 +314,12 @@ def test_cost_is_what_moves(servers: int, compress: str) -> None:
         return
     worker = Worker(model, addresses, SECRET, id=rank, compress=compress)
     work = Work(training, worker, model)
-    joined = sum(connection.moved_down for connection in worker.connections)
+    joined = worker.moved["pull"]
     for _ in work.steps():
         pass
     cost = server_cost.worker(Payload.of(model, servers=servers, compress=compress))
-    assert sum(connection.moved_up for connection in worker.connections) == 5 * cost.moved["push"]
-    assert sum(connection.moved_down for connection in worker.connections) - joined == 5 * cost.moved["pull"]
+    assert worker.moved["push"] == 5 * cost.moved["push"]
+    assert worker.moved["pull"] - joined == 5 * cost.moved["pull"]
     size = sum(p.nbytes for p in model.parameters())
     assert cost.moved["pull"] < size * 1.1 + 500
     assert cost.moved["push"] < size * {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.26}[compress] * 1.1 + 500
@@ -347,6 +348,27 @@ def test_compressed_gradients_train_nearly_alike(compress: str) -> None:
         < {"fp16": 1e-3, "bf16": 1e-2, "int8": 2e-2}[compress]
     )
     worker.remove()
+
+
+def test_a_batch_that_is_done_again_is_not_in_what_compression_has_lost(tmp_path: Path) -> None:
+    training = Training(build=plain, data=(X, Y), loss=F.cross_entropy)
+    server = training.server(ServerSettings(workers=1, compress="fp16"), servers=1, address=f"unix:{tmp_path}/0")
+    model = plain()
+    worker = Worker(model, [server.address], SECRET, id=0, compress="fp16")
+    next(Work(training, worker, model).steps())
+    (connection,) = worker.connections
+    assert connection._feedback is not None
+    before = [lost.clone() for lost in connection._feedback.lost]
+    for pushed in (False, True):
+        F.cross_entropy(model(X), Y).backward()
+        worker._pushed = pushed
+        if pushed:
+            connection.pack()
+        with pytest.raises(RepeatBatch):
+            worker._start_over()
+        torch.testing.assert_close(connection._feedback.lost, before, rtol=0, atol=1e-6)
+    worker.remove()
+    server.close()
 
 
 def test_a_worker_with_another_model_is_refused(tmp_path: Path) -> None:

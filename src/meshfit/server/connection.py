@@ -6,7 +6,9 @@ compression, there is a copy between.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,11 +21,10 @@ from meshfit.server.packing import Parcel
 from meshfit.server.shared_memory import SharedMemory, view
 from meshfit.server.wire import ConnectionLost, Message, Wire, WireError, connect
 
-AGAIN_SECONDS = 0.05  # between two attempts to reach a server
-
 
 class ServerConnection:
-    """``statistics`` are BatchNorm's, by name, on the connection to the server that keeps them."""
+    """``statistics`` are BatchNorm's, by name, on the connection to the server that keeps them. ``moved`` counts bytes
+    of payload, by either way; None: the ranks that hold parts of it do (worker_group.py)."""
 
     def __init__(
         self,
@@ -34,74 +35,63 @@ class ServerConnection:
         *,
         worker: int,
         device: torch.device,
-        compress: str = "none",
+        compress: str,
+        moved: Counter[str] | None,
     ):
-        self.address, self.secret, self.worker = address, secret, worker
-        self.parameters, self.statistics = dict(parameters), dict(statistics)
-        self.parcel, self._running = Parcel.of(self.parameters), Parcel.of(self.statistics)
-        self.codec = Codec(compress, self.parcel)
-        up = self.codec.bytes + self._running.bytes
-        down = self.parcel.bytes + self._running.bytes
+        self.address, self.secret, self.worker, self.moved = address, secret, worker, moved
+        self.parameters = dict(parameters)
+        self.parcel, running = Parcel.of(parameters), Parcel.of(statistics)
+        codec = Codec(compress, self.parcel)
+        self.layout = [self.parcel.digest, running.digest, compress]
+        self.memory = SharedMemory.make(codec.bytes + running.bytes, self.parcel.bytes + running.bytes)
         self.shared = address.startswith("unix:")
         """Whether the server sees this memory itself."""
-        self.memory = SharedMemory.make(up, down)
-        self.counted = True
-        """False: the ranks that hold parts of it count what is moved (worker_group.py)."""
-        direct = device.type == "cpu"
-        packed = not direct or compress != "none"
-        self._gradient = self._buffer(device) if packed else self.memory.up[: self.parcel.bytes]
-        self._weights = self.memory.down[: self.parcel.bytes] if direct else self._buffer(device)
-        self.feedback = Feedback(self.codec) if compress != "none" else None
-        self._packed = packed
-        self.gradients = self.parcel.flats(self._gradient)
-        self.views = self.parcel.views(self._gradient)
+        up, down = self.memory.up, self.memory.down
+        self._sent, self._received = up[: codec.bytes], down[: self.parcel.bytes]
+        ups, downs = running.views(up[codec.bytes :]), running.views(down[self.parcel.bytes :])
+        self._statistics = [(buffer, ups[name], downs[name]) for name, buffer in statistics.items()]
+
+        own = lambda: torch.zeros(self.parcel.bytes, dtype=torch.uint8, device=device)
+        self._gradient = self._sent if device.type == "cpu" and compress == "none" else own()
+        self._weights = self._received if device.type == "cpu" else own()
+        self._feedback = Feedback(codec) if compress != "none" else None
+        self._flats, self._gradients = self.parcel.flats(self._gradient), self.parcel.views(self._gradient)
         for name, place in self.parcel.views(self._weights).items():
             p = self.parameters[name]
             place.copy_(p.detach())
             p.data = place
         self.wire: Wire | None = None
-        self.version = 0
-        self.incarnation = ""
-        self.moved_up = self.moved_down = 0
-        """Bytes of payload, by either way."""
-
-    def _buffer(self, device: torch.device) -> Tensor:
-        return torch.zeros(self.parcel.bytes, dtype=torch.uint8, device=device)
+        self.version, self.incarnation, self.learning_rate = 0, "", 0.0
+        self._request: tuple[Any, ...] = ()
 
     # The connection
 
     def connect(self, patience: float) -> bool:
         """Reach the server, waiting until there is one. True: it is another start of it than the one known before, or
         the first. Its weights are then in the parameters."""
+        self.close()
         until = time.monotonic() + patience
         while True:
             try:
-                self.wire = connect(self.address, self.secret, worker=self.worker)
+                self.wire = connect(self.address, self.secret, worker=self.worker, patience=until - time.monotonic())
                 return self._greet(self.wire)
-            except WireError:
-                self.close()
-                raise
             except ConnectionLost as error:
                 self.close()
                 if time.monotonic() > until:
                     raise ConnectionLost(f"no server at {self.address} for {patience:g} s: {error}") from None
-                time.sleep(AGAIN_SECONDS)
+            except WireError:
+                self.close()
+                raise
 
     def _greet(self, wire: Wire) -> bool:
         fds = [self.memory.fd] if self.shared and self.memory.fd is not None else []
-        layout = [self.parcel.digest, self._running.digest, self.codec.word]
-        wire.send(
-            "hello",
-            version=self.version,
-            words={"layout": layout, "version": self.version, "incarnation": self.incarnation},
-            fds=fds,
-        )
+        words = {"layout": self.layout, "version": self.version, "incarnation": self.incarnation}
+        wire.send("hello", version=self.version, words=words, fds=fds)
         welcome = wire.recv(self._into, timeout=30.0)
         if welcome.kind == "error":
             raise WireError(welcome.words["headline"], *welcome.words["facts"])
         new = welcome.words["incarnation"] != self.incarnation
-        self.incarnation = welcome.words["incarnation"]
-        self.learning_rate = welcome.words["lr"]
+        self.incarnation, self.learning_rate = welcome.words["incarnation"], welcome.words["lr"]
         if new:
             self._arrived(welcome)
         return new
@@ -112,13 +102,20 @@ class ServerConnection:
             self.wire = None
 
     def send(self, kind: str, sequence: int, words: dict[str, Any] | None = None, *, push: bool = False) -> None:
+        """Ask for something. Where the connection is lost meanwhile, ``recv`` says so."""
+        self._request = kind, sequence, words, push
         if self.wire is None:
-            raise ConnectionLost("not connected")
-        payload: Sequence[memoryview] = [view(self.memory.up)] if push and not self.shared else ()
-        self.wire.send(kind, sequence=sequence, version=self.version, words=words, payload=payload)
-        if push and self.counted:
-            self.moved_up += self.memory.up.nbytes
-            current().moved("push", self.memory.up.nbytes)
+            return
+        with suppress(ConnectionLost):
+            payload = view(self.memory.up) if push and not self.shared else None
+            self.wire.send(kind, sequence=sequence, version=self.version, words=words, payload=payload)
+        if push:
+            self._count("push", self.memory.up)
+
+    def send_again(self) -> None:
+        """By its sequence number the server knows whether a request was carried out."""
+        kind, sequence, words, push = self._request
+        self.send(kind, sequence, words, push=push)
 
     def recv(self, timeout: float) -> Message:
         """The answer; new weights that come with it are then in the parameters."""
@@ -129,8 +126,7 @@ class ServerConnection:
             raise RankError(f"{message.words['headline']} (at {self.address})", *message.words["facts"])
         if message.kind == "weights":
             self._arrived(message)
-        if "lr" in message.words:
-            self.learning_rate = message.words["lr"]
+        self.learning_rate = message.words.get("lr", self.learning_rate)
         return message
 
     @property
@@ -140,47 +136,44 @@ class ServerConnection:
     @torch.no_grad()
     def _arrived(self, message: Message) -> None:
         self.version = message.version
-        if self.counted:
-            self.moved_down += self.memory.down.nbytes
-            current().moved("pull", self.memory.down.nbytes)
-        if self._weights.device.type != "cpu":
-            self._weights.copy_(self.memory.down[: self.parcel.bytes], non_blocking=False)
-        running = self._running.views(self.memory.down[self.parcel.bytes :])
-        for name, buffer in self.statistics.items():
-            buffer.copy_(running[name])
+        self._count("pull", self.memory.down)
+        if self._weights is not self._received:
+            self._weights.copy_(self._received)
+        for buffer, _, received in self._statistics:
+            buffer.copy_(received)
+
+    def _count(self, kind: str, payload: Tensor) -> None:
+        if self.moved is not None:
+            self.moved[kind] += payload.nbytes
+            current().moved(kind, payload.nbytes)
 
     # The payload
 
     @torch.no_grad()
     def pack(self) -> None:
         """Have the gradient, and the statistics, in the memory that the server reads."""
-        up = self.memory.up
         for name, p in self.parameters.items():
-            if p.grad is not None and p.grad is not self.views[name]:  # made anew: a sparse one, say
-                self.views[name].copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
-        if self.feedback is not None:
-            host = [flat.cpu() for flat in self.gradients]
-            self.feedback.pack(host, up[: self.codec.bytes])
-        elif self._packed:
-            up[: self.parcel.bytes].copy_(self._gradient)
-        running = self._running.views(up[self.codec.bytes :])
-        for name, buffer in self.statistics.items():
-            running[name].copy_(buffer)
+            if p.grad is not None and p.grad is not self._gradients[name]:  # made anew: a sparse one, say
+                self._gradients[name].copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+        if self._feedback is not None:
+            self._feedback.pack([flat.cpu() for flat in self._flats], self._sent)
+        elif self._gradient is not self._sent:
+            self._sent.copy_(self._gradient)
+        for buffer, sent, _ in self._statistics:
+            sent.copy_(buffer)
 
     def settle(self, taken: bool) -> None:
         """The gradient that was packed has become a step, or has not."""
-        if self.feedback is None:
-            return
-        if taken:
-            self.feedback.kept(self.memory.up[: self.codec.bytes])
-        else:
-            self.feedback.taken_back([flat.cpu() for flat in self.gradients])
+        if self._feedback is not None and taken:
+            self._feedback.kept(self._sent)
+        elif self._feedback is not None:
+            self._feedback.taken_back([flat.cpu() for flat in self._flats])
 
     def clear(self) -> None:
         self._gradient.zero_()
         for name, p in self.parameters.items():
-            if p.grad is not self.views[name]:
-                p.grad = self.views[name]
+            if p.grad is not self._gradients[name]:
+                p.grad = self._gradients[name]
 
     def release(self) -> None:
         """Give the parameters memory of their own again."""

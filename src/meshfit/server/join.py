@@ -5,7 +5,6 @@ shared by those at work: so in step the weights are those of one device whoever 
 all (evaluations, checkpoints, the folder) is done there. A callback's "stop" lets these workers leave; the run goes on.
 """
 
-import time
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ from meshfit.run import Run
 from meshfit.server.coordination import ServerCoordination
 from meshfit.server.fingerprint import facts_of
 from meshfit.server.listen import addresses
-from meshfit.server.wire import ConnectionLost, TurnedAway, Wire, WireError, connect
+from meshfit.server.wire import ConnectionLost, TurnedAway, WireError, connect
 from meshfit.server.worker import ServerUpdate, Worker
 from meshfit.server.worker_group import WorkerGroup
 
-PATIENCE = 5.0  # seconds for a run to be there
+PATIENCE = 5.0  # seconds for a run that is about to begin
 ANSWER_SECONDS = 30.0
 
 
@@ -31,7 +30,7 @@ def ask(at: str, key: bytes, job: dict[str, Any] | None = None) -> dict[str, Any
     """What the run that listens at ``at`` says to one who would join it with ``job``; None: what its plan is."""
     (address,) = addresses(at, 1)
     try:
-        wire = _reached(address, key)
+        wire = connect(address, key, patience=PATIENCE)
         try:
             wire.send("join", words={} if job is None else {"job": job})
             answer = wire.recv(timeout=ANSWER_SECONDS)
@@ -51,20 +50,6 @@ def ask(at: str, key: bytes, job: dict[str, Any] | None = None) -> dict[str, Any
     if answer.kind == "error":
         raise JobError(f"{answer.words['headline']} at {at}", *answer.words["facts"])
     return answer.words
-
-
-def _reached(address: str, key: bytes) -> Wire:
-    """The run may be about to begin."""
-    until = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return connect(address, key)
-        except TurnedAway:
-            raise
-        except ConnectionLost:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
 
 
 def joined_run(job: Job, world: World, key: bytes) -> Run:

@@ -227,7 +227,7 @@ class Server:
             "welcome",
             version=self.version,
             words={"incarnation": self.incarnation, "applied": record.applied} | self._facts(),
-            payload=() if hello.fds or returns else [view(memory.down)],
+            payload=None if hello.fds or returns else view(memory.down),
         )
         return client
 
@@ -310,7 +310,7 @@ class Server:
             sequence=sequence,
             version=version,
             words=words | self._facts(),
-            payload=() if client.wire.local else [view(client.memory.down)],
+            payload=None if client.wire.local else view(client.memory.down),
         )
 
     def _fill(self, client: Client, *, averaged: bool = False) -> None:

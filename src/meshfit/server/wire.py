@@ -27,33 +27,17 @@ from typing import Any
 from meshfit.errors import MeshfitError
 
 MAGIC = b"mf"
-PROTOCOL = 1
+PROTOCOL = 2
+"""Another number for each change of the kinds of messages, or of their words: both ends must have the same."""
 HEADER = struct.Struct("!2sBBIQQIQ")  # magic, protocol, kind, worker, sequence, version, bytes of words, of payload
-KINDS = (
-    "hello",
-    "welcome",
-    "push",
-    "reply",
-    "agree",
-    "step",
-    "drop",
-    "pull",
-    "weights",
-    "where",
-    "place",
-    "again",
-    "leave",
-    "error",
-    "state",
-    "meet",
-    "wait",
-    "join",
-)
+REQUESTS = ("hello", "join", "where", "meet", "push", "agree", "step", "drop", "pull", "state", "wait", "leave")
+KINDS = (*REQUESTS, "welcome", "place", "reply", "again", "weights", "error")
 WORDS_LIMIT = 1 << 20  # bytes
 OTHER_VERSION = "it is another version of meshfit"
 NONCE, MAC = 32, 32
 SHORTEST_SECRET = 16
 HANDSHAKE_SECONDS = 1.0
+AGAIN_SECONDS = 0.05  # between two attempts to connect
 STRANGERS = 32  # connections that may be at their handshake at a time; more are closed at once
 FDS = 1  # descriptors that may come with a message
 
@@ -90,10 +74,6 @@ class Wire:
     def __init__(self, end: socket.socket, *, worker: int = 0):
         self._end, self.worker = end, worker
         self.local = end.family == socket.AF_UNIX
-        self.sent = self.received = 0
-        """Bytes of payload."""
-        self.sent_all = self.received_all = 0
-        """Bytes of everything."""
 
     def send(
         self,
@@ -102,26 +82,21 @@ class Wire:
         sequence: int = 0,
         version: int = 0,
         words: dict[str, Any] | None = None,
-        payload: Sequence[memoryview] = (),
+        payload: memoryview | None = None,
         fds: Sequence[int] = (),
     ) -> None:
-        told = json.dumps(words or {}, separators=(",", ":")).encode()
-        size = sum(part.nbytes for part in payload)
-        head = HEADER.pack(MAGIC, PROTOCOL, KINDS.index(kind), self.worker, sequence, version, len(told), size) + told
+        text = json.dumps(words or {}, separators=(",", ":")).encode()
+        size = 0 if payload is None else payload.nbytes
+        head = HEADER.pack(MAGIC, PROTOCOL, KINDS.index(kind), self.worker, sequence, version, len(text), size) + text
         try:
             self._end.settimeout(None)
             if fds:
-                rest = head[socket.send_fds(self._end, [head], list(fds)) :]
-                if rest:
-                    self._end.sendall(rest)
-            else:
-                self._end.sendall(head)
-            for part in payload:
-                self._end.sendall(part)
-        except (ConnectionError, OSError) as error:
+                head = head[socket.send_fds(self._end, [head], list(fds)) :]
+            self._end.sendall(head)
+            if payload is not None:
+                self._end.sendall(payload)
+        except OSError as error:
             raise ConnectionLost(str(error)) from None
-        self.sent += size
-        self.sent_all += size + len(head)
 
     def recv(
         self,
@@ -141,39 +116,37 @@ class Wire:
                 head = self._end.recv(HEADER.size)
             if not head:
                 raise ConnectionLost("the other end has left")
-            head += self._read(HEADER.size - len(head))
-            magic, protocol, kind, worker, sequence, version, told, size = HEADER.unpack(head)
-            if magic == MAGIC and protocol != PROTOCOL:
-                raise WireError(f"the other end speaks protocol {protocol}, this one {PROTOCOL}", OTHER_VERSION)
-            if magic != MAGIC or kind >= len(KINDS):
-                raise WireError("what came over the connection is no message", f"it begins with {head[:4]!r}")
-            if told > WORDS_LIMIT or size not in (0, 0 if into is None else into.nbytes):
-                due = "none" if into is None else f"{into.nbytes} bytes"
-                raise WireError(
-                    f"a {KINDS[kind]!r} of another size than agreed",
-                    f"{size} bytes of payload, {due} due; {told} words",
-                )
-            words = json.loads(self._read(told))
-            if not isinstance(words, dict):
-                raise WireError("the words of a message are no object")
-            message = Message(KINDS[kind], worker, sequence, version, words, size, fds)
-            check(message)
-            if size and into is not None:
-                self._fill(into)
-        except (ValueError, RecursionError) as error:
-            _close(fds)
-            raise WireError("the words of a message cannot be read", str(error)) from None
-        except TimeoutError:
-            _close(fds)
+            return self._message(head + _exactly(self._end, HEADER.size - len(head)), fds, into, check)
+        except BaseException as error:
+            for fd in fds:
+                os.close(fd)
+            if isinstance(error, ValueError | RecursionError):
+                raise WireError("the words of a message cannot be read", str(error)) from None
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionLost):
+                raise ConnectionLost(str(error)) from None
             raise
-        except OSError as error:
-            _close(fds)
-            raise error if isinstance(error, ConnectionLost) else ConnectionLost(str(error)) from None
-        except BaseException:
-            _close(fds)
-            raise
-        self.received += size
-        self.received_all += size + told + HEADER.size
+
+    def _message(
+        self, head: bytes, fds: list[int], into: memoryview | None, check: Callable[[Message], None]
+    ) -> Message:
+        magic, protocol, kind, worker, sequence, version, length, size = HEADER.unpack(head)
+        if magic == MAGIC and protocol != PROTOCOL:
+            raise WireError(f"the other end speaks protocol {protocol}, this one {PROTOCOL}", OTHER_VERSION)
+        if magic != MAGIC or kind >= len(KINDS):
+            raise WireError("what came over the connection is no message", f"it begins with {head[:4]!r}")
+        if length > WORDS_LIMIT or size not in (0, 0 if into is None else into.nbytes):
+            due = "none" if into is None else f"{into.nbytes} bytes"
+            raise WireError(
+                f"a {KINDS[kind]!r} of another size than agreed",
+                f"{size} bytes of payload, {due} due; {length} bytes of words",
+            )
+        words = json.loads(_exactly(self._end, length))
+        if not isinstance(words, dict):
+            raise WireError("the words of a message are no object")
+        message = Message(KINDS[kind], worker, sequence, version, words, size, fds)
+        check(message)
+        if size and into is not None:
+            _fill(self._end, into)
         return message
 
     @property
@@ -188,7 +161,7 @@ class Wire:
         try:
             self._end.settimeout(0)
             return not self._end.recv(1, socket.MSG_PEEK)
-        except (BlockingIOError, TimeoutError):
+        except BlockingIOError:
             return False
         except OSError:
             return True
@@ -198,22 +171,21 @@ class Wire:
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 
-    def _read(self, size: int) -> bytes:
-        read = bytearray(size)
-        self._fill(memoryview(read))
-        return bytes(read)
 
-    def _fill(self, into: memoryview) -> None:
-        into = into.cast("B")
-        while into.nbytes:
-            count = self._end.recv_into(into, min(into.nbytes, 1 << 24))
-            if not count:
-                raise ConnectionLost("the other end left in the middle of a message")
-            into = into[count:]
+def connect(address: str, secret: bytes, *, worker: int = 0, patience: float = 0.0) -> Wire:
+    """Reach a server, and authenticate. ``ConnectionLost`` where nobody has answered for ``patience`` seconds,
+    ``WireError`` where it is not ours."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return Wire(_authenticated(address, secret), worker=worker)
+        except ConnectionLost:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(AGAIN_SECONDS)
 
 
-def connect(address: str, secret: bytes, *, worker: int = 0, timeout: float = 10.0) -> Wire:
-    """Reach a server, and authenticate. ``ConnectionLost`` where nobody answers, ``WireError`` where it is not ours."""
+def _authenticated(address: str, secret: bytes, timeout: float = 10.0) -> socket.socket:
     family, where = parse(address)
     end = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -228,16 +200,12 @@ def connect(address: str, secret: bytes, *, worker: int = 0, timeout: float = 10
             raise TurnedAway(f"what answers at {address} does not know our secret: {error}") from None
         if not hmac.compare_digest(answer, _proof(secret, b"server", theirs, mine)):
             raise WireError(f"what answers at {address} does not know the secret of this run")
-    except TurnedAway:
+        return end
+    except BaseException as error:
         end.close()
+        if isinstance(error, OSError) and not isinstance(error, TurnedAway):
+            raise ConnectionLost(f"no server answers at {address}: {error}") from None
         raise
-    except (OSError, TimeoutError) as error:
-        end.close()
-        raise ConnectionLost(f"no server answers at {address}: {error}") from None
-    except BaseException:
-        end.close()
-        raise
-    return Wire(end, worker=worker)
 
 
 class Listener:
@@ -248,26 +216,24 @@ class Listener:
             raise WireError(f"the secret has {len(secret)} bytes", f"{SHORTEST_SECRET} at least, drawn at random")
         self.secret, self.serve = secret, serve
         family, where = parse(address)
+        self._path = where if family == socket.AF_UNIX else None
         self._socket = socket.socket(family, socket.SOCK_STREAM)
-        if family == socket.AF_UNIX:
-            with suppress(FileNotFoundError):
-                os.unlink(where)
-        else:
+        if self._path is None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._unlink()
         self._socket.bind(where)
-        if family == socket.AF_UNIX:
-            os.chmod(where, 0o600)
+        if self._path is not None:
+            os.chmod(self._path, 0o600)
         self._socket.listen(128)
         self._strangers = threading.BoundedSemaphore(STRANGERS)
-        self._family, self._where, self._closed = family, where, False
-        self._thread = threading.Thread(target=self._accept, daemon=True, name="meshfit-accept")
-        self._thread.start()
+        self._closed = False
+        threading.Thread(target=self._accept, daemon=True, name="meshfit-accept").start()
 
     @property
     def address(self) -> str:
         """Where it can be reached, with the port that was chosen."""
-        if self._family == socket.AF_UNIX:
-            return f"unix:{self._where}"
+        if self._path is not None:
+            return f"unix:{self._path}"
         host, port = self._socket.getsockname()[:2]
         return f"tcp:{host}:{port}"
 
@@ -277,9 +243,12 @@ class Listener:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        if self._family == socket.AF_UNIX:
+        self._unlink()
+
+    def _unlink(self) -> None:
+        if self._path is not None:
             with suppress(FileNotFoundError):
-                os.unlink(self._where)
+                os.unlink(self._path)
 
     def _accept(self) -> None:
         while True:
@@ -295,7 +264,7 @@ class Listener:
     def _meet(self, end: socket.socket) -> None:
         try:
             known = self._admit(end)
-        except (OSError, ValueError):
+        except OSError:
             known = False
         finally:
             self._strangers.release()
@@ -334,15 +303,19 @@ def _proof(secret: bytes, role: bytes, servers: bytes, workers: bytes) -> bytes:
 
 def _exactly(end: socket.socket, size: int, until: float | None = None) -> bytes:
     """``size`` bytes, all of them before ``until``."""
-    read = b""
-    while len(read) < size:
+    read = bytearray(size)
+    _fill(end, memoryview(read), until)
+    return bytes(read)
+
+
+def _fill(end: socket.socket, into: memoryview, until: float | None = None) -> None:
+    while into.nbytes:
         if until is not None:
             end.settimeout(max(0.001, until - time.monotonic()))
-        part = end.recv(size - len(read))
-        if not part:
-            raise ConnectionError("closed in the handshake")
-        read += part
-    return read
+        count = end.recv_into(into, min(into.nbytes, 1 << 24))
+        if not count:
+            raise ConnectionLost("the other end left in the middle of a message")
+        into = into[count:]
 
 
 def _keep_alive(end: socket.socket) -> None:
@@ -354,8 +327,3 @@ def _keep_alive(end: socket.socket) -> None:
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 15_000)):
         if hasattr(socket, option):
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

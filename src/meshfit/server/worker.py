@@ -12,8 +12,8 @@ started again, and every batch is still computed once.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,51 +57,42 @@ class Worker:
     ):
         """``timeout``: seconds to wait for an answer; ``patience``: for a server to be there again."""
         self.id, self.timeout, self.patience = id, timeout, patience
-        self.asynchronous = staleness != 0
-        self.device = device = torch.device(device)
-        self._payload = Payload.of(model, servers=len(addresses), compress=compress)
-        lots = shares(model, len(addresses))
-        self.connections = [
-            ServerConnection(
-                address,
-                secret,
-                lot,
-                {} if i else running_statistics(model),
-                worker=id,
-                device=device,
-                compress=compress,
-            )
-            for i, (address, lot) in enumerate(zip(addresses, lots, strict=True))
-        ]
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.asynchronous, self.device = staleness != 0, torch.device(device)
         self.named = dict(model.named_parameters())
-        self.samples: float | None = None
-        """Of this worker in the batch under way; None: the count it is armed with."""
+        self.parameters = [p for p in self.named.values() if p.requires_grad]
+        self.moved: Counter[str] = Counter()
+        """Bytes that went up and came down, so far."""
+        self.samples = 0.0
+        """Of this worker in the batch under way."""
         self.norm: Tensor | None = None
         """Of the gradients of all workers, as summed, after ``finish``."""
         self.staleness = 0
         """Of its last gradient: updates that came between."""
-        self.taken = 0
+        self.taken, self.seen = 0, 0.0
         """The number of its last step, among the steps of all workers, and the samples that all have seen by then."""
-        self.seen = 0.0
         self.ticket: int | None = None
         """The batch to work on; None: all are done."""
-        self.members: list[int] = [id]
+        self.members = [id]
+        """Workers that share it."""
         self.leader = id
         """The worker that does, of those at work, what one does for all."""
         self.at_work = False
         """Whether it is in the middle of a batch."""
         self.summed = True
         """Whether the sums are of all that shared the batch; False: one was lost, and left out."""
-        self.sequence = 0
-        self.again = 0
-        """How often a batch had to be done again."""
-        self._round = ""
-        self._pushed = False
-        self._meetings = 0
-        self._armed: dict[str, Any] = {}
-        self._reached: set[int] = set()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._seen) for p in self.parameters]
+        self.sequence, self.again = 0, 0
+        """Of its requests; and how often a batch had to be done again."""
+        self._round, self._meetings, self._pushed = "", 0, False
+        self._scalars: dict[str, Any] = {}
+        self._reached: set[Tensor] = set()
+        self._payload = Payload.of(model, servers=len(addresses), compress=compress)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._reached.add) for p in self.parameters]
+        how: dict[str, Any] = {"worker": id, "device": self.device, "compress": compress, "moved": self.moved}
+        lots = zip(addresses, shares(model, len(addresses)), strict=True)
+        self.connections = [
+            ServerConnection(address, secret, lot, {} if i else running_statistics(model), **how)
+            for i, (address, lot) in enumerate(lots)
+        ]
         try:
             for connection in self.connections[::-1]:  # the first last: it gives out batches to those that are ready
                 connection.connect(patience)
@@ -111,12 +102,9 @@ class Worker:
             self.remove()
             raise
 
-    def _seen(self, parameter: nn.Parameter) -> None:
-        self._reached.add(id(parameter))
-
     def reach(self, names: Iterable[str]) -> None:
         """Their gradients were made, elsewhere."""
-        self._reached.update(id(self.named[name]) for name in names)
+        self._reached.update(self.named[name] for name in names)
 
     @property
     def degree(self) -> int:
@@ -140,14 +128,6 @@ class Worker:
     def version(self) -> int:
         return self.connections[0].version
 
-    @property
-    def moved(self) -> dict[str, int]:
-        """Bytes that went up and came down, so far."""
-        return {
-            "push": sum(connection.moved_up for connection in self.connections),
-            "pull": sum(connection.moved_down for connection in self.connections),
-        }
-
     def cost(self) -> Cost:
         """Of a step."""
         return worker_cost(self._payload, device=self.device.type)
@@ -156,20 +136,19 @@ class Worker:
 
     def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
         """The next backward is the last of this step."""
-        self._armed = {"loss": loss, "count": count, "stop": float(stop), "broken": broken}
+        self._scalars = {"loss": loss, "count": count, "stop": stop, "broken": broken}
 
     def finish(self) -> StepScalars:
         """Send the gradients; the sums over all workers."""
-        words = {key: float(value) for key, value in self._armed.items()}
-        self.at_work = False
-        words["samples"] = words["count"] if self.samples is None else float(self.samples)
+        words: dict[str, Any] = {key: float(value) for key, value in self._scalars.items()}
+        words |= {"samples": float(self.samples)}
         words |= {"ticket": self.ticket, "members": self.members, "round": self._round}
+        self.at_work = False
         self.sequence += 1
         self._pushed = True
         for connection in self.connections:
             connection.pack()
-        masks = [{"reached": self._mask(connection)} for connection in self.connections]
-        answers = self._ask("push", [words | mask for mask in masks], push=True)
+        answers = self._ask("push", [words | {"reached": self._mask(connection)} for connection in self.connections])
         replies = self._agreed(answers)
         self.norm = torch.tensor(math.sqrt(sum(each["square"] for each in replies)), dtype=torch.float64)
         first = replies[0]
@@ -179,22 +158,19 @@ class Worker:
     def meet(self, said: str) -> list[str]:
         """Say something to those that share the batch, in the middle of it; what each says, in their order."""
         self._meetings += 1
-        words = {"round": self._round, "number": self._meetings, "said": said}
-        (answer,) = self._ask("meet", [words], connections=self.connections[:1])
+        answer = self._ask_first("meet", {"round": self._round, "number": self._meetings, "said": said})
         if answer.kind == "again":
             self._start_over()
         return answer.words["all"]
 
     def wait_for_earlier(self) -> bool:
         """At the end: wait until those before this worker are gone. Whether one of them had done all there was."""
-        (answer,) = self._ask("wait", [{}], connections=self.connections[:1])
-        return answer.words["done"]
+        return self._ask_first("wait").words["done"]
 
     def _mask(self, connection: ServerConnection) -> str:
-        bits = 0
-        for i, name in enumerate(connection.parcel.names):
-            bits |= (id(connection.parameters[name]) in self._reached) << i
-        return f"{bits:x}"
+        """Which of the server's parameters got a gradient: a bit each, in hexadecimal."""
+        bits = (connection.parameters[name] in self._reached for name in connection.parcel.names)
+        return f"{sum(bit << i for i, bit in enumerate(bits)):x}"
 
     def _agreed(self, answers: list[Message]) -> list[dict[str, Any]]:
         """The replies, summed by all servers over the same workers: without one that a server has lost."""
@@ -211,12 +187,11 @@ class Worker:
         """Have the servers step, and take their weights."""
         words = {"loss": loss, "correction": correction, "norm": norm}
         in_turn = self.asynchronous and len(self.connections) > 1
-        each = [words | {"pull": not in_turn or i == 0} for i in range(len(self.connections))]
-        answers = self._ask("step", each)
+        answers = self._ask("step", [words | {"pull": not in_turn or i == 0} for i, _ in enumerate(self.connections)])
         if any(answer.kind == "again" for answer in answers):
             self._start_over()
         if in_turn:  # the first server has held this worker back: the others' weights are taken after that
-            self._ask("pull", [{}] * (len(self.connections) - 1), connections=self.connections[1:])
+            self._ask("pull", [{}] * (len(self.connections) - 1), self.connections[1:])
         self._pushed = False
         first = answers[0].words
         self._take_place(first)
@@ -247,8 +222,7 @@ class Worker:
         for hook in self._hooks:
             hook.remove()
         for connection in self.connections:
-            with suppress(ConnectionLost):
-                connection.send("leave", self.sequence)
+            connection.send("leave", self.sequence)
             connection.release()
 
     def pull(self, *, averaged: bool = False) -> None:
@@ -271,32 +245,23 @@ class Worker:
 
     # Asking
 
-    def _ask(
-        self,
-        kind: str,
-        words: list[dict[str, Any]],
-        *,
-        push: bool = False,
-        connections: list[ServerConnection] | None = None,
-    ) -> list[Message]:
-        """Send to all, then receive from all. A connection that broke is made anew, and the request sent again: by its
-        sequence number the server knows whether it was carried out."""
-        connections = self.connections if connections is None else connections
-        ask = [
-            lambda connection=connection, request=request: connection.send(kind, self.sequence, request, push=push)
-            for connection, request in zip(connections, words, strict=True)
-        ]
-        for connection, send in zip(connections, ask, strict=True):
-            self._insist(connection, send, lambda: None)
-        return [
-            self._insist(connection, lambda connection=connection: connection.recv(self.timeout), send)
-            for connection, send in zip(connections, ask, strict=True)
-        ]
+    def _ask_first(self, kind: str, words: dict[str, Any] | None = None) -> Message:
+        return self._ask(kind, [words or {}], self.connections[:1])[0]
 
-    def _insist(self, connection: ServerConnection, act: Callable[[], Any], before: Callable[[], Any]) -> Any:
+    def _ask(
+        self, kind: str, words: list[dict[str, Any]], connections: list[ServerConnection] | None = None
+    ) -> list[Message]:
+        """Send to all, then receive from all."""
+        connections = self.connections if connections is None else connections
+        for connection, request in zip(connections, words, strict=True):
+            connection.send(kind, self.sequence, request, push=kind == "push")
+        return [self._answer(connection) for connection in connections]
+
+    def _answer(self, connection: ServerConnection) -> Message:
+        """To what a server was asked. A connection that broke is made anew, and the request sent again."""
         while True:
             try:
-                return act()
+                return connection.recv(self.timeout)
             except TimeoutError:
                 raise RankError(
                     f"the server at {connection.address} has not answered for {self.timeout:g} s",
@@ -304,55 +269,40 @@ class Worker:
                 ) from None
             except ConnectionLost:
                 self._reconnect(connection)
-                try:
-                    before()
-                except ConnectionLost:
-                    continue
+                connection.send_again()
 
     def _reconnect(self, connection: ServerConnection) -> None:
         """Reach a server again. One that was started anew is where its snapshot was: so are then all, and we."""
-        connection.close()
         try:
             if not connection.connect(self.patience):
                 return
+            for other in self.connections:
+                if other is not connection:
+                    other.connect(self.patience)
         except ConnectionLost as error:
             raise RankError(str(error), f"worker {self.id} was at step {self.version}") from None
-        others = [other for other in self.connections if other is not connection]
-        for other in others:
-            other.close()
-            other.connect(self.patience)
-            if other.version != self.version:
-                self._take_all(others)
-        self._start_over(drop=False)
-
-    def _take_all(self, connections: list[ServerConnection]) -> None:
-        for connection in connections:
-            connection.send("pull", self.sequence)
-            connection.recv(self.timeout)
+        self._start_over()
 
     def _drop(self, *, stop: bool = False) -> None:
         self._pushed = False
         for connection in self.connections:
-            with suppress(ConnectionLost):
-                connection.send("drop", self.sequence, {"stop": stop})
+            connection.send("drop", self.sequence, {"stop": stop})
 
-    def _start_over(self, *, drop: bool = True) -> None:
+    def _start_over(self) -> None:
         """Void the batch under way; take the weights, and the place, that there are now."""
         self.again += 1
         self.at_work = False
-        if drop:
-            self._drop()
+        if self._pushed:
             for connection in self.connections:
                 connection.settle(False)
-        self._pushed = False
+        self._drop()
         self.forget()
-        if drop:
-            self.pull()
+        self.pull()
         self._ask_place()
         raise RepeatBatch
 
     def _ask_place(self) -> None:
-        (answer,) = self._ask("where", [{}], connections=self.connections[:1])
+        answer = self._ask_first("where")
         self._take_place(answer.words)
         if answer.version != self.version:  # others have stepped while this worker waited for its place
             self.pull()

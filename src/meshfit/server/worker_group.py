@@ -67,7 +67,7 @@ class WorkerGroup:
         self.parameters = inner.parameters
         self.named = dict(placed.model.named_parameters())
         self.worker: Worker | None = None
-        self.samples: float | None = None
+        self.samples = 0.0
         """Of this rank in the batch under way."""
         self.norm: Tensor | None = None
         """Of the gradients of all workers, as summed, after ``finish``."""
@@ -95,7 +95,7 @@ class WorkerGroup:
             buffer.data = views[name]
         self.worker = reach(model)
         for connection in self.worker.connections:
-            connection.counted = False
+            connection.moved = None
         connections = [connection.memory for connection in self.worker.connections]
         hand_out(address, [memory.fd for memory in (*connections, *beside) if memory.fd is not None], self.size - 1)
         return connections, beside
@@ -250,7 +250,7 @@ class WorkerGroup:
         scalars = self.inner.finish()
         reached, names = set(self._give()), self.whole.names
         flags = torch.tensor([*(name in reached for name in names), 0.0], dtype=torch.float64)
-        flags[-1] = (self.samples or 0.0) * self.shares / self.size  # ranks of one share have the same samples
+        flags[-1] = self.samples * self.shares / self.size  # ranks of one share have the same samples
         current().moved("all_reduce", flags.nbytes)
         dist.all_reduce(flags)  # and all have put their parts in place
         loss, count, stop = (float(each) for each in (scalars.loss, scalars.count, scalars.stop))
