@@ -21,6 +21,7 @@ from meshfit.data.loader import Loader
 from meshfit.data.order import Ids, Windows
 from meshfit.data.source import BadSample, hashed
 from meshfit.data.transform import colour, crop, cutout, flip, normalise
+from meshfit.data.tree import Ragged
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -270,3 +271,24 @@ def test_the_clock_knows_where_time_went(tmp_path: Path):
     assert one.clock.batches == 5
     assert all(one.clock.seconds[name] > 0 for name in ("read", "decode", "transform"))
     assert one.clock.waited > 0
+
+
+class Words(Source):
+    """Words, images of two sizes, and the number that both were made of."""
+
+    def __init__(self, first: int):
+        self.first = first
+
+    def __len__(self) -> int:
+        return 6
+
+    def fetch(self, ids):
+        numbers = (self.first + ids).tolist()
+        images = Ragged(torch.full((3, 4 + n % 2, 4), float(n)) for n in numbers)
+        return Ragged(f"w{n}" for n in numbers), images, torch.tensor(numbers)
+
+
+def test_a_mixture_keeps_words_and_images_of_any_size_beside_their_labels():
+    words, images, labels = mixture([Words(0), Words(100)]).fetch(np.array([7, 1, 8, 2, 0, 11]))
+    assert words == [f"w{n}" for n in labels.tolist()]
+    assert [int(image[0, 0, 0]) for image in images] == labels.tolist()

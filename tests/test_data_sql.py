@@ -25,7 +25,7 @@ from tests.servers import PASSWORD, Postgres, postgres_folder
 from tests.test_data_sources import IDS, PICTURES, X, Y, encoded
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-rows_module = sys.modules["meshfit.data.sql"]
+remote_module = sys.modules["meshfit.data.remote"]
 N = len(X)
 KEYS = [10 * i + 3 for i in range(N)]
 QUERY = "select id, x, y, image, word, price from train"
@@ -93,7 +93,7 @@ def lite(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows_module, "PAUSE", 0.02)
+    monkeypatch.setattr(remote_module, "PAUSE", 0.02)
 
 
 def check(source: Source) -> None:
@@ -190,7 +190,7 @@ def test_a_dropped_connection_is_made_again_and_rows_come_once(filled: Postgres)
 
 
 def test_a_server_that_restarts_is_waited_for(filled: Postgres, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows_module, "PAUSE", 0.3)
+    monkeypatch.setattr(remote_module, "PAUSE", 0.3)
     source = sql(filled.url, QUERY, key="id", columns=("image", "y"))
 
     def restart(index: int) -> None:

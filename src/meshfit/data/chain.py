@@ -110,7 +110,7 @@ class Mapped(DerivedSource):
     def _blamed(self, error: Exception, content: Any, ids: NDArray[np.int64], key: Key) -> DataError:
         """Which sample it was, found by trying each alone."""
         for i, at in enumerate(ids.tolist()):
-            one = tree.map_leaves(lambda x, i=i: x[i : i + 1] if isinstance(x, Tensor) else _cut(x, i), content)
+            one = tree.take(content, [i])
             try:
                 self.function(*([one, SampleRandom(ids[i : i + 1], key.at(self.place))] if self.draws else [one]))
             except Exception as alone:
@@ -127,10 +127,6 @@ class Mapped(DerivedSource):
     @property
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint} | {_name(self.function)}"
-
-
-def _cut(leaf: Any, i: int) -> Any:
-    return tree.Ragged(leaf[i : i + 1]) if isinstance(leaf, tree.Ragged) else leaf
 
 
 def mapped(

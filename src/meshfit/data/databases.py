@@ -1,24 +1,21 @@
 """What differs between databases: how to connect, how to ask for many keys at once, what a lost connection looks like.
 
-PostgreSQL   psycopg 3, binary, one prepared query with the keys as an array; keys and copies by ADBC if it is there
-SQLite       sqlite3, the keys as JSON; copies by ADBC if it is there
+PostgreSQL   psycopg 3, binary, one prepared query with the keys as an array
+SQLite       sqlite3, the keys as JSON
 others       any DB-API connection (DuckDB, ADBC drivers): the keys in the query's text, put in order here
 """
 
 import contextlib
-import importlib.util
 import json
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from meshfit.data.extra import needed
 from meshfit.data.remote import without_secrets
 from meshfit.errors import DataError, did_you_mean
-
-TOGETHER = 4096  # rows of a copy read at once where there is no ADBC
 
 
 class Database(ABC):
@@ -47,15 +44,6 @@ class Database(ABC):
         with contextlib.closing(connection.cursor()) as cursor:
             cursor.execute(f"select q.{quoted(key)} from ({query}) as q order by 1")
             return [row[0] for row in cursor.fetchall()]
-
-    def batches(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> Iterable[Any]:
-        """All rows in the order of ``keys``, as Arrow's record batches."""
-        import pyarrow as pa
-
-        for start in range(0, len(keys), TOGETHER):
-            rows = self.rows(connection, query, key, keys[start : start + TOGETHER], names)
-            across = zip(*rows, strict=True)
-            yield pa.record_batch({name: list(column) for name, column in zip(names, across, strict=True)})
 
     def clean(self, text: str) -> str:
         return text
@@ -88,28 +76,13 @@ class Postgres(Database):
         with connection.cursor(binary=True) as cursor:
             return cursor.execute(text, (keys,), prepare=True).fetchall()
 
-    def keys(self, connection: Any, query: str, key: str) -> list[Any]:
-        if importlib.util.find_spec("adbc_driver_postgresql") is None:
-            return super().keys(connection, query, key)
-        return _adbc_keys(self._adbc(), query, key) or super().keys(connection, query, key)
-
-    def batches(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> Iterable[Any]:
-        if importlib.util.find_spec("adbc_driver_postgresql") is None:
-            return super().batches(connection, query, key, keys, names)
-        return _adbc_batches(self._adbc(), query, key, names)
-
-    def _adbc(self) -> Any:
-        import adbc_driver_postgresql.dbapi as adbc
-
-        return adbc.connect(self.url)
-
     def lost(self, error: Exception) -> bool:
         psycopg: Any = needed("psycopg", "sql")
         if isinstance(error, psycopg.errors.InvalidPassword | psycopg.errors.InvalidAuthorizationSpecification):
             return False
         if isinstance(error, psycopg.OperationalError) and "authentication failed" in str(error):
             return False
-        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError | OSError) or _adbc_lost(error)
+        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError | OSError)
 
     def clean(self, text: str) -> str:
         for secret in (*self._secrets, *map(unquote, self._secrets)):
@@ -141,13 +114,6 @@ class Sqlite(Database):
         )
         return connection.execute(text, (json.dumps(keys),)).fetchall()
 
-    def batches(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> Iterable[Any]:
-        if importlib.util.find_spec("adbc_driver_sqlite") is None:
-            return super().batches(connection, query, key, keys, names)
-        import adbc_driver_sqlite.dbapi as adbc
-
-        return _adbc_batches(adbc.connect(self.uri), query, key, names)
-
     def lost(self, error: Exception) -> bool:
         return isinstance(error, sqlite3.OperationalError) and any(word in str(error) for word in ("locked", "busy"))
 
@@ -172,39 +138,6 @@ class Dbapi(Database):
 
     def lost(self, error: Exception) -> bool:
         return type(error).__name__ in ("OperationalError", "InterfaceError", "ConnectionException", "IOException")
-
-
-def _adbc_keys(connection: Any, query: str, key: str) -> list[Any]:
-    with connection, connection.cursor() as cursor:
-        cursor.execute(f"select q.{quoted(key)} from ({query}) as q order by 1")
-        table = cursor.fetch_arrow_table()
-    import pyarrow as pa
-
-    kind = table.schema.field(0).type
-    return table.column(0).to_pylist() if pa.types.is_integer(kind) or pa.types.is_string(kind) else []
-
-
-def _adbc_batches(connection: Any, query: str, key: str, names: list[str]) -> Iterator[Any]:
-    import pyarrow as pa
-
-    wanted = ", ".join(f"q.{quoted(name)}" for name in names)
-    with connection, connection.cursor() as cursor:
-        cursor.execute(f"select {wanted} from ({query}) as q order by q.{quoted(key)}")
-        for batch in cursor.fetch_record_batch():
-            yield pa.record_batch(
-                {field.name: _numeric(batch.column(i), field) for i, field in enumerate(batch.schema)}
-            )
-
-
-def _numeric(array: Any, field: Any) -> Any:
-    """PostgreSQL's numeric comes as text."""
-    kind = (field.metadata or {}).get(b"ADBC:postgresql:typname")
-    return array.cast("double") if kind == b"numeric" else array
-
-
-def _adbc_lost(error: Exception) -> bool:
-    kind = type(error)
-    return kind.__module__.startswith("adbc_driver") and kind.__name__ in ("OperationalError", "InternalError")
 
 
 def database(url: str | Callable[[], Any]) -> Database:

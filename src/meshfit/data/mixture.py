@@ -51,12 +51,11 @@ class MixedSource(Source):
             source, mine = self.sources[k], inner[at]
             parts.append(source.finish(source.read(mine, key), mine, key))
             places.append(at)
-        back = np.argsort(np.concatenate(places))
         try:
             joined = parts[0] if len(parts) == 1 else tree.concatenate(parts)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise DataError("the sources of the mixture give different samples", str(error).split("\n")[0]) from error
-        return tree.map_leaves(lambda leaf: _at(leaf, back), joined)
+        return tree.take(joined, np.argsort(np.concatenate(places)))
 
     def where(self, ids: NDArray[np.int64], epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which source each position belongs to, and which of its samples stands there."""
@@ -98,12 +97,6 @@ def _exact(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
     missing = total - int(counts.sum())
     counts[np.argsort(-(ideal - counts), kind="stable")[:missing]] += 1
     return counts
-
-
-def _at(leaf: Any, rows: NDArray[np.int64]) -> Any:
-    if isinstance(leaf, tree.Ragged):
-        return tree.Ragged(leaf[i] for i in rows.tolist())
-    return leaf[rows] if hasattr(leaf, "shape") else leaf
 
 
 def mixture(

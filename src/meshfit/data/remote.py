@@ -43,7 +43,21 @@ class Gone(Exception):
     """Not there, not allowed, or changed: trying again would not help."""
 
 
-class Transport(Protocol):
+def retried(act: Callable[[], Any], give_up: Callable[[Exception, bool], DataError | None]) -> Any:
+    """``act``, again and again with growing pauses. ``give_up(error, last)``: what to raise instead of another try."""
+    for attempt in range(TRIES):
+        try:
+            return act()
+        except DataError:
+            raise
+        except Exception as error:
+            if (final := give_up(error, attempt == TRIES - 1)) is not None:
+                raise final from None
+            time.sleep(PAUSE * 2**attempt * random.Random().uniform(0.5, 1.5))
+    raise AssertionError
+
+
+class FileStore(Protocol):
     """A way to reach files: may raise anything; ``Gone`` is final."""
 
     def head(self, path: str) -> tuple[int, str]: ...
@@ -57,42 +71,39 @@ class Place:
 
     root: str
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    _transport: Transport | None = field(default=None, repr=False)
+    _store: FileStore | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "storage": self.storage, "_transport": None}
+        return {"root": self.root, "storage": self.storage, "_store": None}
 
     @property
-    def transport(self) -> Transport:
-        if self._transport is None:
+    def store(self) -> FileStore:
+        if self._store is None:
             scheme = self.root.partition("://")[0]
             known = scheme in ("s3", "gs", "az", "http", "https")
-            self._transport = Obstore(self.root, self.storage) if known else Fsspec(self.root, self.storage)
-        return self._transport
+            self._store = Obstore(self.root, self.storage) if known else Fsspec(self.root, self.storage)
+        return self._store
 
     @property
     def shown(self) -> str:
         return without_secrets(self.root)
 
-    def tried(self, act: Callable[[Transport], Any], what: str) -> Any:
+    def tried(self, act: Callable[[FileStore], Any], what: str) -> Any:
         """``act``, again and again while that may help."""
         try:
-            transport = self.transport
+            store = self.store
         except (TypeError, ValueError) as error:
             raise DataError(*self._clean(f"{self.shown} cannot be opened: {error}"), "see storage=") from None
-        for attempt in range(1, TRIES + 1):
-            try:
-                return act(transport)
-            except Gone as error:
-                raise DataError(*self._clean(f"{what}: {error}")) from None
-            except DataError:
-                raise
-            except Exception as error:
-                if attempt == TRIES:
-                    first, *rest = self._clean(f"{type(error).__name__}: {error}")
-                    raise DataError(f"{what} cannot be read, after {TRIES} tries", first, *rest[:2]) from None
-                time.sleep(PAUSE * 2 ** (attempt - 1) * random.Random().uniform(0.5, 1.5))
-        raise AssertionError
+
+        def give_up(error: Exception, last: bool) -> DataError | None:
+            if isinstance(error, Gone):
+                return DataError(*self._clean(f"{what}: {error}"))
+            if last:
+                first, *rest = self._clean(f"{type(error).__name__}: {error}")
+                return DataError(f"{what} cannot be read, after {TRIES} tries", first, *rest[:2])
+            return None
+
+        return retried(lambda: act(store), give_up)
 
     def _clean(self, text: str) -> list[str]:
         """``text`` in lines, without anything secret."""
@@ -128,8 +139,8 @@ class Remote(Blob):
     def _block(self, b: int) -> Any:
         start, stop = b * BLOCK, min((b + 1) * BLOCK, self.size)
 
-        def get(transport: Transport) -> bytes:
-            data = transport.get(self.path, start, stop, self.tag)
+        def get(store: FileStore) -> bytes:
+            data = store.get(self.path, start, stop, self.tag)
             if len(data) != stop - start:
                 raise OSError(f"{len(data)} bytes came instead of {stop - start}")
             return data

@@ -4,10 +4,12 @@ A row costs its whole row group, so order goes by windows (order.py): the groups
 each window of a few groups, all of which fit in memory.
 """
 
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,17 +18,16 @@ from numpy.typing import NDArray
 from meshfit.data import tree
 from meshfit.data.blob import Blob, LocalFile, tag_of
 from meshfit.data.columns import Columns, ColumnWriter, different
-from meshfit.data.images import decode, looks_like_image
 from meshfit.data.order import WINDOW
-from meshfit.data.source import BadSample, Source
-from meshfit.data.table import Asked, names_in, opened, shaped, understood
+from meshfit.data.source import BadSample
+from meshfit.data.table import Asked, ColumnSource, names_in
+from meshfit.data.tablefiles import parquet_file, readable
 from meshfit.errors import DataError
 
 
 def _metadata(blob: Blob) -> Any:
-    import pyarrow.parquet as pq
-
-    return understood(blob, lambda: pq.ParquetFile(opened(blob)).metadata)
+    with readable(blob):
+        return parquet_file(blob).metadata
 
 
 def decoded_bytes(blobs: Sequence[Blob]) -> int:
@@ -36,12 +37,14 @@ def decoded_bytes(blobs: Sequence[Blob]) -> int:
     return int(total * sum(blob.size for blob in blobs) / max(1, blobs[0].size))
 
 
-class RowGroups(Source):
+class RowGroups(ColumnSource):
     """Rows of Parquet files, a row group at a time."""
 
-    def __init__(self, blobs: list[Blob], columns: Asked, images: bool = True):
-        self.blobs, self.asked, self.images = blobs, columns, images
+    def __init__(self, blobs: list[Blob], columns: Asked, images: bool):
+        super().__init__(columns, images)
+        self.blobs = blobs
         self.groups: list[tuple[int, int]] = []
+        """(file, number of the row group in it)."""
         first: Any = None
         firsts = [0]
         for at, blob in enumerate(blobs):
@@ -54,8 +57,7 @@ class RowGroups(Source):
             for i in range(metadata.num_row_groups):
                 self.groups.append((at, i))
                 firsts.append(firsts[-1] + metadata.row_group(i).num_rows)
-        self.firsts = np.array(firsts)
-        self.blocks = self.firsts
+        self.blocks = self.firsts = np.array(firsts)
         self.waits = not isinstance(blobs[0], LocalFile)
         self._fresh()
 
@@ -87,7 +89,7 @@ class RowGroups(Source):
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
-    def fetch(self, ids: NDArray[np.int64]) -> Any:
+    def raw(self, ids: NDArray[np.int64]) -> dict[str, Any]:
         groups = np.searchsorted(self.firsts, ids, "right") - 1
         parts, places = [], []
         for group in np.unique(groups).tolist():
@@ -96,30 +98,19 @@ class RowGroups(Source):
             rows = ids[at] - self.firsts[group]
             for i in held.missing.keys() & set(rows.tolist()):
                 raise BadSample(f"{self.name_of(int(i + self.firsts[group]))} has no value in {held.missing[i]!r}")
-            parts.append({name: _rows(value, held.place[rows]) for name, value in held.columns.items()})
+            parts.append(tree.take(held.columns, held.place[rows]))
             places.append(at)
-        back = np.argsort(np.concatenate(places))
-        joined = {name: _rows(_joined([part[name] for part in parts]), back) for name in self.names}
-        return shaped(self.asked, {name: self._seen(value, ids) for name, value in joined.items()})
-
-    def _seen(self, value: Any, ids: NDArray[np.int64]) -> Any:
-        if not self.images or not isinstance(value, tree.Ragged) or not isinstance(value[0], memoryview):
-            return value
-        pictures = any(looks_like_image(data) for data in value[:8])
-        return decode(value, lambda i: self.name_of(int(ids[i]))) if pictures else value
+        return tree.take(tree.concatenate(parts), np.argsort(np.concatenate(places)))
 
     def _group(self, group: int) -> "RowGroup":
-        """All rows of one row group."""
-        import pyarrow.parquet as pq
-
         with self._lock:
             if group in self._held:
                 self._held.move_to_end(group)
                 return self._held[group]
             file, i = self.groups[group]
-            blob = self.blobs[file]
-            read = understood(blob, lambda: pq.ParquetFile(opened(blob)).read_row_group(i, columns=self.names))
-            self._held[group] = found = in_memory(read, blob.name, self.names)
+            with readable(self.blobs[file]):
+                read = parquet_file(self.blobs[file]).read_row_group(i, columns=self.names)
+            self._held[group] = found = _in_memory(read, self.blobs[file].name, self.names)
             while len(self._held) > WINDOW + 1:
                 self._held.popitem(last=False)
             return found
@@ -145,34 +136,14 @@ class RowGroup:
     missing: dict[int, str]
 
 
-def in_memory(table: Any, name: str, wanted: list[str]) -> RowGroup:
+def _in_memory(table: Any, name: str, wanted: list[str]) -> RowGroup:
     """An Arrow table as a batch of columns."""
-    import tempfile
-    from pathlib import Path
-
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         writer = ColumnWriter(Path(folder), skips=True)
         writer.add_file(name, table.combine_chunks().to_batches())
         writer.close()
         columns = Columns(Path(folder))
-        rows = np.arange(columns.rows)
         good = np.ones(table.num_rows, bool)
         good[list(writer.missing)] = False
-        held = {column: columns.gather(column, rows) for column in wanted} if columns.rows else {}
+        held = {column: columns.gather(column, np.arange(columns.rows)) for column in wanted} if columns.rows else {}
         return RowGroup(held, np.cumsum(good) - 1, writer.missing)
-
-
-def _rows(value: Any, rows: NDArray[np.int64]) -> Any:
-    if isinstance(value, tree.Ragged):
-        return tree.Ragged(value[i] for i in rows.tolist())
-    return value[rows]
-
-
-def _joined(values: list[Any]) -> Any:
-    import torch
-
-    if len(values) == 1:
-        return values[0]
-    if isinstance(values[0], tree.Ragged) or isinstance(values[-1], tree.Ragged):
-        return tree.Ragged(item for value in values for item in value)
-    return torch.cat(values)

@@ -11,8 +11,9 @@
 Bytes that are images are decoded to uint8 (channels, height, width); words stay words, for ``map`` to tokenise.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
+from meshfit.data.blob import Blob, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.chain import within
 from meshfit.data.columns import Columns, ColumnWriter
 from meshfit.data.images import decode, looks_like_image
-from meshfit.data.source import Source
+from meshfit.data.source import BadSample, Source
+from meshfit.data.tablefiles import column_names, record_batches
 from meshfit.data.tree import Ragged
 from meshfit.errors import DataError, did_you_mean
 
@@ -67,19 +69,46 @@ def shaped(asked: Asked, columns: Mapping[str, Any]) -> Any:
     return torch.cat(side, 1)
 
 
-class Table(Source):
+class ColumnSource(Source):
+    """A source of rows: ``raw`` gives columns, ``fetch`` their images decoded, in the form that was ``asked``."""
+
+    def __init__(self, asked: Asked, images: bool):
+        self.asked, self.images = asked, images
+        self._pictures: dict[str, bool] = {}
+
+    @abstractmethod
+    def raw(self, ids: NDArray[np.int64]) -> dict[str, Any]:
+        """The columns of some rows: tensors, or ``Ragged`` of words, bytes or tensors."""
+
+    def fetch(self, ids: NDArray[np.int64]) -> Any:
+        return shaped(self.asked, {name: self._decoded(name, value, ids) for name, value in self.raw(ids).items()})
+
+    def _decoded(self, name: str, value: Any, ids: NDArray[np.int64]) -> Any:
+        if not self.images or not isinstance(value, Ragged) or not isinstance(value[0], bytes | memoryview | bytearray):
+            return value
+        if name not in self._pictures:
+            self._pictures[name] = any(map(looks_like_image, self._first(name)))
+        return decode(value, lambda i: self.name_of(int(ids[i]))) if self._pictures[name] else value
+
+    def _first(self, name: str) -> list[Any]:
+        """The first values of a column."""
+        found = []
+        for i in range(min(8, len(self))):
+            with suppress(BadSample):
+                found.append(self.raw(np.array([i]))[name][0])
+        return found
+
+
+class Table(ColumnSource):
     """Rows of files that were turned into ``Columns`` in the cache when they were first opened."""
 
     skips: float = 0.0
     """Largest share of rows that may be left out when the files are converted; 0: none."""
 
-    def __init__(
-        self, blobs: list[Blob], kind: str, columns: Asked, cache: Cache, images: bool = True, delimiter: str = ""
-    ):
-        self.blobs, self.kind, self.asked, self.cache, self.images = blobs, kind, columns, cache, images
-        self.delimiter = delimiter
+    def __init__(self, blobs: list[Blob], kind: str, columns: Asked, cache: Cache, images: bool, delimiter: str):
+        super().__init__(columns, images)
+        self.blobs, self.kind, self.cache, self.delimiter = blobs, kind, cache, delimiter
         self._columns: Columns | None = None
-        self._pictures: dict[str, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_columns": None}
@@ -87,9 +116,20 @@ class Table(Source):
     @property
     def columns(self) -> Columns:
         if self._columns is None:
+            needed = None
+            if self.asked is not None:
+                needed = sorted(names_in(self.asked, column_names(self.blobs[0], self.kind, self.delimiter)))
+
+            def convert(folder: Path) -> None:
+                writer = ColumnWriter(folder, skips=self.skips > 0)
+                for blob in self.blobs:
+                    bad = writer.bad if self.skips else None
+                    writer.add_file(blob.name, record_batches(blob, self.kind, needed, self.delimiter, bad))
+                writer.close()
+
             skips = " skipping" if self.skips else ""
-            key = f"3 {self.kind}{self.delimiter} {tag_of(self.blobs)} {self._needed}{skips}"
-            self._columns = held = Columns(self.cache.folder(key, self._convert))
+            key = f"3 {self.kind}{self.delimiter} {tag_of(self.blobs)} {needed}{skips}"
+            self._columns = held = Columns(self.cache.folder(key, convert))
             names_in(self.asked, held.names)
             within(held.bad, held.rows + len(held.bad), self.skips)
         return self._columns
@@ -99,61 +139,14 @@ class Table(Source):
         if what != "skip":
             return super().on_bad(what, most)
         mine = copy(self)
-        mine.skips, mine._columns = most, None
+        mine.skips = most
         return Source.on_bad(mine, what, most)
-
-    @property
-    def _needed(self) -> list[str] | None:
-        """Columns to convert; None: all."""
-        if self.asked is None:
-            return None
-        return sorted(names_in(self.asked, self._names(self.blobs[0])))
-
-    def _names(self, blob: Blob) -> list[str]:
-        """The columns of one file."""
-        if self.kind == "parquet":
-            import pyarrow.parquet as pq
-
-            return understood(blob, lambda: pq.ParquetFile(opened(blob)).schema_arrow.names)
-        if self.kind == "json":
-            return list(next((row for _, row in _json_rows(blob, [])), {}))
-        first = next(iter(self._batches(blob, None, [])), None)
-        return [] if first is None else first.schema.names
-
-    def _batches(self, blob: Blob, only: list[str] | None, bad: list[str] | None) -> Iterator[Any]:
-        """A file's record batches; rows that cannot be read are an error, or listed in ``bad``."""
-        readers = {"parquet": _parquet, "arrow": _arrow, "csv": _csv, "json": _json}
-        more = {"csv": (self.delimiter, bad), "json": (bad,)}.get(self.kind, ())
-        made = understood(blob, lambda: iter(readers[self.kind](blob, only, *more)))
-        while (batch := understood(blob, lambda: next(made, None))) is not None:
-            yield batch
-
-    def _convert(self, folder: Path) -> None:
-        writer, only = ColumnWriter(folder, skips=self.skips > 0), self._needed
-        for blob in self.blobs:
-            writer.add_file(blob.name, self._batches(blob, only, writer.bad if self.skips else None))
-        writer.close()
 
     def __len__(self) -> int:
         return self.columns.rows
 
-    def fetch(self, ids: NDArray[np.int64]) -> Any:
-        held = self.columns
-        return shaped(self.asked, {name: self._gather(name, ids) for name in names_in(self.asked, held.names)})
-
-    def _gather(self, name: str, ids: NDArray[np.int64]) -> Any:
-        found = self.columns.gather(name, ids)
-        if self.images and isinstance(found, Ragged) and self._is_picture(name):
-            return decode(found, lambda i: self.name_of(int(ids[i])))
-        return found
-
-    def _is_picture(self, name: str) -> bool:
-        """Whether the first values of a column of bytes are images."""
-        if name not in self._pictures:
-            kind = self.columns.kinds[name]["is"]
-            first = self.columns.gather(name, np.arange(min(8, len(self)))) if kind == "bytes" else []
-            self._pictures[name] = any(looks_like_image(data) for data in first)
-        return self._pictures[name]
+    def raw(self, ids: NDArray[np.int64]) -> dict[str, Any]:
+        return {name: self.columns.gather(name, ids) for name in names_in(self.asked, self.columns.names)}
 
     def name_of(self, i: int) -> str:
         return self.columns.name_of(i)
@@ -206,175 +199,5 @@ def table(
         from meshfit.data.rowgroups import RowGroups, decoded_bytes
 
         if decoded_bytes(blobs) > held.most / 2:
-            return RowGroups(blobs, columns, images=decode).on_bad(on_bad)
+            return RowGroups(blobs, columns, decode).on_bad(on_bad)
     return Table(blobs, kind, columns, held, decode, delimiter).on_bad(on_bad)
-
-
-def opened(blob: Blob) -> Any:
-    """``blob`` as a file for Arrow."""
-    import pyarrow as pa
-
-    if isinstance(blob, LocalFile):
-        return pa.memory_map(str(blob.path)) if blob.size else pa.BufferReader(b"")
-    return pa.PythonFile(_Reader(blob), mode="r")
-
-
-class _Reader:
-    """What Arrow needs of a file, over the ranges of a blob."""
-
-    closed = False
-
-    def __init__(self, blob: Blob):
-        self.blob, self.at = blob, 0
-
-    def read(self, count: int = -1) -> bytes:
-        stop = self.blob.size if count is None or count < 0 else min(self.at + count, self.blob.size)
-        data = bytes(self.blob.read(self.at, stop)) if stop > self.at else b""
-        self.at = stop
-        return data
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self.at = offset + (0, self.at, self.blob.size)[whence]
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-    def close(self) -> None: ...
-
-    def flush(self) -> None: ...
-
-
-def understood(blob: Blob, act: Any) -> Any:
-    import pyarrow as pa
-
-    try:
-        return act()
-    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:  # Arrow's own are OSErrors, too
-        raise DataError(f"{blob.name} cannot be read", str(error).split("\n")[0][:300]) from error
-
-
-def _parquet(blob: Blob, only: list[str] | None) -> Iterable[Any]:
-    import pyarrow.parquet as pq
-
-    return pq.ParquetFile(opened(blob)).iter_batches(columns=only)
-
-
-def _arrow(blob: Blob, only: list[str] | None) -> Iterable[Any]:
-    import pyarrow as pa
-
-    file = opened(blob)
-    if bytes(blob.read(0, min(6, blob.size))) == b"ARROW1":
-        reader = pa.ipc.open_file(file)
-        batches: Iterable[Any] = (reader.get_batch(i) for i in range(reader.num_record_batches))
-    else:
-        batches = pa.ipc.open_stream(file)
-    return (batch.select(only) if only else batch for batch in batches)
-
-
-def _csv(blob: Blob, only: list[str] | None, delimiter: str, bad: list[str] | None) -> Iterable[Any]:
-    import pyarrow as pa
-    from pyarrow import csv
-
-    def file() -> Any:
-        return pa.CompressedInputStream(opened(blob), "gzip") if blob.name.endswith(".gz") else opened(blob)
-
-    def skipped(row: Any) -> str:
-        assert bad is not None
-        where = f"row {row.number - 2} of {blob.name}" if row.number else f"a row of {blob.name}"
-        bad.append(f"{where} has {row.actual_columns} values for {row.expected_columns} columns: {row.text[:80]!r}")
-        return "skip"
-
-    separator = delimiter or ("\t" if ".tsv" in blob.name.lower() else ",")
-    if not delimiter:
-        _one_column(blob, file(), separator)
-    how = csv.ParseOptions(delimiter=separator, invalid_row_handler=None if bad is None else skipped)
-    # Types are inferred over the whole file, not its first megabyte: a 1.5 may follow a million whole numbers.
-    if blob.size <= 2**31 - 2**20:
-        block = max(blob.size * (12 if blob.name.endswith(".gz") else 1), 2**16) + 2**16
-        read = csv.ReadOptions(block_size=min(block, 2**31 - 2**20))
-    else:
-        read = csv.ReadOptions(block_size=2**28)
-    convert = csv.ConvertOptions(include_columns=only or [])
-    return csv.open_csv(file(), read_options=read, parse_options=how, convert_options=convert)
-
-
-def _one_column(blob: Blob, file: Any, separator: str) -> None:
-    """Refuse a file whose header holds no separator, but what others separate columns with."""
-    header = file.read(2**16).partition(b"\n")[0].decode("utf-8", "replace").strip()
-    if separator in header:
-        return
-    other = max(";\t|,", key=header.count)
-    if other in header:
-        raise DataError(
-            f"{blob.name} would be one column, {header[:60]!r}",
-            f"its header holds {other!r} and no {separator!r}",
-            f"say what separates its columns: delimiter={other!r}",
-        )
-
-
-def _json(blob: Blob, only: list[str] | None, bad: list[str] | None) -> Iterable[Any]:
-    import pyarrow as pa
-
-    names, rows = only, []
-    first = 0
-    for number, row in _json_rows(blob, bad):
-        if names is None:
-            names, first = list(row), number
-        wrong = [name for name in names if name not in row]
-        more = [name for name in row if name not in names] if only is None else []
-        if wrong or more:
-            text = f"line {number} of {blob.name}"
-            what = f"lacks {wrong[0]!r}" if wrong else f"has {more[0]!r}"
-            if bad is None:
-                than = f"which line {first} {'has' if wrong else 'lacks'}" if first else "which columns= names"
-                raise DataError(f"{text} {what}, {than}", "give every line the same keys, or name them with columns=")
-            bad.append(f"{text} {what}")
-            continue
-        rows.append(row)
-    if not rows:
-        return []
-    try:
-        columns = {name: pa.array([row[name] for row in rows]) for name in names or []}
-    except pa.ArrowException:  # which column it is
-        for name in names or []:
-            try:
-                pa.array([row[name] for row in rows])
-            except pa.ArrowException as error:
-                raise DataError(f"{name!r} of {blob.name} is of several types", str(error)[:200]) from error
-        raise
-    return pa.table(columns).combine_chunks().to_batches()
-
-
-def _json_rows(blob: Blob, bad: list[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of the lines, and the numbers of these, from 1."""
-    import gzip
-
-    text = bytes(blob.read())
-    lines = (gzip.decompress(text) if blob.name.endswith(".gz") else text).splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {blob.name}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            if bad is None:
-                raise DataError(f"{where} is not JSON", str(error)) from error
-            bad.append(f"{where} is not JSON")
-            continue
-        if isinstance(row, dict):
-            yield number, row
-        elif bad is None:
-            raise DataError(f"{where} is no object", '{"text": "...", "label": 3}, say')
-        else:
-            bad.append(f"{where} is no object")

@@ -19,7 +19,8 @@ from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.images import ENDINGS, decode
 from meshfit.data.source import BadSample, Source
-from meshfit.data.table import Asked, _Reader, names_in, shaped
+from meshfit.data.table import Asked, names_in, shaped
+from meshfit.data.tablefiles import BlobFile
 from meshfit.errors import DataError
 
 WHOLE = ("cls", "id", "index", "count")
@@ -130,7 +131,7 @@ def _index(blobs: list[Blob], place: Path) -> None:
         known: dict[str, dict[str, tuple[int, int]]] = {}
         try:
             local = isinstance(blob, LocalFile)
-            with tarfile.open(blob.path if local else None, "r:", None if local else _Reader(blob)) as tar:  # type: ignore[arg-type]
+            with tarfile.open(blob.path if local else None, "r:", None if local else BlobFile(blob)) as tar:  # type: ignore[arg-type]
                 for member in tar:
                     if not member.isfile() or member.name.rpartition("/")[2].startswith("."):
                         continue
