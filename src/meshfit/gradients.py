@@ -57,8 +57,6 @@ class Guard:
         self.steps = 0
 
     def __call__(self, batch: Batch) -> None:
-        if self.watched is not None and not self.watched:
-            return
         missing = self._missing()
         self.steps += 1
         if self.watched is None:
@@ -68,6 +66,8 @@ class Guard:
         lost = [name for name, left in self.watched.items() if left < 1]
         if lost:
             raise self._error(lost)
+        if not self.watched:
+            self.run.guard = None
 
     def _missing(self) -> set[str]:
         """Parameters that have no gradient, or one of zeros, on any rank."""

@@ -40,7 +40,8 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
                 run.statistics.restore(statistics)
                 run.exchange.clear()
                 break
-            run.guard(batch)
+            if run.guard is not None:
+                run.guard(batch)
             with events.span(run.update.span):
                 correction = run.schedule.correction(batch, scalars.count)
                 loss, lr = scalars.loss * correction, run.update.learning_rate

@@ -125,8 +125,8 @@ class Run:
         self.schedule = self._make_schedule(scale)
         self._compile_if(self._step_seconds, self.last_step)
 
-        self.guard = Guard(self, self._blank) if self._guards else lambda batch: None
-        """Called before each update: see gradients.py."""
+        self.guard: Callable[[Batch], None] | None = Guard(self, self._blank) if self._guards else None
+        """Called before each update, until no gradient is missing: see gradients.py."""
         self._blank = None
         self.statistics = batchnorm.Statistics(self.model, self.placed.written.names)
         self.best = None if job.best is None else Best(job.best, job.patience)

@@ -60,6 +60,8 @@ class Across:
             lines = _lines(layer.group, layer.tied.values())
             self._lines += lines.values()
             self._tied += [(named[name], lines[ranks]) for name, ranks in layer.tied.items() if name in named]
+        self._weights = {p: prod(layer.weight(p) for layer in layers) for p in inner.parameters}
+        """How much of each parameter's squared norm counts on this rank."""
         self._added: list[Tensor] = []
         """Gradients that other ranks have terms of, and this one has not."""
 
@@ -123,9 +125,9 @@ class Across:
     def _square(self) -> Tensor:
         """This rank's part of the squared norm: elements that several ranks hold count in part on each."""
         kinds: dict[float, list[Tensor]] = defaultdict(list)
-        for p in self.parameters:
+        for p, weight in self._weights.items():
             if p.grad is not None:
-                kinds[prod(layer.weight(p) for layer in self.layers)].append(p.grad)
+                kinds[weight].append(p.grad)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight, grads in kinds.items():
             total += weight * total_norm(grads).double().square().to(self.device)

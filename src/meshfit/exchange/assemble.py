@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from meshfit.axes.axis import SUMMED
 from meshfit.axes.order import ORDER
 from meshfit.axes.place import Placed
+from meshfit.errors import PlanError
 from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.separate import Separate
+from meshfit.plan import Plan
 
 SUMMING = tuple(axis.word for axis in ORDER if axis.splits & SUMMED)
 """Axes whose ranks compute terms of the same gradients."""
@@ -27,7 +29,7 @@ def exchange_of(placed: Placed) -> AllReduce | Scatter | Across:
     if shards is None:
         inner = AllReduce(over.pop(SUMMING, []), mesh.over(*SUMMING), device)
     else:
-        over.pop(SUMMING, None)  # no gradient: sharding leaves out only what cannot have one
+        _refuse_trained(plan, placed.model, over.pop(SUMMING, []))
         inner = Scatter(
             shards,
             world=mesh.over(*SUMMING),
@@ -42,6 +44,18 @@ def exchange_of(placed: Placed) -> AllReduce | Scatter | Across:
         assert not isinstance(inner, Separate)
         return inner
     return Across(inner, layers, placed.model, device, loss_replicas=plan.tensor * plan.branch)
+
+
+def _refuse_trained(plan: Plan, model: nn.Module, unsharded: list[nn.Parameter]) -> None:
+    """What sharding left out must need no gradient: nobody would sum it."""
+    left_out = {p for p in unsharded if p.requires_grad}
+    names = [name for name, p in model.named_parameters() if p in left_out]
+    if names:
+        raise PlanError(
+            f"{plan}: parameters that train belong to no unit of the sharding: {', '.join(names[:8])}",
+            "their gradients would not be summed over ranks",
+            "data= instead of shard= holds them whole on each device",
+        )
 
 
 def _is_cut(placed: Placed, word: str, p: nn.Parameter) -> bool:

@@ -128,7 +128,7 @@ class Scatter:
         if self.shards.zero == 3:
             self.shards.lockstep.begin("train")
         for unit in self.shards.used:  # by a forward that no backward followed
-            unit.left = 0
+            unit.pending_backward = 0
             unit.uses.clear()
         self.shards.used.clear()
 
@@ -175,7 +175,7 @@ class Scatter:
 
     def _complete(self, unit: OpenUnit) -> list[Tensor] | None:
         """Rows for the next scatter of a unit, if nothing will be added to them."""
-        if unit.left or unit in self._unannounced or unit.trained[0] not in self._sums:
+        if unit.pending_backward or unit in self._unannounced or unit.trained[0] not in self._sums:
             return None
         return self._summed(unit)
 
@@ -211,7 +211,7 @@ class Scatter:
         elif not self._last:
             self._returns.clear()
         for unit in used:
-            unit.left = 0
+            unit.pending_backward = 0
             unit.uses.clear()
         self._ready.clear()
         self._came.clear()

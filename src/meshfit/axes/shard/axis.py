@@ -109,8 +109,8 @@ class Shard:
                 flats.append(self._flat([named[name] for name in together], rank, gathered, device))
                 ordered += [places[name] for name in together]
             recurrent = {m for each in ordered for m, _ in each if isinstance(m, nn.RNNBase)}
-            narrow = self.gathered if any(flat.gathered != flat.dtype for flat in flats) else None
-            opened.append(OpenUnit(index, flats, ordered, list(recurrent), narrow=narrow))
+            low = self.gathered if any(flat.gathered != flat.dtype for flat in flats) else None
+            opened.append(OpenUnit(index, flats, ordered, list(recurrent), gather_dtype=low))
         shards = Shards(opened, zero=self.zero, group=group, device=device, peers=peers)
         for unit, open_unit in zip(ordered_units, opened, strict=True):
             entrances = [model.get_submodule(path) for path in unit.entrances if path]
@@ -118,7 +118,8 @@ class Shard:
             # part of a block is computed again in backward.
             holders = [module for places in open_unit.places for module, _ in places]
             for module in dict.fromkeys((*entrances, *holders)) if open_unit.flats else ():
-                wrap(module, shards.around(open_unit, rounds=bool(open_unit.narrow) and isinstance(module, ROUNDED)))
+                rounds = open_unit.gather_dtype is not None and isinstance(module, ROUNDED)
+                wrap(module, shards.around(open_unit, rounds=rounds))
                 if has_forward_hooks(module):
                     shards.around_hooks(module, open_unit)
         _rest_to(model, device, set(shards.place))

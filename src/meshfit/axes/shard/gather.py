@@ -120,7 +120,7 @@ class Shards(Applied):
                 if not unit.open:
                     with self.open(unit):
                         return run(*args, **kwargs)
-                if rounds and unit.narrow not in (None, _autocast(self.device)):
+                if rounds and unit.gather_dtype not in (None, _autocast(self.device)):
                     self._widen(unit)
                 return forward(*args, **kwargs)
 
@@ -168,7 +168,7 @@ class Shards(Applied):
 
     def _widen(self, unit: OpenUnit) -> None:
         """Gather an open unit as it is, now and from now on: it is used where autocast does not round it."""
-        unit.narrow, unit.here = None, False
+        unit.gather_dtype, unit.unsharded = None, False
         for flat in unit.flats:
             if flat.gathered != flat.dtype:
                 self._saved.forget(flat)
@@ -188,7 +188,7 @@ class Shards(Applied):
                 unit.uses.append(whole[0].grad_fn)
                 made = iter(whole)
                 self.used.append(unit)
-                unit.left += 1
+                unit.pending_backward += 1
         tensors: list[Tensor] = []
         for flat in unit.flats:
             assert flat.whole is not None
@@ -204,19 +204,19 @@ class Shards(Applied):
 
     def _fetch(self, unit: OpenUnit) -> None:
         """Have all of a unit here."""
-        if unit.here or not unit.flats:
+        if unit.unsharded or not unit.flats:
             return
         if self.zero == 3:
             for other in self.units[1:]:  # the whole's own are few, and needed everywhere
-                if other.here and not other.open:
+                if other.unsharded and not other.open:
                     self.drop(other)
         with torch.inference_mode(False):
-            if self.zero == 3 and unit.coming is None:
+            if self.zero == 3 and unit.prefetch is None:
                 self.lockstep.turn(GATHER, unit.index)
             self._start(unit)
             self._wait(unit)
             following = self.lockstep.following() if self.zero == 3 else None
-            if following is not None and not self.units[following].here and self.units[following].coming is None:
+            if following is not None and not self.units[following].unsharded and self.units[following].prefetch is None:
                 self.lockstep.turn(GATHER, following)
                 self._start(self.units[following])
 
@@ -227,7 +227,7 @@ class Shards(Applied):
             self.on_serve(unit)
             return
         with torch.inference_mode(False):
-            if not unit.here and unit.coming is None:
+            if not unit.unsharded and unit.prefetch is None:
                 self._start(unit)
                 self.drop(unit)
                 return
@@ -236,16 +236,16 @@ class Shards(Applied):
                     self._gather(flat, torch.empty(flat.padded, dtype=flat.gathered, device=self.device), wait=True)
 
     def _start(self, unit: OpenUnit) -> None:
-        if unit.here or unit.coming is not None or not unit.flats:
+        if unit.unsharded or unit.prefetch is not None or not unit.flats:
             return
         if self._side is None:
-            unit.coming = [work for flat in unit.flats if (work := self._into_whole(flat, wait=False)) is not None]
+            unit.prefetch = [work for flat in unit.flats if (work := self._into_whole(flat, wait=False)) is not None]
         else:
             self._side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._side):
                 for flat in unit.flats:
                     self._into_whole(flat, wait=True)
-                unit.coming = self._side.record_event()
+                unit.prefetch = self._side.record_event()
         for flat in unit.flats:
             assert flat.whole is not None
             self._saved.know(unit, flat)
@@ -253,15 +253,15 @@ class Shards(Applied):
     def _wait(self, unit: OpenUnit) -> None:
         if self._side is None:
             with current().waiting("gather"):
-                for work in unit.coming:
+                for work in unit.prefetch:
                     work.wait()
         else:
             stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(unit.coming)
+            stream.wait_event(unit.prefetch)
             for flat in unit.flats:
                 assert flat.whole is not None
                 flat.whole.record_stream(stream)
-        unit.coming, unit.here = None, True
+        unit.prefetch, unit.unsharded = None, True
 
     def _into_whole(self, flat: Flat, *, wait: bool) -> Any:
         source = flat.mine
@@ -288,9 +288,9 @@ class Shards(Applied):
         return work
 
     def drop(self, unit: OpenUnit) -> None:
-        if unit.coming is not None:
+        if unit.prefetch is not None:
             self._wait(unit)
-        unit.here = False
+        unit.unsharded = False
         for flat in unit.flats:
             self._saved.forget(flat)
             flat.whole = None
@@ -301,9 +301,9 @@ class Shards(Applied):
         for unit in self.units:
             if self.zero == 3:
                 self.drop(unit)
-            elif unit.coming is not None:
+            elif unit.prefetch is not None:
                 self._wait(unit)
-            unit.here = False
+            unit.unsharded = False
 
     # Whole tensors, for whoever saves or compares them
 
@@ -382,7 +382,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
         shards, unit = ctx.shards, ctx.unit
-        unit.left -= 1
+        unit.pending_backward -= 1
         if ctx in unit.uses:
             unit.uses.remove(ctx)
         shards.on_return(unit, gradients, False)
@@ -425,7 +425,7 @@ def _whole(unit: OpenUnit) -> tuple[Tensor, ...]:
 
 
 def _drop_if_done(shards: Shards, unit: OpenUnit) -> None:
-    if shards.zero == 3 and not unit.open and unit.left <= 0 and len(unit.trained) == len(unit.flats):
+    if shards.zero == 3 and not unit.open and unit.pending_backward <= 0 and len(unit.trained) == len(unit.flats):
         shards.drop(unit)
 
 

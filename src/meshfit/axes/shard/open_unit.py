@@ -24,17 +24,17 @@ class OpenUnit:
 
     open: int = 0
     """Calls under way in it."""
-    here: bool = False
+    unsharded: bool = False
     """Whether ``whole`` of its flats is there and right."""
-    coming: Any = None
+    prefetch: Any = None
     """What to wait for before it is here."""
-    left: int = 0
+    pending_backward: int = 0
     """Uses that backward has not come back from."""
     uses: list[Any] = field(default_factory=list)
     """Their nodes of autograd."""
     held: list[Tensor] = field(default_factory=list)
     """What stands in the modules while it is open."""
-    narrow: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
     """What the weights that autocast rounds are gathered as; None: as they are."""
 
     @property
