@@ -40,7 +40,7 @@ NEEDS = {
 PLAIN = ("llama", "vit", "mixtral", "siamese")
 """For axes that take any model."""
 
-BOTH = {("context", "expert"): ("mixtral", "olmoe", "expert-list"), ("context", "branch"): ("clip", "two-mixtures")}
+BOTH = {("context", "expert"): ("mixtral", "olmoe", "expert-list"), ("branch", "context"): ("clip", "tied-heads")}
 BOTH |= {("branch", "expert"): ("two-mixtures",)}
 """Models with what both of two such axes need."""
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import meshfit
 from benchmarks.collectives import Collectives
+from benchmarks.compose import CASES
 from benchmarks.zoo import Case
 from benchmarks.zoo_branches import BRANCHES
 from meshfit.anatomy.record import record
@@ -240,7 +241,17 @@ REST = [
 
 @pytest.mark.parametrize(("name", "plan"), every_other(["siamese", "tied-heads"], REST))
 def test_with_the_rest_of_the_plan(name: str, plan: str) -> None:
-    case = BRANCHES[name]
+    assert_verified(BRANCHES[name], plan)
+
+
+def test_tensors_that_are_split_pass_between_branches() -> None:
+    """Positions of sequences enter and join branches as parts; the experts of a tower are spread over its own ranks."""
+    assert_verified(BRANCHES["clip"], "branch=2 context=2")
+    assert_verified(BRANCHES["tied-heads"], "branch=2 tensor=2 sequence=split")
+    assert_verified(CASES["two-mixtures"], "branch=2 expert=2")
+
+
+def assert_verified(case: Case, plan: str) -> None:
     how = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3), "batch_size": 8, "clip": 1.0}
     verdict = meshfit.verify(
         case.build,
@@ -493,7 +504,7 @@ ASKED = {"loss": F.mse_loss, "optimizer": torch.optim.AdamW, "batch_size": 8, "s
         (Chain, "branch=2", "no parts that are worth 2 devices"),
         (Towers, "branch=3", "branch=2 would use all"),
         (Chain, "branch=2 pipeline=2", "no parts that are worth 2 devices"),
-        (Towers, "branch=2 context=2", "does not go together with context=2"),
+        (Towers, "branch=2 context=2", "has no sequence that could be cut"),
         (Towers, "branch=2 compile=whole", "cannot be compiled whole"),
     ],
 )

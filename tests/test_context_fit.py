@@ -153,18 +153,17 @@ def test_a_model_without_sequences_is_refused() -> None:
     assert "data=2 works" in str(error.value)
 
 
-@pytest.mark.parametrize("beside", ["tensor=2 sequence=split"])
-def test_plans_that_do_not_go_together(beside: str) -> None:
-    with pytest.raises(PlanError, match=r"sequences are not cut beside") as error:
-        fit(f"context=2 {beside}", built())
-    assert "works" in str(error.value)
+def test_positions_are_split_once() -> None:
+    with pytest.raises(PlanError, match=r"both split positions of every sequence") as error:
+        fit("context=2 tensor=2 sequence=split", built())
+    assert "tensor=2 sequence=whole context=2 works" in str(error.value)
 
 
 def test_sequences_shorter_than_ranks_are_whole() -> None:
     ids, _ = text(4, 2)
     model = built()
     want = model(ids)
-    begin(model, planned(4).beginnings, CountingGroup(3, 4))
+    begin(model, planned(4), CountingGroup(3, 4))
     got = model(ids)
     assert type(got) is Tensor
     assert torch.equal(got, want)
@@ -235,7 +234,7 @@ class Counted(RankGroup):
 @distributed(world=2)
 def assert_said(plan: ContextPlan, calls: dict[str, int], moved: dict[str, int]) -> None:
     model, group = built(), Counted()
-    begin(model, plan.beginnings, group)
+    begin(model, plan, group)
     (step(model, tuple(t[:6] for t in text())) / 2).backward()
     assert {op: said[0] for op, said in group.said.items()} == calls
     assert {op: said[1] * 4 for op, said in group.said.items()} == moved

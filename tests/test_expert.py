@@ -524,6 +524,8 @@ def test_the_cost_of_plans_with_experts() -> None:
 COUNTED = [
     ("expert=2 tensor=2", "mixtral"),
     ("expert=2 tensor=2", "expert-list"),
+    ("expert=2 context=2", "mixtral"),
+    ("expert=2 context=2", "expert-list"),
     ("expert=2 pipeline=2 microbatches=2 cut=model.layers.1", "mixtral"),
 ]
 
@@ -565,7 +567,7 @@ def test_cost_is_what_runs(plan: str, name: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         said = costs.cost(how, whole, optimizer, found=run.placed.found, place=run.mesh.place)
         assert sum(p.nbytes for p in run.model.parameters()) == said.held["weights"]
-        every = ("all_gather", "all_reduce", "all_to_all", "send")
+        every = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "send")
         assert {*seen.moved, *said.moved} <= {*every}
         counts = torch.tensor([[seen.moved[op], said.moved.get(op, 0)] for op in every])
         dist.all_reduce(counts)
@@ -576,7 +578,7 @@ def test_cost_is_what_runs(plan: str, name: str) -> None:
 
 
 def test_check_needs_no_process() -> None:
-    with pytest.raises(PlanError, match="does not go together with expert=2"):
-        check(Plan.parse("expert=2 branch=2"), nn.Linear(2, 2))
+    with pytest.raises(PlanError, match="stay on their devices"):
+        check(Plan.parse("expert=2 offload=parameters"), nn.Linear(2, 2))
     assert spread.roles((torch.ones(3, 2), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)), {}) == (0, 1, 2)
     assert spread.roles((torch.ones(3, 2), torch.ones(3, 1)), {}) is None

@@ -16,7 +16,8 @@ from meshfit.axes.data.axis import Replicas
 from meshfit.axes.pipeline.axis import Pipeline, Staged
 from meshfit.axes.pipeline.weights import collect, deliver, whole_state
 from meshfit.axes.precision import LossScale, Precision
-from meshfit.comm.transport import Transport, header, layouts_of, packed, packed_size, read_header, unpacked
+from meshfit.axes.spec import locals_of
+from meshfit.comm.transport import Transport, header, packed, packed_size, read_header, unpacked
 from meshfit.data.datasets import open_source
 from meshfit.data.loader import Loader
 from meshfit.exchange.across import Across
@@ -436,7 +437,7 @@ def test_messages_are_unpacked_as_they_were_packed() -> None:
         torch.randn(7).bfloat16(),
         torch.randn(3, requires_grad=True),
     ]
-    layouts = layouts_of(sent)
+    _, layouts = locals_of(sent)
     assert read_header(header(layouts)) == layouts
     buffer = packed(sent)
     assert buffer.numel() == packed_size(layouts)

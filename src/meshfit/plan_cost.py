@@ -157,7 +157,7 @@ def stage_traffic(
                 cut(twin, region, group, stream)
         if sequence is not None:
             group = groups["context"] = CountingGroup(ranks.get("context", 0), sequence.degree)
-            begin(twin, sequence.beginnings, group)
+            begin(twin, sequence, group)
         with guarded():
             yield groups
 

@@ -4,13 +4,14 @@ What crosses a cut of the pipeline is sent so: the local tensor each time, its s
 place of the same axes, and builds the tensor again over its own group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from meshfit.comm.group import Group
+from meshfit.comm.transport import Layout
 
 
 class SplitTensor(Tensor):
@@ -44,6 +45,13 @@ def to_local(tensor: Tensor) -> tuple[Tensor, tuple[Spec, ...]]:
         tensor, spec = tensor.to_local()
         specs += [] if spec is None else [spec]
     return tensor, tuple(specs)
+
+
+def locals_of(tensors: Iterable[Tensor]) -> tuple[list[Tensor], tuple[Layout, ...]]:
+    """This rank's parts of ``tensors``, and the layouts of a message with them."""
+    parts = [to_local(tensor) for tensor in tensors]
+    layouts = tuple(Layout(tuple(t.shape), t.dtype, t.requires_grad, specs) for t, specs in parts)
+    return [local for local, _ in parts], layouts
 
 
 def from_local(local: Tensor, specs: tuple[Spec, ...], groups: Mapping[str, Group]) -> Tensor:

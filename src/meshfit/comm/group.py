@@ -145,6 +145,18 @@ class Traffic:
     shape: tuple[int, ...] = ()
     """Of what a rank gives. It grows with the samples if one of its dims is a multiple of them."""
 
+    itemsize: int = 0
+    """Bytes of an element that is no float; 0: it is one, of the precision in which the model runs."""
+
+    @classmethod
+    def of(cls, op: str, x: Tensor, times: int = 1) -> "Traffic":
+        itemsize = 0 if x.is_floating_point() else x.element_size()
+        return cls(op, in_backward(), x.numel() * times, tuple(x.shape), itemsize)
+
+    def bytes(self, wide: int) -> int:
+        """Where floats have ``wide`` bytes."""
+        return self.elements * (self.itemsize or wide)
+
     def grows(self, samples: int) -> bool:
         return samples > 0 and any(size and size % samples == 0 for size in self.shape)
 
@@ -192,7 +204,7 @@ class ThreadGroup(Group):
             buffer.copy_(theirs)
 
     def _every(self, op: str, x: Tensor, times: int = 1) -> Tensor:
-        self.log.append(Traffic(op, in_backward(), x.numel() * times, tuple(x.shape)))
+        self.log.append(Traffic.of(op, x, times))
         every = self.share(x.detach())
         if len({(part.shape, part.dtype) for part in every}) > 1:
             raise RuntimeError(f"ranks gather tensors of different shapes: {[tuple(part.shape) for part in every]}")
@@ -246,7 +258,7 @@ class CountingGroup(Group):
             self._counted("broadcast", buffer)
 
     def _counted(self, op: str, x: Tensor, times: int = 1) -> Tensor:
-        self.log.append(Traffic(op, in_backward(), x.numel() * times, tuple(x.shape)))
+        self.log.append(Traffic.of(op, x, times))
         return x.detach()
 
 

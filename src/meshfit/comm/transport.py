@@ -145,10 +145,6 @@ class _Works:
 # Messages
 
 
-def layouts_of(tensors: Iterable[Tensor]) -> tuple[Layout, ...]:
-    return tuple(Layout(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-
-
 def packed_size(layouts: Iterable[Layout]) -> int:
     return sum(aligned(prod(layout.shape) * layout.dtype.itemsize) for layout in layouts)
 

@@ -10,10 +10,11 @@ by all ranks alike, on the same samples; so whatever they compute from what they
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +37,11 @@ from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
 from meshfit.axes.pipeline.axis import only, pipeline_of
 from meshfit.axes.pipeline.cut import Split, hollow, part_of
-from meshfit.axes.pipeline.program import Programs, layout_of
+from meshfit.axes.pipeline.program import Programs, Replayed, layout_of
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.units import Whole, _relative
 from meshfit.comm.draws import Stream
+from meshfit.comm.group import Group
 from meshfit.comm.transport import Layout, packed_size
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
@@ -144,16 +146,18 @@ class Branch:
         group: dist.ProcessGroup,
         device: torch.device,
         skeleton: nn.Module | None = None,
+        groups: Mapping[str, Group] = MappingProxyType({}),
     ) -> "Branched":
         """Keep this rank's part of ``model``, and let go of the rest: those parameters have no elements any more.
-        ``skeleton``: of the whole, where ``model`` is a stage of it."""
+        ``skeleton``: of the whole, where ``model`` is a stage of it; ``groups``: over which tensors are split, by
+        axis."""
         rank, dealt = dist.get_rank(group), found.dealt
         skeleton = twin(model, meta=True) if skeleton is None else skeleton
         parameters = [name for name, _ in model.named_parameters() if rank in dealt.parameters.get(name, (rank,))]
         buffers = [name for name, _ in model.named_buffers() if dealt.buffers.get(name, rank) == rank]
         part = part_of(model, parameters, buffers)
         hollow(model, part)
-        return Branched(self, found, group, device, part, skeleton, model)
+        return Branched(self, found, Line(group, device, groups), part, skeleton, model)
 
     def cost(
         self, found: "Found", rank: int, *, microbatches: int = 1, stages: Iterable[int] = (0,)
@@ -272,19 +276,6 @@ class BranchAxis(Axis):
     splits = frozenset({Splits.MODULES})
     cost_needs_finding = True
 
-    def refuse(self, plan: Plan, model: nn.Module) -> None:
-        """A branch is recorded on whole sequences and whole batches: what changes those between its modules does not go
-        with it."""
-        whole: dict[str, Any] = {"context": 1, "expert": 1}
-        whole["sequence"] = "auto" if plan.sequence == "split" else plan.sequence
-        others = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
-        if others:
-            raise PlanError(
-                f"{plan}: branch= does not go together with {others[0]}",
-                f"{replace(plan, **whole)} works",
-                f"without branch=, {replace(plan, branch=1)} may",
-            )
-
     def find(self, study: "Study") -> Found:
         if study.plan.pipeline > 1:
             staged = study.found("pipeline")
@@ -292,6 +283,7 @@ class BranchAxis(Axis):
         else:
             strategy = Branch(degree=study.plan.branch, atoms=study.closed())
             found = strategy.find(study.model, study.objective, study.batch, device=study.device)
+            study.prove(Replayed(study.objective, share=found.share, atoms=found.atoms))
         study.notes.append(found.note)
         return found
 
@@ -303,13 +295,16 @@ class BranchAxis(Axis):
         assert group is not None
         strategy = Branch(degree=placed.plan.branch, atoms=finding.atoms)
         skeleton = None if staged is None else staged.skeleton
-        branched = strategy.apply(placed.model, finding, group, placed.device, skeleton)
+        branched = strategy.apply(placed.model, finding, group, placed.device, skeleton, placed.groups)
         if staged is not None:
             staged.model, staged.make = branched.model, partial(branched.program, split=staged.found.split)
         return branched
 
     def cost(self, costing: "Costing", finding: Found) -> None:
         plan, rank, dealt = costing.plan, costing.place.get("branch", 0), finding.dealt.parameters
+        split = costing.found.get("tensor")
+        if plan.context > 1 or (split is not None and (plan.pipeline > 1 or split.traffic)):
+            raise ValueError(f"{plan}: how tensors that cross between branches are split is known only when it runs")
         mine = pipeline_of(plan).stages_of(costing.place.get("pipeline", 0))
         part, added = Branch(degree=plan.branch).cost(finding, rank, microbatches=plan.microbatches, stages=mine)
         if plan.pipeline > 1:  # what several branches use is held by all of them, in every stage that uses it
@@ -328,16 +323,14 @@ class Branched(Partition):
         self,
         branch: Branch,
         found: Found,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        line: Line,
         part: nn.Module,
         skeleton: nn.Module,
         whole: nn.Module,
     ):
         super().__init__(part, skeleton, whole)
-        self.branch, self.found, self.group = branch, found, group
-        self.rank, self.line = dist.get_rank(group), Line(group, device)
-        self.stream = Stream(self.line.ranks)
+        self.branch, self.found, self.line = branch, found, line
+        self.group, self.rank, self.stream = line.ranks.group, line.ranks.rank, Stream(line.ranks)
 
     def program(self, recording: Recording, split: Split | None = None) -> Program:
         """What this rank runs of a recording; ``split``: of a pipeline."""

@@ -7,7 +7,7 @@ A *token* of no value goes through all of them in turn and ends in the result: s
 every rank, in one order, whether or not the rank's own branch leads there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfit.comm.group import RankGroup
-from meshfit.comm.transport import Layout, layouts_of, packed, packed_size, unpacked
+from meshfit.axes.spec import from_local, locals_of, to_local
+from meshfit.comm.group import Group, RankGroup
+from meshfit.comm.transport import Layout, packed, packed_size, unpacked
 from meshfit.errors import JobError
 from meshfit.events import current
 
@@ -25,16 +26,17 @@ Layouts = tuple[tuple[Layout, ...], ...]
 
 
 class Line:
-    """The ranks of a branch group, and when the own work of this one began in backward."""
+    """The ranks of a branch group, and when the own work of this one began in backward. ``groups``: by axis, the ranks
+    over which tensors are split; all have the same place in the branch group."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.ranks, self.device, self.began = RankGroup(group), device, None
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, groups: Mapping[str, Group]):
+        self.ranks, self.device, self.groups, self.began = RankGroup(group), device, groups, None
         self.memory = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
     def agree(self, mine: Sequence[Tensor]) -> Layouts:
         """What all ranks have to hand out: what autocast makes of it shows only when it runs."""
         every: list[Any] = [None] * self.ranks.size
-        dist.all_gather_object(every, layouts_of(mine), group=self.ranks.group)
+        dist.all_gather_object(every, locals_of(mine)[1], group=self.ranks.group)
         return tuple(every)
 
     def hand_out(self, mine: Sequence[Tensor], layouts: Layouts) -> list[list[Tensor]]:
@@ -123,19 +125,21 @@ class _Tie(torch.autograd.Function):
 
 def enter(line: Line, token: Tensor, values: Sequence[Tensor], copies: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
     """``copies`` says which of the values the rank's own work will change in place."""
+    values, layouts = locals_of(values)
     plain = [v.clone() if copy and not v.requires_grad else v for v, copy in zip(values, copies, strict=True)]
     some = [i for i, value in enumerate(values) if value.requires_grad]
     token, *entered = _Enter.apply(line, token, [copies[i] for i in some], *(values[i] for i in some))  # type: ignore
     for i, value in zip(some, entered, strict=True):
         plain[i] = value
-    return token, plain
+    return token, [from_local(t, kind.specs, line.groups) for t, kind in zip(plain, layouts, strict=True)]
 
 
 def join(
     line: Line, token: Tensor, mine: Sequence[Tensor], layouts: Layouts, copies: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor]]:
     """What every rank has, rank after rank; ``copies`` says what of it the trunk will change in place."""
-    if layouts[line.ranks.rank] != (said := layouts_of(mine)):
+    mine, said = locals_of(mine)
+    if layouts[line.ranks.rank] != said:
         i = next(i for i, (a, b) in enumerate(zip(layouts[line.ranks.rank], said, strict=True)) if a != b)
         raise JobError(
             f"what a branch hands on has another size than before: {said[i].shape}",
@@ -143,9 +147,10 @@ def join(
             "data= takes the model as it is",
         )
     token, *every = _Join.apply(line, layouts, copies, token, *mine)  # type: ignore[misc]
-    return token, every
+    return token, [from_local(t, kind.specs, line.groups) for t, kind in zip(every, chain(*layouts), strict=True)]
 
 
-def tie(result: Tensor, token: Tensor) -> Tensor:
+def tie(line: Line, result: Tensor, token: Tensor) -> Tensor:
     """``result``, from which backward comes to the token too."""
-    return _Tie.apply(result, token)  # type: ignore[return-value]
+    local, specs = to_local(result)
+    return from_local(_Tie.apply(local, token), specs, line.groups)  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ class Program(pipeline.Program):
             return Ran(made, roots=[token] if token.grad_fn is not None else [])
         for id in set(self.recording.trace.outputs) & trunk.values.keys():
             if (value := trunk.values[id]).requires_grad and token.requires_grad:
-                trunk.values[id] = tie(value, token)
+                trunk.values[id] = tie(line, value, token)
         return Ran([], decode(self.recording.outputs, trunk.resolve))
 
     def _join(self, stage: int, number: int, turn: Turn, own: Environment, trunk: Environment, token: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ gathered where it is needed, and computed on the whole where nothing else is kno
               gradients are summed over these ranks as over copies
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,8 @@ from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.context.check import check
 from meshfit.axes.context.find import ContextPlan, Step, begin, find
-from meshfit.axes.context.piece import gathered_output, guarded
-from meshfit.axes.forward import wrap
+from meshfit.axes.context.piece import guarded
+from meshfit.axes.counted import counted_cost
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.twin import study
 from meshfit.comm.group import RankGroup
@@ -37,10 +36,11 @@ if TYPE_CHECKING:
     from meshfit.plan_cost import Costing
 
 
-def plan_context(model: nn.Module, step: Step, batch: Any, degree: int) -> ContextPlan:
-    """Where to cut ``model``, which stays as it is; proven on samples of the data. Raises ``Refused`` if not right."""
+def plan_context(model: nn.Module, step: Step, batch: Any, degree: int, wholes: Collection[str] = ()) -> ContextPlan:
+    """Where to cut ``model``, which stays as it is; proven on samples of the data. Raises ``Refused`` if not right.
+    ``wholes``: modules that must be given all positions."""
     twin = study(model)
-    found = find(twin, step, batch, degree)
+    found = find(twin, step, batch, degree, wholes)
     if found.beginnings:
         check(quiet(twin), step, batch, found)
     return found
@@ -75,7 +75,7 @@ class Context:
         ranks = RankGroup(group)
         if ranks.size != self.degree or self.plan.degree != self.degree:
             raise ValueError(f"a plan for {self.plan.degree} ranks, context={self.degree} and a group of {ranks.size}")
-        begin(model, self.plan.beginnings, ranks)
+        begin(model, self.plan, ranks)
         return ranks
 
     def cost(self, trace: Trace, *, microbatches: int = 1) -> tuple[Trace, Cost]:
@@ -99,17 +99,9 @@ class Context:
             )
             for event in trace.events
         )
-        wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
-        samples = max((trace.values[v].shape[0] for v in trace.inputs if trace.values[v].shape), default=1)
-        grown = samples / (self.plan.samples or samples)
-        calls: dict[str, int] = defaultdict(int)
-        moved: dict[str, float] = defaultdict(float)
-        for each in self.plan.traffic:
-            calls[each.op] += microbatches
-            times = grown if each.grows(self.plan.samples) else 1
-            moved[each.op] += microbatches * each.elements * wide * times
-        after = replace(trace, events=events)
-        return after, Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
+        traffic = ((1, each) for each in self.plan.traffic)
+        added = counted_cost(traffic, trace, samples=self.plan.samples, microbatches=microbatches)
+        return replace(trace, events=events), added
 
 
 class ContextAxis(Axis):
@@ -118,19 +110,18 @@ class ContextAxis(Axis):
     cost_needs_finding = True
 
     def refuse(self, plan: Plan, model: nn.Module) -> None:
-        whole: dict[str, Any] = {"branch": 1}
-        whole["sequence"] = "auto" if plan.sequence == "split" else plan.sequence
-        beside = [f"{key}={getattr(plan, key)}" for key, usual in whole.items() if getattr(plan, key) != usual]
-        if beside:
+        if plan.sequence == "split":
             raise PlanError(
-                f"{plan}: sequences are not cut beside {beside[0]}",
-                f"{replace(plan, **whole)} works; so does {replace(plan, context=1, data=plan.data * plan.context)}",
+                f"{plan}: context= and sequence=split both split {Splits.SEQUENCE.value}",
+                "what one of them left to a rank would be taken for all positions by the other",
+                f"{replace(plan, sequence='whole')} works; so does {_without_context(plan)}",
             )
 
     def find(self, study: "Study") -> ContextPlan:
-        plan = study.plan
+        plan, experts = study.plan, study.found("expert")
+        wholes = () if experts is None else tuple(mixture.module for mixture in experts.mixtures)
         with study.copying(), _proven(plan):
-            found = plan_context(study.model, study.loss, study.batch, plan.context)
+            found = plan_context(study.model, study.loss, study.batch, plan.context, wholes)
         if not found.beginnings:
             headline, *facts = found.refusal()
             raise PlanError(f"{plan}: {headline}", *facts, _without_context(plan))
@@ -149,9 +140,6 @@ class ContextAxis(Axis):
         assert group is not None
         strategy = Context(degree=placed.plan.context, plan=finding)
         placed.groups["context"] = strategy.apply(placed.model, group)
-        if (experts := placed.found.get("expert")) is not None:  # rows travel as plain tensors
-            for mixture in experts.only(dict(placed.model.named_parameters())).mixtures:
-                wrap(placed.model.get_submodule(mixture.module), _on_wholes)
         return Positions(placed.model, group)
 
     def cost(self, costing: "Costing", finding: ContextPlan) -> None:
@@ -175,10 +163,6 @@ def _proven(plan: Plan) -> Iterator[None]:
 
 def _without_context(plan: Plan) -> str:
     return f"{replace(plan, context=1, data=plan.data * plan.context)} works"
-
-
-def _on_wholes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: forward(*gathered_output(args), **gathered_output(kwargs))
 
 
 class Positions(Applied):

@@ -69,7 +69,7 @@ def check(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
             parts = in_parts(
                 twin,
                 ThreadGroup.make(plan.degree),
-                lambda module, group: begin(module, plan.beginnings, group),
+                lambda module, group: begin(module, plan, group),
                 lambda module, group, cast=cast, dtype=dtype: _gradients(module, step, cast, plan.degree, dtype),
             )
         _compare(want, parts, TOLERANCE[dtype])

@@ -10,7 +10,7 @@ each other grows evenly with them.
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.axes.context import local, mix, shapes  # noqa: F401  # register their rules
-from meshfit.axes.context.piece import Piece, gathered, guarded
+from meshfit.axes.context.piece import Piece, gathered, gathered_output, guarded
 from meshfit.axes.context.recurrence import recurrences
 from meshfit.axes.context.span import Span
 from meshfit.axes.forward import unwrap, wrap
@@ -61,6 +61,9 @@ class ContextPlan:
 
     degree: int
     beginnings: tuple[Beginning, ...] = ()
+    wholes: tuple[str, ...] = ()
+    """Modules that are given all positions: mixtures, whose rows are sent to other ranks as plain tensors."""
+
     kept: float = 1.0
     """Of what one device keeps for backward, what a rank keeps."""
 
@@ -115,10 +118,16 @@ class ContextPlan:
         return "this model has no sequence that could be cut", none, kept, self.why
 
 
-def begin(model: nn.Module, beginnings: tuple[Beginning, ...], group: Group) -> None:
-    """Cut what the modules of ``beginnings`` return, from now on; ``unwrap`` undoes it."""
-    for each in beginnings:
+def begin(model: nn.Module, plan: ContextPlan, group: Group) -> None:
+    """Cut what the modules of ``plan.beginnings`` return, from now on; ``unwrap`` undoes it."""
+    for each in plan.beginnings:
         wrap(model.get_submodule(each.module), lambda forward, dim=each.dim: _cutting(forward, dim, group))
+    for path in plan.wholes:
+        wrap(model.get_submodule(path), _on_wholes)
+
+
+def _on_wholes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: forward(*gathered_output(args), **gathered_output(kwargs))
 
 
 def _cutting(forward: Callable[..., Any], dim: int, group: Group) -> Callable[..., Any]:
@@ -144,18 +153,18 @@ def _first_tensor(out: Any) -> Tensor | None:
     return out if isinstance(out, Tensor) else None
 
 
-def find(model: nn.Module, step: Step, batch: Any, degree: int) -> ContextPlan:
+def find(model: nn.Module, step: Step, batch: Any, degree: int, wholes: Collection[str] = ()) -> ContextPlan:
     """``model`` is the caller's to spare, and may be left with other buffers. Without beginnings: nothing is gained."""
+    plan = ContextPlan(degree=degree)
     length = _enough(model, step, batch, POSITIONS * degree)
     few, more = (some(shortened(batch, length), samples) for samples in SAMPLES)
-    whole, _, _ = _tried(model, step, few, (), degree)
-    plan = ContextPlan(degree=degree)
+    whole, _, _ = _tried(model, step, few, plan)
     best, why, nearest = whole, "", ()
     for _ in range(BEGINNINGS):
         found: list[tuple[int, Beginning]] = []
-        for each in _candidates(model, step, few, more, plan.beginnings, degree):
+        for each in _candidates(model, step, few, more, plan):
             try:
-                kept = _tried(model, step, few, (*plan.beginnings, each), degree)[0]
+                kept = _tried(model, step, few, _beginning(plan, each))[0]
             except Exception as error:  # code of the model's that takes no pieces
                 why = f"cut from {each.module or 'the model'} on: {type(error).__name__}: {error}".splitlines()[0]
                 continue
@@ -167,12 +176,14 @@ def find(model: nn.Module, step: Step, batch: Any, degree: int) -> ContextPlan:
         if each is None or least > LESS * best:
             break
         best = least
-        plan = _planned(model, step, few, (*plan.beginnings, each), degree, whole)
+        plan = _planned(model, step, few, _beginning(plan, each), whole)
         if best <= whole / degree * 1.25:
             break
     if best > WORTH * whole:
-        tried = _planned(model, step, few, nearest, degree, whole) if nearest else plan
+        tried = _planned(model, step, few, replace(plan, beginnings=nearest), whole) if nearest else plan
         return replace(tried, beginnings=(), nearest=nearest, why=why, recurrences=tuple(recurrences(model, step, few)))
+    if wholes:
+        plan = _planned(model, step, few, replace(plan, wholes=tuple(wholes)), whole)
     return _lengthened(plan, model, step, batch, length) if length else plan
 
 
@@ -191,7 +202,7 @@ def _lengthened(plan: ContextPlan, model: nn.Module, step: Step, batch: Any, len
     """What ranks say, for sequences as long as the data's: from what they say for short and shorter ones."""
     less = length // 2
     shorter = some(shortened(batch, less), plan.samples)
-    _, said, _ = _tried(model, step, shorter, plan.beginnings, plan.degree, backward=True)
+    _, said, _ = _tried(model, step, shorter, plan, backward=True)
     if [each.op for each in said] != [each.op for each in plan.traffic]:
         return replace(plan, length=length)
     more = length_of(batch) - length
@@ -202,14 +213,17 @@ def _lengthened(plan: ContextPlan, model: nn.Module, step: Step, batch: Any, len
     return replace(plan, length=length, traffic=traffic)
 
 
-def _planned(
-    model: nn.Module, step: Step, few: Any, beginnings: tuple[Beginning, ...], degree: int, whole: int
-) -> ContextPlan:
+def _beginning(plan: ContextPlan, each: Beginning) -> ContextPlan:
+    """``plan`` with one more beginning."""
+    return replace(plan, beginnings=(*plan.beginnings, each))
+
+
+def _planned(model: nn.Module, step: Step, few: Any, plan: ContextPlan, whole: int) -> ContextPlan:
+    """``plan`` with what its ranks keep and communicate."""
     gathered.clear()
-    kept, traffic, _ = _tried(model, step, few, beginnings, degree, backward=True)
-    return ContextPlan(
-        degree=degree,
-        beginnings=beginnings,
+    kept, traffic, _ = _tried(model, step, few, plan, backward=True)
+    return replace(
+        plan,
         kept=kept / whole,
         traffic=tuple(traffic),
         samples=SAMPLES[0],
@@ -245,18 +259,15 @@ def shortened(batch: Any, length: int) -> Any:
     return tree.map_tensors(part, batch) if 0 < length < found else batch
 
 
-def _candidates(
-    model: nn.Module, step: Step, few: Any, more: Any, beginnings: tuple[Beginning, ...], degree: int
-) -> list[Beginning]:
+def _candidates(model: nn.Module, step: Step, few: Any, more: Any, plan: ContextPlan) -> list[Beginning]:
     """What could be cut next: dims, not of samples, of what the first modules return whole."""
-    seen = _tried(model, step, few, beginnings, degree, watch=True)[2]
-    other = _tried(model, step, more, beginnings, degree, watch=True)[2]
+    seen, other = (_tried(model, step, batch, plan, watch=True)[2] for batch in (few, more))
     found = []
     for path, shape in list(seen.items())[:TRIED]:
         if len(other.get(path, ())) != len(shape):
             continue
         for dim, (size, new) in enumerate(zip(shape, other[path], strict=True)):
-            if size == new and size >= degree:
+            if size == new and size >= plan.degree:
                 found.append(Beginning(path, dim))
     return found
 
@@ -265,16 +276,15 @@ def _tried(
     model: nn.Module,
     step: Step,
     batch: Any,
-    beginnings: tuple[Beginning, ...],
-    degree: int,
+    plan: ContextPlan,
     *,
     backward: bool = False,
     watch: bool = False,
 ) -> tuple[int, list[Traffic], dict[str, tuple[int, ...]]]:
-    """A step of the last of ``degree`` ranks: bytes kept for backward, collectives called, and what its modules return
+    """A step of the last rank of ``plan``: bytes kept for backward, collectives called, and what its modules return
     whole, first those that are done first."""
-    group = CountingGroup(degree - 1, degree)
-    begin(model, beginnings, group)
+    group = CountingGroup(plan.degree - 1, plan.degree)
+    begin(model, plan, group)
     seen: dict[str, tuple[int, ...]] = {}
     hooks = []
 

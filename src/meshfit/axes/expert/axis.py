@@ -24,6 +24,7 @@ from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
+from meshfit.axes.counted import float_bytes, growth
 from meshfit.axes.expert.load import Load
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.expert.spread import bounds, spread
@@ -81,9 +82,7 @@ class Expert:
                 shape = (stop - start, *p.shape[1:])
                 p = replace(p, shape=shape, bytes=p.bytes * prod(shape) // max(1, prod(p.shape)))
             parameters[name] = p
-        wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
-        samples = max((trace.values[v].shape[0] for v in trace.inputs if trace.values[v].shape), default=1)
-        grown = samples / (self.plan.samples or samples)
+        wide, grown = float_bytes(trace), growth(trace, self.plan.samples)
         calls: dict[str, int] = defaultdict(int)
         moved: dict[str, float] = defaultdict(float)
         for mixture in plan.mixtures:

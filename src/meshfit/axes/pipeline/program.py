@@ -23,7 +23,7 @@ from meshfit.anatomy.replay import Environment, bind, fact, replay_range, run
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.pipeline.cut import Split, decided, stages_like
 from meshfit.axes.shard.units import Whole, _relative
-from meshfit.axes.spec import from_local, to_local
+from meshfit.axes.spec import from_local, locals_of
 from meshfit.comm.group import Group
 from meshfit.comm.transport import Layout
 from meshfit.data import tree
@@ -137,8 +137,7 @@ class Program(Recorded):
         split = [layout.specs for layout in self.layouts[stage - 1]] if stage else []
         fed = [from_local(local, specs, groups or {}) for local, specs in zip(received, split, strict=True)]
         ran = self._run(stage, root, given, fed, device)
-        parts = [to_local(tensor) for tensor in ran.made]
-        layouts = tuple(Layout(tuple(t.shape), t.dtype, t.requires_grad, specs) for t, specs in parts)
+        made, layouts = locals_of(ran.made)
         said = self.layouts.setdefault(stage, layouts)
         if said != layouts:
             i = next(i for i, (a, b) in enumerate(zip(said, layouts, strict=True)) if a != b)
@@ -147,7 +146,7 @@ class Program(Recorded):
                 f"it was {said[i].shape}, for a microbatch of the same shape: it depends on the values",
                 "name other modules to cut at (cut=), so that it does not cross",
             )
-        return replace(ran, made=[tensor for tensor, _ in parts])
+        return replace(ran, made=made)
 
     def _run(
         self, stage: int, root: nn.Module, given: dict[int, Tensor], received: list[Tensor], device: torch.device

@@ -49,7 +49,7 @@ class StageTraffic:
         moved: dict[str, int] = defaultdict(int)
         for each in (each for stage in stages for each in self.collectives[stage]):
             calls[each.op] += microbatches
-            moved[each.op] += microbatches * each.elements * wide
+            moved[each.op] += microbatches * each.bytes(wide)
         return Cost(calls=dict(calls), moved=dict(moved))
 
 

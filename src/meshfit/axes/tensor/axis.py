@@ -21,6 +21,7 @@ from torch import nn
 from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
+from meshfit.axes.counted import counted_cost
 from meshfit.axes.forward import unwrap
 from meshfit.axes.pipeline.cut import Shell
 from meshfit.axes.tensor.cost import shrunk
@@ -71,27 +72,18 @@ class Tensor:
             else p
             for name, p in trace.parameters.items()
         }
-        wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
-        samples = max((trace.values[v].shape[0] for v in trace.inputs if trace.values[v].shape), default=1)
-        grown = samples / (self.plan.samples or samples)
-        calls: dict[str, int] = defaultdict(int)
-        moved: dict[str, float] = defaultdict(float)
-        for times, each in self.plan.collectives:
-            calls[each.op] += times * microbatches
-            times *= grown if each.grows(self.plan.samples) else 1
-            moved[each.op] += times * microbatches * each.elements * wide
+        added = counted_cost(self.plan.collectives, trace, samples=self.plan.samples, microbatches=microbatches)
         kinds = defaultdict(int)
         for name in self.plan.shared:
             kinds[parameters[name].dtype, cuts[name].copies if name in cuts else self.degree] += parameters[name].bytes
-        for size in kinds.values():
-            calls["all_reduce"] += 1
-            moved["all_reduce"] += size
+        if kinds:
+            added += Cost(calls={"all_reduce": len(kinds)}, moved={"all_reduce": sum(kinds.values())})
         buffers = {
             name: replace(b, shape=_cut_shape(b.shape, cuts[name])) if name in cuts else b
             for name, b in trace.buffers.items()
         }
         after = replace(shrunk(trace, self.plan), parameters=parameters, buffers=buffers)
-        return after, Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
+        return after, added
 
 
 class TensorAxis(Axis):
