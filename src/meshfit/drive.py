@@ -6,12 +6,11 @@ ranks go on meanwhile, and end after the same step, some steps later.
 """
 
 import secrets
-import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -23,9 +22,8 @@ from torch import Tensor, nn
 from meshfit.axes.refuse import check, check_optimizer
 from meshfit.axes.tensors import tensors_of
 from meshfit.checkpoint.graceful_stop import GracefulStop, graceful_stop
-from meshfit.checkpoint.resume import folder_to_resume, saved
-from meshfit.errors import JobError, MeshfitError, NonFiniteError
-from meshfit.feed import LATE_STEPS, Begun, Feed, Late
+from meshfit.checkpoint.resume import folder_to_resume
+from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
 from meshfit.launch import heap, twins
 from meshfit.launch import key as keys
@@ -34,7 +32,6 @@ from meshfit.launch.devices import Devices, find
 from meshfit.launch.stalls import watched
 from meshfit.launch.world import World, connect, from_environment
 from meshfit.observe.folder import new_folder
-from meshfit.observe.rank import observed
 from meshfit.plan import Plan, renamed
 from meshfit.run import Run
 from meshfit.server import join, listen
@@ -44,32 +41,13 @@ from meshfit.step import Step
 from meshfit.torch_private import COMPILER
 from meshfit.turns import Turn, alone, in_one_turn, in_turns
 from meshfit.version import VERSION
+from meshfit.work import LATE_STEPS, Begun, Late, Outcome, Tap, Work, driven, outcome_of
 
-RANK_MODULES = (COMPILER, "meshfit.loop", "meshfit.drive")  # torch's optimizers import _dynamo when built
+RANK_MODULES = (COMPILER, "meshfit.drive")  # torch's optimizers import _dynamo when built
 LEAVE_SECONDS = 10.0  # in which workers that joined may leave, at the end
 DONE_BY_THE_RUN = {"valid": None, "metrics": {}, "best": None, "patience": None, "out": None, "checkpoint": None}
 """What workers that join leave to the run that they join."""
 DONE_BY_THE_RUN |= {"resume": False, "epochs": None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a training came to."""
-
-    notes: list[str]
-    seconds: float
-    phases: list[dict[str, float]]
-    """By rank: seconds in data, forward_backward, exchange, update, evaluate."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """Where they are not in the caller's model already."""
-    captured: dict[str, Any] = field(default_factory=dict)
-    """What a tap put aside in the first rank."""
-    found: Mapping[str, Any] = field(default_factory=dict)
-    """What the axes were found to act on."""
-
-
-Tap = Callable[[Run], None]
-"""Given each rank's run before it starts, to look into it."""
 
 
 def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
@@ -327,67 +305,6 @@ def _joined(outcomes: list[Outcome], notes: list[str]) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What each rank does: it trains, and the one that reports sends its steps to the caller."""
-
-    job: Job
-    lockstep: bool
-    folder: Path | None
-    tap: Tap | None
-    make: Callable[[Job, World], Run] = field(repr=False)
-    """Holds the secret or key of the run."""
-
-    def __call__(self, world: World, channel: Channel) -> Outcome | None:
-        run = self.make(self.job, world)
-        run.may_stop |= self.lockstep
-        feed, coordination = Feed(channel, self.lockstep), run.coordination
-
-        def begun() -> None:
-            if coordination.reports:
-                channel.send(Begun(run.notes, run.last_step))
-
-        try:
-            for step in driven(run, self.folder, self.tap, begun=begun, stop=feed.stopped):
-                feed.add(step, run)
-        except NonFiniteError:  # raised by all ranks in the same step: the training until then is not lost
-            weights = run.placed.tensors(keep=coordination.reports)
-            if coordination.reports:
-                feed.flush()
-                channel.send(Outcome(weights=weights, notes=run.notes, seconds=0.0, phases=[]))
-            if run.mesh.world is not None:
-                dist.barrier()  # no rank raises before the caller has it
-            if not coordination.leads:
-                return None
-            raise
-        feed.late(run)
-        feed.flush()
-        outcome = outcome_of(run)
-        weights = run.placed.tensors(keep=coordination.leads and run.world.rank == 0)
-        run.exchange.remove()
-        run.events.close()  # the model goes with this process: nothing else need be put back
-        return replace(outcome, weights=weights) if run.mesh.rank == 0 else None
-
-
-def driven(
-    run: Run, folder: Path | None, tap: Tap | None, *, begun: Callable[[], None], stop: Callable[[], bool]
-) -> Generator[Step, None, None]:
-    """Train ``run`` in this rank: restored from ``folder`` and saved there, observed, its steps yielded. ``begun`` is
-    called before the first step; ``stop`` says whether the caller has asked to end."""
-    from meshfit.loop import train
-
-    if tap is not None:
-        tap(run)
-    alone = run.coordination.alone  # then it is left after the step, and no other rank hears of it
-    with saved(run, folder) as save, observed(run):
-        begun()
-        for step in train(run, (lambda: False) if alone else stop):
-            asked = save is not None and save()
-            yield step
-            if asked or (alone and stop()):
-                break
-
-
-@dataclass(frozen=True)
 class Silent:
     """Work on a job that sends the caller nothing until it returns."""
 
@@ -418,26 +335,6 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
     warm(*RANK_MODULES)
     with started(job, Silent(built, work)) as ranks:
         return ranks.results
-
-
-def outcome_of(run: Run) -> Outcome:
-    """All but the weights, which are then in the model. All ranks call it together."""
-    run.coordination.finish()
-    run.at_end()
-    mine = run.events.phases()
-    phases: list = [mine]
-    if run.world.size > 1:
-        phases = [None] * run.world.size
-        dist.all_gather_object(phases, mine)
-    seconds = time.perf_counter() - run.started
-    run.settle()
-    return Outcome(
-        notes=run.notes,
-        seconds=seconds,
-        phases=phases,
-        captured=run.captured,
-        found=run.placed.found,
-    )
 
 
 @torch.no_grad()
