@@ -90,7 +90,7 @@ def training(path: str, width: int, lr: float, seed: int, damp: bool) -> Trainin
         batch_size=BATCH,
         shuffle=True,
         seed=seed,
-        damp=damp,
+        late="damp" if damp else "none",
     )
 
 

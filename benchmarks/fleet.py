@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.served import SECRET, Training, Work
-from meshfit.server.server import ServerSettings
+from meshfit.server.settings import ServerSettings
 from meshfit.server.worker import Worker
 
 _context = multiprocessing.get_context("forkserver")
@@ -160,7 +160,7 @@ def _serve(
 ) -> None:
     server = make().server(terms, servers=servers, address=address)
     tell("up", server.version, list(server.notes))
-    server.join(alone=20.0)
+    server.join()
     server.close()
     weights = {name: p.detach().clone().numpy() for name, p in server.keeper.parameters.items()}
     state = sum(t.nbytes for s in server.keeper.optimizer.state.values() for t in s.values() if hasattr(t, "nbytes"))

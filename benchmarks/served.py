@@ -18,8 +18,9 @@ from meshfit.exchange.protocol import RepeatBatch
 from meshfit.loss.objective import Objective
 from meshfit.loss.probe import find_denominator
 from meshfit.passes.whole import Passes
-from meshfit.server.build import keep
-from meshfit.server.server import Server, ServerSettings
+from meshfit.server.keeper import Keeper
+from meshfit.server.server import Server
+from meshfit.server.settings import ServerSettings
 from meshfit.server.worker import ServerUpdate, Worker
 
 CPU = torch.device("cpu")
@@ -43,22 +44,15 @@ class Training:
     seed: int = 0
     clip: float | None = None
     ema: float | None = None
-    damp: bool = False
-    shorten: bool = False
+    late: str = "none"
 
     def server(self, terms: ServerSettings, *, servers: int, address: str, secret: bytes = SECRET) -> Server:
         """One of ``servers``, listening at ``address``."""
-        keeper = keep(
-            self.build(),
-            self.optimizer,
-            self.scheduler,
-            index=terms.index,
-            servers=servers,
-            clip=self.clip,
-            ema=self.ema,
-            damp=self.damp,
-            shorten=self.shorten,
-        )
+        model = self.build()
+        optimizer = self.optimizer(list(model.parameters()))
+        scheduler = None if self.scheduler is None else self.scheduler(optimizer)
+        how: dict[str, Any] = {"clip": self.clip, "ema": self.ema, "late": self.late}
+        keeper = Keeper(model, optimizer, scheduler, index=terms.index, servers=servers, **how)
         return Server(keeper, terms, address=address, secret=secret)
 
     def loader(self, share: tuple[int, int], batch_size: int | None = None) -> Loader:

@@ -23,9 +23,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.served import SECRET
-from meshfit.server.build import keep
 from meshfit.server.keeper import Keeper
-from meshfit.server.server import Server, ServerSettings
+from meshfit.server.server import Server
+from meshfit.server.settings import ServerSettings
 from meshfit.server.worker import Worker
 
 LIMIT = 1.5
@@ -39,13 +39,9 @@ def model(megabytes: int) -> nn.Module:
 
 def serve(address: str, megabytes: int) -> None:
     Keeper.square = lambda self: 0.0  # the norm of a gradient is no part of moving it
-    server = Server(
-        keep(model(megabytes), lambda p: torch.optim.SGD(p, lr=0.0)),
-        ServerSettings(workers=1),
-        address=address,
-        secret=SECRET,
-    )
-    server.join(alone=60.0)
+    whole = model(megabytes)
+    keeper = Keeper(whole, torch.optim.SGD(whole.parameters(), lr=0.0))
+    Server(keeper, ServerSettings(workers=1), address=address, secret=SECRET).join()
 
 
 def timed(act: Callable[[], object]) -> float:

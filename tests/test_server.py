@@ -19,11 +19,10 @@ from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.errors import PlanError, RankError
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.server import cost as server_cost
-from meshfit.server.build import keep
 from meshfit.server.cost import Payload
-from meshfit.server.keeper import shortened
+from meshfit.server.keeper import Keeper, shortened
 from meshfit.server.running_statistics import RunningStatistics
-from meshfit.server.server import ServerSettings
+from meshfit.server.settings import ServerSettings
 from meshfit.server.snapshot import put_down
 from meshfit.server.wire import WireError
 from meshfit.server.worker import Worker
@@ -409,9 +408,10 @@ def test_an_optimizer_that_needs_all_parameters_at_once_is_refused() -> None:
             for p in reached:
                 p.sub_(mean * 0.1)
 
-    keep(plain(), lambda p: Together(p, lr=0.1))
+    model = plain()
+    Keeper(model, Together(model.parameters(), lr=0.1))
     with pytest.raises(PlanError, match="stepped apart"):
-        keep(plain(), lambda p: Together(p, lr=0.1), servers=2)
+        Keeper(model, Together(model.parameters(), lr=0.1), servers=2)
 
 
 class Raises(torch.optim.SGD):
@@ -436,9 +436,9 @@ def test_a_late_gradient_may_count_less() -> None:
     assert shortened(0.9, 0) == pytest.approx(0.9)
     assert shortened(0.9, 5) == pytest.approx(0.8)
     assert shortened(0.9, 50) == 0.0
-    for damp, moved in ((False, 1.0), (True, 0.25)):
+    for late, moved in (("none", 1.0), ("damp", 0.25)):
         model = nn.Linear(1, 1, bias=False)
-        keeper = keep(model, lambda p: torch.optim.SGD(p, lr=1.0), damp=damp)
+        keeper = Keeper(model, torch.optim.SGD(model.parameters(), lr=1.0), late=late)
         before = model.weight.item()
         keeper.load([torch.ones(1)])
         keeper.step({"weight"}, loss=0.0, correction=1.0, norm=1.0, staleness=3)

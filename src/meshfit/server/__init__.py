@@ -5,7 +5,7 @@ A run (the process that is asked for one, and its workers)
     server_state          the servers' state, fetched for a checkpoint
     worker_world          the process groups of a worker that is several ranks
     join, fingerprint     workers that join from other hosts; what their job must have in common with the run's
-    listen                the addresses at which they join
+    listen                the addresses at which they join, and what they are answered
 A worker
     worker, connection    its exchange, and its connection to each server
     worker_group          a worker that is several ranks; shared_model: the memory they share
@@ -14,8 +14,8 @@ A server
     process, launch       what a server process does; processes started, and started again
     server, client        the server, and a connected worker as it sees it
     synchronous, asynchronous     the coordinator: how gradients become steps; clocks: batches and staleness
-    keeper, build         weights, gradient sum and optimizer; running_statistics: BatchNorm's
-    settings, invitation  how it deals with its workers, and with those that join
+    keeper                weights, gradient sum and optimizer; running_statistics: BatchNorm's
+    settings              how it deals with its workers
     snapshot              what a server that died resumes from
 Between them
     wire, messages        authenticated messages, and what they may hold

@@ -72,7 +72,7 @@ class AsynchronousCoordinator:
         words = message.words
         if self.server.coordinates and self.tickets.out.get(client.id) != words["ticket"]:
             return None
-        client.push = push = Push.of(client, message)
+        client.push = push = Push(client, message)
         self.server.lock.release()  # what a norm takes, others need not wait for
         try:
             square = squared(push.gradients)
@@ -86,33 +86,17 @@ class AsynchronousCoordinator:
         return None
 
     def step(self, client: Client, message: Message) -> bool:
-        push, words, server = client.push, message.words, self.server
-        if push is None or push.sequence != message.sequence:
+        push, server = client.push, self.server
+        if push is None or push.message.sequence != message.sequence:
             return False
-        late = server.version - push.version
-        before, after = server.samples, server.samples + push.words["samples"]
         current().step = server.version + 1
-        with server.access.changing(), current().span("update"):
-            self.keeper.load(push.gradients)
-            updated = self.keeper.step(
-                push.reached(self.keeper.parcel.names),
-                loss=words["loss"],
-                correction=words["correction"],
-                norm=words["norm"],
-                staleness=late,
-                usual=server.usual_staleness,
-                ticks=int(after // self.settings.batch_size - before // self.settings.batch_size),
-            )
-            if updated.taken:
-                self.keeper.statistics.merge([push.statistics])
-            record = client.record
-            record.applied = push.sequence
-            record.result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": late}
-            record.result |= {"step": server.version + 1}
-            client.push = None
-            self.clocks.advance(client.id)
-            self.tickets.done(client.id)
-            server.stepped(samples=push.words["samples"], staleness=[late])
+        late, size = server.version - push.message.version, self.settings.batch_size
+        ticks = (server.samples + push.words["samples"]) // size - server.samples // size
+        self.keeper.load(push.gradients)
+        client.push = None
+        self.clocks.advance(client.id)
+        self.tickets.done(client.id)
+        server.step([push], [push], message.words, late=late, ticks=int(ticks))
         server.lock.notify_all()
         return True
 

@@ -40,38 +40,24 @@ class Client:
 
 @dataclass(frozen=True)
 class Push:
-    """A gradient that has come, whole; it lies in the worker's memory until its step is done."""
+    """A gradient that has come, whole; it is in the worker's memory until its step is done."""
 
-    worker: int
-    sequence: int
-    version: int
-    """Of the weights that it was computed with."""
-    memory: SharedMemory
-    codec: Codec
-    given: Tensor | None
-    words: dict[str, Any]
+    client: Client
+    message: Message
 
-    @classmethod
-    def of(cls, client: Client, message: Message) -> "Push":
-        return cls(
-            client.id,
-            message.sequence,
-            message.version,
-            client.memory,
-            client.codec,
-            client.record.given,
-            message.words,
-        )
+    @property
+    def words(self) -> dict[str, Any]:
+        return self.message.words
 
     @property
     def gradients(self) -> list[Tensor]:
-        return self.codec.decode(self.memory.up[: self.codec.bytes])
+        return self.client.codec.decode(self.client.memory.up[: self.client.codec.bytes])
 
     @property
     def statistics(self) -> tuple[float, Tensor, Tensor]:
         """Samples, what its statistics have become, and what they were."""
-        assert self.given is not None
-        return float(self.words["samples"]), self.memory.up[self.codec.bytes :], self.given
+        assert self.client.record.given is not None
+        return float(self.words["samples"]), self.client.memory.up[self.client.codec.bytes :], self.client.record.given
 
     def reached(self, names: list[str]) -> set[str]:
         bits = int(self.words["reached"], 16)

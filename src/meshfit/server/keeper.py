@@ -1,60 +1,71 @@
 """What a model server owns: some of the weights, their optimizer, and the sum of their gradients.
 
-It knows nothing of workers or connections: gradients are given to it run by run (see parcel.py), and it steps.
+It knows nothing of workers or connections: gradients are given to it dtype by dtype (see packing.py), and it steps.
 
     memory   weights, one gradient, optimizer state of its share; an averaged copy with ema
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.probe_optimizer import probe_optimizer
+from meshfit.errors import PlanError
 from meshfit.exchange.update import Average, Update, Updated, total_norm
-from meshfit.server.packing import Parcel
+from meshfit.server.packing import Parcel, shares
 from meshfit.server.running_statistics import RunningStatistics
 
 
 class Keeper:
-    """``parameters`` by name are moved into one buffer, in place; ``optimizer`` may hold others too, which it forgets.
+    """Of server ``index`` of ``servers``: its share of ``model``, which is moved into one buffer, in place.
 
-    ``scheduler``, averaging and ``clip`` are as in ``Update``; ``statistics`` are BatchNorm's of the whole model, on
-    the server that keeps them.
+    ``optimizer`` has all parameters, as on one device, so that groups and schedules are as there; what other servers
+    own is then forgotten, and its memory freed. ``scheduler``, ``ema`` and ``clip`` are as in ``Update``; ``late`` as
+    in a plan.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any = None,
         *,
+        index: int = 0,
+        servers: int = 1,
         clip: float | None = None,
         ema: float | None = None,
-        statistics: RunningStatistics | None = None,
-        may_fuse: bool = True,
-        damp: bool = False,
-        shorten: bool = False,
+        late: str = "none",
     ):
-        self.parameters = dict(parameters)
+        if servers > 1 and not (kind := probe_optimizer(optimizer)).separate:
+            raise PlanError(
+                f"server={servers}: parts of the model are stepped apart, which {type(optimizer).__name__} cannot",
+                kind.why,
+                "server=1 works",
+            )
+        self.parameters = shares(model, servers)[index]
+        self.statistics = RunningStatistics({}) if index else RunningStatistics.of(model)
+        """BatchNorm's, of the whole model: the first server keeps them."""
+        self.optimizer, self.scheduler, self.late = optimizer, scheduler, late
+        mine = set(self.parameters.values())
+        _restrict(optimizer, mine)
+        for p in model.parameters():
+            if p not in mine:
+                p.data = torch.empty(0, dtype=p.dtype)
         self.parcel = Parcel.of(self.parameters)
         self.weights = torch.zeros(self.parcel.bytes, dtype=torch.uint8)
         for name, view in self.parcel.views(self.weights).items():
             p = self.parameters[name]
             view.copy_(p.detach())
             p.data, p.grad = view, None
-        self._gradient = torch.zeros(self.parcel.bytes, dtype=torch.uint8)
-        self._views = self.parcel.views(self._gradient)
-        self.gradients = self.parcel.flats(self._gradient)
-        """The sum, run by run."""
-        self.statistics = statistics or RunningStatistics({})
-        self.optimizer, self.scheduler = optimizer, scheduler
-        restrict(optimizer, self.parameters.values())
-        self.update = Update(optimizer, clip=clip, may_fuse=may_fuse)
+        gradient = torch.zeros_like(self.weights)
+        self._views, self.gradients = self.parcel.views(gradient), self.parcel.flats(gradient)
+        """The sum: by name, and by dtype."""
+        sparse = any(getattr(module, "sparse", False) for module in model.modules())
+        self.update = Update(optimizer, clip=clip, may_fuse=not sparse)
         self.average = None if ema is None else Average(nn.ParameterList(self.parameters.values()), ema)
-        self.damp, self.shorten = damp, shorten
-        """For gradients that come late: see ``_adapted``."""
         self.steps = 0
         """Of the schedule."""
 
@@ -96,16 +107,16 @@ class Keeper:
 
     @contextmanager
     def _adapted(self, staleness: int, usual: float):
-        """``damp``: a gradient that is t updates late steps by 1/(1+t) of the learning rate. ``shorten``: late
+        """late=damp: a gradient that is t updates late steps by 1/(1+t) of the learning rate. late=shorten: late
         gradients are momentum of their own, so the optimizer's memory, 1/(1-m) steps, is made shorter by as many steps
         as gradients are usually late."""
         before = [{key: group[key] for key in ("lr", "momentum", "betas") if key in group} for group in self._groups]
         for group in self._groups:
-            if self.damp and staleness:
+            if self.late == "damp":
                 group["lr"] = group["lr"] / (1 + staleness)
-            if self.shorten and group.get("momentum"):
+            if self.late == "shorten" and group.get("momentum"):
                 group["momentum"] = shortened(group["momentum"], usual)
-            if self.shorten and "betas" in group:
+            if self.late == "shorten" and "betas" in group:
                 group["betas"] = (shortened(group["betas"][0], usual), *group["betas"][1:])
         try:
             yield
@@ -185,15 +196,14 @@ class Keeper:
                 mine.copy_(tensors[f"average/{name}"])
 
 
-def restrict(optimizer: torch.optim.Optimizer, kept: Iterable[nn.Parameter]) -> None:
+def _restrict(optimizer: torch.optim.Optimizer, kept: Collection[nn.Parameter]) -> None:
     """Let ``optimizer`` forget all parameters but ``kept``. Its groups stay, some maybe empty: schedules count them."""
-    some = set(kept)
     for group in optimizer.param_groups:
         names = group.get("param_names")
         if names is not None:
-            group["param_names"] = [n for n, p in zip(names, group["params"], strict=True) if p in some]
-        group["params"] = [p for p in group["params"] if p in some]
-    for p in [p for p in optimizer.state if p not in some]:
+            group["param_names"] = [n for n, p in zip(names, group["params"], strict=True) if p in kept]
+        group["params"] = [p for p in group["params"] if p in kept]
+    for p in [p for p in optimizer.state if p not in kept]:
         del optimizer.state[p]
 
 

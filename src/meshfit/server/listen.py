@@ -8,10 +8,14 @@ import shlex
 import socket
 import sys
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from meshfit.errors import JobError, PlanError
 from meshfit.launch import key
 from meshfit.plan import Plan
+from meshfit.server.fingerprint import differences
 from meshfit.server.wire import WireError, parse
 
 
@@ -60,3 +64,33 @@ def announced(at: str) -> bytes:
     print(f"meshfit: workers may join; elsewhere, where script and data are:\n  {command}\n  {said}", file=sys.stderr)
     sys.stderr.flush()
     return used
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a run answers to workers that ask to join: its plan, and the number of each."""
+
+    facts: dict[str, Any]
+    """What one who joins must know: plain values."""
+    fingerprint: dict[str, Any]
+    """Of the run's job; that of a worker must be the same."""
+    first: int
+    """Number of the first worker that joins."""
+    folder: Path
+    """Where it is noted how many have: numbers are not given twice, also by a server that was started again."""
+
+    def answer(self, job: dict[str, Any] | None) -> dict[str, Any]:
+        """To one that says what it has (its ``job``), who it is to be; ``WireError`` if that is another job."""
+        facts = self.facts | {"version": self.fingerprint["version"]}
+        if job is None:
+            return facts
+        try:
+            found = differences(self.fingerprint, job)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise WireError("what was sent is no description of a job", f"{type(error).__name__}: {error}") from None
+        if found:
+            raise WireError("this job is not that of the run", *found)
+        noted = self.folder / "joined"
+        before = int(noted.read_text()) if noted.exists() else 0
+        noted.write_text(str(before + 1))
+        return facts | {"worker": self.first + before}

@@ -24,11 +24,9 @@ from meshfit.launch.channel import Channel
 from meshfit.launch.world import World
 from meshfit.plan import Plan
 from meshfit.run import Run
-from meshfit.server.build import keep
-from meshfit.server.fingerprint import differences, facts_of
-from meshfit.server.invitation import Invitation
+from meshfit.server.fingerprint import facts_of
 from meshfit.server.keeper import Keeper
-from meshfit.server.listen import addresses
+from meshfit.server.listen import Invitation, addresses
 from meshfit.server.server import Server
 from meshfit.server.settings import ServerSettings
 from meshfit.server.snapshot import common
@@ -143,15 +141,10 @@ class ServerProcess:
         server = Server(keeper, settings, address=address, secret=self.secret, report=channel.send)
         try:
             if job.listen is not None and self.key is not None:
-                invitation = Invitation(
-                    facts={"plan": str(plan), "steps": settings.total, "version": fingerprint["version"]},
-                    differences=lambda theirs: differences(fingerprint, theirs),
-                    first=plan.data,
-                    folder=Path(world.folder),
-                )
-                server.open(
-                    addresses(job.listen, plan.server)[world.rank], self.key, None if world.rank else invitation
-                )
+                told = {"plan": str(plan), "steps": settings.total}
+                invitation = Invitation(told, fingerprint, first=plan.data, folder=Path(world.folder))
+                at = addresses(job.listen, plan.server)[world.rank]
+                server.open(at, self.key, None if world.rank else invitation)
             server.join()
         finally:
             server.close()
@@ -172,16 +165,15 @@ def _places(run: Run, job: Job) -> dict[str, Any]:
 def _keeper(run: Run, job: Job, index: int) -> Keeper:
     plan, average = plan_of(job), run.update.average
     kept = {} if average is None else dict(zip(dict(run.model.named_parameters()), average.weights, strict=True))
-    keeper = keep(
+    keeper = Keeper(
         run.model,
-        lambda parameters: run.optimizer,
-        None if job.scheduler is None else lambda optimizer: run.update.scheduler,
+        run.optimizer,
+        run.update.scheduler,
         index=index,
         servers=plan.server,
         clip=job.clip,
         ema=job.ema,
-        damp=plan.late == "damp",
-        shorten=plan.late == "shorten",
+        late=plan.late,
     )
     if keeper.average is not None:
         for name, mine in zip(keeper.parameters, keeper.average.weights, strict=True):

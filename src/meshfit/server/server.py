@@ -4,13 +4,13 @@ Each worker has one connection, and one thread here that listens to it; so a wor
 by its own thread alone. What a worker asks for:
 
     hello     who it is, how its payload is laid out, its shared memory        welcome
-    where     which batch is next, and who shares it                           place
+    where     which batch is next, and who shares it                           reply
     meet      what it says to the others in the middle of a batch              reply, or again
     push      its gradient, and what rides along                               reply, or again
     step      take the step; the factor and the norm, now that all is known    weights
     drop      do not
     pull      the weights, or the averaged ones                                weights
-    state     all that it keeps, as a snapshot in its folder                   state
+    state     all that it keeps, as a snapshot in its folder                   reply
     wait      at the end: until those before it are gone                       reply
     leave
 
@@ -25,21 +25,20 @@ synchronous.py and asynchronous.py.
     memory    weights, a gradient and the optimizer state: P, P, and for AdamW 2P; nothing for each worker on this host
 """
 
-import math
 import os
 import secrets
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from meshfit.events import current
 from meshfit.server.asynchronous import AsynchronousCoordinator
-from meshfit.server.client import Client, ClientRecord, ReadWriteLock
+from meshfit.server.client import Client, ClientRecord, Push, ReadWriteLock
 from meshfit.server.compress import Codec
-from meshfit.server.invitation import Invitation
 from meshfit.server.keeper import Keeper
+from meshfit.server.listen import Invitation
 from meshfit.server.messages import check as check_words
 from meshfit.server.settings import ServerSettings
 from meshfit.server.shared_memory import SharedMemory, view
@@ -80,7 +79,6 @@ class Server:
         self.left: set[int] = set()
         self.failed: Exception | None = None
         """What made it give up; ``join`` raises it."""
-        self._alone_since = time.monotonic()
         self._writing: threading.Thread | None = None
         self._closed = False
         self.coordinator = SynchronousCoordinator(self) if settings.staleness == 0 else AsynchronousCoordinator(self)
@@ -109,21 +107,18 @@ class Server:
 
     # For those who wait for it
 
-    def join(self, timeout: float | None = None, *, alone: float = math.inf) -> None:
-        """Wait until all is done and every worker has left. ``alone``: seconds without any worker that end it too."""
-        until = math.inf if timeout is None else time.monotonic() + timeout
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until all is done and every worker has left."""
         with self.lock:
-            while not self.failed and not (
-                self.left and not self.clients and (self.coordinator.finished or not self.coordinates)
-            ):
-                if time.monotonic() > until:
-                    raise TimeoutError("the server still has work, or workers")
-                if not self.clients and time.monotonic() - self._alone_since > alone:
-                    self.note(f"no worker for {alone:g} s: the server ends at step {self.version}")
-                    return
-                self.lock.wait(LOOK_SECONDS)
+            if not self.lock.wait_for(lambda: self.failed or self._done, timeout):
+                raise TimeoutError("the server still has work, or workers")
         if self.failed is not None:
             raise self.failed
+
+    @property
+    def _done(self) -> bool:
+        done = self.coordinator.finished or not self.coordinates
+        return done and bool(self.left) and not self.clients
 
     def close(self) -> None:
         for listener in self._listeners:
@@ -147,11 +142,9 @@ class Server:
             while self._answer(client, client.wire.recv(self._into(client), check=lambda m: self._check(client, m))):
                 pass
             self.drop(client.id, "", client)
-        except (ConnectionLost, TimeoutError) as error:
-            if client is not None:
-                self._lost(client, str(error))
-        except WireError as error:
-            self._refuse(wire, error)
+        except (ConnectionLost, TimeoutError, WireError) as error:
+            if isinstance(error, WireError):
+                self._refuse(wire, error)
             if client is not None:
                 self.drop(client.id, str(error), client)
         except Exception as error:  # an optimizer that raises, say: no step can follow
@@ -205,8 +198,7 @@ class Server:
         wire.worker = worker = hello.worker
         with self.lock:
             if worker in self.clients:  # its old connection is of no use to it any more
-                self.clients[worker].wire.close()
-                self._forget(self.clients[worker])
+                self.clients.pop(worker).wire.close()
             record = self.records.setdefault(worker, ClientRecord())
             client = Client(worker, wire, memory, self.codec, record)
             lost = words["version"] - self.version
@@ -236,8 +228,8 @@ class Server:
         with self.lock:
             if self.coordinator.finished:
                 raise WireError("the run is over", f"step {self.version} was its last")
-            number = invitation.number(words["job"]) if "job" in words else None
-        wire.send("welcome", version=self.version, words=invitation.facts | {"worker": number})
+            answer = invitation.answer(words.get("job"))
+        wire.send("welcome", version=self.version, words=answer)
 
     @property
     def own(self) -> int:
@@ -246,53 +238,41 @@ class Server:
 
     def _answer(self, client: Client, message: Message) -> bool:
         """Do what a worker asks, and say so. False: it has left."""
-        words, sequence = message.words, message.sequence
-        match message.kind:
-            case "push":
-                with self.lock:
-                    done = sequence <= client.record.applied
+        kind, words, sequence = message.kind, message.words, message.sequence
+        if kind == "leave":
+            return False
+        if kind == "pull":
+            self._deliver(client, sequence, {}, averaged=words.get("averaged", False), place=False)
+            return True
+        with self.lock:
+            done = sequence <= client.record.applied
+            match kind:
+                case "push":
                     reply = client.record.reply if done else self.coordinator.push(client, message)
-                self._say(client, "again" if reply is None else "reply", sequence, reply)
-            case "meet":
-                with self.lock:
+                case "step":
+                    stepped = done or self.coordinator.step(client, message)
+                    reply = client.record.result | self._facts() if stepped else None
+                case "meet":
                     reply = self.coordinator.meet(client, words)
-                self._say(client, "again" if reply is None else "reply", sequence, reply)
-            case "wait":
-                with self.lock:
-                    self.wait(client, lambda: client.id == min(self.clients))
-                    done = any(worker < client.id for worker in self.left)
-                self._say(client, "reply", sequence, {"done": done})
-            case "agree":
-                with self.lock:
+                case "agree":
                     reply = self.coordinator.agree(client, words["summed"])
-                self._say(client, "again" if reply is None else "reply", sequence, reply)
-            case "step":
-                with self.lock:
-                    done = sequence <= client.record.applied or self.coordinator.step(client, message)
-                    result = dict(client.record.result)
-                if not done:
-                    self._say(client, "again", sequence)
-                elif words["pull"]:
-                    self._deliver(client, sequence, result)
-                else:
-                    self._say(client, "place", sequence, result | self._facts())
-            case "drop":
-                with self.lock:
+                case "wait":
+                    self.wait(client, lambda: client.id == min(self.clients))
+                    reply = {"done": any(worker < client.id for worker in self.left)}
+                case "state":
+                    reply = {"path": self._write_state(client)}
+                case "where":
+                    reply = self.coordinator.place(client)
+                case "drop":
                     self.coordinator.drop(client, message)
-            case "pull":
-                self._deliver(client, sequence, {}, averaged=words.get("averaged", False), place=False)
-            case "state":
-                with self.lock:
-                    path = self._write_state(client)
-                self._say(client, "state", sequence, {"path": path})
-            case "where":
-                with self.lock:
-                    place = self.coordinator.place(client)
-                self._say(client, "place", sequence, place)
-            case "leave":
-                return False
-            case _:
-                raise WireError(f"a worker sent {message.kind!r}, which is for servers to say")
+                    return True
+                case _:
+                    raise WireError(f"a worker sent {kind!r}, which is for servers to say")
+        if kind == "step" and reply is not None and words["pull"]:
+            self._deliver(client, sequence, reply)
+        else:
+            answer = "again" if reply is None else "reply"
+            client.wire.send(answer, sequence=sequence, version=self.version, words=reply)
         return True
 
     def _deliver(
@@ -320,9 +300,6 @@ class Server:
     def _facts(self) -> dict[str, Any]:
         return {"lr": self.keeper.update.learning_rate, "samples": self.samples, "steps": self.version}
 
-    def _say(self, client: Client, kind: str, sequence: int, words: dict[str, Any] | None = None) -> None:
-        client.wire.send(kind, sequence=sequence, version=self.version, words=words)
-
     # Called by the coordinator, the lock held
 
     def wait(self, client: Client, ready: Callable[[], bool], tick: Callable[[], None] = lambda: None) -> None:
@@ -333,12 +310,26 @@ class Server:
             self.lock.wait(LOOK_SECONDS)
             tick()
 
-    def stepped(self, *, samples: float, staleness: list[int]) -> None:
-        self.version += 1
-        self.samples += samples
-        self.staleness.update(staleness)
-        if self.settings.every and self.version % self.settings.every == 0:
-            self._snapshot()
+    def step(
+        self, summed: list[Push], answered: Iterable[Push], words: dict[str, Any], *, late: int = 0, ticks: int = 1
+    ) -> None:
+        """Step with the sum of the gradients ``summed``, which are ``late`` updates late; the requests ``answered`` are
+        then done. ``ticks``: steps of the schedule."""
+        names, number = self.keeper.parcel.names, self.version + 1
+        reached = set().union(*(push.reached(names) for push in summed))
+        scalars = {key: words[key] for key in ("loss", "correction", "norm")}
+        with self.access.changing(), current().span("update"):
+            updated = self.keeper.step(reached, **scalars, staleness=late, usual=self.usual_staleness, ticks=ticks)
+            if updated.taken:
+                self.keeper.statistics.merge([push.statistics for push in summed])
+            result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": late, "step": number}
+            for push in answered:
+                push.client.record.applied, push.client.record.result = push.message.sequence, result
+            self.version = number
+            self.samples += sum(push.words["samples"] for push in summed)
+            self.staleness[late] += 1
+            if self.settings.every and self.version % self.settings.every == 0:
+                self._snapshot()
 
     @property
     def leader(self) -> int:
@@ -353,10 +344,9 @@ class Server:
         """Count a worker as gone: it left, or was lost because of ``why``."""
         with self.lock:
             here = self.clients.get(worker)
-            if here is None or (client is not None and here is not client):
+            if here is None or (client is not None and here is not client) or self._closed:
                 return
-            here.wire.close()
-            self._forget(here)
+            self.clients.pop(worker).wire.close()
             if why:
                 self.note(f"worker {worker} was lost at step {self.version}: {why}")
             else:
@@ -365,20 +355,6 @@ class Server:
                     self.note(f"worker {worker} left after step {self.version}")
             self.coordinator.lost(worker, left=not why)
             self.lock.notify_all()
-
-    def _forget(self, client: Client) -> None:
-        self.clients.pop(client.id, None)
-        if not self.clients:
-            self._alone_since = time.monotonic()
-
-    def _lost(self, client: Client, why: str) -> None:
-        """Its connection broke. It may be back within the grace it is given."""
-        until = time.monotonic() + self.settings.grace
-        with self.lock:
-            while time.monotonic() < until and self.clients.get(client.id) is client and not self._closed:
-                self.lock.wait(until - time.monotonic())
-        if not self._closed:
-            self.drop(client.id, why, client)
 
     # Snapshots
 

@@ -3,21 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshfit.errors import PlanError, did_you_mean
-
-LOST = ("average", "redo")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How a server deals with its workers."""
+    """How a server deals with its workers. ``staleness``, ``lost`` and ``compress`` are as in a plan."""
 
     workers: int
     """That must have come before the first step; later ones may come and go."""
     staleness: float = 0
-    """Own steps that a worker may be ahead of the slowest; 0: all step together."""
     lost: str = "average"
-    """What becomes of a synchronous step when a worker is lost in it: see synchronous.py."""
+    compress: str = "none"
     step: int = 0
     """Steps that were taken before it began, and the samples they saw."""
     samples: float = 0
@@ -27,10 +22,6 @@ class ServerSettings:
     """Number of the batch after the last; None: as many as are asked for."""
     batch_size: int = 1
     """Samples for which the schedule goes on by one step."""
-    compress: str = "none"
-    """Of gradients on their way: see compress.py."""
-    grace: float = 0.0
-    """Seconds in which a worker whose connection broke may come back before it counts as lost."""
     patience: float = 600.0
     """Seconds after the first gradient of a round until a worker that is connected but silent counts as lost."""
     every: int | None = None
@@ -42,11 +33,3 @@ class ServerSettings:
     them dies all are started again, with ``snapshot.common``."""
     index: int = 0
     """Which server this is. The first keeps tickets, clocks and BatchNorm's statistics."""
-
-    def __post_init__(self) -> None:
-        if self.lost not in LOST:
-            raise PlanError(f"lost={self.lost} is not known", did_you_mean(self.lost, LOST))
-        if not self.staleness >= 0:
-            raise PlanError(f"staleness={self.staleness} is not a number of steps", "staleness=4, or staleness=inf")
-        if self.every is not None and self.folder is None:
-            raise PlanError("snapshots need a folder")

@@ -133,7 +133,7 @@ class SynchronousCoordinator:
             return None
         if not round.pushes:
             round.began = time.monotonic()
-        round.pushes[client.id] = Push.of(client, message)
+        round.pushes[client.id] = Push(client, message)
         round.lost.discard(client.id)
         self._complete(round)
         self.server.wait(
@@ -173,9 +173,10 @@ class SynchronousCoordinator:
             for i, push in enumerate(pushes):
                 (self.keeper.add if i else self.keeper.load)(push.gradients)
         sent = [push.words for push in pushes]
-        broken = {push.worker: push.words["broken"] for push in pushes}
+        losses = [words["loss"] for words in sent]
+        broken = {push.client.id: push.words["broken"] for push in pushes}
         round.reply = {
-            "loss": math.fsum(words["loss"] for words in sent) if all(_finite(w["loss"]) for w in sent) else math.nan,
+            "loss": math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
             "count": sum(words["count"] for words in sent),
             "stop": sum(words["stop"] for words in sent),
             "broken": [broken.get(id, 0.0) for id in round.members],
@@ -198,24 +199,12 @@ class SynchronousCoordinator:
         round = self.round
         if round is None or round.dead or round.reply is None or client.id not in round.pushes:
             return False
-        pushes = [round.pushes[id] for id in round.reply["summed"]]
-        names = self.keeper.parcel.names
-        reached = set().union(*(push.reached(names) for push in pushes))
-        words = message.words
-        with self.server.access.changing(), current().span("update"):
-            updated = self.keeper.step(
-                reached, loss=words["loss"], correction=words["correction"], norm=words["norm"], ticks=1
-            )
-            if updated.taken:
-                self.keeper.statistics.merge([push.statistics for push in pushes])
-            for push in round.pushes.values():
-                record = self.server.records[push.worker]
-                record.applied, record.reply = push.sequence, round.reply
-                record.result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": 0}
-                record.result |= {"step": self.server.version + 1}
-            samples = sum(push.words["samples"] for push in pushes)
-            self.server.stepped(samples=samples, staleness=[0])
-        if self.server.coordinates and len(pushes) < len(round.members):
+        summed = [round.pushes[id] for id in round.reply["summed"]]
+        for push in round.pushes.values():
+            push.client.record.reply = round.reply
+        self.server.step(summed, round.pushes.values(), message.words)
+        samples = sum(push.words["samples"] for push in summed)
+        if self.server.coordinates and len(summed) < len(round.members):
             self.server.note(f"step {self.server.version} was averaged over the {samples:g} samples of those left")
         self._begin()
         return True
@@ -227,7 +216,7 @@ class SynchronousCoordinator:
         if self.stopped and round is not None and round.reply is None:
             round.dead = True
         push = None if round is None else round.pushes.get(client.id)
-        if round is not None and push is not None and push.sequence == message.sequence:
+        if round is not None and push is not None and push.message.sequence == message.sequence:
             round.dead = True
             self._begin() if self.server.coordinates else None
         self.server.lock.notify_all()
@@ -237,7 +226,3 @@ class SynchronousCoordinator:
 
     def restore(self, facts: dict[str, Any]) -> None:
         self.expected = max(1, facts["workers"])
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)

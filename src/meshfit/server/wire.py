@@ -31,7 +31,7 @@ PROTOCOL = 2
 """Another number for each change of the kinds of messages, or of their words: both ends must have the same."""
 HEADER = struct.Struct("!2sBBIQQIQ")  # magic, protocol, kind, worker, sequence, version, bytes of words, of payload
 REQUESTS = ("hello", "join", "where", "meet", "push", "agree", "step", "drop", "pull", "state", "wait", "leave")
-KINDS = (*REQUESTS, "welcome", "place", "reply", "again", "weights", "error")
+KINDS = (*REQUESTS, "welcome", "reply", "again", "weights", "error")
 WORDS_LIMIT = 1 << 20  # bytes
 OTHER_VERSION = "it is another version of meshfit"
 NONCE, MAC = 32, 32
