@@ -44,6 +44,7 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World, cores
 from meshfit.loss.objective import LossDenominator, Objective
+from meshfit.passes.loss_sum import LossSum
 from meshfit.passes.pipeline import Pipelined
 from meshfit.schedule.gantt import gantt
 from meshfit.schedule.issue import pairs
@@ -116,10 +117,8 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
     run = Pipelined(
         staged,
         objective,
-        over=LossDenominator(),
+        loss=LossSum(LossDenominator(), exchange),
         precision=Precision(),
-        scale=None,
-        exchange=exchange,
         device=CPU,
         transport=Transport(group, CPU, pairs(pipeline.schedule)),
     )

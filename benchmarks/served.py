@@ -17,6 +17,7 @@ from meshfit.data.loader import Batch, Loader
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.loss.objective import Objective
 from meshfit.loss.probe import find_denominator
+from meshfit.passes.loss_sum import LossSum
 from meshfit.passes.whole import Passes
 from meshfit.server.keeper import Keeper
 from meshfit.server.server import Server
@@ -90,7 +91,7 @@ class Work:
         source = self.training.loader((0, 1)).source
         with torch.random.fork_rng(devices=[]):
             over = find_denominator(objective, self.model, source.few(), CPU)
-        self.schedule = Passes(self.model, objective, over, Precision("fp32"), None, self.worker, CPU)  # type: ignore[arg-type]
+        self.schedule = Passes(self.model, objective, LossSum(over, self.worker), Precision("fp32"), CPU)  # type: ignore[arg-type]
         self.update = ServerUpdate(self.worker, ema=self.training.ema is not None)
         self._loader = functools.cache(lambda share: self.training.loader(share, self.batch_size))
 
@@ -130,10 +131,10 @@ class Work:
             yield self.losses[-1]
 
     def correction(self, batch: Batch, count: Tensor | float) -> float:
-        """As ``Passes`` says; where a worker is missing, a mean over samples is over those that are left."""
-        if self.schedule.over.kind == "samples" and self.worker.degree > 1:
+        """As ``LossSum`` says; where a worker is missing, a mean over samples is over those that are left."""
+        if self.schedule.loss.over.kind == "samples" and self.worker.degree > 1:
             return batch.size / float(count) if count else float("nan")
-        return float(self.schedule.correction(batch, count))
+        return float(self.schedule.loss.correction(batch, count))
 
 
 def join_batchnorms(model: nn.Module, workers: int) -> None:

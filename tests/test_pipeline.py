@@ -25,6 +25,7 @@ from meshfit.exchange.allreduce import AllReduce
 from meshfit.loss.objective import Objective, call, split
 from meshfit.loss.probe import find_denominator
 from meshfit.passes.backward import input_gradients
+from meshfit.passes.loss_sum import LossSum
 from meshfit.passes.pipeline import Pipelined, StageForward
 from meshfit.passes.whole import Passes
 from meshfit.schedule.actions import WORDS
@@ -83,7 +84,7 @@ def train(run: Any, exchange: Any, model: nn.Module, loader: Loader, steps: int,
         for batch in loader.epoch(epoch):
             run(batch)
             scalars = exchange.finish()
-            correction = float(run.correction(batch, scalars.count))
+            correction = float(run.loss.correction(batch, scalars.count))
             for gradient in exchange.gradients:
                 gradient.mul_(correction / scale)
             if optimizer is not None:
@@ -102,7 +103,7 @@ def alone(model: nn.Module, objective: Objective, loader: Loader, *, steps: int,
     model.to(device)
     over = find_denominator(objective, model, loader.source.few(), device)
     exchange = AllReduce(model.parameters(), None, device)
-    run = Passes(model, objective, over, Precision(word), None, exchange, device)
+    run = Passes(model, objective, LossSum(over, exchange), Precision(word), device)
     return train(run, exchange, model.train(), loader, steps)
 
 
@@ -136,10 +137,8 @@ def pipelined(
     run = Pipelined(
         staged,
         objective,
-        over=over,
+        loss=LossSum(over, exchange, scale),
         precision=Precision(word),
-        scale=scale,
-        exchange=exchange,
         device=device,
         transport=Transport(along, device, pairs(pipeline.schedule)),
         seed=seed,

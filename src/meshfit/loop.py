@@ -43,7 +43,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             if run.guard is not None:
                 run.guard(batch)
             with events.span(run.update.span):
-                correction = run.schedule.correction(batch, scalars.count)
+                correction = run.schedule.loss.correction(batch, scalars.count)
                 loss, lr = scalars.loss * correction, run.update.learning_rate
                 run.tap(correction)
                 updated = run.update(run.exchange.gradients, loss, correction, run.exchange.norm)

@@ -49,6 +49,7 @@ from meshfit.loss.gather import gathering, refusing
 from meshfit.loss.gather import over as rows_over
 from meshfit.loss.objective import LossDenominator
 from meshfit.loss.probe import LARGEST, find_denominator
+from meshfit.passes.loss_sum import LossSum
 from meshfit.passes.pipeline import Pipelined
 from meshfit.passes.whole import Passes
 from meshfit.plan import Plan
@@ -172,40 +173,35 @@ class Run:
         whole = BatchLoss.of(objective, self.over, self.mesh.batch, device) if self._splits else None
         if whole is not None:
             objective = Outputs()
-        if placed.staged is None:
-            if placed.branched is not None:
-                objective = placed.branched.objective(objective, self.precision, device)
-            return Passes(
-                self.model,
+        loss_sum = LossSum(self.over, self.exchange, scale, loss_replicas=self.plan.context)
+        if placed.staged is not None:
+            whole_backward = not placed.layers.keys().isdisjoint(("shard", "branch", "expert"))
+            return Pipelined(
+                placed.staged,
                 objective,
-                self.over,
-                self.precision,
-                scale,
-                self.exchange,
-                device,
-                placed.inside,
-                loss_replicas=self.plan.context,
+                loss=loss_sum,
+                precision=self.precision,
+                device=device,
+                transport=placed.staged.transport,
+                seed=self._stream,
+                inside=placed.inside,
+                split_backward=not whole_backward and self.plan.recompute == "none",
                 batch_loss=whole,
-                gather=self._gather,
                 buffers=placed.buffers,
+                groups=placed.groups,
             )
-        return Pipelined(
-            placed.staged,
+        if placed.branched is not None:
+            objective = placed.branched.objective(objective, self.precision, device)
+        return Passes(
+            self.model,
             objective,
-            over=self.over,
-            precision=self.precision,
-            scale=scale,
-            exchange=self.exchange,
-            device=device,
-            transport=placed.staged.transport,
-            seed=self._stream,
-            inside=placed.inside,
-            split_backward=placed.layers.keys().isdisjoint(("shard", "branch", "expert"))
-            and self.plan.recompute == "none",
+            loss_sum,
+            self.precision,
+            device,
+            placed.inside,
             batch_loss=whole,
+            gather=self._gather,
             buffers=placed.buffers,
-            loss_replicas=self.plan.context,
-            groups=placed.groups,
         )
 
     def _before_cut(self) -> None:

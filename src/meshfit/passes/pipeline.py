@@ -1,15 +1,13 @@
 """Microbatches through the stages of a pipeline: one rank works through its list of actions.
 
-It takes the place of ``Passes``: ``schedule(batch)`` leaves in the exchange the gradients of this rank's parameters,
-weighted as one device would weigh them. Loss and counts are known on the rank of the last stage; the exchange tells the
-others (see exchange/across.py).
+It takes the place of ``Passes``: ``schedule(batch)`` leaves in the exchange the gradients of this rank's parameters.
+Loss and counts are known on the rank of the last stage; the exchange tells the others (see exchange/across.py).
 
 Random numbers (dropout) come from a stream for each step, microbatch and stage: the same in every run and under every
 schedule. Another cut draws others.
 """
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +23,7 @@ from meshfit.axes.buffers.step import Buffers
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.pipeline.axis import Staged
 from meshfit.axes.pipeline.program import Program, Ran
-from meshfit.axes.precision import LossScale, Precision
+from meshfit.axes.precision import Precision
 from meshfit.comm.group import Group
 from meshfit.comm.transport import (
     Layout,
@@ -35,13 +33,13 @@ from meshfit.comm.transport import (
     packed_size,
     unpacked,
 )
-from meshfit.data.loader import Batch, Microbatch
+from meshfit.data.loader import Batch
 from meshfit.data.order import mix
 from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
 from meshfit.loss.objective import LossDenominator
 from meshfit.passes.backward import Owed, input_gradients
 from meshfit.passes.clock import Clock
-from meshfit.passes.whole import Passes
+from meshfit.passes.loss_sum import LossSum
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, short
 from meshfit.schedule.issue import Transfer, issued
 
@@ -68,10 +66,8 @@ class Pipelined:
         staged: Staged,
         objective: Callable[..., Any],
         *,
-        over: LossDenominator,
+        loss: LossSum,
         precision: Precision,
-        scale: LossScale | None,
-        exchange: Any,
         device: torch.device,
         transport: Transport,
         seed: int = 0,
@@ -79,7 +75,6 @@ class Pipelined:
         split_backward: bool = True,
         batch_loss: BatchLoss | None = None,
         buffers: Buffers | None = None,
-        loss_replicas: int = 1,
         groups: Mapping[str, Group] | None = None,
     ):
         """``split_backward=False`` does the whole of a backward where its first half is due: where activations are
@@ -88,12 +83,9 @@ class Pipelined:
         ``batch_loss``: of a loss of the whole batch; ``objective`` then gives the model's outputs, and all microbatches
         go forward once more before the step, without a graph.
 
-        ``loss_replicas``: see ``Passes``. ``groups``: by axis, the ranks over which activations may be split."""
+        ``groups``: by axis, the ranks over which activations may be split."""
         self.staged, self.plan = staged, staged.pipeline.schedule
-        self.device, self.seed, self.inside = device, seed, inside
-        self.weigh = Passes(
-            staged.model, objective, over, precision, scale, exchange, device, inside, loss_replicas=loss_replicas
-        )
+        self.device, self.seed, self.inside, self.loss = device, seed, inside, loss
         self.split_backward, self.batch_loss = split_backward, batch_loss
         self.buffers = buffers or Buffers()
         self.clock = Clock(device)
@@ -103,13 +95,14 @@ class Pipelined:
         self._without_graph: WeakKeyDictionary[Program, Program] = WeakKeyDictionary()
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
+        self.loss.begin()
         count = len(batch.microbatches)
         plan = self.plan if count == self.plan.microbatches else short(self.plan, count)
         final = [action for action in plan.orders[self.staged.rank] if action.kind != FORWARD][-1]
         held = None if self.batch_loss is None else self._whole_loss(self.batch_loss, plan, batch)
         step = _Step(self, plan, batch, held)
-        if self.batch_loss is None and step.programs[0].gives_pair and self.weigh.over.kind != "pair":
-            self.weigh.over = LossDenominator(kind="pair")
+        if self.batch_loss is None and step.programs[0].gives_pair and self.loss.over.kind != "pair":
+            self.loss.over = LossDenominator(kind="pair")
         self.clock.begin(plan)
         for entry in issued(plan, self.staged.rank):
             if isinstance(entry, Transfer):
@@ -117,9 +110,7 @@ class Pipelined:
                 continue
             if entry == final:  # the gradients that it completes may go
                 self.buffers.combine()
-                total, counted = step.total, step.counted
-                broken = ~total.isfinite() if isinstance(total, Tensor) else not math.isfinite(total)
-                self.weigh.exchange.arm(total, counted, stop=stop(), broken=broken)
+                self.loss.arm(stop)
             step.run(entry)
         self.stages.transport.flush()
         self.steps += 1
@@ -148,24 +139,15 @@ class Pipelined:
         assert held is not None
         if not self.staged.last:
             return held
-        weigh, parts = self.weigh, batch.microbatches
+        parts = batch.microbatches
         leaves = [leaves_of(held.outputs[at]) for at in range(len(parts))]
-        with weigh.precision.arithmetic(self.device):
+        with self.stages.precision.arithmetic(self.device):
             given = [(made, part.content, part.samples > 0) for (made, _), part in zip(leaves, parts, strict=True)]
             _seed(self.seed, self.steps, len(parts), plan.stages)
-            share = weigh.share_of(batch_loss(given), batch)
-        (share if weigh.scale is None else share * weigh.scale.value).backward()
-        held.total, held.counted = weigh._read(share.detach()), weigh.counted_samples(batch)
+            share = self.loss.add_whole(batch_loss(given), batch)
+        share.backward()
         held.gradients = [some for _, some in leaves]
         return held
-
-    def correction(self, batch: Batch, count: Tensor | float) -> Tensor | float:
-        """The factor from what was summed to the true mean, once the count over all ranks is known."""
-        return self.weigh.correction(batch, count)
-
-    @property
-    def over(self) -> LossDenominator:
-        return self.weigh.over
 
 
 class StageForward:
@@ -267,8 +249,6 @@ class _Held:
     """By microbatch."""
     gradients: list[list[Tensor]] | None = None
     """By microbatch: leaves with the gradients of the outputs. None: they are not known yet."""
-    total: Tensor | float = 0.0
-    counted: Tensor | float = 0.0
 
 
 class _Step:
@@ -286,8 +266,6 @@ class _Step:
         """To be sent."""
         self.coming: dict[Message, tuple[Pending, tuple[Layout, ...]]] = {}
         """Receives that are posted."""
-        self.total: Tensor | float = 0.0 if held is None else held.total
-        self.counted: Tensor | float = 0.0 if held is None else held.counted
 
     def move(self, transfer: Transfer) -> None:
         """Send it, or post its receive."""
@@ -322,14 +300,14 @@ class _Step:
             with (
                 counting(part.samples > 0),
                 run.buffers.forward(at, part.samples if torch.is_grad_enabled() else None),
-                run.weigh.precision.arithmetic(run.device),
+                run.stages.precision.arithmetic(run.device),
                 run.inside(),
             ):
                 ran = self.stages.run(program, stage, self.given[at], fed)
             made, result, gradients = ran.made, ran.result, None
             wanting = [*(t for t in made if t.requires_grad), *ran.roots]
             if stage == self.plan.stages - 1 and self.held is None:
-                wanting = [self._weigh(result, part)]
+                wanting = [run.loss.add(result, part, self.batch)]
             elif stage == self.plan.stages - 1 and self.held is not None:
                 result = whole_outputs(result)
                 if self.held.gradients is None:
@@ -347,17 +325,6 @@ class _Step:
 
     def _needs(self, stage: int, at: int) -> list[bool]:
         return [layout.needs_grad for layout in self.programs[at].layouts[stage - 1]] if stage else []
-
-    def _weigh(self, loss: Any, part: Microbatch) -> Tensor:
-        weigh = self.pipelined.weigh
-        share, count = weigh.weigh(loss, part, self.batch)
-        if part.samples:
-            value = share.detach()
-            if isinstance(count, Tensor):  # a mean over nothing is NaN, and weighs nothing
-                value = torch.where(count > 0, value, 0.0)
-            self.total = self.total + weigh._read(value)
-            self.counted = self.counted + weigh._read(count)
-        return share if weigh.scale is None else share * weigh.scale.value
 
     def _backward(self, action: Action) -> None:
         stage, at = action.stage, action.microbatch
