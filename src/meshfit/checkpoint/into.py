@@ -1,7 +1,6 @@
 """What a run needs of a checkpoint: boxes to read, and what to do with them once they are all there."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import sizes, whole
 from meshfit.checkpoint.manifest import Manifest, Stored
 from meshfit.checkpoint.pieces import ShardLayout, lie, uncut
-from meshfit.checkpoint.read import Tensors, Wanted, fill_all
+from meshfit.checkpoint.read import OnDisk, Wanted, fill_all
 from meshfit.checkpoint.state import KERNELS, buffers, canonical, kind_of, nested, set_random_states
 from meshfit.data.loader import Position
 from meshfit.data.order import mix
@@ -26,252 +25,220 @@ THREADS = 4
 """That read and check: while one waits for the disk, others hash."""
 
 
-@dataclass
 class Loading:
-    """What one rank is about to load. ``differences`` are between the run and the checkpoint; nothing is changed
-    before ``commit``."""
+    """What one rank is about to load. Nothing is changed before ``commit``."""
 
-    run: "Run"
-    tensors: Tensors
-    differences: list[str] = field(default_factory=list)
-    wanted: list[Wanted] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)
-    """Names of what this rank has a place for."""
-
-    then: list[Callable[[], None]] = field(default_factory=list)
-    """What puts things in place."""
-
-    def want(self, key: str, lies: ShardLayout, mine: Tensor, name: str, *, needed: bool = True) -> None:
-        """Read the tensor ``key`` into a copy of ``mine``, and from there into it."""
-        self.used.add(key)
-        stored = self.tensors.stored.get(key)
-        if stored is None:
-            if needed:
-                self.differences.append(f"{name} is not in the checkpoint")
-            return
-        if stored.shape != lies.shape:
-            said = f"{name} has shape {list(lies.shape)} here, {list(stored.shape)} in the checkpoint"
-            if needed:
-                self.differences.append(said)
-            return
-        if stored.dtype != mine.dtype:
-            if needed:
-                self.differences.append(
-                    f"{name} is {_dtype(mine.dtype)} here, {_dtype(stored.dtype)} in the checkpoint"
-                )
-            return
-        staged = torch.empty_like(mine, device="cpu")
-        self._read(key, lies, staged)
-
-        @torch.no_grad()
-        def put() -> None:
-            mine.copy_(staged)
-
-        self.then.append(put)
-
-    def _read(self, key: str, lies: ShardLayout, room: Tensor) -> None:
-        self.wanted += [Wanted(key, piece.box, piece.of(room)) for piece in lies.pieces if all(sizes(piece.box))]
-
-    def fresh(self, key: str, stored: Stored, lies: ShardLayout, like: Tensor | None, device: torch.device) -> Tensor:
-        """A new tensor that will hold ``key``: as ``like`` lies, or all of it."""
-        self.used.add(key)
-        if like is None:
-            made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
-            self.wanted.append(Wanted(key, whole(stored.shape), made))
-        else:
-            made = torch.empty_like(like, dtype=stored.dtype, device=device, requires_grad=False)
-            self._read(key, lies, made)
-        return made
+    def __init__(self, run: "Run", found: Manifest):
+        self.run, self.found, self.state = run, found, found.body["state"]
+        self.differences: list[str] = []
+        """Between the run and the checkpoint."""
+        self.used: set[str] = set()
+        """Names of what this rank has a place for."""
+        self._wanted: list[Wanted] = []
+        self._then: list[Callable[[], Any]] = []
+        """What puts things in place."""
+        self.parameters, self.layouts = canonical(run)
+        self._want_weights()
+        self._want_optimizer()
+        self._want_best()
+        self._want_scheduler()
+        self._want_position()
+        self._want_random()
 
     def read(self) -> None:
-        fill_all(self.tensors, self.wanted, threads=THREADS)
+        fill_all(OnDisk.of(self.found), self._wanted, threads=THREADS)
 
+    @torch.no_grad()
     def commit(self) -> None:
-        for each in self.then:
+        for each in self._then:
             each()
         self.run.placed.changed()
 
-
-def want_all(loading: Loading, found: Manifest) -> None:
-    run, state = loading.run, found.body["state"]
-    parameters, lies = canonical(run)
-    for name, p in parameters.items():
-        loading.want(f"model/{name}", lies[name], p.detach(), name)
-    for kind, name, buffer in buffers(run.model):
-        loading.want(f"{kind}/{name}", lie(run.placed, buffer), buffer, name, needed=kind == "model")
-    average = run.update.average
-    if average is not None:
-        for name, mine in zip(parameters, average.weights, strict=True):
-            loading.want(f"average/{name}", lies[name], mine, f"the average of {name}")
-    _want_optimizer(loading, found, parameters, lies)
-    _want_best(loading, found, parameters)
-    scale = run.update.scale
-    if scale is not None and "scale/value" in found.tensors:
-        loading.want("scale/value", uncut(scale.value), scale.value, "the loss scale")
-        loading.want("scale/good_steps", uncut(scale._good_steps), scale._good_steps, "the loss scale's steps")
-    if run.update.scheduler is not None:
-        held = state["scheduler"]
-        if held is None or held["kind"] != kind_of(run.update.scheduler):
-            there = "none" if held is None else held["kind"].rpartition(".")[2]
-            loading.differences.append(
-                f"the scheduler is {type(run.update.scheduler).__name__} here, {there} in the checkpoint"
-            )
+    def _want(self, key: str, layout: ShardLayout, mine: Tensor, name: str, *, needed: bool = True) -> None:
+        """Read the tensor ``key`` into a copy of ``mine``, and from there into it."""
+        self.used.add(key)
+        stored = self.found.tensors.get(key)
+        if stored is None:
+            wrong = f"{name} is not in the checkpoint"
+        elif stored.shape != layout.shape:
+            wrong = f"{name} has shape {list(layout.shape)} here, {list(stored.shape)} in the checkpoint"
+        elif stored.dtype != mine.dtype:
+            wrong = f"{name} is {mine.dtype} here, {stored.dtype} in the checkpoint".replace("torch.", "")
         else:
-            values = plain.decode(held["state"])
-            loading.then.append(lambda: run.update.scheduler.load_state_dict(values))
-    elif state["scheduler"] is not None:
-        kind = state["scheduler"]["kind"].rpartition(".")[2]
-        loading.differences.append(f"the scheduler is {kind} in the checkpoint, and there is none here")
-    _want_position(loading, found)
-    _want_random(loading, found)
+            staged = torch.empty_like(mine, device="cpu")
+            self._read(key, layout, staged)
+            self._then.append(lambda: mine.copy_(staged))
+            return
+        if needed:
+            self.differences.append(wrong)
 
+    def _read(self, key: str, layout: ShardLayout, room: Tensor) -> None:
+        self._wanted += [Wanted(key, piece.box, piece.of(room)) for piece in layout.pieces if all(sizes(piece.box))]
 
-def _want_optimizer(
-    loading: Loading, found: Manifest, parameters: dict[str, nn.Parameter], lies: dict[str, ShardLayout]
-) -> None:
-    run, state = loading.run, found.body["state"]
-    optimizer, held = run.optimizer, state["optimizer"]
-    if held["kind"] != kind_of(optimizer):
-        kind = held["kind"].rpartition(".")[2]
-        loading.differences.append(f"the optimizer is {type(optimizer).__name__} here, {kind} in the checkpoint")
-        return
-    settings, groups = plain.decode(held["settings"]), state["groups"]
-    if len(groups) != len(optimizer.param_groups):
-        loading.differences.append(
-            f"the optimizer has {len(optimizer.param_groups)} groups here, {len(groups)} in the checkpoint"
-        )
-        return
-    names = {p: name for name, p in parameters.items()}
-    elsewhere = False
-    for g, (group, there) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        known = set(there)
-        for p in group["params"]:
-            if p in names and names[p] not in known and f"model/{names[p]}" in found.tensors:
-                loading.differences.append(f"{names[p]} is in group {g} of the optimizer here, not in the checkpoint's")
-                elsewhere = True
-    if elsewhere:
-        return
-    kept: dict[str, dict[str, Stored]] = {}
-    for key, stored in found.named("optimizer").items():
-        path, _, name = _split(key, parameters)
-        if name in parameters:
+    def _fresh(self, key: str, device: Any, layout: ShardLayout | None = None, like: Tensor | None = None) -> Tensor:
+        """A new tensor that will hold ``key``: the part of it that ``layout`` gives this rank, or all of it."""
+        self.used.add(key)
+        stored = self.found.tensors[key]
+        if layout is None or like is None:
+            made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+            self._wanted.append(Wanted(key, whole(stored.shape), made))
+        else:
+            made = torch.empty_like(like, dtype=stored.dtype, device=device, requires_grad=False)
+            self._read(key, layout, made)
+        return made
+
+    def _want_weights(self) -> None:
+        run = self.run
+        for name, p in self.parameters.items():
+            self._want(f"model/{name}", self.layouts[name], p.detach(), name)
+        for kind, name, buffer in buffers(run.model):
+            self._want(f"{kind}/{name}", lie(run.placed, buffer), buffer, name, needed=kind == "model")
+        if run.update.average is not None:
+            for name, mine in zip(self.parameters, run.update.average.weights, strict=True):
+                self._want(f"average/{name}", self.layouts[name], mine, f"the average of {name}")
+        scale = run.update.scale
+        if scale is not None and "scale/value" in self.found.tensors:
+            self._want("scale/value", uncut(scale.value), scale.value, "the loss scale")
+            self._want("scale/good_steps", uncut(scale._good_steps), scale._good_steps, "the loss scale's steps")
+
+    def _want_optimizer(self) -> None:
+        optimizer, held, groups = self.run.optimizer, self.state["optimizer"], self.state["groups"]
+        if held["kind"] != kind_of(optimizer):
+            kind = held["kind"].rpartition(".")[2]
+            self.differences.append(f"the optimizer is {type(optimizer).__name__} here, {kind} in the checkpoint")
+            return
+        settings, count = plain.decode(held["settings"]), len(optimizer.param_groups)
+        if len(groups) != count:
+            self.differences.append(f"the optimizer has {count} groups here, {len(groups)} in the checkpoint")
+            return
+        names = {p: name for name, p in self.parameters.items()}
+        elsewhere = [
+            f"{names[p]} is in group {g} of the optimizer here, not in the checkpoint's"
+            for g, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+            if p in names and names[p] not in groups[g] and f"model/{names[p]}" in self.found.tensors
+        ]
+        if elsewhere:
+            self.differences += elsewhere
+            return
+        made = self._optimizer_state()
+        offload = self.run.update.offload
+
+        def put() -> None:
+            if offload is not None:
+                offload.fetch()
+            for p in self.parameters.values():
+                optimizer.state.pop(p, None)
+            for p, values in made.items():
+                optimizer.state[p] = values
+            for group, values in zip(optimizer.param_groups, settings, strict=True):
+                group.update({key: value for key, value in values.items() if key not in KERNELS})
+            if offload is not None:
+                for chunk in offload.chunks:
+                    offload._send(chunk)
+
+        self._then.append(put)
+
+    def _optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The state of each parameter that this rank steps, in memory that will be filled."""
+        kept: dict[str, dict[str, Stored]] = {}
+        for key, stored in self.found.named("optimizer").items():
+            path, name = _split(key, self.parameters)
             kept.setdefault(name, {})[path] = stored
-    made: dict[nn.Parameter, dict[str, Any]] = {}
-    stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    shards = run.placed.shards
-    for name, p in parameters.items():
-        if p not in stepped or (shards is not None and p in shards.place and not p.numel()):
-            continue
-        new: dict[str, Any] = {}
-        if (weight := found.tensors.get(f"model/{name}")) is None or weight.shape != lies[name].shape:
-            continue  # told already
-        for path, stored in kept.get(name, {}).items():
-            last = path.rpartition("/")[2]
-            like = p.detach() if stored.shape == lies[name].shape and last != "step" else None
-            device = p.device if like is not None or last != "step" or _steps_there(optimizer, p) else "cpu"
-            new[path] = loading.fresh(f"optimizer/{path}/{name}", stored, lies[name], like, torch.device(device))
-        new |= plain.decode(state["values"].get(name, {}))
-        if new:
-            made[p] = nested(new)
+        made, shards = {}, self.run.placed.shards
+        group_of = {p: group for group in self.run.optimizer.param_groups for p in group["params"]}
+        for name, p in self.parameters.items():
+            layout, weight = self.layouts[name], self.found.tensors.get(f"model/{name}")
+            if p not in group_of or (shards is not None and p in shards.place and not p.numel()):
+                continue
+            if weight is None or weight.shape != layout.shape:
+                continue  # told already
+            there = group_of[p].get("fused") or group_of[p].get("capturable")  # where the parameter is
+            new: dict[str, Any] = {}
+            for path, stored in kept.get(name, {}).items():
+                counts = path.rpartition("/")[2] == "step"
+                like = p.detach() if stored.shape == layout.shape and not counts else None
+                device = "cpu" if counts and not there else p.device
+                new[path] = self._fresh(f"optimizer/{path}/{name}", device, layout, like)
+            new |= plain.decode(self.state["values"].get(name, {}))
+            if new:
+                made[p] = nested(new)
+        return made
 
-    def put() -> None:
-        offload = run.update.offload
-        if offload is not None:
-            offload.fetch()
-        for p in parameters.values():
-            optimizer.state.pop(p, None)
-        for p, values in made.items():
-            optimizer.state[p] = values
-        for group, values in zip(optimizer.param_groups, settings, strict=True):
-            group.update({key: value for key, value in values.items() if key not in KERNELS})
-        if offload is not None:
-            for chunk in offload.chunks:
-                offload._send(chunk)
+    def _want_best(self) -> None:
+        model, best, held = self.run.model, self.run.best, self.state["best"]
+        if best is None or held is None:
+            return
+        numbers = plain.decode(held)
+        weights: dict[str, Tensor] = {}
+        for name, tensor in {**self.parameters, **{name: buffer for _, name, buffer in buffers(model)}}.items():
+            stored, layout = self.found.tensors.get(f"best/{name}"), lie(self.run.placed, tensor)
+            if stored is not None and stored.shape == layout.shape:
+                weights[name] = self._fresh(f"best/{name}", tensor.device, layout, tensor.detach())
 
-    loading.then.append(put)
+        def put() -> None:
+            best.value, best.misses = numbers["value"], numbers["misses"]
+            named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            held = {tensor.data_ptr(): name for name, tensor in named.items() if name in weights}
+            best.weights = {
+                name: weights[name] if name in weights else weights[held[tensor.data_ptr()]].clone()
+                for name, tensor in tensors_of(model).items()
+                if weights
+            }
+
+        self._then.append(put)
+
+    def _want_scheduler(self) -> None:
+        scheduler, held = self.run.update.scheduler, self.state["scheduler"]
+        kind = "none" if held is None else held["kind"].rpartition(".")[2]
+        if scheduler is not None and held is not None and held["kind"] == kind_of(scheduler):
+            values = plain.decode(held["state"])
+            self._then.append(lambda: scheduler.load_state_dict(values))
+        elif scheduler is not None:
+            self.differences.append(f"the scheduler is {type(scheduler).__name__} here, {kind} in the checkpoint")
+        elif held is not None:
+            self.differences.append(f"the scheduler is {kind} in the checkpoint, and there is none here")
+
+    def _want_position(self) -> None:
+        run, body, data = self.run, self.found.body, plain.decode(self.state["data"])
+        try:
+            at = run.loader.resume(data)
+        except MeshfitError as error:
+            self.differences.append("; ".join((error.headline, *error.facts)))
+            at = (int(data["epoch"]), 0)
+
+        def put() -> None:
+            run.step, run.samples = body["step"], body["samples"]
+            run.position = Position(at, at)
+            if hasattr(run.schedule, "steps"):  # a pipeline's random numbers follow from how many it has taken
+                run.schedule.steps = run.step  # type: ignore[attr-defined, union-attr]
+
+        self._then.append(put)
+
+    def _want_random(self) -> None:
+        """The rank's own random states if the plan is the same; else new ones, that no other step or share has
+        drawn."""
+        run, body = self.run, self.found.body
+        own = f"random/rank{run.world.rank}/"
+        kinds = [key.removeprefix(own) for key in self.found.tensors if key.startswith(own)]
+        same = body["plan"] == str(run.plan) and body["world"] == run.world.size and body["seed"] == run.job.seed
+        cuda = run.world.device.type == "cuda"
+        if same and run.coordination.saves and "torch" in kinds and ("cuda" in kinds) == cuda:
+            states = {kind: self._fresh(own + kind, "cpu") for kind in kinds}
+            self._then.append(lambda: set_random_states(run, states))
+            return
+
+        def seed() -> None:
+            key = mix(np.array([run.share, body["step"]], np.uint64), np.uint64(run.job.seed % 2**64))
+            torch.manual_seed(int((key[0] ^ (key[1] << np.uint64(1))) >> np.uint64(1)))
+
+        self._then.append(seed)
 
 
-def _steps_there(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> bool:
-    """Whether the counter of a parameter's steps is kept where the parameter is."""
-    group = next(group for group in optimizer.param_groups if any(p is each for each in group["params"]))
-    return bool(group.get("fused") or group.get("capturable"))
-
-
-def _split(key: str, parameters: Any) -> tuple[str, str, str]:
-    """ "exp_avg/blocks.0.weight" as ("exp_avg", "/", "blocks.0.weight"); either may hold a /."""
+def _split(key: str, parameters: Any) -> tuple[str, str]:
+    """ "exp_avg/blocks.0.weight" as ("exp_avg", "blocks.0.weight"); either may hold a /."""
     path, slash, name = key.partition("/")
     while slash and name not in parameters and "/" in name:
         more, _, name = name.partition("/")
         path = f"{path}/{more}"
-    return path, slash, name
-
-
-def _want_best(loading: Loading, found: Manifest, parameters: dict[str, nn.Parameter]) -> None:
-    run, held = loading.run, found.body["state"]["best"]
-    best = run.best
-    if best is None or held is None:
-        return
-    numbers = plain.decode(held)
-    weights: dict[str, Tensor] = {}
-    for name, tensor in {**parameters, **{name: buffer for _, name, buffer in buffers(run.model)}}.items():
-        stored, lies = found.tensors.get(f"best/{name}"), lie(run.placed, tensor)
-        if stored is not None and stored.shape == lies.shape:
-            weights[name] = loading.fresh(f"best/{name}", stored, lies, tensor.detach(), tensor.device)
-
-    def put() -> None:
-        best.value, best.misses = numbers["value"], numbers["misses"]
-        held = {tensor.data_ptr(): name for name, tensor in _named(run.model).items() if name in weights}
-        best.weights = {
-            name: weights[name] if name in weights else weights[held[tensor.data_ptr()]].clone()
-            for name, tensor in tensors_of(run.model).items()
-            if weights
-        }
-
-    loading.then.append(put)
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _want_position(loading: Loading, found: Manifest) -> None:
-    run, body = loading.run, found.body
-    data = plain.decode(body["state"]["data"])
-    try:
-        at = run.loader.resume(data)
-    except MeshfitError as error:
-        loading.differences.append("; ".join((error.headline, *error.facts)))
-        at = (int(data["epoch"]), 0)
-
-    def put() -> None:
-        run.step, run.samples = body["step"], body["samples"]
-        run.position = Position(at, at)
-        if hasattr(run.schedule, "steps"):  # a pipeline's random numbers follow from how many it has taken
-            run.schedule.steps = run.step  # type: ignore[attr-defined, union-attr]
-
-    loading.then.append(put)
-
-
-def _want_random(loading: Loading, found: Manifest) -> None:
-    """The rank's own random states if the plan is the same; else new ones, that no other step or share has drawn."""
-    run, body = loading.run, found.body
-    own = f"random/rank{run.world.rank}/"
-    kinds = [key.removeprefix(own) for key in found.tensors if key.startswith(own)]
-    same = body["plan"] == str(run.plan) and body["world"] == run.world.size and body["seed"] == run.job.seed
-    if same and run.coordination.saves and "torch" in kinds and ("cuda" in kinds) == (run.world.device.type == "cuda"):
-        states = {
-            kind: loading.fresh(own + kind, found.tensors[own + kind], ShardLayout((), ()), None, torch.device("cpu"))
-            for kind in kinds
-        }
-        loading.then.append(lambda: set_random_states(run, states))
-        return
-
-    def seed() -> None:
-        key = mix(np.array([run.share, body["step"]], np.uint64), np.uint64(run.job.seed % 2**64))
-        torch.manual_seed(int((key[0] ^ (key[1] << np.uint64(1))) >> np.uint64(1)))
-
-    loading.then.append(seed)
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return path, name

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.files import Files
-from meshfit.checkpoint.into import Loading, want_all
+from meshfit.checkpoint.into import Loading
 from meshfit.checkpoint.manifest import Manifest, Skipped
 from meshfit.checkpoint.ranks import Ranks
-from meshfit.checkpoint.read import OnDisk
 from meshfit.errors import CheckpointError, Damaged, MeshfitError
 
 if TYPE_CHECKING:
@@ -79,35 +78,34 @@ def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, allow_partial: bo
     said: Any = None
     try:
         found = manifest.read(files, name)
-        loading = Loading(run, OnDisk.of(found))
-        want_all(loading, found)
+        loading = Loading(run, found)
         said = (loading.differences, loading.used)
     except CheckpointError as error:
         said = error
     except NO_SENSE as error:
         said = _no_sense(found, error)
     every = ranks.gather(said)
-    if (error := next((each for each in every if isinstance(each, CheckpointError)), None)) is not None:
+    if (error := _first_error(every)) is not None:
         return error
     assert found is not None
     assert loading is not None
     differences = list(dict.fromkeys(line for lines, _ in every for line in lines))
     used = set().union(*(names for _, names in every))
     differences += [
-        f"{key.removeprefix('model/')} is in the checkpoint, and not in the model"
-        for key in found.tensors
-        if key not in used and key.startswith("model/")
+        f"{name} is in the checkpoint, and not in the model"
+        for name in found.named("model")
+        if f"model/{name}" not in used
     ]
     if run.update.average is None and found.named("average"):
         differences.append("the checkpoint has an average of the weights (ema=), and this run keeps none")
     if differences and not allow_partial:
         return mismatch(str(found), differences)
+    word: CheckpointError | None = None
     try:
         loading.read()
-        word: Any = None
     except (CheckpointError, OSError) as error:
         word = error if isinstance(error, CheckpointError) else Damaged(f"{found} cannot be read", str(error))
-    if (error := next((each for each in ranks.gather(word) if each is not None), None)) is not None:
+    if (error := _first_error(ranks.gather(word))) is not None:
         return error
     try:
         loading.commit()
@@ -115,6 +113,10 @@ def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, allow_partial: bo
         raise _no_sense(found, error) from error
     run.notes.extend(f"resume: skipped: {line}" for line in differences)
     return found
+
+
+def _first_error(said: list[Any]) -> CheckpointError | None:
+    return next((each for each in said if isinstance(each, CheckpointError)), None)
 
 
 def _no_sense(found: Manifest | None, error: Exception) -> CheckpointError:

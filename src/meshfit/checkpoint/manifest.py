@@ -5,7 +5,8 @@ SHA-256 of every block of every file, and all that is small. It is written last:
     0007-step-120/rank0.safetensors   what rank 0 wrote: whole tensors, or boxes of them as "model/NAME@0:64,0:128"
 
 Names of tensors: model/NAME, extra/NAME (buffers that are not part of the state dict), optimizer/KEY/NAME,
-average/NAME, best/NAME, scale/KEY, random/rankN/KIND. A manifest that was changed by one bit is not read.
+average/NAME, best/NAME, scale/KEY, random/rankN/KIND. A manifest that was changed by one bit is not read; nor is one
+whose SHA-256 is right and whose values cannot be.
 """
 
 import hashlib
@@ -23,12 +24,11 @@ import torch
 from meshfit.checkpoint.box import Box, volume
 from meshfit.checkpoint.files import Files, open_files
 from meshfit.checkpoint.plain import dtype_named
-from meshfit.checkpoint.sound import wrong
 from meshfit.errors import CheckpointError, Damaged
 
 FORMAT = "meshfit checkpoint 1"
 NAME = "manifest.json"
-BLOCK = 4 * 2**20
+BLOCK, LARGEST_BLOCK = 4 * 2**20, 1 << 32
 FOLDER = re.compile(r"(\d{4,})-step-(\d+)")
 INSIDE = "checkpoints"
 """Within a run's folder."""
@@ -115,9 +115,49 @@ def parse(content: bytes, where: str) -> dict[str, Any]:
         raise Damaged(f"{where} is damaged", f"{NAME} has another SHA-256 than when it was written")
     if body.get("format") != FORMAT:
         raise CheckpointError(f"{where} is of another format", f"{body.get('format')!r}; this version reads {FORMAT!r}")
-    if (told := wrong(body)) is not None:
-        raise Damaged(f"{where} is damaged", f"{NAME} says what cannot be: {told}")
+    try:
+        _check(body)
+    except (CheckpointError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"{where} is damaged", f"{NAME} says what cannot be: {type(error).__name__}: {error}") from None
     return body
+
+
+def _check(body: dict[str, Any]) -> None:
+    """Raise something if sizes, offsets, boxes or the kinds of values are not what a save writes."""
+
+    def need(holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(what)
+
+    for name in ("block", "step", "samples", "world", "batch_size"):
+        need(_is_count(body[name]), f"{name} is {str(body[name])[:40]!r}")
+    need(0 < body["block"] <= LARGEST_BLOCK, f"block is {body['block']}")
+    need(isinstance(body["plan"], str), "plan is no text")
+    state = body["state"]
+    for name, kind in {"optimizer": dict, "groups": list, "values": dict, "data": dict}.items():
+        need(isinstance(state[name], kind), f"state.{name} is no {kind.__name__}")
+    for name, held in (("optimizer", state["optimizer"]), ("scheduler", state.get("scheduler"))):
+        need(held is None or isinstance(held["kind"], str), f"state.{name} has no kind")
+    need("best" in state, "state.best is missing")
+    for name, about in body["files"].items():
+        need(_is_count(about["size"]), f"{name} has no size")
+        blocks = -(-about["size"] // body["block"])
+        for digests, kind in ((about["sha256"], str), (about.get("crc32", [0] * blocks), int)):
+            right = len(digests) == blocks and all(isinstance(each, kind) for each in digests)
+            need(right, f"{name} has {blocks} blocks, and not as many hashes")
+    for key, about in body["tensors"].items():
+        size, shape = dtype_named(about["dtype"]).itemsize, about["shape"]
+        need(isinstance(shape, list) and all(map(_is_count, shape)), f"{key} has no shape")
+        for file, offset, box in about["parts"]:
+            ranges = zip(box, shape, strict=True)
+            right = all(_is_count(a) and _is_count(b) and a <= b <= length for (a, b), length in ranges)
+            need(right and _is_count(offset), f"a part of {key} is no box of {shape}")
+            end = offset + prod(b - a for a, b in box) * size
+            need(end <= body["files"][file]["size"], f"a part of {key} ends after the end of {file}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def check_complete(body: dict[str, Any]) -> None:
@@ -167,9 +207,12 @@ def standing(files: Files, name: str) -> str:
     try:
         read(files, name)
     except (CheckpointError, OSError) as error:
-        why = "; ".join(error.facts) if isinstance(error, CheckpointError) else str(error)
-        return f"{name}, the one before, is gone or damaged: {why}"
+        return f"{name}, the one before, is gone or damaged: {_why(error)}"
     return f"{name}, the one before, is complete"
+
+
+def _why(error: CheckpointError | OSError) -> str:
+    return "; ".join(error.facts) if isinstance(error, CheckpointError) else str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +228,7 @@ def complete(files: Files, skipped: list[Skipped] | None = None) -> Iterable[Man
             yield read(files, name)
         except (CheckpointError, OSError) as error:
             if skipped is not None:
-                why = "; ".join(error.facts) if isinstance(error, CheckpointError) else str(error)
-                skipped.append(Skipped(name, why))
+                skipped.append(Skipped(name, _why(error)))
 
 
 def find(path: Any) -> tuple[Files, str | None]:
@@ -209,3 +251,36 @@ def newest(path: Any, skipped: list[Skipped] | None = None) -> Manifest:
     for found in complete(files, skipped):
         return found
     raise CheckpointError(f"there is no checkpoint in {files}", *(f"{each.name}: {each.why}" for each in skipped[:5]))
+
+
+# Which stay
+
+
+def prune(files: Files, *, keep: int) -> list[str]:
+    """Remove all but the ``keep`` newest complete checkpoints, and what unfinished saves left; the names of what went.
+    For whoever has the lock: no save is under way."""
+    whole = [found.name for found in complete(files)]
+    gone = whole[max(1, keep) :]
+    for name in gone:
+        _remove(files, name)
+    return [*gone, *(sweep(files) if whole else ())]
+
+
+def sweep(files: Files, *, now: str | None = None) -> list[str]:
+    """Remove what unfinished saves left, but for ``now``. A checkpoint that is damaged stays as it is."""
+    gone = [
+        name
+        for name in folders(files)
+        if name != now and files.size(os.path.join(name, NAME)) < 0 and files.size(name) < 0
+    ]
+    for name in gone:
+        _remove(files, name)
+    return gone
+
+
+def _remove(files: Files, name: str) -> None:
+    """The manifest goes first: what is half removed is no checkpoint."""
+    files.remove(os.path.join(name, NAME))
+    files.sync(name)
+    files.remove_folder(name)
+    files.sync()

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,17 @@ from meshfit.checkpoint.box import whole
 from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.manifest import Stored, StoredBox
 from meshfit.checkpoint.read import OnDisk, Tensors
-from meshfit.checkpoint.tensorfile import header_length, parse
+from meshfit.checkpoint.tensorfile import read_header
 from meshfit.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 DCP_INDEX = ".metadata"
 LARGEST_INDEX = 512 * 2**20
+METADATA = frozenset(
+    ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata")
+    + ("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")
+)
+"""What the index of a DCP folder is made of."""
 
 
 def open_weights(path: Path | str, kind: str = "model") -> tuple[Tensors, dict[str, str]]:
@@ -75,13 +80,11 @@ def _of_meshfit(path: Any, kind: str) -> tuple[Tensors, dict[str, str]]:
 def _safetensors(folder: Path, names: list[str]) -> tuple[Tensors, dict[str, str]]:
     files, stored, ties = Files(folder), {}, {}
     for name in names:
-        if (size := files.size(name)) < 0:
+        if files.size(name) < 0:
             raise CheckpointError(f"{folder / name} is missing", "the folder's index names it")
-        length = header_length(files.read(name, 0, 8), size, str(folder / name))
-        entries, metadata = parse(files.read(name, 0, 8 + length), size, str(folder / name))
-        for key, entry in entries.items():
-            stored[key] = Stored(entry.dtype, entry.shape, (StoredBox(name, entry.offset, whole(entry.shape)),))
-        ties |= {key: kept for key, kept in metadata.items() if kept in entries and key not in entries}
+        found, metadata = read_header(files, name)
+        stored |= found
+        ties |= {key: kept for key, kept in metadata.items() if kept in found and key not in found}
     return OnDisk(files, "", stored, {}, str(folder)), ties
 
 
@@ -97,10 +100,7 @@ class InMemory(Tensors):
         super().__init__(described, where)
 
     def rows(self, stored: Stored, part: StoredBox, start: int, stop: int) -> Tensor:
-        tensor = self._tensors[part.file]
-        if tensor.is_contiguous():
-            return tensor.view(-1)[start:stop]
-        return tensor.reshape(-1)[start:stop]
+        return self._tensors[part.file].reshape(-1)[start:stop]
 
 
 def _pt(path: Path) -> tuple[Tensors, dict[str, str]]:
@@ -137,36 +137,20 @@ def _is_zip(path: Path) -> bool:
 class _Descriptions(pickle.Unpickler):
     """Lets through what a DCP index is made of, and nothing that does anything."""
 
-    ALLOWED = frozenset(
-        {
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    "Metadata",
-                    "TensorStorageMetadata",
-                    "BytesStorageMetadata",
-                    "TensorProperties",
-                    "ChunkStorageMetadata",
-                    "MetadataIndex",
-                    "StorageMeta",
-                    "_MEM_FORMAT_ENCODING",
-                )
-            ),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-        }
-    )
+    ALLOWED: ClassVar = {
+        "torch.distributed.checkpoint.metadata": METADATA,
+        "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+        "torch": ["Size"],
+        "torch.serialization": ["_get_layout"],
+        "collections": ["OrderedDict"],
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib" and name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath"):
-            return lambda *parts: os.path.join(*parts) if parts else ""
-        if module == "pathlib._local" and name in ("PosixPath", "PurePosixPath"):
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath"):
             return lambda *parts: os.path.join(*parts) if parts else ""
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in self.ALLOWED:
+        if name in self.ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise CheckpointError(f"the index asks for {module}.{name}", "only descriptions of tensors are let through")
 

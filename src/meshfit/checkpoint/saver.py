@@ -26,8 +26,8 @@ from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.cadence import Cadence, Due
 from meshfit.checkpoint.files import Files, amount, open_files, refused
-from meshfit.checkpoint.keep import prune, sweep
 from meshfit.checkpoint.lock import Lock
+from meshfit.checkpoint.manifest import prune, sweep
 from meshfit.checkpoint.pieces import lie
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts

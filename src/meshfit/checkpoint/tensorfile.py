@@ -5,13 +5,16 @@ file, hashed as they are written, and synced; read here so that a rank reads the
 """
 
 import json
+import os
 import struct
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
+from meshfit.checkpoint.box import whole
+from meshfit.checkpoint.files import Files
+from meshfit.checkpoint.manifest import Stored, StoredBox
 from meshfit.errors import Damaged
 
 NAMES = {
@@ -36,33 +39,17 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 LARGEST_HEADER = 100 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    """Of its first byte, from the beginning of the file."""
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
 def header(
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file that holds ``tensors`` in their order, and where each will lie.
-
-    They lie without gaps, so each is aligned if wider dtypes come first.
-    """
-    described: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    """The beginning of a file that holds ``tensors`` in their order, without gaps, and the offset of each. All are
+    aligned if wider dtypes come first."""
+    described: dict[str, Any] = {"__metadata__": metadata}
     ends, at = {}, 0
     for key, (dtype, shape) in tensors.items():
         size = prod(shape) * dtype.itemsize
-        name, stored = _as_stored(dtype, shape)
-        described[key] = {"dtype": name, "shape": list(stored), "data_offsets": [at, at + size]}
+        name, dims = (NAMES[dtype], shape) if dtype in NAMES else ("U8", (*shape, dtype.itemsize))  # unnamed: bytes
+        described[key] = {"dtype": name, "shape": dims, "data_offsets": [at, at + size]}
         ends[key] = at
         at += size
     text = json.dumps(described, separators=(",", ":")).encode()
@@ -71,33 +58,24 @@ def header(
     return begin, {key: len(begin) + end for key, end in ends.items()}
 
 
-def _as_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The name and shape of a tensor in a file; what the format has no name for is bytes."""
-    if dtype in NAMES:
-        return NAMES[dtype], shape
-    return "U8", (*shape, dtype.itemsize)
-
-
-def parse(begin: bytes, size: int, name: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors of a file of ``size`` bytes, and its metadata. ``begin`` holds its length and header."""
-    length = header_length(begin[:8], size, name)
+def read_header(files: Files, name: str) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of a file, and its metadata."""
+    size, where = files.size(name), os.path.join(str(files), name)
+    begin = files.read(name, 0, 8)
+    length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
+    if length > min(LARGEST_HEADER, size - 8):
+        raise Damaged(f"{where} is no safetensors file", f"it is {size} bytes long, its header would be {length}")
     try:
-        described = json.loads(begin[8 : 8 + length])
+        described = json.loads(files.read(name, 8, 8 + length))
         metadata = {str(k): str(v) for k, v in described.pop("__metadata__", {}).items()}
         found = {}
         for key, about in described.items():
             first, last = about["data_offsets"]
-            entry = Entry(DTYPES[about["dtype"]], tuple(int(n) for n in about["shape"]), 8 + length + int(first))
-            if not 0 <= first <= last <= size - 8 - length or last - first != entry.nbytes:
+            shape = tuple(int(n) for n in about["shape"])
+            box = StoredBox(name, 8 + length + int(first), whole(shape))
+            found[key] = stored = Stored(DTYPES[about["dtype"]], shape, (box,))
+            if not 0 <= first <= last <= size - 8 - length or last - first != stored.nbytes:
                 raise ValueError(f"{key} does not lie within the file")
-            found[key] = entry
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{name} is no safetensors file", f"its header is damaged: {error}") from None
+        raise Damaged(f"{where} is no safetensors file", f"its header is damaged: {error}") from None
     return found, metadata
-
-
-def header_length(first: bytes, size: int, name: str) -> int:
-    length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-    if length > min(LARGEST_HEADER, size - 8):
-        raise Damaged(f"{name} is no safetensors file", f"it is {size} bytes long, its header would be {length}")
-    return length

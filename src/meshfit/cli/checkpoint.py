@@ -21,7 +21,6 @@ from meshfit.checkpoint import manifest
 from meshfit.checkpoint.compare import differences
 from meshfit.checkpoint.export import SHARD
 from meshfit.checkpoint.files import amount
-from meshfit.checkpoint.keep import prune as prune_folder
 from meshfit.checkpoint.manifest import Manifest
 from meshfit.checkpoint.outside import open_weights
 from meshfit.checkpoint.read import verify as verify_bytes
@@ -210,7 +209,7 @@ def prune(
             wrong = verify_bytes(whole[0], told)
         if wrong:
             raise CheckpointError(f"{whole[0]} is damaged", *wrong[:3], "nothing was removed")
-        for gone in prune_folder(files, keep=keep):
+        for gone in manifest.prune(files, keep=keep):
             console.print(f"removed {gone}", highlight=False)
     finally:
         lock.release()
