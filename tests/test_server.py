@@ -17,9 +17,9 @@ from benchmarks.parity import distance
 from benchmarks.served import SECRET, Training, Work, join_batchnorms
 from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.errors import PlanError, RankError
+from meshfit.exchange import server_cost
 from meshfit.exchange.protocol import RepeatBatch
-from meshfit.server import cost as server_cost
-from meshfit.server.cost import Payload
+from meshfit.exchange.server_cost import Payload
 from meshfit.server.keeper import Keeper, shortened
 from meshfit.server.running_statistics import RunningStatistics
 from meshfit.server.settings import ServerSettings

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from meshfit.exchange.compress import Codec, Feedback
+from meshfit.exchange.parcel import Parcel, shares, split
 from meshfit.server import wire
-from meshfit.server.compress import Codec, Feedback
-from meshfit.server.packing import Parcel, shares, split
 from meshfit.server.shared_memory import SharedMemory, view
 from meshfit.server.wire import HEADER, KINDS, MAGIC, PROTOCOL, ConnectionLost, Listener, Wire, WireError, connect
 

@@ -28,11 +28,8 @@ from meshfit.axes.tensor.region import TensorPlan
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup
 from meshfit.cost import Cost
-from meshfit.exchange import across, allreduce, local
+from meshfit.exchange import across, allreduce, local, server_cost
 from meshfit.plan import Plan
-from meshfit.server import cost as serving
-from meshfit.server import worker_group
-from meshfit.server.cost import Payload
 
 
 @dataclass
@@ -99,7 +96,7 @@ def cost(
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
     """
     if server is not None:
-        return serving.server(_payload(plan, trace), state_bytes(optimizer), workers=plan.data, index=server)
+        return server_cost.server(_payload(plan, trace), state_bytes(optimizer), workers=plan.data, index=server)
     joined = plan.shares // plan.data if plan.staleness else plan.shares
     outer, plan = plan, plan.worker if plan.worker_size > 1 else plan  # what ranks of one worker do among themselves
     costing = Costing(plan, trace, place or {}, ahead, found=found or {}, stages=stages)
@@ -128,7 +125,7 @@ def cost(
         served = outer.server > 0 and outer.worker_size == 1
         costing.total += batchnorm.cost(costing.unsharded, joined, plan.microbatches, served=served)
     if outer.worker_size > 1:
-        costing.total += worker_group.cost(outer, _payload(outer, trace), costing.trace, costing.earlier)
+        costing.total += _worker_group(outer, _payload(outer, trace), costing)
     if not outer.server:
         costing.total += _optimizer(plan, costing.trace, optimizer)
     return costing.total + Cost(held={"activations": round(costing.trace.cost.kept * costing.alive)})
@@ -176,7 +173,7 @@ def _exchange(plan: Plan, trace: Trace) -> Cost:
     """Of how the gradients of a model that each rank holds whole become weights."""
     trained = Costing.trained(trace.parameters)
     if plan.server:
-        found, own = serving.worker(_payload(plan, trace)), sum(p.nbytes for p in trained)
+        found, own = server_cost.worker(_payload(plan, trace)), sum(p.nbytes for p in trained)
         return found + Cost(held={"weights": -own})  # which are counted already
     if plan.exchange == "allreduce":
         return allreduce.cost(trained, plan.shares * plan.context)
@@ -187,11 +184,21 @@ def _exchange(plan: Plan, trace: Trace) -> Cost:
     return Cost(held=met.held, calls=each(met.calls), moved=each(met.moved))
 
 
-def _payload(plan: Plan, trace: Trace) -> Payload:
+def _worker_group(plan: Plan, payload: server_cost.Payload, costing: Costing) -> Cost:
+    """Of the memory through which the ranks of a worker send gradients and get weights. What ranks before this one hold
+    too, those send."""
+    held, running = costing.trace, set(payload.running.names)
+    tensors = {name: p.bytes for name, p in held.parameters.items() if p.trained}
+    tensors |= {name: _tensor(b.shape, b.dtype).nbytes for name, b in held.buffers.items() if name in running}
+    up, down = sum(size for name, size in tensors.items() if name not in costing.earlier), sum(tensors.values())
+    return server_cost.worker_group(payload, up, down, workers=plan.data, ranks=plan.worker_size)
+
+
+def _payload(plan: Plan, trace: Trace) -> server_cost.Payload:
     trained = {name: _parameter(p.shape, p.dtype) for name, p in trace.parameters.items() if p.trained}
     kept = ("running_mean", "running_var", "num_batches_tracked")
     running = {name: _tensor(b.shape, b.dtype) for name, b in trace.buffers.items() if name.endswith(kept)}
-    return Payload(trained, running, plan.server, plan.compress)
+    return server_cost.Payload.holding(trained, running, servers=plan.server, compress=plan.compress)
 
 
 def _tensor(shape: tuple[int, ...], dtype: str) -> torch.Tensor:

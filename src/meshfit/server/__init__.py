@@ -19,6 +19,7 @@ A server
     snapshot              what a server that died resumes from
 Between them
     wire, messages        authenticated messages, and what they may hold
-    packing, compress     tensors as one buffer, and in fewer bits; shared_memory: the buffer both map
-    cost                  bytes and memory of all that
+    shared_memory         the buffer that both map
+Below: exchange/parcel.py and compress.py, tensors as one buffer and in fewer bits; exchange/server_cost.py, bytes and
+memory of all that.
 """

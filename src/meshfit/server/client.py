@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshfit.server.compress import Codec
+from meshfit.exchange.compress import Codec
 from meshfit.server.shared_memory import SharedMemory
 from meshfit.server.wire import Message, Wire
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from meshfit.errors import RankError
 from meshfit.events import current
-from meshfit.server.compress import Codec, Feedback
-from meshfit.server.packing import Parcel
+from meshfit.exchange.compress import Codec, Feedback
+from meshfit.exchange.parcel import Parcel
 from meshfit.server.shared_memory import SharedMemory, view
 from meshfit.server.wire import ConnectionLost, Message, Wire, WireError, connect
 

@@ -26,13 +26,14 @@ from meshfit.comm.group import RankGroup
 from meshfit.coordination import Coordination, Metrics
 from meshfit.data.loader import Batch, Loader
 from meshfit.exchange.protocol import RepeatBatch
+from meshfit.exchange.server_cost import Payload
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.run import Run
 from meshfit.server.leader import Leader
 from meshfit.server.process import last_ticket, own_batch, patience_of, plan_of
 from meshfit.server.server_state import ServerState
-from meshfit.server.shared_model import WholeModel, stand_in
+from meshfit.server.shared_model import stand_in
 from meshfit.server.worker import ServerUpdate, Worker
 from meshfit.server.worker_group import WorkerGroup
 from meshfit.server.worker_world import own_world
@@ -54,8 +55,12 @@ def worker_run(job: Job, world: World, secret: bytes, *, folder: Path | None) ->
 
 
 class ServerCoordination(Coordination):
-    """Of worker ``worker``, with the servers at ``addresses``. ``batch``, for worker groups: ranks of all workers that
-    share a batch with this one."""
+    """Of worker ``worker``, with the servers at ``addresses``.
+
+    ``batch``, for worker groups: ranks of all workers that share a batch with this one. ``register``, for a worker that
+    joins from another host, the ``worker``-th there: gets its number among all workers. The run that it joins
+    evaluates, saves, and goes on without it.
+    """
 
     def __init__(
         self,
@@ -66,8 +71,11 @@ class ServerCoordination(Coordination):
         worker: int,
         peers: ProcessGroup | None = None,
         batch: ProcessGroup | None = None,
+        register: Callable[[Run], int] | None = None,
     ):
         super().__init__(run)
+        self._register, self._index = register, worker
+        self.joined = self.may_stop = register is not None
         self.addresses, self.secret, self.worker, self.peers = addresses, secret, worker, peers
         self.leader = Leader(run, Path(run.world.folder) / "leader")
         self.missed = self.leader.missed
@@ -77,7 +85,7 @@ class ServerCoordination(Coordination):
 
     @property
     def alone(self) -> bool:
-        return False
+        return self.joined
 
     def mesh(self, mesh: Mesh) -> Mesh:
         if self.run.plan.worker_size == 1:
@@ -92,11 +100,13 @@ class ServerCoordination(Coordination):
     def before_sharding(self) -> None:
         run = self.run
         if run.world.size > 1:
-            self._whole = WholeModel.of(run.model, servers=run.plan.server, compress=run.plan.compress)
+            self._whole = Payload.of(run.model, servers=run.plan.server, compress=run.plan.compress)
             self._stand_in = stand_in(run.model) if run.world.rank == 0 else None
 
     def assemble(self, scale: LossScale | None) -> tuple[ServerUpdate, Worker | WorkerGroup]:
         run = self.run
+        if self._register is not None:
+            self.worker = self._register(run)
         if run.world.size == 1:
             self.exchange = self._workers.worker = self._reach(run.model, run.world.device)
         else:
@@ -169,7 +179,7 @@ class ServerCoordination(Coordination):
 
     def _ticket(self) -> int | None:
         """The next batch. Before that, what the leader does, if this worker has become it."""
-        if isinstance(self.exchange, WorkerGroup):
+        if self.joined or isinstance(self.exchange, WorkerGroup):
             return self.exchange.ticket
         while True:
             if self.is_leader and not self.leader.taken:
@@ -197,14 +207,20 @@ class ServerCoordination(Coordination):
     @property
     def is_leader(self) -> bool:
         """Whether this is the first of the connected workers; of worker groups, the first of all."""
+        if self.joined:
+            return False
         return self.worker == 0 if isinstance(self.exchange, WorkerGroup) else self.exchange.leader == self.worker
 
     @property
     def leads(self) -> bool:
         """In step, the first worker of those that share a batch; asynchronous, each reports its own steps."""
-        if self.run.plan.staleness:
+        if self.run.plan.staleness or self.joined:
             return True
         return self.exchange.rank == 0 if isinstance(self.exchange, WorkerGroup) else self.is_leader
+
+    @property
+    def reports(self) -> bool:
+        return self._index == 0 if self.joined else super().reports
 
     @property
     def saves(self) -> bool:
@@ -227,4 +243,7 @@ class ServerCoordination(Coordination):
         self.run.step = self.exchange.version
 
     def finish(self) -> None:
-        self.exchange.stop()
+        if not self.joined:
+            self.exchange.stop()
+        elif self.run.plan.staleness:
+            self.exchange.pull()

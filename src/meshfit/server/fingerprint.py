@@ -17,8 +17,8 @@ from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.data import tree
 from meshfit.data.datasets import SampleStream
 from meshfit.data.source import Memory, Source
+from meshfit.exchange.parcel import trained
 from meshfit.job import Job
-from meshfit.server.packing import trained
 from meshfit.version import VERSION
 
 MOST = 1 << 18  # bytes of names that are sent; the digest is of all

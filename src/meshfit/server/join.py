@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from meshfit.axes.precision import LossScale
 from meshfit.errors import JobError
 from meshfit.job import Job
 from meshfit.launch import key as keys
@@ -18,9 +17,8 @@ from meshfit.run import Run
 from meshfit.server.coordination import ServerCoordination
 from meshfit.server.fingerprint import facts_of
 from meshfit.server.listen import addresses
+from meshfit.server.process import plan_of
 from meshfit.server.wire import ConnectionLost, TurnedAway, WireError, connect
-from meshfit.server.worker import ServerUpdate, Worker
-from meshfit.server.worker_group import WorkerGroup
 
 PATIENCE = 5.0  # seconds for a run that is about to begin
 ANSWER_SECONDS = 30.0
@@ -56,47 +54,16 @@ def joined_run(job: Job, world: World, key: bytes) -> Run:
     """The run of worker ``world.rank`` of those on this host."""
     if world.device.type == "cpu":
         torch.set_num_threads(max(1, cores() // world.size))
-    alone = World(0, 1, world.device, world.folder)
-    return Run(job, alone, coordinate=lambda run: JoinedCoordination(run, key, index=world.rank))
+    at, servers = job.join, plan_of(job).server
+    assert at is not None
 
+    def register(run: Run) -> int:
+        return ask(at, key, facts_of(job, run.model, run.loader.source))["worker"]
 
-class JoinedCoordination(ServerCoordination):
-    """Of the ``index``-th worker that joins from this host. The run that it joins evaluates, saves, and goes on without
-    it."""
-
-    may_stop = True
-
-    def __init__(self, run: Run, key: bytes, *, index: int):
-        assert run.job.join is not None
-        super().__init__(run, addresses(run.job.join, run.plan.server), key, worker=index)
-        self.index = index
-
-    def assemble(self, scale: LossScale | None) -> tuple[ServerUpdate, Worker | WorkerGroup]:
-        job = self.run.job
-        assert job.join is not None
-        self.worker = ask(job.join, self.secret, facts_of(job, self.run.model, self.run.loader.source))["worker"]
-        return super().assemble(scale)
-
-    def _ticket(self) -> int | None:
-        return self.exchange.ticket
-
-    @property
-    def is_leader(self) -> bool:
-        return False
-
-    @property
-    def leads(self) -> bool:
-        return True
-
-    @property
-    def reports(self) -> bool:
-        """To the caller on this host."""
-        return self.index == 0
-
-    @property
-    def alone(self) -> bool:
-        return True
-
-    def finish(self) -> None:
-        if self.run.plan.staleness:
-            self.exchange.pull()
+    return Run(
+        job,
+        World(0, 1, world.device, world.folder),
+        coordinate=lambda run: ServerCoordination(
+            run, addresses(at, servers), key, worker=world.rank, register=register
+        ),
+    )

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.probe_optimizer import probe_optimizer
 from meshfit.errors import PlanError
+from meshfit.exchange.parcel import Parcel, shares
 from meshfit.exchange.update import Average, Update, Updated, total_norm
-from meshfit.server.packing import Parcel, shares
 from meshfit.server.running_statistics import RunningStatistics
 
 

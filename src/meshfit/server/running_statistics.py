@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.axes.data.batchnorm import running_statistics
-from meshfit.server.packing import Parcel
+from meshfit.exchange.parcel import Parcel
 from meshfit.torch_private import BatchNorm
 
 

@@ -34,9 +34,9 @@ from contextlib import suppress
 from typing import Any
 
 from meshfit.events import current
+from meshfit.exchange.compress import Codec
 from meshfit.server.asynchronous import AsynchronousCoordinator
 from meshfit.server.client import Client, ClientRecord, Push, ReadWriteLock
-from meshfit.server.compress import Codec
 from meshfit.server.keeper import Keeper
 from meshfit.server.listen import Invitation
 from meshfit.server.messages import check as check_words

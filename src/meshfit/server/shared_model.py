@@ -14,36 +14,6 @@ from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import volume
 from meshfit.checkpoint.pieces import LocalBox, lie
 from meshfit.errors import PlanError, RankError
-from meshfit.server.cost import Payload
-from meshfit.server.packing import Parcel
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """The model as the servers know it: where each of its tensors lies in a worker's memory. Made before it is cut."""
-
-    parcels: tuple[Parcel, ...]
-    """Of the trained parameters, by server."""
-    running: Parcel
-    """Of BatchNorm's statistics."""
-    sizes: tuple[tuple[int, int], ...]
-    """Bytes up and down, by server."""
-    compressed: bool
-
-    @classmethod
-    def of(cls, model: nn.Module, *, servers: int, compress: str) -> "WholeModel":
-        payload = Payload.of(model, servers=servers, compress=compress)
-        sizes = tuple(zip(payload.up, payload.down, strict=True))
-        return cls(tuple(payload.parcels), Parcel.of(payload.running), sizes, compress != "none")
-
-    @property
-    def names(self) -> list[str]:
-        return [name for parcel in self.parcels for name in parcel.names]
-
-    def regions(self) -> list[tuple[int, int]]:
-        """The memory a worker group shares beside that of its connections: for statistics, and for gradients before
-        compression."""
-        return [(self.running.bytes, 0), *((parcel.bytes, 0) for parcel in self.parcels if self.compressed)]
 
 
 def stand_in(model: nn.Module) -> nn.Module:

@@ -24,12 +24,12 @@ from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.exchange.allreduce import StepScalars
+from meshfit.exchange.parcel import shares
 from meshfit.exchange.protocol import RepeatBatch
+from meshfit.exchange.server_cost import Payload
+from meshfit.exchange.server_cost import worker as worker_cost
 from meshfit.exchange.update import Updated
 from meshfit.server.connection import ServerConnection
-from meshfit.server.cost import Payload
-from meshfit.server.cost import worker as worker_cost
-from meshfit.server.packing import shares
 from meshfit.server.snapshot import put_down
 from meshfit.server.wire import ConnectionLost, Message
 

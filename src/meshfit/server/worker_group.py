@@ -11,8 +11,7 @@ so all ranks have the same batch, the same weights, and repeat a batch together.
     traffic   of a rank its part of the gradients up, of the weights down; one small all_reduce and two broadcasts
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.anatomy.trace import Trace
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, volume
@@ -30,16 +28,16 @@ from meshfit.errors import RankError
 from meshfit.events import current
 from meshfit.exchange.allreduce import StepScalars
 from meshfit.exchange.protocol import RepeatBatch
+from meshfit.exchange.server_cost import BROADCAST, Payload, worker_group
 from meshfit.exchange.update import Updated
-from meshfit.plan import Plan
-from meshfit.server.cost import Payload
 from meshfit.server.shared_memory import SharedMemory
-from meshfit.server.shared_model import SharedPart, WholeModel, hand_out, receive
+from meshfit.server.shared_model import SharedPart, hand_out, receive
 from meshfit.server.snapshot import put_down
 from meshfit.server.worker import Worker
 
-FACTS = 9  # whether it is to be done again; then what ``WorkerGroup._mirror`` reads
-SUMS = 4  # loss, count, stop, norm; then a slot a worker for broken losses
+FACTS = 9
+"""Numbers that are broadcast: whether the batch is to be done again, and what ``WorkerGroup._mirror`` reads. Up to 4
+follow (loss, count, stop, norm), and a flag of each worker for a loss that is not finite."""
 
 
 class WorkerGroup:
@@ -52,7 +50,7 @@ class WorkerGroup:
         self,
         inner: Any,
         placed: Placed,
-        whole: WholeModel,
+        whole: Payload,
         *,
         workers: int,
         shares: int,
@@ -82,13 +80,15 @@ class WorkerGroup:
     def _share(
         self, model: nn.Module | None, reach: Callable[[nn.Module], Worker], address: str
     ) -> tuple[list[SharedMemory], list[SharedMemory]]:
-        """The memory of the connections, and what there is beside."""
+        """The memory of the connections, and what there is beside: for statistics, and for gradients before they are
+        compressed."""
+        whole, sizes = self.whole, self.whole.sizes
+        more = [(whole.running.bytes, 0), *((parcel.bytes, 0) for parcel in whole.parcels if whole.compressed)]
         if model is None:
-            fds = receive(address, len(self.whole.sizes) + len(self.whole.regions()))
-            sizes = [*self.whole.sizes, *self.whole.regions()]
-            made = [SharedMemory.map(fd, *size) for fd, size in zip(fds, sizes, strict=True)]
-            return made[: len(self.whole.sizes)], made[len(self.whole.sizes) :]
-        beside = [SharedMemory.make(*size) for size in self.whole.regions()]
+            fds = receive(address, len(sizes) + len(more))
+            made = [SharedMemory.map(fd, *size) for fd, size in zip(fds, [*sizes, *more], strict=True)]
+            return made[: len(sizes)], made[len(sizes) :]
+        beside = [SharedMemory.make(*size) for size in more]
         views = self.whole.running.views(beside[0].up)
         for name, buffer in running_statistics(model).items():
             views[name].copy_(buffer)
@@ -183,8 +183,7 @@ class WorkerGroup:
 
     def _facts(self, act: Callable[[], list[float]]) -> list[float]:
         """What ``act`` returns in the first rank, on all; ``RepeatBatch`` too: weights and place are then new."""
-        room = SUMS + self.workers
-        said = torch.zeros(FACTS + room, dtype=torch.float64)
+        said = torch.zeros(BROADCAST + self.workers, dtype=torch.float64)
         worker = self.worker
         if worker is not None:
             again, found = 0.0, []
@@ -236,9 +235,9 @@ class WorkerGroup:
 
     def cost(self) -> Cost:
         """Of a step, beside what ``inner`` costs."""
-        parts, kept = (*self.parts, *self.statistics), sum(sum(size) for size in self.whole.sizes)
+        parts = (*self.parts, *self.statistics)
         up, down = sum(part.nbytes for part in parts if part.sends), sum(part.nbytes for part in parts)
-        return _cost(up, down, kept, names=len(self.whole.names), workers=self.workers, ranks=self.size)
+        return worker_group(self.whole, up, down, workers=self.workers, ranks=self.size)
 
     # A step, as the loop sees it
 
@@ -340,25 +339,3 @@ class WorkerGroup:
             return []
 
         self._facts(stop)
-
-
-def cost(plan: Plan, payload: Payload, held: Trace, earlier: Collection[str]) -> Cost:
-    """Of a step, on a rank that holds ``held`` of a model that travels as ``payload``, and sends what no rank has
-    that holds ``earlier``."""
-    tensors = {name: p.bytes for name, p in held.parameters.items() if p.trained}
-    kept = [*payload.running]
-    tensors |= {
-        name: prod(b.shape) * getattr(torch, b.dtype).itemsize for name, b in held.buffers.items() if name in kept
-    }
-    up, down = sum(size for name, size in tensors.items() if name not in earlier), sum(tensors.values())
-    memory = sum((*payload.up, *payload.down))
-    return _cost(up, down, memory, names=len(payload.parameters), workers=plan.data, ranks=plan.worker_size)
-
-
-def _cost(up: int, down: int, memory: int, *, names: int, workers: int, ranks: int) -> Cost:
-    said = 2 * 8 * (FACTS + SUMS + workers)
-    return Cost(
-        host={"payload": memory // ranks},
-        calls={"push": 1, "pull": 1, "all_reduce": 1, "broadcast": 2},
-        moved={"push": up, "pull": down, "all_reduce": 8 * (names + 1), "broadcast": said},
-    )

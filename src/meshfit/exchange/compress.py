@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshfit.comm.flat import aligned
 from meshfit.errors import PlanError, did_you_mean
-from meshfit.server.packing import Parcel
+from meshfit.exchange.parcel import Parcel
 
 WORDS = ("none", "fp16", "bf16", "int8")
 BLOCK = 1024

@@ -103,7 +103,7 @@ def split(sizes: Sequence[int], parts: int) -> list[list[int]]:
 T = TypeVar("T", bound=Tensor)
 
 
-def widely(named: Mapping[str, T], servers: int) -> list[dict[str, T]]:
+def balanced(named: Mapping[str, T], servers: int) -> list[dict[str, T]]:
     """Tensors by server, balanced by bytes."""
     names = list(named)
     lots = split([named[name].numel() * named[name].element_size() for name in names], servers)
@@ -117,4 +117,4 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def shares(model: nn.Module, servers: int) -> list[dict[str, nn.Parameter]]:
     """The trained parameters by server."""
-    return widely(trained(model), servers)
+    return balanced(trained(model), servers)
