@@ -36,7 +36,7 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World
 from meshfit.loop import train
-from meshfit.observe.reading import Recording, Span, read
+from meshfit.observe.reading import RecordedRun, RecordedSpan, read
 from meshfit.observe.timeline import picture
 from meshfit.plan import Plan
 from meshfit.run import Run
@@ -100,11 +100,11 @@ def measure(world: World, turns: int, steps: int, folder: str) -> dict[str, Any]
     return {"seconds": found, "losses": losses, "held": held}
 
 
-def spans(run: Recording, rank: int, skip: int) -> list[Span]:
+def spans(run: RecordedRun, rank: int, skip: int) -> list[RecordedSpan]:
     return [span for span in run.ranks[rank].spans if span.name == "branch" and span.step > skip]
 
 
-def overlap(run: Recording, skip: int) -> float:
+def overlap(run: RecordedRun, skip: int) -> float:
     """Of the time in which each of two ranks is at its own branches, the share in which both are."""
     ours, theirs = spans(run, 0, skip), spans(run, 1, skip)
     both = sum(max(0.0, min(a.end, b.end) - max(a.at, b.at)) for a in ours for b in theirs if a.step == b.step)

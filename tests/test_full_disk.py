@@ -100,4 +100,4 @@ def test_events_on_a_full_disk_end(tmp_path: Path, capfd: pytest.CaptureFixture[
         events.scalar("x", 1.0)
         events.flush()
     events.close()
-    assert capfd.readouterr().err.count("ends here: No space left on device") == 1
+    assert capfd.readouterr().err.count("no more events in /dev/full: No space left on device") == 1

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshfit
-from meshfit.observe.ideal import beside, ideal, working
+from meshfit.observe.ideal import ideal, ideal_table, working
 from meshfit.observe.page_data import page_data
-from meshfit.observe.reading import Rank, Recording, Span, Total, read
+from meshfit.observe.reading import Rank, RecordedRun, RecordedSpan, Total, read
 from meshfit.passes.clock import SPANS
 from meshfit.schedule.actions import schedule
 from meshfit.schedule.simulate import simulate
 
 
-def recording(plan: str, late: float, *, word: str = "1f1b", lines: int = 1) -> Recording:
+def recording(plan: str, late: float, *, word: str = "1f1b", lines: int = 1) -> RecordedRun:
     """Ten steps of a pipeline over two ranks, simulated with transfers that take ``late`` seconds."""
     made = simulate(schedule(word, 2, 4), transfer=late)
     ranks = []
@@ -26,7 +26,7 @@ def recording(plan: str, late: float, *, word: str = "1f1b", lines: int = 1) -> 
         for step in range(1, 11):
             zero = step * 100.0
             acts = [
-                Span(
+                RecordedSpan(
                     SPANS[t.action.kind],
                     step,
                     zero + t.start,
@@ -35,10 +35,10 @@ def recording(plan: str, late: float, *, word: str = "1f1b", lines: int = 1) -> 
                 )
                 for t in made.spans[number // lines]
             ]
-            spans += [Span("forward_backward", step, zero, made.seconds), *acts]
+            spans += [RecordedSpan("forward_backward", step, zero, made.seconds), *acts]
         ranks.append(Rank(number, {}, spans, [], [], [], []))
     steps = [{"step": i, "seconds": 100.0 * i, "samples": i} for i in range(1, 11)]
-    return Recording(Path("run"), {"plan": plan}, steps, ranks, [])
+    return RecordedRun(Path("run"), {"plan": plan}, steps, ranks, [])
 
 
 @pytest.mark.parametrize("word", ["1f1b", "gpipe", "zbv"])
@@ -76,11 +76,11 @@ def test_elsewhere_the_ideal_is_work_alone() -> None:
     by = {"data": 1.0, "forward_backward": 6.0, "meet": 2.0, "exchange": 2.0, "update": 1.0, "evaluate": 5.0}
     ranks = [Rank(i, {}, [], [Total(0.0, 15.0, 1, 10, by)], [], [], []) for i in range(2)]
     steps = [{"step": i, "seconds": float(i), "samples": i} for i in range(1, 11)]
-    run = Recording(Path("run"), {"plan": "data=2"}, steps, ranks, [])
+    run = RecordedRun(Path("run"), {"plan": "data=2"}, steps, ranks, [])
     assert working(run) == pytest.approx(
         0.5
     )  # of ten seconds of steps three waited for others, two within, one for data
-    table = beside(run, None)
+    table = ideal_table(run, None)
     assert table is not None
     assert table["rows"][0] == ["at work", "100.0%", "50.0%"]
 
@@ -103,4 +103,4 @@ def test_the_page_of_a_pipeline_has_both(tmp_path: Path) -> None:
     assert [lane["label"] for lane in data["timeline"]["ideal"]] == ["rank 0", "rank 1"]
     without, measured = data["timeline"]["idle"]
     assert 0 < without < measured < 1
-    assert data["tables"][0]["title"] == "Ideal beside measured"
+    assert data["tables"][0]["title"] == "Ideal and measured"

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from meshfit.cli.inspect import inputs_of, inspect
-from meshfit.cli.screen import flop, number, size
 from meshfit.errors import JobError
+from meshfit.units import flop, quantity, size
 
 SCRIPT = """
 import torch
@@ -160,7 +160,7 @@ def test_a_hugging_face_configuration(here: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("target", "specs", "words"),
     [
-        ("model", [], "nothing that can be inspected"),
+        ("model", [], "model cannot be inspected"),
         ("nowhere.py", [], "there is no script nowhere.py"),
         ("nowhere.json", [], "there is no file"),
         ("nets_of_this_test:Absent", ["4x8"], "there is no nets_of_this_test:Absent"),
@@ -187,7 +187,7 @@ def test_inputs_from_words():
 
 
 def test_units():
-    assert [number(n, "B") for n in (0, 12, 999, 1000, 12_345, 8_030_000_000)] == [
+    assert [quantity(n, "B") for n in (0, 12, 999, 1000, 12_345, 8_030_000_000)] == [
         "0",
         "12",
         "999",
@@ -201,7 +201,7 @@ def test_units():
         "0 B",
         "512 B",
         "1 KiB",
-        "1.50 KiB",
+        "1.5 KiB",
         "12 MiB",
-        "1.50 TiB",
+        "1.5 TiB",
     ]

@@ -22,7 +22,7 @@ from meshfit.errors import JobError
 from meshfit.events import Events, _stands_for, in_depth, in_detail
 from meshfit.observe.page_data import page_data, tiles
 from meshfit.observe.rank import tokens_of
-from meshfit.observe.reading import Reader, phase_shares, read
+from meshfit.observe.reading import Reader, read
 from meshfit.observe.sampler import Sampler
 from meshfit.observe.tensorboard import Scalars
 from meshfit.observe.timeline import chrome_trace, drawn, nice, picture, windows
@@ -185,7 +185,7 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert run.step_seconds > 0
     assert run.traffic == {"all_reduce": (32 + 16 + 3 + 2 + 2) * 4}  # each tensor begins at a multiple of 64 bytes
     for rank in run.ranks:
-        assert sum(phase_shares(rank).values()) == pytest.approx(1.0)
+        assert sum(rank.phase_shares.values()) == pytest.approx(1.0)
         assert rank.facts["memory"]["weights"] == 36 * 4
         assert rank.facts["device"] == "cpu"
     assert run.machines[0]["cores"] >= 1

@@ -19,11 +19,11 @@ from torch import nn
 
 import meshfit
 from meshfit.observe.charts import smoothed, xy
-from meshfit.observe.figures import seconds, size
 from meshfit.observe.page_data import page_data
 from meshfit.observe.reading import read
 from meshfit.observe.report import page, write
 from meshfit.observe.summary import summary
+from meshfit.units import seconds, size
 from tests.recorded import folder
 
 X, Y = torch.randn(64, 8), torch.randint(4, (64,))
@@ -111,7 +111,7 @@ def test_the_last_lines_name_verdict_and_report(tmp_path: Path) -> None:
     assert "verdict" in text
     assert "report" in text
     assert "forward and backward" in text
-    assert "memory at its most" in text
+    assert "peak memory" in text
     assert "rank 1" in text
 
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshfit.observe.reading import Span
+from meshfit.observe.reading import RecordedSpan
 from meshfit.observe.timeline import flat
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,8 +65,8 @@ def test_every_page_is_there_and_says_what_the_words_say(maker) -> None:
 
 
 def test_spans_within_spans_become_a_row() -> None:
-    outer = Span("forward", 1, 0.0, 10.0, {"microbatch": 3})
-    inner = [Span("meet", 1, 2.0, 1.0), Span("branch", 1, 5.0, 4.0), Span("join", 1, 6.0, 1.0)]
+    outer = RecordedSpan("forward", 1, 0.0, 10.0, {"microbatch": 3})
+    inner = [RecordedSpan("meet", 1, 2.0, 1.0), RecordedSpan("branch", 1, 5.0, 4.0), RecordedSpan("join", 1, 6.0, 1.0)]
     found = sorted(flat([*inner, outer]), key=lambda span: span.at)
     assert [(s.name, s.at, s.end) for s in found] == [
         ("forward", 0.0, 2.0),

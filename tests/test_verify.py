@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 import meshfit
 from meshfit.data.datasets import open_source
 from meshfit.job import Job
+from meshfit.proof.compare import LIMITS, Quantity, compare, raised
 from meshfit.proof.double import doubled
-from meshfit.proof.rows import LIMITS, Row, compare, raised
 from meshfit.proof.training import Trained, Variant, train
 from meshfit.verify import Verdict
 
@@ -107,11 +107,11 @@ def test_a_limit_is_raised_by_what_was_measured_tenfold_at_most() -> None:
     assert raised(1e-4, 1e-6) == 1e-4
     assert raised(1e-4, 2e-4) == pytest.approx(6e-4)
     assert raised(1e-4, 0.5) == pytest.approx(1e-3)
-    assert Row("weights", 5e-4, raised(1e-4, 2e-4), rounding=2e-4, fixed=1e-4).equal
-    assert not Row("weights", 5e-3, raised(1e-4, 0.5), rounding=0.5, fixed=1e-4).equal
-    assert not Row("weights", 5e-3, raised(1e-4, 0.5), rounding=0.5, fixed=1e-4).beyond_rounding
-    assert Row("weights", 5e-3, raised(1e-4, 1e-6), rounding=1e-6, fixed=1e-4).beyond_rounding
-    assert Row("weights", float("nan"), 1e-4, fixed=1e-4).beyond_rounding
+    assert Quantity("weights", 5e-4, raised(1e-4, 2e-4), rounding=2e-4, fixed=1e-4).equal
+    assert not Quantity("weights", 5e-3, raised(1e-4, 0.5), rounding=0.5, fixed=1e-4).equal
+    assert not Quantity("weights", 5e-3, raised(1e-4, 0.5), rounding=0.5, fixed=1e-4).beyond_rounding
+    assert Quantity("weights", 5e-3, raised(1e-4, 1e-6), rounding=1e-6, fixed=1e-4).beyond_rounding
+    assert Quantity("weights", float("nan"), 1e-4, fixed=1e-4).beyond_rounding
 
 
 def trained(gradients: dict[str, float], weights: dict[str, float] | None = None) -> Trained:

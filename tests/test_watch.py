@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshfit.errors import JobError
-from meshfit.observe.watch import Watch, runs_in
+from meshfit.observe.watch import PageServer, runs_in
 from tests.recorded import folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -38,7 +38,7 @@ def served(path: Path, talk: Any) -> Any:
     """What ``talk(page, get)`` returns, with a page served from ``path``."""
 
     async def run() -> Any:
-        page = Watch(path)
+        page = PageServer(path)
         async with await page.start():
 
             async def get(target: str, method: str = "GET", *, token: bool = True, **headers: str) -> Answer:
@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_link_sets_a_cookie_and_the_cookie_opens_the_page(run: Path) -> None:
-    async def talk(page: Watch, get: Any) -> None:
+    async def talk(page: PageServer, get: Any) -> None:
         status, headers, _ = await get(f"/?token={page.token}", token=False)
         assert status == 303
         assert headers["location"] == "/"
@@ -81,7 +81,7 @@ def test_the_link_sets_a_cookie_and_the_cookie_opens_the_page(run: Path) -> None
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "ODD"])
 def test_host_and_origin_are_checked_on_every_method(run: Path, method: str) -> None:
-    async def talk(page: Watch, get: Any) -> None:
+    async def talk(page: PageServer, get: Any) -> None:
         for host in ("evil.example", f"evil.example:{page.port}", "127.0.0.1", f"127.0.0.1:{page.port + 1}", ""):
             assert (await get("/data", method, Host=host))[0] == 421
         for origin in ("http://evil.example", "null", f"https://127.0.0.1:{page.port}", "http://127.0.0.1"):
@@ -95,7 +95,7 @@ def test_host_and_origin_are_checked_on_every_method(run: Path, method: str) -> 
 
 
 def test_wrong_tokens_are_refused(run: Path) -> None:
-    async def talk(page: Watch, get: Any) -> None:
+    async def talk(page: PageServer, get: Any) -> None:
         assert (await get("/?token=" + page.token[:-1], token=False))[0] == 403
         assert (await get("/?token=%ff%c3", token=False))[0] == 403
         assert (await get("/", token=False, Cookie=f"meshfit_{page.port}=x"))[0] == 403
@@ -118,7 +118,7 @@ def test_wrong_tokens_are_refused(run: Path) -> None:
     ],
 )
 def test_no_part_of_a_request_becomes_a_path(run: Path, target: str) -> None:
-    async def talk(page: Watch, get: Any) -> None:
+    async def talk(page: PageServer, get: Any) -> None:
         assert (await get(target.encode().decode("latin-1")))[0] == 404
 
     served(run, talk)
@@ -129,7 +129,7 @@ def test_no_part_of_a_request_becomes_a_path(run: Path, target: str) -> None:
     ["nonsense\n\n", "GET / SPDY/3\n\n", "GET http://x/ HTTP/1.1\n\n", "GET / HTTP/1.1\nHost: a\nHost: b\n\n"],
 )
 def test_what_is_no_request_gets_no_answer(run: Path, text: str) -> None:
-    async def talk(page: Watch, get: Any) -> None:
+    async def talk(page: PageServer, get: Any) -> None:
         assert (await ask(page.port, text))[0] == 0
         assert (await get("/data"))[0] == 200
 
@@ -138,7 +138,7 @@ def test_what_is_no_request_gets_no_answer(run: Path, text: str) -> None:
 
 def test_it_listens_on_loopback_alone(run: Path) -> None:
     async def listening() -> str:
-        async with await Watch(run).start() as server:
+        async with await PageServer(run).start() as server:
             return server.sockets[0].getsockname()[0]
 
     assert asyncio.run(listening()) == "127.0.0.1"
@@ -147,7 +147,7 @@ def test_it_listens_on_loopback_alone(run: Path) -> None:
 def test_several_runs_stand_side_by_side(run: Path) -> None:
     folder(run.parent / "two", [{}], plan="shard=2")
 
-    async def talk(page: Watch, get: Any) -> None:
+    async def talk(page: PageServer, get: Any) -> None:
         data = json.loads(gzip.decompress((await get("/data"))[2]))
         assert [(r["name"], r["state"]) for r in data["runs"]] == [("one", "running"), ("two", "finished")]
         numbers = {r["name"]: r["id"] for r in data["runs"]}
@@ -164,7 +164,7 @@ def test_several_runs_stand_side_by_side(run: Path) -> None:
 
 
 def test_many_slow_viewers_hold_nobody_up(run: Path) -> None:
-    async def talk(page: Watch, get: Any) -> None:
+    async def talk(page: PageServer, get: Any) -> None:
         slow = [await asyncio.open_connection("127.0.0.1", page.port) for _ in range(200)]
         for i, (_, writer) in enumerate(slow):  # half never finish their question, half never read the answer
             whole = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nCookie: meshfit_{page.port}={page.token}\r\n\r\n"
@@ -180,7 +180,7 @@ def test_many_slow_viewers_hold_nobody_up(run: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="there is no folder"):
-        Watch(tmp_path / "nowhere")
+        PageServer(tmp_path / "nowhere")
 
 
 TRAIN = """

@@ -19,11 +19,11 @@ from explained import STRATEGIES, Strategy
 from models import Shown
 
 import meshfit
-from meshfit.observe.compare import EQUAL, Row, rows
-from meshfit.observe.figures import size
+from meshfit.observe.compare import EQUAL, ComparedRun, compared
 from meshfit.observe.kinds import kind_of
-from meshfit.observe.reading import Rank, Recording, read
-from meshfit.observe.timeline import drawn, picture, quickest
+from meshfit.observe.reading import Rank, RecordedRun, read
+from meshfit.observe.timeline import StepRange, drawn, picture, step_bounds
+from meshfit.units import size
 
 HERE = Path(__file__).parent
 STEPS, BATCH, WARM = 20, 12, 4
@@ -34,12 +34,12 @@ LOOP = 9.0
 @dataclass(frozen=True)
 class Made:
     strategy: Strategy
-    run: Recording
-    row: Row
+    run: RecordedRun
+    row: ComparedRun
     """Held against the same training on one device."""
 
 
-def train(shown: Shown, plan: str, folder: Path, *, steps: int = STEPS) -> Recording:
+def train(shown: Shown, plan: str, folder: Path, *, steps: int = STEPS) -> RecordedRun:
     """The run of ``plan``, as it was left in its folder."""
     torch.manual_seed(0)
     result = meshfit.fit(
@@ -58,13 +58,13 @@ def train(shown: Shown, plan: str, folder: Path, *, steps: int = STEPS) -> Recor
     return read(result.folder)
 
 
-def make(strategy: Strategy, runs: Path, alone: dict[str, Recording], *, steps: int = STEPS) -> Made:
+def make(strategy: Strategy, runs: Path, alone: dict[str, RecordedRun], *, steps: int = STEPS) -> Made:
     """Train by it, and by one device if nobody has; ``alone`` keeps those."""
     shown = strategy.model
     if shown.name not in alone:
         alone[shown.name] = train(shown, "data=1", runs / f"alone{len(alone)}", steps=steps)
     run = train(shown, strategy.plan, runs / strategy.file, steps=steps)
-    return Made(strategy, run, rows([alone[shown.name], run], ["one device", strategy.plan])[1])
+    return Made(strategy, run, compared([alone[shown.name], run], ["one device", strategy.plan])[1])
 
 
 def at_work(rank: Rank) -> float:
@@ -74,9 +74,20 @@ def at_work(rank: Rank) -> float:
     return worked / max(spans[-1].end - spans[0].at, 1e-9) if spans else 0.0
 
 
+def quickest(run: RecordedRun, steps: int) -> StepRange | None:
+    """The ``steps`` consecutive steps that took least: those that other work on the machine disturbed least."""
+    bounds = step_bounds(run)
+    firsts = [s for s in bounds if s > WARM and all(s + i in bounds for i in range(steps))]
+    if not firsts:
+        return None
+    first = min(firsts, key=lambda s: bounds[s + steps - 1][1] - bounds[s][0])
+    last = first + steps - 1
+    return StepRange("quickest", bounds[first][0], bounds[last][1], first, last)
+
+
 def write(made: Made, folder: Path) -> None:
     strategy, run = made.strategy, made.run
-    window = quickest(run, strategy.steps, after=WARM)
+    window = quickest(run, strategy.steps)
     (folder / f"{strategy.file}.svg").write_text(picture(run, window, moving=LOOP))
     (folder / f"{strategy.file}.md").write_text(page(made))
 
@@ -117,7 +128,7 @@ def table(made: Made) -> str:
         "optimizer state on a device": size(fullest("optimizer")) if fullest("optimizer") else "none",
         "handed over in a step, by the rank with most": moved or "nothing",
         "time at work": worked,
-        "losses against one device": "equal" if row.equal else f"{row.apart:.0e} apart",
+        "losses against one device": "equal" if row.equal else f"{row.difference:.0e} relative",
     }
     lines = [f"| {name} | {value} |" for name, value in cells.items()]
     return "\n".join(["| measured in this run | |", "|---|---|", *lines])
@@ -127,11 +138,11 @@ def index(every: list[Made]) -> str:
     lines = [
         f"| [{made.strategy.name}]({made.strategy.file}.md) | `{made.strategy.plan}` "
         f"| {size(max(r.facts.get('memory', {}).get('weights', 0) for r in made.run.ranks))} "
-        f"| {size(made.row.traffic)} | {'equal' if made.row.equal else f'{made.row.apart:.0e} apart'} "
+        f"| {size(made.row.traffic)} | {'equal' if made.row.equal else f'{made.row.difference:.0e} relative'} "
         f"| {made.strategy.choose} |"
         for made in every
     ]
-    rows_ = "\n".join(lines)
+    rows = "\n".join(lines)
     return f"""# The strategies, by pictures of real runs
 
 One page each: what it does, the quickest steps of a real run in motion, what it cost there, when to choose it. In the
@@ -140,7 +151,7 @@ is traffic under way; dashed lines hand something from stage to stage.
 
 | strategy | plan | weights on a device | handed over in a step | losses against one device | choose it when |
 |---|---|---|---|---|---|
-{rows_}
+{rows}
 
 "Equal" is within {EQUAL:.0e} in every one of {STEPS} steps. Models are small and ranks share the cores of one machine,
 so times show who waits for whom, not how fast a strategy is: for that there is [benchmarks.md](../benchmarks.md), and
@@ -151,7 +162,7 @@ so times show who waits for whom, not how fast a strategy is: for that there is 
 def main(*wanted: str) -> None:
     if unknown := set(wanted) - {strategy.file for strategy in STRATEGIES}:
         sys.exit(f"there is no {', '.join(unknown)}: {', '.join(strategy.file for strategy in STRATEGIES)}")
-    every, alone = [], dict[str, Recording]()
+    every, alone = [], dict[str, RecordedRun]()
     with tempfile.TemporaryDirectory() as runs:
         for strategy in STRATEGIES:
             if not wanted or strategy.file in wanted:

@@ -37,12 +37,3 @@ class Cost:
             moved=add(self.moved, other.moved),
             flops=self.flops + other.flops,
         )
-
-
-def size(count: float) -> str:
-    """Bytes, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

@@ -93,7 +93,7 @@ def measure(
             if result is not None and part.samples and objective is not None:
                 more, weight = _weighed(loss, over, part.content, part.samples)
                 total, count = total + more, count + weight
-            measured.see(outputs, targets, part.samples if result is not None else 0, batch.size)
+            measured.update(outputs, targets, part.samples if result is not None else 0, batch.size)
         forward.finish()
     sums = {} if objective is None else {"loss": (total, count)}
     summed = {"loss"} if over.kind == "sum" else set()

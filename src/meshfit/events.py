@@ -1,6 +1,6 @@
-"""What a rank did and when: spans, scalars, instants, kept cheaply, appended to one file a rank, or a model server.
+"""Events of a rank, or of a model server: spans, scalars and instants, appended to one file each.
 
-Nothing in the training loop knows who reads them. A line is a JSON object, one of
+A line is a JSON object, one of
 
     {"rank": 0, "time": 1771000000.25}                                       the first: when its clock began
     {"span": "backward", "step": 12, "at": 3.4712, "for": 0.0031, "microbatch": 2}
@@ -8,19 +8,18 @@ Nothing in the training loop knows who reads them. A line is a JSON object, one 
                                             all spans of whole steps, by name, about once a second; calls and bytes
                                             handed to collectives. The first step of a run has a line of its own
     {"scalar": "grad_scale", "value": 1024.0, "step": 12, "at": 3.5}
-    {"sample": {"cpu": 97.0, "rss": 512000000}, "at": 4.0}                   use of the machine, now and then
+    {"sample": {"cpu": 97.0, "rss": 512000000}, "at": 4.0}                   use of the machine, once a second
     {"instant": "compiled", "step": 25, "at": 3.5}
     {"facts": {"device": "cpu", ...}, "at": 0.1}
 
 ``at`` and ``for`` are seconds, ``at`` since the rank's clock began. On a GPU a span also has ``gpu_at`` and
-``gpu_for``: when the device did what the span submitted, by events in its stream, read once they have passed; nobody
-waits for them. Marks at both ends of a phase also see what the device did *not* do in it: ``gpu_for`` of "data" is the
-time in which the device had nothing to do.
+``gpu_for``: when the device ran what the span submitted, by CUDA events in its stream, which are read after they have
+passed, without a synchronisation. So ``gpu_for`` of "data" is the time in which the device was idle.
 
 Totals are exact for every step. Single spans are written for the first 256 steps, then for 256 steps in each doubling
 of their number, in windows of 8, the same on all ranks; and whenever one took long. So a file grows by kilobytes a
-minute however long the run. A mark on a GPU costs some microseconds: there, what lies within phases is marked and
-written in a quarter of the first 256 steps, and totals of it are estimated from those.
+minute however long the run. A CUDA event costs some microseconds: on a GPU spans within phases are timed and written in
+a quarter of the first 256 steps, and their totals are estimated from those.
 """
 
 import json
@@ -39,50 +38,62 @@ import torch
 FLUSH_SECONDS = 1.0
 FULL_STEPS, WINDOW = 256, 8
 LONG_SECONDS = 0.25
-ANCHOR_SECONDS = 10.0  # CUDA tells elapsed milliseconds in 32 bits: beyond some seconds they are coarse
-SAME_SECONDS = 25e-6  # marks nearer to each other than this are one: a mark costs some of it
+ANCHOR_SECONDS = 10.0  # elapsed_time() is a float of 32 bits: beyond some seconds it is coarse
+SAME_SECONDS = 25e-6  # marks closer than this are one
 PHASES = frozenset({"data", "forward_backward", "exchange", "update", "evaluate", "checkpoint"})
-"""Marked on a GPU in every step; other spans in those of ``in_depth``, and their totals are estimated."""
-MARKED = 4  # of so many windows of the first steps, one is marked in depth
-POOL = 64
+"""Timed on a GPU in every step; other spans in those of ``in_depth``, and their totals are estimated."""
+MARKED = 4  # one in so many windows of the first steps is timed in depth
+POOL = 64  # CUDA events made at the start
 
 About = dict[str, Any]
+NOTHING: About = {}
 
 
 class Ended(NamedTuple):
-    """Seconds by span when a step had ended: phases and what lies within them, of the same steps."""
+    """Seconds by span, at the end of a step."""
 
     at: float
     step: int
     seconds: dict[str, float]
 
 
+class Held(NamedTuple):
+    """A span that is not written yet."""
+
+    name: str
+    step: int
+    at: float
+    seconds: float
+    about: About
+    marks: "tuple[_GpuMark, _GpuMark] | None"
+    written: bool
+
+
 class Events:
-    """One rank's events. Without a folder only the totals by span are kept."""
+    """One rank's events. Without a folder there are only totals by span."""
 
     def __init__(self, folder: Path | None = None, rank: int = 0, *, of: str = "rank"):
         global _current
         self.rank, self.folder = rank, folder
         self.start = self._flushed = time.perf_counter()
         self.seconds: dict[str, float] = defaultdict(float)
-        """By span, as the process saw it."""
+        """By span, on the host."""
         self.gpu_seconds: dict[str, float] = defaultdict(float)
-        """The same as the device saw it, as far as it has got."""
+        """By span, on the device, up to the last events that have passed."""
         self.traffic: dict[str, list[int]] = {}
         """Calls and bytes, by collective."""
         self.own_flushes = True
-        """Whether a flush is this object's business; a thread that does it instead says False."""
-        self._step, self._detailed, self._deep, self._told = 0, True, True, 0
+        """Whether adding a span may flush; False where a thread does."""
+        self._step, self._detailed, self._deep = 0, True, True
         self._first: Ended | None = None
         self._ended: Ended | None = None
         """The first step of this run, and the last that has ended."""
-        self._since = self.start
-        """Until when totals have been told."""
-        self._held: deque[Any] = deque()
-        self._reading = threading.Lock()  # many may add, one at a time takes away
-        self._last: dict[str, float] = {}
-        self._last_traffic: dict[str, list[int]] = {}
-        self._marks: _Marks | None = None
+        self._reported = Ended(self.start, 0, {})
+        """Where the last line of totals ended."""
+        self._reported_traffic: dict[str, list[int]] = {}
+        self._held: deque[Held | dict[str, Any]] = deque()
+        self._reading = threading.Lock()  # many threads may add, one at a time takes away
+        self._gpu: _GpuClock | None = None
         self._aside = False
         self._file: TextIO | None = None
         if folder is not None:
@@ -101,69 +112,63 @@ class Events:
             self._ended = self._now_ended()
             self._first = self._first or self._ended
         else:
-            self._told = step - 1
+            self._reported = self._reported._replace(step=step - 1)
         self._step, self._detailed, self._deep = step, in_detail(step), in_depth(step)
 
     @property
     def kept(self) -> bool:
-        """Whether events go to a file."""
+        """Whether events are written to a file."""
         return self._file is not None
 
     def on(self, device: torch.device) -> None:
-        """Time spans on ``device`` too, if it is a GPU. Waits for it, once."""
+        """Time spans on ``device`` too, if it is a GPU. Synchronises with it, once."""
         if device.type == "cuda":
-            self._marks = _Marks(device, self.start)
+            self._gpu = _GpuClock(device, self.start)
 
     def span(self, name: str, **about: Any) -> "_Span":
-        """Time what happens within. ``about`` goes into its line: microbatch=3, stage=0, bytes=4096."""
+        """A context that is timed. ``about`` is written with it: microbatch=3, stage=0, bytes=4096."""
         return _Span(self, name, about)
 
     def mark(self) -> Any:
-        """This moment: here, and in the device's stream. For ``between``."""
+        """This moment, on the host and in the device's stream. For ``between``."""
         return time.perf_counter(), self._mark("")
 
-    def _mark(self, name: str) -> "_Mark | None":
-        if self._marks is None or not (name in PHASES or (self._deep and self._file is not None)):
+    def _mark(self, name: str) -> "_GpuMark | None":
+        if self._gpu is None or not (name in PHASES or (self._deep and self._file is not None)):
             return None
-        return self._marks.now()
+        return self._gpu.now()
 
     def between(self, name: str, began: Any, ended: Any, **about: Any) -> None:
         """A span from one ``mark`` to another."""
         (t0, mark0), (t1, mark1) = began, ended
-        self._add(name, t0, t1, about, None if mark0 is None else (mark0, mark1))
+        self.add(name, t0, t1, about, None if mark0 is None else (mark0, mark1))
 
-    def add(self, name: str, began: float, ended: float, **about: Any) -> None:
+    def add(self, name: str, began: float, ended: float, about: About = NOTHING, marks: Any = None) -> None:
         """A span whose ends are known, by ``time.perf_counter()``."""
-        self._add(name, began, ended, about, None)
-
-    def _add(self, name: str, began: float, ended: float, about: About, marks: Any) -> None:
         took = ended - began
         self.seconds[name] += took
         if self._file is None and marks is None:
             return
-        detailed = self._detailed if self._marks is None or name in PHASES else self._deep
-        if marks is not None or detailed or took > LONG_SECONDS:
-            written = self._file is not None and (detailed or took > LONG_SECONDS)
-            self._held.append((name, self._step, began - self.start, took, about, marks, written))
+        detailed = self._detailed if self._gpu is None or name in PHASES else self._deep
+        written = self._file is not None and (detailed or took > LONG_SECONDS)
+        if marks is not None or written:
+            self._held.append(Held(name, self._step, began - self.start, took, about, marks, written))
         if self.own_flushes and ended - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def moved(self, name: str, count: int) -> None:
         """``count`` bytes were handed to the collective ``name``: the larger side of a gather or scatter."""
-        known = self.traffic.get(name)
-        if known is None:
-            self.traffic[name] = [1, count]
-        else:
-            known[0] += 1
-            known[1] += count
+        known = self.traffic.setdefault(name, [0, 0])
+        known[0] += 1
+        known[1] += count
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
-        """Time a wait for others in the middle of a pass. Not on a GPU: there it is the stream that waits."""
-        return nullcontext() if self._marks is not None or self._aside else _Span(self, name, {})
+        """Time a wait for other ranks in the middle of a pass. Not on a GPU, where the stream waits."""
+        return nullcontext() if self._gpu is not None or self._aside else _Span(self, name, NOTHING)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around passes that are no part of a step: waits within them are not those of steps."""
+        """Around passes that are not part of a step: their waits are not timed."""
         self._aside = True
         try:
             yield
@@ -171,16 +176,16 @@ class Events:
             self._aside = False
 
     def arrived(self, began: float) -> None:
-        """Traffic that was handed over at ``began``, by ``time.perf_counter()``, is here. Not on a GPU, as above."""
-        if self._marks is None:
-            self._add("collective", began, time.perf_counter(), {}, None)
+        """A collective that began at ``began``, by ``time.perf_counter()``, has ended. Not on a GPU, as above."""
+        if self._gpu is None:
+            self.add("collective", began, time.perf_counter())
 
     def scalar(self, name: str, value: float) -> None:
-        """A number of the user's or of a part's own, at this step."""
+        """A number of the user, or of a part of the training, at this step."""
         self._line({"scalar": name, "value": float(value), "step": self._step, "at": self._now()})
 
     def instant(self, name: str, **about: Any) -> None:
-        """Something that happened, and took no time worth a span."""
+        """Something that happened at one moment."""
         self._line({"instant": name, "step": self._step, "at": self._now(), **about})
 
     def sample(self, values: dict[str, Any]) -> None:
@@ -188,7 +193,7 @@ class Events:
         self._line({"sample": values, "at": self._now()})
 
     def facts(self, **facts: Any) -> None:
-        """What holds for the rest of the run."""
+        """What is true for the rest of the run."""
         self._line({"facts": facts, "at": self._now()})
 
     def _line(self, value: dict[str, Any]) -> None:
@@ -202,20 +207,20 @@ class Events:
         return Ended(time.perf_counter(), self._step, dict(self.seconds))
 
     def phases(self) -> dict[str, float]:
-        """Seconds by span: the device's own where it is a GPU."""
+        """Seconds by span: on the device where it is a GPU."""
         with self._reading:
             self._settle(math.inf, last=True)
         return {**self.seconds, **self.gpu_seconds}
 
     def flush(self, *, between_steps: bool = False) -> None:
-        """Write what is held. May be called from another thread; ``between_steps`` says that no step is under way."""
+        """Write what is held. Another thread may call it; ``between_steps``: no step is under way."""
         with self._reading:
             self._flushed = time.perf_counter()
             if between_steps or not self._step:
                 self._ended = self._now_ended()
             lines = []
             for ended in (self._first, self._ended):
-                if ended is not None and ended.at > self._since:
+                if ended is not None and ended.at > self._reported.at:
                     self._settle(ended.step)
                     lines += self._totals(ended)
             if self._file is not None:
@@ -227,57 +232,58 @@ class Events:
             entry = self._held.popleft()
             if isinstance(entry, dict):
                 lines.append(json.dumps(entry, default=str) + "\n")
-            elif entry[5] is not None:
-                waiting.append(entry)  # the device has not come that far
+            elif entry.marks is not None:
+                waiting.append(entry)  # the device has not passed them
             else:
-                lines.append(_text(*entry[:5]))
+                lines.append(_text(entry))
         self._held.extendleft(reversed(waiting))
         try:
             file.writelines(lines + totals)
             file.flush()
-        except OSError as error:  # a full disk, say: a training is worth more than its events
-            print(f"meshfit: {file.name} ends here: {error.strerror or error}", file=sys.stderr, flush=True)
+        except OSError as error:  # a full disk, say: the training goes on without its events
+            print(f"meshfit: no more events in {file.name}: {error.strerror or error}", file=sys.stderr, flush=True)
             self._file = None
             with suppress(OSError):
                 file.close()
 
     def _totals(self, ended: Ended) -> list[str]:
+        """The line from the last one up to ``ended``, if any span ended in between."""
+        before, known = self._reported, self._reported.seconds
         now = {**ended.seconds, **{f"gpu {name}": took for name, took in self.gpu_seconds.items()}}
-        fresh = {n: round(took - self._last.get(n, 0.0), 6) for n, took in now.items() if took > self._last.get(n, 0.0)}
-        began, self._since = self._since, ended.at
+        fresh = {n: round(took - known.get(n, 0.0), 6) for n, took in now.items() if took > known.get(n, 0.0)}
         if not fresh:
+            self._reported = before._replace(at=ended.at)
             return []
-        self._last = now
-        first, self._told = self._told + 1, max(self._told, ended.step)
-        at, took = round(began - self.start, 6), round(ended.at - began, 6)
-        line: dict[str, Any] = {"totals": fresh, "steps": [min(first, self._told), self._told], "at": at, "for": took}
-        traffic = {name: list(known) for name, known in list(self.traffic.items())}
-        if traffic != self._last_traffic:
-            before = {name: self._last_traffic.get(name, [0, 0]) for name in traffic}
-            line["moved"] = {n: [now - was for now, was in zip(traffic[n], before[n], strict=True)] for n in traffic}
-            self._last_traffic = traffic
+        last = max(before.step, ended.step)
+        self._reported = Ended(ended.at, last, now)
+        line: dict[str, Any] = {"totals": fresh, "steps": [min(before.step + 1, last), last]}
+        line |= {"at": round(before.at - self.start, 6), "for": round(ended.at - before.at, 6)}
+        traffic = {name: list(counts) for name, counts in list(self.traffic.items())}
+        if traffic != self._reported_traffic:
+            was = {name: self._reported_traffic.get(name, [0, 0]) for name in traffic}
+            line["moved"] = {n: [now - then for now, then in zip(traffic[n], was[n], strict=True)] for n in traffic}
+            self._reported_traffic = traffic
         return [json.dumps(line) + "\n"]
 
     def _settle(self, until: float, last: bool = False) -> None:
-        """Take from the device the times it has passed, in order, up to step ``until``; all of them at the ``last``."""
-        marks = self._marks
-        if marks is None:
+        """Read the device's times of spans that it has passed, in order, up to step ``until``; all at the ``last``."""
+        gpu = self._gpu
+        if gpu is None:
             return
-        held = [self._held.popleft() for _ in range(len(self._held))]  # others add to it meanwhile, at its end
+        held = [self._held.popleft() for _ in range(len(self._held))]  # other threads may append meanwhile
         passed = len(held)
-        while not last and passed and not marks.passed(held[passed - 1]):  # what is before one that has passed has, too
+        while not last and passed and not gpu.passed(held[passed - 1]):  # those before a passed one have passed, too
             passed -= 1
-        if not last:  # of whole steps alone
-            later = (i for i, e in enumerate(held[:passed]) if not isinstance(e, dict) and e[1] > until)
+        if not last:  # whole steps only
+            later = (i for i, e in enumerate(held[:passed]) if isinstance(e, Held) and e.step > until)
             passed = next(later, passed)
         settled = []
         for entry in held[:passed]:
-            if not isinstance(entry, dict) and entry[5] is not None:
-                name, step, at, took, about, pair, written = entry
-                gpu_at, gpu_for = marks.read(*pair)
-                self.gpu_seconds[name] += gpu_for * (1.0 if name in PHASES else _stands_for(step))
-                entry = (name, step, at, took, {**about, "gpu_at": gpu_at, "gpu_for": gpu_for}, None, written)
-            if isinstance(entry, dict) or entry[6]:
+            if isinstance(entry, Held) and entry.marks is not None:
+                at, took = gpu.read(*entry.marks)
+                self.gpu_seconds[entry.name] += took * (1.0 if entry.name in PHASES else _stands_for(entry.step))
+                entry = entry._replace(about={**entry.about, "gpu_at": at, "gpu_for": took}, marks=None)
+            if isinstance(entry, dict) or entry.written:
                 settled.append(entry)
         self._held.extendleft(reversed([*settled, *held[passed:]]))
 
@@ -286,12 +292,12 @@ class Events:
         with self._reading:
             self._settle(math.inf, last=True)
         self.flush(between_steps=True)
-        self._marks = None
+        self._gpu = None
         if self._file is not None:
             self._file.close()
             self._file = None
         if _current is self:
-            _current = _NOBODY
+            _current = _DROPPED
 
 
 def in_detail(step: int) -> bool:
@@ -303,23 +309,25 @@ def in_detail(step: int) -> bool:
 
 
 def in_depth(step: int) -> bool:
-    """Whether a GPU is also asked when it did what lies within the phases of ``step``."""
+    """Whether a GPU times the spans within the phases of ``step``, too."""
     return in_detail(step) and (step > FULL_STEPS or (step - 1) // WINDOW % MARKED == 0)
 
 
 def _stands_for(step: int) -> float:
-    """How many steps one that is in depth stands for."""
+    """How many steps a step timed in depth represents."""
     return max(1.0, (1 << (step.bit_length() - 1)) / FULL_STEPS) if step > FULL_STEPS else float(MARKED)
 
 
-def _text(name: str, step: int, at: float, took: float, about: About) -> str:
+def _text(span: Held) -> str:
+    """As JSON; json.dumps would take longer."""
     more = "".join(
         f', "{key}": {value:.6f}'
         if type(value) is float
         else f', "{key}": {value if type(value) is int else json.dumps(value, default=str)}'
-        for key, value in about.items()
+        for key, value in span.about.items()
     )
-    return f'{{"span": "{name}", "step": {step}, "at": {at:.6f}, "for": {took:.6f}{more}}}\n'
+    head = f'{{"span": "{span.name}", "step": {span.step}, "at": {span.at:.6f}, "for": {span.seconds:.6f}'
+    return f"{head}{more}}}\n"
 
 
 class _Span:
@@ -334,57 +342,57 @@ class _Span:
 
     def __exit__(self, *error: object) -> None:
         ended = time.perf_counter()
-        pair = None if self.mark is None else (self.mark, self.mark.marks.now())
-        self.events._add(self.name, self.began, ended, self.about, pair)
+        marks = None if self.mark is None else (self.mark, self.mark.clock.now())
+        self.events.add(self.name, self.began, ended, self.about, marks)
 
 
-class _Mark:
-    """A moment in a GPU's stream. Its event serves again when nobody has it any more."""
+class _GpuMark:
+    """A moment in a GPU's stream. Its CUDA event is reused after the mark is gone."""
 
-    __slots__ = ("at", "event", "marks")
+    __slots__ = ("at", "clock", "event")
 
-    def __init__(self, marks: "_Marks", event: torch.cuda.Event):
-        self.marks, self.event = marks, event
+    def __init__(self, clock: "_GpuClock", event: torch.cuda.Event):
+        self.clock, self.event = clock, event
         self.at: float | None = None
 
     def __del__(self) -> None:
-        self.marks.free.append(self.event)
+        self.clock.free.append(self.event)
 
 
-class _Marks:
-    """Makes marks, and tells them as seconds on the rank's clock."""
+class _GpuClock:
+    """Marks moments in a GPU's stream, and reads them as seconds on the rank's clock."""
 
     def __init__(self, device: torch.device, start: float):
-        self.stream = torch.cuda.current_stream(device)  # asking again each time would cost as much as a mark
+        self.stream = torch.cuda.current_stream(device)  # asking each time would cost as much as a mark
         self.free = [torch.cuda.Event(enable_timing=True) for _ in range(POOL)]
         for event in self.free:
-            event.record(self.stream)  # an event is made by its first use
+            event.record(self.stream)  # CUDA creates an event when it is first recorded
         self._last, self._made = None, 0.0
         self._anchor = self.now()
         self._anchor.event.synchronize()
         self._anchor.at = self._zero = time.perf_counter() - start  # of the anchor, on the rank's clock
 
-    def now(self) -> _Mark:
+    def now(self) -> _GpuMark:
         made = time.perf_counter()
         if self._last is not None and made - self._made < SAME_SECONDS:
             return self._last
-        mark = _Mark(self, self.free.pop() if self.free else torch.cuda.Event(enable_timing=True))
+        mark = _GpuMark(self, self.free.pop() if self.free else torch.cuda.Event(enable_timing=True))
         mark.event.record(self.stream)
         self._last, self._made = mark, time.perf_counter()
         return mark
 
-    def passed(self, entry: Any) -> bool:
-        """Whether the device has come to the end of a span that is held. Those that it has not marked tell nothing."""
-        if isinstance(entry, dict) or entry[5] is None:
+    def passed(self, entry: Held | dict[str, Any]) -> bool:
+        """Whether the device has passed the end of a span; False where it has no marks."""
+        if isinstance(entry, dict) or entry.marks is None:
             return False
-        end: _Mark = entry[5][1]
+        end = entry.marks[1]
         return end.at is not None or end.event.query()
 
-    def _at(self, mark: _Mark) -> float:
+    def _at(self, mark: _GpuMark) -> float:
         if mark.at is None:
             try:
                 passed = self._anchor.event.elapsed_time(mark.event) / 1e3
-            except RuntimeError:  # not there yet: it looks itself
+            except RuntimeError:  # not passed yet
                 mark.event.synchronize()
                 passed = self._anchor.event.elapsed_time(mark.event) / 1e3
             mark.at = self._zero + passed
@@ -392,25 +400,25 @@ class _Marks:
                 self._anchor, self._zero = mark, mark.at
         return mark.at
 
-    def read(self, began: _Mark, ended: _Mark) -> tuple[float, float]:
-        """Start and length in seconds; waits where the marks have not passed."""
+    def read(self, began: _GpuMark, ended: _GpuMark) -> tuple[float, float]:
+        """Start and length in seconds; waits for marks that have not passed."""
         at = self._at(began)
         return at, self._at(ended) - at
 
 
-_NOBODY = Events()
-_current = _NOBODY
+_DROPPED = Events()
+_current = _DROPPED
 
 
 def current() -> Events:
-    """The events of the run whose turn it is in this process (``turns.py``); of nobody, and forgotten, between runs.
+    """The events of the run that is active in this process (``turns.py``); between runs, events that are dropped.
 
-    For parts that are not handed any: ``with events.current().span("gather", bytes=n): ...``
+    For parts that have no reference to a run: ``with events.current().span("gather", bytes=n): ...``
     """
     return _current
 
 
 def use(events: Events | None) -> None:
-    """Let ``current()`` be ``events``; None: nobody's."""
+    """Let ``current()`` return ``events``; None: events that are dropped."""
     global _current
-    _current = _NOBODY if events is None else events
+    _current = _DROPPED if events is None else events

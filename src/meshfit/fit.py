@@ -24,7 +24,7 @@ from meshfit.drive import Training, begin
 from meshfit.errors import JobError
 from meshfit.history import History
 from meshfit.job import Job
-from meshfit.observe.folder import Folder
+from meshfit.observe.folder import RunFolder
 from meshfit.observe.progress import Progress
 from meshfit.observe.summary import show
 from meshfit.plan import Plan
@@ -132,7 +132,7 @@ def fit(
     history = History()
     unread: deque[Step] = deque()  # steps whose loss is still on its way from a GPU: a callback would wait for it
     training = begin(job, lockstep=bool(each_step))
-    with training, Progress(training, shown=shown) as bar, Folder(training) as folder:
+    with training, Progress(training, shown=shown) as bar, RunFolder(training) as folder:
         for each in training:
             history.add(each)
             bar.show(each)
@@ -198,7 +198,7 @@ def steps(
 
 
 def _steps(training: Training) -> Generator[Step, None, None]:
-    with training, Folder(training) as folder:
+    with training, RunFolder(training) as folder:
         try:
             for step in training:
                 folder.add(step)

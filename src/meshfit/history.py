@@ -24,8 +24,8 @@ class History(Sequence[Step]):
         self._skipped = 0
 
     def add(self, step: Step) -> None:
-        """Ranks that step apart report out of order; one reported again, after a server had to go back, replaces its
-        earlier self."""
+        """Asynchronous ranks report out of order; a step reported again, after a server had to go back, replaces the
+        earlier one."""
         steps = self._steps
         at = bisect_left(steps, step.step, key=lambda kept: kept.step)
         self._evaluated += bool(step.valid)
@@ -35,13 +35,13 @@ class History(Sequence[Step]):
             return
         steps.insert(at, step)
         self.total += 1
-        self._thin(at + 1, at, at - 1)  # the first or the last of before is so no more
+        self._thin(at + 1, at, at - 1)  # a step that was the first or the last no longer is
         if len(steps) - self._evaluated > MOST:
             self.every *= 2
             self._thin(*range(len(steps) - 1, 0, -1))
 
     def _thin(self, *places: int) -> None:
-        """Forget those of the steps at ``places``, from the back, that need not be kept."""
+        """Drop those of the steps at ``places``, from the back, that need not be kept."""
         steps = self._steps
         for i in places:
             if 0 < i < len(steps) - 1 and not steps[i].valid and steps[i].step % self.every:

@@ -1,20 +1,21 @@
 """Metrics over a data set, the same number under every plan.
 
 A metric is a function of outputs and targets, or an object with ``update``, ``compute`` and ``reset`` (torchmetrics,
-torcheval, your own). What a rank can do by itself depends on what the metric is:
+torcheval, your own). There are three kinds:
 
     mean      a function whose value for a batch is the mean over its parts (accuracy): each rank sums its own samples
-    merged    an object that says how its state is reduced (torchmetrics: sum, cat, max, min): each rank updates its own
-              copy, the states are merged once, lists in the order of the samples
-    gathered  anything else (F1 as a function, a correlation): the first rank is handed whole batches, outputs and
-              targets of all ranks in the order of the samples; functions are called once, with all of them
+    merged    an object that declares how its state is reduced (torchmetrics: sum, cat, max, min): each rank updates its
+              own copy, the states are merged once, lists in the order of the samples
+    gathered  all others (F1 as a function, a correlation): the first rank gets whole batches, outputs and targets of
+              all ranks in the order of the samples; a function is called once, with all of them
 
-Which a function is, is tried on the first batch: whole against parts, with its outputs and targets, and again with
-noise on the outputs and targets in another order, so that a model that predicts one class hides nothing. A function
-that passes and shows later that it is no mean is an error. An object's own synchronisation is turned off.
+Whether a function is a mean is probed on the first batch: the whole against its parts, with its outputs and targets,
+and again with noise on the outputs and shuffled targets, so that it also shows for a model that predicts one class. A
+function that passes, and on a later batch turns out to be no mean, is an error. An object's own synchronisation is off.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "dim_zero_max": lambda stacked: stacked.amax(0),
     "dim_zero_min": lambda stacked: stacked.amin(0),
 }
-"""What torchmetrics calls the ways to reduce a state, but for ``dim_zero_cat``."""
+"""By torchmetrics' name; lists are reduced by ``dim_zero_cat``."""
 
 
 def has_state(metric: Any) -> bool:
@@ -46,7 +47,7 @@ def check(name: str, metric: Any) -> None:
     if has_state(metric):
         if type(metric).__module__.partition(".")[0] == "ignite":
             raise JobError(
-                f"metrics[{name!r}] is of ignite, whose metrics talk to all ranks by themselves when they compute",
+                f"metrics[{name!r}] is of ignite, whose metrics communicate over all ranks when they compute",
                 "torchmetrics and torcheval have the same ones, or give a function of outputs and targets",
             )
     elif not callable(metric):
@@ -68,19 +69,19 @@ class Metrics:
         self.group, self.device, self.share = group, device, share
         self.means: dict[str, Mean] = {}
         self.merged: dict[str, Merged] = {}
-        self.gathered: dict[str, Gathered] = {}
+        self.gathered: dict[str, Any] = {}
         self._untried: dict[str, Callable[..., Any]] = {}
         for name, metric in _flat(metrics):
             if not has_state(metric):
                 self._untried[name] = metric
             elif reductions := _reductions(metric):
-                self.merged[name] = Merged(_apart(metric, device), reductions)
+                self.merged[name] = Merged(_local_copy(metric, device), reductions)
             else:
-                self.gathered[name] = Gathered(_apart(metric, device))
+                self.gathered[name] = _local_copy(metric, device)
         self._batches = 0
 
-    def see(self, outputs: Any, targets: Any, samples: int, whole: int) -> None:
-        """What this rank has of a batch of ``whole`` samples: maybe nothing. All ranks call it for every batch."""
+    def update(self, outputs: Any, targets: Any, samples: int, whole: int) -> None:
+        """With this rank's ``samples``, maybe none, of a batch of ``whole``. All ranks call it for every batch."""
         if (self.gathered or self._untried) and whole:
             part = (self.share, _on_cpu(outputs), _on_cpu(targets)) if samples else None
             parts = self._gather(part)
@@ -89,16 +90,16 @@ class Metrics:
             if self.gathered and parts is not None:
                 batch = _joined(parts, self.device)
                 for metric in self.gathered.values():
-                    metric.see(*batch)
+                    metric.update(*batch)
         if samples:
             for metric in self.means.values():
-                metric.see(outputs, targets, samples)
+                metric.update(outputs, targets, samples)
             for metric in self.merged.values():
-                metric.see(outputs, targets, (self._batches, self.share))
+                metric.update(outputs, targets, (self._batches, self.share))
         self._batches += 1
 
     def sums(self) -> dict[str, tuple[Any, Any]]:
-        """(sum, count) of each metric that is a mean; a count of NaN where it showed that it is none."""
+        """(sum, count) of each metric that is a mean; a count of NaN where a batch has shown that it is none."""
         return {name: (metric.total, metric.count) for name, metric in self.means.items()}
 
     def values(self) -> dict[str, float]:
@@ -110,27 +111,27 @@ class Metrics:
         def computed() -> dict[str, float]:
             for name, metric in self.merged.items():
                 metric.merge([each[name] for each in found or []])
-            every = {**self.merged, **self.gathered}
+            every = {name: merged.metric for name, merged in self.merged.items()} | self.gathered
             return {k: v for name, metric in every.items() for k, v in _numbers(name, metric.compute()).items()}
 
-        return self._told(None if found is None else computed)
+        return self._broadcast(None if found is None else computed)
 
-    def _told(self, find: Callable[[], Any] | None) -> Any:
+    def _broadcast(self, find: Callable[[], Any] | None) -> Any:
         """What the first rank finds, or raises, on every rank."""
-        told: list[Any] = [None]
+        found: list[Any] = [None]
         if find is not None:
             try:
-                told = [find()]
+                found = [find()]
             except Exception as error:  # the others wait for an answer
-                told = [error]
+                found = [error]
         if self.group is not None:
-            dist.broadcast_object_list(told, group=self.group, group_src=0)
-        if isinstance(told[0], Exception):
-            raise told[0]
-        return told[0]
+            dist.broadcast_object_list(found, group=self.group, group_src=0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
 
     def _gather(self, mine: Any) -> list[Any] | None:
-        """What each rank has that has something, on the first rank; None on the others."""
+        """What ranks have, where it is not None, on the first rank; None on the others."""
         if self.group is None:
             return [mine] if mine is not None else []
         first = dist.get_rank(self.group) == 0
@@ -139,18 +140,18 @@ class Metrics:
         return None if everybody is None else [each for each in everybody if each is not None]
 
     def _decide(self, parts: list[Any] | None) -> None:
-        """Which functions are means, tried on the first rank."""
+        """Probe on the first rank which functions are means."""
 
-        def tried() -> dict[str, bool]:
+        def probed() -> dict[str, bool]:
             batch = _joined(parts or [], self.device)
             return {name: is_mean(name, metric, *batch) for name, metric in self._untried.items()}
 
-        mean = self._told(None if parts is None else tried)
+        mean = self._broadcast(None if parts is None else probed)
         for name, metric in self._untried.items():
             if mean[name]:
                 self.means[name] = Mean(name, metric)
             else:
-                self.gathered[name] = Gathered(Called(name, metric))
+                self.gathered[name] = CalledOnce(name, metric)
         self._untried = {}
 
 
@@ -163,7 +164,7 @@ class Mean:
     total: Any = 0.0
     count: Any = 0.0
 
-    def see(self, outputs: Any, targets: Any, samples: int) -> None:
+    def update(self, outputs: Any, targets: Any, samples: int) -> None:
         total, count = reduced(self.name, self.metric(outputs, targets), samples)
         if samples > 1 and not _adds_up(self.name, self.metric, outputs, targets, samples, (total, count)):
             count = float("nan")
@@ -172,25 +173,22 @@ class Mean:
 
 @dataclass(slots=True)
 class Merged:
-    """An object of torchmetrics whose state adds up: this rank's copy of it."""
+    """This rank's copy of a torchmetrics object whose state can be reduced."""
 
     metric: Any
     reductions: dict[str, str]
     _at: list[tuple[int, int]] = field(default_factory=list)
     """(batch, share) of each update."""
 
-    def see(self, outputs: Any, targets: Any, at: tuple[int, int]) -> None:
+    def update(self, outputs: Any, targets: Any, at: tuple[int, int]) -> None:
         self.metric.update(outputs, targets)
         self._at.append(at)
 
-    def state(self) -> tuple[list[tuple[int, int]], int, dict[str, Any]]:
-        return (
-            self._at,
-            self.metric._update_count,
-            {name: _on_cpu(getattr(self.metric, name)) for name in self.reductions},
-        )
+    def state(self) -> "State":
+        values = {name: _on_cpu(getattr(self.metric, name)) for name in self.reductions}
+        return self._at, self.metric._update_count, values
 
-    def merge(self, states: list[tuple[list[tuple[int, int]], int, dict[str, Any]]]) -> None:
+    def merge(self, states: "list[State]") -> None:
         for name, reduction in self.reductions.items():
             if reduction != "dim_zero_cat":
                 stacked = torch.stack([state[name] for _, _, state in states])
@@ -199,28 +197,16 @@ class Merged:
                 entries = [(at, value) for ats, _, state in states for at, value in _entries(ats, state[name])]
                 merged = [value.to(self.metric.device) for _, value in sorted(entries, key=lambda entry: entry[0])]
             setattr(self.metric, name, merged)
-        self.metric._update_count = sum(count for _, count, _ in states)  # else it warns that it saw nothing
-
-    def compute(self) -> Any:
-        return self.metric.compute()
+        self.metric._update_count = sum(count for _, count, _ in states)  # 0 would make it warn
 
 
-@dataclass(slots=True)
-class Gathered:
-    """A metric that is handed whole batches, on the first rank."""
-
-    metric: Any
-
-    def see(self, outputs: Any, targets: Any) -> None:
-        self.metric.update(outputs, targets)
-
-    def compute(self) -> Any:
-        return self.metric.compute()
+State = tuple[list[tuple[int, int]], int, dict[str, Any]]
+"""(batch, share) of each update; their number; tensors, and lists of them, by name."""
 
 
 @dataclass(slots=True)
-class Called:
-    """A function, called once with all outputs and targets."""
+class CalledOnce:
+    """A function as an object: called once, with all outputs and targets."""
 
     name: str
     metric: Callable[..., Any]
@@ -236,7 +222,7 @@ class Called:
 
 
 def reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
-    """(sum, count) of what a function gave: a mean, one number a sample, or the pair itself."""
+    """(sum, count) of what a function returned: a mean, one number a sample, or that pair."""
     if isinstance(value, tuple) and len(value) == 2:
         return value[0], value[1]
     if isinstance(value, list | np.ndarray):
@@ -245,7 +231,7 @@ def reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
         return value.double().sum(), samples
     if isinstance(value, Tensor) and value.numel() != 1:
         raise DataError(
-            f"the metric {name!r} gave a tensor of shape {tuple(value.shape)} for {samples} samples",
+            f"the metric {name!r} returned a tensor of shape {tuple(value.shape)} for {samples} samples",
             "return a mean, one number a sample, or (sum, count)",
         )
     return (value.double() if isinstance(value, Tensor) else value) * samples, samples
@@ -254,7 +240,7 @@ def reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
 def is_mean(name: str, metric: Callable[..., Any], outputs: Any, targets: Any) -> bool:
     """Whether a function of these samples is the mean over any parts of them."""
     samples = tree.size(targets) or tree.size(outputs)
-    if samples < 2:  # nothing to try it on: called with all, it is right whatever it is
+    if samples < 2:  # it cannot be probed; called once with all samples, any function is right
         return False
     draw = torch.Generator().manual_seed(0)
     for trial in range(4):
@@ -269,9 +255,9 @@ def is_mean(name: str, metric: Callable[..., Any], outputs: Any, targets: Any) -
             whole = reduced(name, metric(outputs, targets), samples)
             if not _adds_up(name, metric, outputs, targets, samples, whole):
                 return False
-        except DataError:  # it gave no number
+        except DataError:  # it returned no number
             raise
-        except Exception:  # it wants samples that a part need not have: called with all, it has them
+        except Exception:  # it needs samples that a part may lack
             return False
     return True
 
@@ -286,12 +272,10 @@ def _adds_up(name: str, metric: Any, outputs: Any, targets: Any, samples: int, w
             for x in (outputs, targets)
         ]
         value, weight = (float(v) for v in reduced(name, metric(*some), len(range(samples)[part])))
-        if weight:  # a mean over nothing is NaN, and weighs nothing
+        if weight:  # a mean over nothing is NaN, with a weight of 0
             total, count = total + value, count + weight
     want, got = float(whole[0]) / (float(whole[1]) or 1.0), total / (count or 1.0)
-    return (
-        got == want or abs(got - want) <= TOLERANCE * max(abs(want), abs(got)) + 1e-9 or (got != got and want != want)
-    )
+    return math.isclose(got, want, rel_tol=TOLERANCE, abs_tol=1e-9) or (got != got and want != want)
 
 
 def _per_sample(tensor: Tensor, samples: int) -> bool:
@@ -306,7 +290,7 @@ def _noisy(tensor: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Metrics one by one: a collection of torchmetrics is many."""
+    """Metrics one by one: those of a torchmetrics collection, too."""
     for name, metric in metrics.items():
         if has_state(metric) and isinstance(metric, nn.ModuleDict):
             yield from _flat({f"{name}/{key}": each for key, each in metric.items()})
@@ -315,7 +299,7 @@ def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _reductions(metric: Any) -> dict[str, str]:
-    """How each tensor of a torchmetrics object's state is reduced, if that is all there is to it."""
+    """How each tensor of a torchmetrics object's state is reduced; nothing where that is not all of its state."""
     found = getattr(metric, "_reductions", None)
     if not isinstance(metric, nn.Module) or not isinstance(found, dict) or next(metric.children(), None) is not None:
         return {}
@@ -327,29 +311,25 @@ def _reductions(metric: Any) -> dict[str, str]:
     return names
 
 
-def _apart(metric: Any, device: torch.device) -> Any:
-    """A copy that begins anew on ``device``, and talks to no other rank."""
+def _local_copy(metric: Any, device: torch.device) -> Any:
+    """A copy on ``device``, reset, that does not synchronise with other ranks."""
     metric = copy.deepcopy(metric)
     metric = metric.to(device) if hasattr(metric, "to") else metric
     parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
     for each in parts:
         if hasattr(each, "sync_on_compute"):
             each.sync_on_compute = each.dist_sync_on_step = False
-            each.distributed_available_fn = _alone
+            each.distributed_available_fn = lambda: False
     metric.reset()  # type: ignore[operator]
     return metric
 
 
-def _alone() -> bool:
-    return False
-
-
 def _entries(at: list[tuple[int, int]], values: list[Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """What each update put into a list."""
+    """What each update appended to a list."""
     if len(values) != len(at):
         raise DataError(
-            f"a metric put {len(values)} tensors into its state in {len(at)} updates, so their order is not known",
-            "an object without `_reductions` is handed whole batches instead",
+            f"a metric appended {len(values)} tensors to its state in {len(at)} updates, so their order is not known",
+            "an object without `_reductions` gets whole batches instead",
         )
     return zip(at, values, strict=True)
 
@@ -365,7 +345,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """What a metric computed, as named numbers: a dict by its keys, a tensor by its places."""
+    """The value of a metric as named numbers: a dict by its keys, a tensor by its indices."""
     if isinstance(value, Mapping):
         return {k: v for key, each in value.items() for k, v in _numbers(f"{name}/{key}", each).items()}
     if isinstance(value, tuple | list) or (isinstance(value, Tensor | np.ndarray) and value.ndim):

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
-    """A finished training. Prints as the few lines that one wants to know."""
+    """A finished training. Prints as a short summary."""
 
     model: nn.Module
-    """The caller's model (or the one its function built), with the trained weights, where it was."""
+    """The caller's model (or the one its function built) with the trained weights, on its device."""
 
     history: History
     """Steps in order: all of the first 10,000; of a longer training some thousands, evenly, and every evaluation."""
@@ -74,7 +74,7 @@ class Result:
         return (last.samples - max(0, first.samples - self.batch_size)) / max(last.seconds, 1e-9)
 
     def rows(self) -> list[tuple[str, str]]:
-        """What was trained, how and with what outcome, in a few lines: a word, and what there is to say."""
+        """A summary in lines: a word, and its text."""
         rows = [
             ("plan", f"{self.plan}, batch of {self.batch_size:,} over all devices"),
             ("trained", f"{self.steps:,} steps in {self.seconds:.1f} s, {self.rate:,.0f} samples/s"),

@@ -3,7 +3,7 @@
 A few steps are trained on one device and under the plan, from the same weights on the same samples, and
 everything that training makes is compared: losses, gradients, their norm, weights, buffers, optimizer state.
 
-Rounding is told from a bug by measuring it (proof/rows.py): one device is trained again with its weights moved by a
+Rounding is told from a bug by measuring it (proof/compare.py): one device is trained again with its weights moved by a
 rounding, and with its samples in another order. Where that leaves the answer open, both sides are repeated in fp64,
 whose rounding is a billion times smaller. Where that cannot be run, or tells nothing either, the answer is that it
 cannot be decided. A plan that differs is told with the first module whose output or gradient does.
@@ -30,9 +30,9 @@ from meshfit.errors import PlanError
 from meshfit.job import Job
 from meshfit.launch.devices import Devices
 from meshfit.plan import Plan
+from meshfit.proof.compare import BEYOND, LIMITS, Comparison, Quantity, compare
 from meshfit.proof.double import doubled
 from meshfit.proof.modules import first_that_differs, keeps_modules
-from meshfit.proof.rows import BEYOND, LIMITS, Compared, Row, compare
 from meshfit.proof.training import Trained, Variant, can_go_backwards, rounding_of, train
 
 NOT_COMPARED = {"valid": None, "metrics": {}, "best": None, "patience": None, "ema": None, "out": None}
@@ -46,7 +46,7 @@ class Verdict:
 
     plan: Plan
     steps: int
-    rows: list[Row]
+    rows: list[Quantity]
     noise: list[str] = field(default_factory=list)
     """Tensors whose gradient is rounding: their weights are not compared."""
     notes: list[str] = field(default_factory=list)
@@ -164,7 +164,7 @@ class _Proof:
             return self._different(self.alone, self.spread, found, word, rounding)
         return self._in_double(found, word, rounding)
 
-    def _in_double(self, found: Compared, word: str, rounding: float) -> Verdict:
+    def _in_double(self, found: Comparison, word: str, rounding: float) -> Verdict:
         """The answer of fp64, where ``found`` leaves it open."""
         worst = found.worst
         apart = f"{worst.name} is {worst.difference:.1e} apart, and one device {worst.rounding:.1e} from itself"
@@ -201,7 +201,9 @@ class _Proof:
             return self._answer("undecided", wide, "fp64")
         return self._different(alone, spread, wide, "fp64", eps)
 
-    def _compared(self, alone: Job, spread: Job, want: Trained, rounding: float, limits: dict[str, float]) -> Compared:
+    def _compared(
+        self, alone: Job, spread: Job, want: Trained, rounding: float, limits: dict[str, float]
+    ) -> Comparison:
         got = train(spread, self.how)
         again = [train(alone, replace(self.how, perturbed=rounding))]
         found = self._of_rows(compare(want, got, again, limits))
@@ -215,10 +217,10 @@ class _Proof:
                 return found
         return self._of_rows(compare(want, got, [*again, turned], limits))
 
-    def _of_rows(self, found: Compared) -> Compared:
+    def _of_rows(self, found: Comparison) -> Comparison:
         return found if self.plan.in_step else replace(found, rows=[r for r in found.rows if r.name == "weights"])
 
-    def _tell_of_raised(self, found: Compared) -> None:
+    def _tell_of_raised(self, found: Comparison) -> None:
         for row in found.rows:
             if row.difference > row.fixed:
                 self.notes.append(
@@ -226,7 +228,7 @@ class _Proof:
                     f" {row.rounding:.1e} from itself after a rounding"
                 )
 
-    def _different(self, alone: Job, spread: Job, found: Compared, word: str, rounding: float) -> Verdict:
+    def _different(self, alone: Job, spread: Job, found: Comparison, word: str, rounding: float) -> Verdict:
         names = {row.name: row.first for row in found.rows if not row.equal and row.first}
         first, parameter = "", names.get("each gradient") or names.get("gradients")
         if keeps_modules(self.plan):
@@ -235,13 +237,13 @@ class _Proof:
             how = replace(self.how, watched=True)
             want, got = (train(side, how).modules for side in short)
             again = train(short[0], replace(how, perturbed=rounding)).modules
-            if want is not None and got is not None:
+            if want is not None and got is not None and again is not None:
                 first = first_that_differs(want, got, again, 1e-7 if word == "fp64" else 1e-4)
         if not first and (parameter or "weights" in names):
             first = f"the gradient of {parameter}" if parameter else f"the weight {names['weights']}"
         return self._answer("different", found, word, first)
 
-    def _answer(self, answer: str, found: Compared, word: str, first: str = "") -> Verdict:
+    def _answer(self, answer: str, found: Comparison, word: str, first: str = "") -> Verdict:
         return Verdict(
             self.plan, self.steps, found.rows, found.noise, self.notes, answer=answer, decided_in=word, first=first
         )
@@ -271,7 +273,7 @@ def _beside(job: Job, plan: Plan, steps: int) -> Verdict:
         told = sorted(begin(apart, lockstep=False), key=lambda step: step.step)
         ends.append((next(step.valid["loss"] for step in reversed(told) if step.valid), told))
     (want, _), (got, told) = ends
-    rows = [Row("loss over all data, at the end", abs(got - want) / (abs(want) or 1.0), math.inf)]
+    rows = [Quantity("loss over all data, at the end", abs(got - want) / (abs(want) or 1.0), math.inf)]
     notes = [f"loss over all data: {got:.4g}, in step {want:.4g}"]
     if plan.staleness:
         late = [step.staleness or 0 for step in told]

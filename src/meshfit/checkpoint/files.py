@@ -14,6 +14,7 @@ from typing import Any
 
 from meshfit.checkpoint.lock import Lock
 from meshfit.errors import CheckpointError
+from meshfit.units import size
 
 PART = ".part"
 """What a file is called until all of it is there."""
@@ -143,17 +144,8 @@ def refused(error: OSError, files: Files, name: str, needed: int, before: str = 
             free = files.free()
         except OSError:
             free = None
-        facts.append(f"needed: {amount(needed)} for this rank's part; free: {'?' if free is None else amount(free)}")
+        facts.append(f"needed: {size(needed)} for this rank's part; free: {'?' if free is None else size(free)}")
     return CheckpointError(f"the checkpoint {os.path.join(str(files), name)} could not be written", *facts, before)
-
-
-def amount(size: float) -> str:
-    """Bytes, for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
 
 
 def open_files(root: "Files | Path | str") -> Files:

@@ -25,7 +25,7 @@ from torch import Tensor
 from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.cadence import Cadence, Due
-from meshfit.checkpoint.files import Files, amount, open_files, refused
+from meshfit.checkpoint.files import Files, open_files, refused
 from meshfit.checkpoint.lock import Lock
 from meshfit.checkpoint.manifest import prune, sweep
 from meshfit.checkpoint.pieces import lie
@@ -33,6 +33,7 @@ from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
 from meshfit.checkpoint.write import Described, RankSave, assign, copied, describe
 from meshfit.errors import CheckpointError, JobError
+from meshfit.units import size
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -122,7 +123,7 @@ class Saver:
         if free is not None and free < 2 * needed:
             raise CheckpointError(
                 f"there is no room for two checkpoints in {self.files}",
-                f"one takes about {amount(needed)}, {amount(free)} are free",
+                f"one takes about {size(needed)}, {size(free)} are free",
                 "the older one goes only when the newer one is on disk",
             )
 
@@ -265,10 +266,10 @@ def expected_bytes(run: "Run") -> int:
     total = 0
     for p in run.model.parameters():
         shape = lie(run.placed, p).shape
-        size = prod(shape) * p.dtype.itemsize
-        total += size
+        nbytes = prod(shape) * p.dtype.itemsize
+        total += nbytes
         if p.requires_grad:
-            total += 2 * size if kept is None else sum(kept.of(shape, str(p.dtype).removeprefix("torch.")))
+            total += 2 * nbytes if kept is None else sum(kept.of(shape, str(p.dtype).removeprefix("torch.")))
     return total
 
 

@@ -1,6 +1,6 @@
 """The command line: ``meshfit VERB train.py [-- args]``. Every verb parses, calls, prints.
 
-A script is run as ``python`` would run it. When it comes to its ``fit``, the verb takes over.
+A script runs as ``python`` would run it. At its call of ``fit`` the verb takes over.
 """
 
 import sys

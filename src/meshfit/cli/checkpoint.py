@@ -1,6 +1,6 @@
-"""``meshfit checkpoint``: what is in checkpoints, whether they are intact, and getting weights out of them.
+"""``meshfit checkpoint``: list, show, verify, compare, export and prune checkpoints.
 
-Runs where there is no GPU, and reads some MiB at a time.
+Needs no GPU, and reads some MiB at a time.
 """
 
 import json as json_text
@@ -14,17 +14,18 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
 from meshfit.axes.precision import DTYPES
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.compare import differences
 from meshfit.checkpoint.export import SHARD
-from meshfit.checkpoint.files import amount
+from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.manifest import Manifest
 from meshfit.checkpoint.outside import open_weights
 from meshfit.checkpoint.read import verify as verify_bytes
 from meshfit.errors import CheckpointError
+from meshfit.observe.columns import columns
+from meshfit.units import size
 
 app = typer.Typer(help="List, show, verify, compare, export and prune checkpoints.", no_args_is_help=True)
 
@@ -35,34 +36,34 @@ console = Console()
 
 @app.command("list")
 def list_(where: Where, json: Json = False) -> None:
-    """Every checkpoint in a folder, newest first, and what is none."""
-    files, name = manifest.find(where)
-    skipped: list[manifest.Skipped] = []
-    found = [manifest.read(files, name)] if name else list(manifest.complete(files, skipped))
+    """Every checkpoint in a folder, newest first, and those that are not complete."""
+    files, found, skipped = _found(where)
     if json:
         whole = [{"name": each.name, **_about(each)} for each in found]
         print(json_text.dumps(whole + [{"name": each.name, "wrong": each.why} for each in skipped], indent=2))
         return
     if not found and not skipped:
         raise CheckpointError(f"there is no checkpoint in {files}")
-    table = _table("checkpoint", ">step", ">epoch", "plan", ">ranks", ">size", "saved")
+    table = columns("checkpoint", ">step", ">epoch", "plan~", ">ranks", ">size", "saved")
     for each in found:
-        table.add_row(*_row(each))
+        body, saved = each.body, each.body["time"][:16].replace("T", " ")
+        cells = each.name, body["step"], f"{body['epoch']:.2f}", body["plan"], body["world"], size(each.nbytes), saved
+        table.add_row(*map(str, cells))
     console.print(table)
     for each in skipped:
         console.print(f"  [red]{each.name}[/]  {each.why}", highlight=False)
 
 
+def _found(where: str) -> tuple[Files, list[Manifest], list[manifest.Skipped]]:
+    """The folder at ``where``, its complete checkpoints (or the one that ``where`` is), and what was skipped."""
+    files, name = manifest.find(where)
+    skipped: list[manifest.Skipped] = []
+    return files, [manifest.read(files, name)] if name else list(manifest.complete(files, skipped)), skipped
+
+
 def _about(found: Manifest) -> dict[str, object]:
     keys = ("step", "samples", "epoch", "plan", "world", "batch_size", "seed", "time", "versions", "fingerprint")
     return {**{key: found.body[key] for key in keys}, "bytes": found.nbytes}
-
-
-def _row(found: Manifest) -> list[str]:
-    body = found.body
-    saved = body["time"][:16].replace("T", " ")
-    said = (found.name, body["step"], f"{body['epoch']:.2f}", body["plan"], body["world"], amount(found.nbytes), saved)
-    return [str(each) for each in said]
 
 
 @app.command()
@@ -71,15 +72,15 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor, too.")] = False,
     json: Json = False,
 ) -> None:
-    """What is in a checkpoint: the newest of a folder."""
+    """Show a checkpoint: the newest of a folder."""
     found = manifest.newest(where)
     body, state = found.body, found.body["state"]
     if json:
         listed = {key: [str(t.dtype), list(t.shape)] for key, t in found.tensors.items()} if tensors else {}
         print(json_text.dumps({**_about(found), "state": state, "ties": body["ties"], "tensors": listed}, indent=2))
         return
-    console.print(f"[bold]{found}[/]  {amount(found.nbytes)} in {len(body['files'])} files")
-    table = Table(box=None, show_header=False, padding=(0, 2))
+    console.print(f"[bold]{found}[/]  {size(found.nbytes)} in {len(body['files'])} files")
+    table = columns("", "~", header=False)
     optimizer = state["optimizer"]
     lrs = [f"{group['lr']:.3g}" for group in optimizer["settings"] if isinstance(group.get("lr"), float)]
     rows = {
@@ -96,12 +97,12 @@ def show(
     for key in sorted({key.split("/")[0] for key in found.tensors}):
         kinds = found.named(key)
         count = sum(prod(t.shape) for t in kinds.values())
-        rows[f"{key}/"] = f"{len(kinds)} tensors, {count:,} numbers, {amount(sum(t.nbytes for t in kinds.values()))}"
+        rows[f"{key}/"] = f"{len(kinds)} tensors, {count:,} numbers, {size(sum(t.nbytes for t in kinds.values()))}"
     for name, value in rows.items():
         table.add_row(f"[dim]{name}", value)
     console.print(table)
     if tensors:
-        listed = _table("tensor", "dtype", "shape", ">parts")
+        listed = columns("tensor", "dtype", "shape", ">parts")
         for key, each in found.tensors.items():
             listed.add_row(key, str(each.dtype).removeprefix("torch."), str(list(each.shape)), str(len(each.parts)))
         console.print(listed)
@@ -111,14 +112,11 @@ def show(
 def verify(
     where: Where, every: Annotated[bool, typer.Option("--all", help="All, not the newest alone.")] = False
 ) -> None:
-    """Read every byte and check it against its SHA-256: exit code 0 if all is as it was written, 1 if not."""
-    files, name = manifest.find(where)
-    skipped: list[manifest.Skipped] = []
-    found = [manifest.read(files, name)] if name else list(manifest.complete(files, skipped))
+    """Check every byte against its SHA-256: exit code 0 if all are as they were written, 1 if not."""
+    files, found, skipped = _found(where)
     if not found:
-        raise CheckpointError(
-            f"there is no complete checkpoint in {files}", *(f"{s.name}: {s.why}" for s in skipped[:5])
-        )
+        why = [f"{each.name}: {each.why}" for each in skipped[:5]]
+        raise CheckpointError(f"there is no complete checkpoint in {files}", *why)
     bad = 0
     for each in skipped if every else ():
         console.print(f"{each.name}  [red]{each.why}")
@@ -133,11 +131,7 @@ def verify(
 
 
 @app.command()
-def diff(
-    a: Where,
-    b: Where,
-    most: Annotated[int, typer.Option(help="Tensors to show.")] = 20,
-) -> None:
+def diff(a: Where, b: Where, most: Annotated[int, typer.Option(help="Tensors to show.")] = 20) -> None:
     """What differs between two checkpoints: exit code 0 if nothing, 1 if something."""
     one, other = manifest.newest(a), manifest.newest(b)
     with _progress("compared", one.nbytes + other.nbytes) as told:
@@ -145,7 +139,7 @@ def diff(
     if not found:
         console.print("no difference", style="green")
         raise typer.Exit(0)
-    table = _table("", "", f"A  {one.name}", f"B  {other.name}")
+    table = columns("", "", f"A  {one.name}", f"B  {other.name}")
     for each in found[:most]:
         table.add_row(each.name, each.what, each.first, each.second)
     console.print(table)
@@ -168,18 +162,12 @@ def export(
     dtypes = {**DTYPES, "fp32": torch.float32}
     if dtype is not None and dtype not in dtypes:
         raise CheckpointError(f"--dtype {dtype} is not known", f"known: {', '.join(dtypes)}")
-    size = sum(each.nbytes for each in open_weights(source, what)[0].stored.values())
-    with _progress("exported", size) as told:
-        written = export(
-            source,
-            target,
-            kind=what,
-            dtype=None if dtype is None else dtypes[dtype],
-            shard=round(shard * 1e9),
-            told=told,
-        )
+    total = sum(each.nbytes for each in open_weights(source, what)[0].stored.values())
+    cast = None if dtype is None else dtypes[dtype]
+    with _progress("exported", total) as told:
+        written = export(source, target, kind=what, dtype=cast, shard=round(shard * 1e9), told=told)
     for path in written:
-        console.print(f"{path}  {amount(path.stat().st_size)}", highlight=False)
+        console.print(f"{path}  {size(path.stat().st_size)}", highlight=False)
 
 
 @app.command()
@@ -188,7 +176,7 @@ def prune(
     keep: Annotated[int, typer.Option(help="Complete checkpoints that stay.")] = 2,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; else only say what would go.")] = False,
 ) -> None:
-    """Remove old checkpoints, and what saves left that did not end. The newest one is verified first."""
+    """Remove old checkpoints, and incomplete ones. The newest one is verified first."""
     files, name = manifest.find(where)
     if name is not None:
         raise CheckpointError(f"{where} is one checkpoint", "prune takes the folder that holds them")
@@ -215,19 +203,10 @@ def prune(
         lock.release()
 
 
-def _table(*columns: str) -> Table:
-    """A ">" stands before columns of numbers; the plan may take several lines."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        name = column.removeprefix(">")
-        table.add_column(name, justify="right" if name != column else "left", no_wrap=name != "plan")
-    return table
-
-
 @contextmanager
-def _progress(what: str, size: int) -> Iterator[Callable[[int], None]]:
-    """A bar while bytes are read, on terminals."""
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar while bytes are read, on a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=size)
+        task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)

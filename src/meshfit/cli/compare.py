@@ -1,4 +1,4 @@
-"""``meshfit compare``: the same job under several plans for a few steps each; or runs that there are already."""
+"""``meshfit compare``: the same job under several plans for a few steps each; or existing runs."""
 
 import copy
 import re
@@ -16,8 +16,8 @@ from meshfit.drive import begin
 from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
 from meshfit.observe import compare as side_by_side
-from meshfit.observe.folder import Folder, new_folder
-from meshfit.observe.reading import Recording, read
+from meshfit.observe.folder import RunFolder, new_folder
+from meshfit.observe.reading import RecordedRun, read
 from meshfit.run import Run
 
 NOT_COMPARED = {"epochs": None, "valid": None, "metrics": {}, "best": None, "patience": None, "valid_every": None}
@@ -31,9 +31,9 @@ def compare(
     out: Annotated[Path, typer.Option(help="Folder for the runs and the picture.")] = Path("runs/compare"),
     fit: Annotated[int, typer.Option(help="Which of the script's calls of fit to act on.")] = 1,
 ) -> None:
-    """Put plans, or runs, side by side: losses equal, speed, memory, traffic, use. One table, one picture.
+    """Compare plans, or runs: losses, speed, memory, traffic, waiting. One table, one picture.
 
-    Plans are trained without dropout, so that their losses can be held against each other.
+    Plans are trained without dropout, so that their losses can be compared.
     """
     if not targets[0].endswith(".py"):
         _show([read(target) for target in targets], {}, Path("compare.svg"), f"{len(targets)} runs")
@@ -54,8 +54,8 @@ def compare(
 
 def train_under(
     plans: list[str], asked: dict[str, Any], folder: Path, *, steps: int, devices: str | None = None
-) -> tuple[list[Recording], dict[str, str]]:
-    """The job under each plan, from the same weights and over the same samples; and why some cannot be."""
+) -> tuple[list[RecordedRun], dict[str, str]]:
+    """The job under each plan, from the same weights and over the same samples; and the errors of plans that fail."""
     runs, failed = [], {}
     console = Console(stderr=True, highlight=False)
     for plan in plans:
@@ -73,9 +73,9 @@ def train_under(
     return runs, failed
 
 
-def _trained(job: Job) -> Recording:
+def _trained(job: Job) -> RecordedRun:
     training = begin(job, lockstep=False, tap=_without_dropout)
-    with training, Folder(training) as folder:
+    with training, RunFolder(training) as folder:
         for step in training:
             folder.add(step)
     assert training.folder is not None
@@ -83,18 +83,18 @@ def _trained(job: Job) -> Recording:
 
 
 def _without_dropout(run: Run) -> None:
-    """Each rank would draw its own random numbers, and losses could not be held against each other."""
+    """Each rank would draw its own random numbers, and losses would differ."""
     norms = set(batch_norms(run.model))
     for module in run.model.modules():
         module.training = module in norms
 
 
-def _show(runs: list[Recording], failed: dict[str, str], path: Path, title: str) -> None:
+def _show(runs: list[RecordedRun], failed: dict[str, str], path: Path, title: str) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
     console.print()
-    console.print(side_by_side.table(side_by_side.rows(runs)))
+    console.print(side_by_side.table(side_by_side.compared(runs)))
     for plan, why in failed.items():
         console.print()
         console.print(Text(f"  {plan} was left out: {why}", style="yellow"))

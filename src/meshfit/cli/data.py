@@ -1,4 +1,4 @@
-"""``meshfit data URL``: what is there, what samples look like, and how fast they can be read."""
+"""``meshfit data URL``: its columns, a few samples, and how fast it can be read."""
 
 import json as json_text
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from meshfit.cli.screen import number, size
 from meshfit.data.look import Look, look, picture
 from meshfit.data.opening import open as open_url
 from meshfit.errors import DataError
+from meshfit.observe.columns import columns
+from meshfit.units import quantity, size
 
 ROWS = 16
 """Of pixels, in the terminal: two to a line."""
@@ -29,13 +29,13 @@ def data(
     images: Annotated[Path | None, typer.Option(help="Write a few images to this PNG.")] = None,
     json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Show what is at a path or URL: columns, samples, sizes, a few images, and how fast each stage reads them."""
+    """Show the data at a path or URL: columns, samples, sizes, a few images, and how fast each stage reads them."""
     options: dict[str, Any] = {"query": query, "key": key, "length": length}
     options = {name: value for name, value in options.items() if value is not None}
     if columns:
         options["columns"] = tuple(columns.split(","))
     if length is None and url.endswith((".txt", ".bin", ".tokens")):
-        raise DataError(f"{url} holds tokens, with no word of how many are a sample", "--length 1024, say")
+        raise DataError(f"{url} holds tokens: how many are a sample?", "--length 1024, say")
     source = open_url(url, **options)
     found = look(source, batch=batch)
     if images is not None:
@@ -52,9 +52,7 @@ def _show(found: Look, names: tuple[str, ...]) -> None:
         f"\n [bold]{found.samples:,}[/] samples of {size(found.sample_bytes)}, "
         f"{size(found.samples * found.sample_bytes)} as they reach a model; the first is {found.first}\n"
     )
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for title in ("", "type", "a sample", "values of some"):
-        table.add_column(title)
+    table = columns("", "type", "a sample", "values of some~")
     for i, column in enumerate(found.columns):
         shape = "differs" if column.shape is None else " x ".join(map(str, column.shape)) or "one"
         name = names[i] if len(names) == len(found.columns) else column.name
@@ -64,21 +62,18 @@ def _show(found: Look, names: tuple[str, ...]) -> None:
         console.print()
         for line in _blocks(picture(found.images, ROWS)):
             console.print(line)
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    table.add_column("")
-    for title in ("samples a second", "a second", "a batch of " + str(found.batch)):
-        table.add_column(title, justify="right")
+    table = columns("", ">samples a second", ">a second", f">a batch of {found.batch}")
     for speed in found.speeds:
         took = f"{1e3 * found.batch / speed.samples:.3g} ms"
         threads = f"{speed.threads} thread{'s' * (speed.threads > 1)}"
-        table.add_row(threads, number(speed.samples), size(speed.bytes), took)
+        table.add_row(threads, quantity(speed.samples), size(speed.bytes), took)
     console.print()
     console.print(table)
     parts = ", ".join(f"{name} {share:.0%}" for name, share in sorted(found.stages.items(), key=lambda x: -x[1]))
     best = max(found.speeds, key=lambda speed: speed.samples)
     console.print(f"\n where one thread's time goes: {parts}")
     console.print(
-        f" a device that takes more than {number(best.samples)} samples a second waits for: [bold]{found.slowest}[/]"
+        f" a device that takes more than {quantity(best.samples)} samples a second waits for: [bold]{found.slowest}[/]"
         f"{_advice(found)}\n"
     )
 
@@ -91,7 +86,7 @@ def _advice(found: Look) -> str:
 
 
 def _blocks(pixels: Tensor) -> list[Text]:
-    """Two rows of pixels to a line: the upper is the colour of a half block, the lower that behind it."""
+    """Two rows of pixels to a line: the upper as a half block, the lower as its background."""
     lines = []
     colour = lambda y, x: "#{:02x}{:02x}{:02x}".format(*pixels[:, y, x].tolist())
     for y in range(0, pixels.shape[1] - 1, 2):

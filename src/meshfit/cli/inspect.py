@@ -1,7 +1,7 @@
 """``meshfit inspect``: what is inside a model, and along which axes it can be spread. Nothing is trained.
 
-Here the model is found that a word on the command line stands for, with something to call it on. What is said of it
-is in ``anatomy/describe.py``, how that looks in ``screen.py``.
+Builds the model that the command line names, and inputs for it. What is found about it is in ``anatomy/describe.py``,
+how it is printed in ``screen.py``.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,10 @@ from meshfit.loss.objective import call, split
 from meshfit.torch_private import Dropout
 
 SAMPLES = 4  # of a script's data that are traced: more than one, so that nothing broadcasts by accident
-LENGTH = 128  # tokens, where nothing else is said
+LENGTH = 128  # tokens of a sample, by default
 FINE = 0.002  # share of the parameters down to which modules are opened
-LINES = 20  # of the tree of modules
-LISTS = ("ModuleList", "ModuleDict")
-MOST_TRIED = 1 << 26  # parameters up to which pairs are looked for, which needs real weights: some seconds
+MOST_TRIED = 1 << 26  # parameters up to which tensor= is tried, which needs real weights: some seconds
 LARGEST = 8 << 30  # bytes of weights up to which a model is built for real where its code needs values
-SHOWN = 0.03  # least share of time or bytes at which a module is opened in the tree
-WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +51,7 @@ class Subject:
     """A tensor, a tuple of them, or a dict: as ``fit`` would call the model."""
 
     def trace(self) -> tuple[Trace, nn.Module]:
-        """Of a model without memory for its weights; with it, where its code needs values."""
+        """Traced on the meta device; with real weights where the model's code needs values."""
         try:
             with torch.device("meta"):
                 model = self.build()
@@ -72,53 +68,38 @@ class Subject:
             model = self.build()
             return _traced(model, self.inputs), model
 
-    def pairs(self, model: nn.Module) -> Pairs | None:
-        """What can be split column then row; None where the model is too large to try, or cannot be run by itself."""
-        if sum(p.numel() for p in model.parameters()) > MOST_TRIED:
-            return None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return find_pairs(self.build() if any(p.is_meta for p in model.parameters()) else model, self.inputs)
-        except Exception:  # the trace stands by itself
-            return None
-
-    def split(self, model: nn.Module) -> list[str]:
-        """What ``tensor=2`` would split how, each split checked; nothing where it cannot be tried."""
+    def tensor_splits(self, model: nn.Module) -> tuple[Pairs | None, list[str]]:
+        """Pairs that can be split column then row, and the checked splits of ``tensor=2`` in words. None and nothing
+        where the model is too large to try, or cannot be run by itself."""
         from meshfit.axes.find import as_number
         from meshfit.axes.tensor.plan import plan_tensor
 
+        pairs: Pairs | None = None
         if sum(p.numel() for p in model.parameters()) > MOST_TRIED:
-            return []
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                real = self.build() if any(p.is_meta for p in model.parameters()) else model
-                return plan_tensor(real, lambda twin: as_number(call(twin, self.inputs)), 2).explain()
-        except Exception:  # the trace stands by itself
-            return []
+            return pairs, []
+        with warnings.catch_warnings(), suppress(Exception):  # the trace is shown without them
+            warnings.simplefilter("ignore")
+            real = self.build() if any(p.is_meta for p in model.parameters()) else model
+            pairs = find_pairs(real, self.inputs)
+            return pairs, plan_tensor(real, lambda twin: as_number(call(twin, self.inputs)), 2).explain()
+        return pairs, []
 
 
 def _traced(model: nn.Module, inputs: Any) -> Trace:
-    """Opened as far as its cost is worth a line; as coarse as any training would, where that fails."""
-    for share in (FINE, SHARE):
-        try:
-            return record(model, inputs, share=share, meter=Meter).trace
-        except TraceError:
-            if share == SHARE:
-                raise
-    raise AssertionError
+    """In detail; where that fails, as coarse as a training traces it."""
+    with suppress(TraceError):
+        return record(model, inputs, share=FINE, meter=Meter).trace
+    return record(model, inputs, share=SHARE, meter=Meter).trace
 
 
 def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_json: bool) -> None:
-    """Find what ``target`` stands for, trace it, say what is inside."""
+    """Build the model that ``target`` names, trace it, and print what is inside."""
 
-    def told(subject: Subject) -> None:
+    def tell_about(subject: Subject) -> None:
         trace, model = subject.trace()
         samples = max(1, next((len(t) for t in tree.tensors(subject.inputs) if t.dim()), 1))
-        pairs = subject.pairs(model)
+        pairs, split = subject.tensor_splits(model)
         found = describe(trace, name=subject.name, samples=samples, dropouts=_dropouts(model), pairs=pairs)
-        split = subject.split(model) if pairs is not None else []
         if as_json:
             print(json.dumps({**asdict(found), "tensor": split}, indent=1))
         else:
@@ -126,14 +107,14 @@ def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_
             tell_of("tensor=2", split)
 
     if target.endswith(".py"):
-        _inspect_script(Path(target), arguments, specs, which, told, quiet=as_json)
+        _inspect_script(Path(target), arguments, specs, which, tell_about, quiet=as_json)
     elif target.endswith(".json"):
-        told(_from_config(Path(target), specs))
+        tell_about(_from_config(Path(target), specs))
     elif ":" in target:
-        told(_from_function(target, specs))
+        tell_about(_from_function(target, specs))
     else:
         raise JobError(
-            f"{target} is nothing that can be inspected",
+            f"{target} cannot be inspected: it is none of",
             "train.py           a script that calls meshfit.fit",
             "package.net:build  a function or class that makes the model, with --input",
             "config.json        a Hugging Face configuration",
@@ -141,18 +122,18 @@ def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_
 
 
 def _dropouts(model: nn.Module) -> tuple[str, ...]:
-    """Modules that drop something."""
-    named = model.named_modules()
-    return tuple(path for path, part in named if isinstance(part, Dropout) and part.p > 0)
+    return tuple(path for path, part in model.named_modules() if isinstance(part, Dropout) and part.p > 0)
 
 
-def _inspect_script(path: Path, arguments: list[str], specs: list[str], which: int, told: Any, *, quiet: bool) -> None:
+def _inspect_script(
+    path: Path, arguments: list[str], specs: list[str], which: int, tell_about: Any, *, quiet: bool
+) -> None:
     stdout = sys.stdout
 
     def instead(asked: dict[str, Any]) -> dict[str, Any]:
         try:
             with redirect_stdout(stdout):
-                told(_from_job(Job(**asked), str(path), specs))
+                tell_about(_from_job(Job(**asked), str(path), specs))
         except MeshfitError as error:
             raise SystemExit(tell(error)) from None
         raise SystemExit(0)

@@ -1,4 +1,4 @@
-"""What ``meshfit inspect`` shows: a description of a model on one screen, in units that people read."""
+"""The output of ``meshfit inspect``: a description of a model on one screen."""
 
 import os
 import re
@@ -9,6 +9,8 @@ from rich.table import Table
 
 from meshfit.anatomy.axes import EVEN
 from meshfit.anatomy.describe import Description
+from meshfit.observe.columns import columns
+from meshfit.units import flop, quantity, size
 
 WIDTH = 100
 
@@ -25,7 +27,7 @@ def show(found: Description) -> None:
     for part in (_facts(found), _modules_table(found), _stages_table(found), _axes_table(found)):
         console.print()
         console.print(part)
-    console.print("\n [dim]forward, kept and sent: for one sample. time: as flops and bytes tell, with the backward[/]")
+    console.print("\n [dim]forward, kept and sent: for one sample. time: by flops and bytes, with the backward[/]")
 
 
 def tell_of(title: str, lines: list[str]) -> None:
@@ -37,31 +39,18 @@ def tell_of(title: str, lines: list[str]) -> None:
             console.print(f" {line}", markup=False, highlight=False)
 
 
-def _table(*columns: str, header: bool = True) -> Table:
-    """Columns by name; ">name" is set to the right, "name~" may take several lines."""
-    table = Table(box=None, padding=(0, 1), header_style="dim", show_header=header)
-    for name in columns:
-        justify = "right" if name.startswith(">") else "left"
-        table.add_column(name.strip(">~"), justify=justify, no_wrap=not name.endswith("~"), overflow="fold")
-    return table
-
-
 def _facts(found: Description) -> Table:
-    table = _table("what", "~", header=False)
+    table = columns("what", "~", header=False)
     table.columns[0].style = "dim"
     table.add_row("model", f"[bold]{found.kind}[/]  {found.name}, traced on {_listed(found.inputs, 4)}")
     frozen = found.parameters - found.trained
-    some = f", {number(frozen)} of them frozen" if frozen else ""
-    table.add_row("parameters", f"{number(found.parameters, 'B')}, {size(found.parameter_bytes)}{some}")
+    some = f", {quantity(frozen)} of them frozen" if frozen else ""
+    table.add_row("parameters", f"{quantity(found.parameters, 'B')}, {size(found.parameter_bytes)}{some}")
     flops = f"{flop(found.flops)} forward, {flop(found.flops_backward)} backward"
     table.add_row("one sample", f"{flops}, {size(found.kept)} kept for backward")
     ties = tuple(f"{name} is {first}" for name, first in found.ties.items())
-    for word, names in (
-        ("tied", ties),
-        ("BatchNorm", found.norms),
-        ("dropout", found.dropouts),
-        ("unused", found.unused),
-    ):
+    lists = {"tied": ties, "BatchNorm": found.norms, "dropout": found.dropouts, "unused": found.unused}
+    for word, names in lists.items():
         if names:
             table.add_row(word, _listed(names, 2 if word == "tied" else 3))
     for place in found.dynamic[:4]:
@@ -76,12 +65,12 @@ def _facts(found: Description) -> Table:
 
 
 def _modules_table(found: Description) -> Table:
-    table = _table("module", "", ">parameters", ">time", ">forward", ">kept")
+    table = columns("module", "", ">parameters", ">time", ">forward", ">kept")
     for row in found.rows:
         table.add_row(
             "  " * row.depth + row.name,
             f"[dim]{row.kind}[/]" + (f" x{row.count}" if row.count > 1 else ""),
-            number(row.parameters, "B") if row.parameters else "",
+            quantity(row.parameters, "B") if row.parameters else "",
             f"{row.share:.1%}",
             flop(row.flops) if row.flops else "",
             size(row.kept) if row.kept else "",
@@ -90,7 +79,7 @@ def _modules_table(found: Description) -> Table:
 
 
 def _stages_table(found: Description) -> Table:
-    table = _table(">stages", "cut before~", ">imbalance", ">sent", ">weights")
+    table = columns(">stages", "cut before~", ">imbalance", ">sent", ">weights")
     for each in found.splits:
         if not each.possible:
             table.add_row(str(each.stages), f"[yellow]{each.why}[/]", "", "", "")
@@ -104,7 +93,7 @@ def _stages_table(found: Description) -> Table:
 
 
 def _axes_table(found: Description) -> Table:
-    table = _table("axis", "", "~")
+    table = columns("axis", "", "~")
     words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[yellow]?[/]"}
     for axis, verdict in found.axes.items():
         table.add_row(axis, words[verdict.takes], verdict.why.replace(os.getcwd() + os.sep, ""))
@@ -124,7 +113,7 @@ def _listed(items: tuple[str, ...], most: int) -> str:
 
 
 def _brief(places: tuple[str, ...]) -> str:
-    """Places, long names cut short, with what their names begin with said once: "model.layers: 8, 16, 24"."""
+    """Names of modules, shortened, with their common prefix once: "model.layers: 8, 16, 24"."""
     places = tuple(place if len(place) < 42 else place[:40].rstrip(".") + ".." for place in places)
     if len(places) < 2:
         return ", ".join(places)
@@ -134,36 +123,7 @@ def _brief(places: tuple[str, ...]) -> str:
 
 
 def _short(line: str) -> str:
-    """file:line from here, or from the packages' folder on."""
+    """file:line, relative to this folder, or to that of the packages."""
     file, _, at = line.rpartition(":")
     here = os.path.relpath(file) if file and os.path.isabs(file) else file
     return f"{min(here, re.split(r'site-packages/', file)[-1], key=len)}:{at}" if file else line
-
-
-def number(count: float, billion: str = "G") -> str:
-    """In three digits, with the letter of its unit: 12.3 M."""
-    unit = ""
-    for unit in ("", "k", "M", billion, "T", "P"):
-        if abs(count) < 999.5 or unit == "P":
-            break
-        count /= 1000
-    return f"{_digits(count)} {unit}".strip()
-
-
-def flop(count: float) -> str:
-    value, _, unit = number(count).partition(" ")
-    return f"{value} {unit}FLOP"
-
-
-def size(count: float) -> str:
-    """Bytes, in powers of 1024."""
-    unit = ""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 999.5 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{_digits(count)} {unit}"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) else f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"

@@ -1,4 +1,4 @@
-"""Runs a user's script up to its ``fit``."""
+"""Runs a user's script, up to its call of ``fit``."""
 
 import importlib
 import runpy
@@ -25,10 +25,10 @@ def run(
     *,
     failed: int = 1,
 ) -> None:
-    """Run the script at ``path`` as ``__main__``; its ``which``-th ``fit`` asks for what ``at_fit`` makes of it. An
-    exception of the script's own ends with exit code ``failed``."""
+    """Run the script at ``path`` as ``__main__``; ``at_fit`` may change the arguments of its ``which``-th ``fit``. An
+    exception of the script ends with exit code ``failed``."""
     if not path.is_file():
-        raise JobError(f"there is no script {path}", "the verb takes a script that calls meshfit.fit: train.py, say")
+        raise JobError(f"there is no script {path}", "give a script that calls meshfit.fit, such as train.py")
     calls = 0
 
     def asked_through(asked: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run(
         calls += 1
         return at_fit(asked) if calls == which else asked
 
-    verb: Any = importlib.import_module("meshfit.fit")  # the module; meshfit.fit is also the function
+    verb: Any = importlib.import_module("meshfit.fit")  # the module: meshfit.fit is the function
     before, argv, first = verb.asked_through, sys.argv, sys.path[0]
     verb.asked_through = asked_through
     sys.argv, sys.path[0] = [str(path), *arguments], str(path.resolve().parent)
@@ -44,7 +44,7 @@ def run(
         runpy.run_path(str(path), run_name="__main__")
     except MeshfitError:
         raise
-    except Exception as error:  # the script's own: shown as python would, from the script's first line on
+    except Exception as error:  # of the script: shown as python would, from the script's first line on
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
             trace = trace.tb_next

@@ -4,18 +4,17 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from meshfit.cli import checkpoint, tell
 from meshfit.cli.compare import compare
 from meshfit.cli.data import data
 from meshfit.cli.join import KeyFile, join
-from meshfit.cli.report import report
+from meshfit.cli.page import report, watch
 from meshfit.cli.script import Arguments, Script, Which, run
-from meshfit.cli.watch import watch
 from meshfit.errors import MeshfitError
 from meshfit.job import Job
 from meshfit.launch import key
+from meshfit.observe.columns import columns
 from meshfit.verify import Verdict, verify_job
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -44,7 +43,7 @@ def train(
     devices: DeviceText = None,
     out: Annotated[str | None, typer.Option(help="Folder for what the run writes.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help='How often to save: "500 steps", "10 minutes", "3%".')] = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint of the folder.")] = False,
+    resume: Annotated[bool, typer.Option(help="Resume from the newest checkpoint of the folder.")] = False,
     listen: Annotated[str | None, typer.Option(help="Where workers of other hosts may join: 10.0.0.5:7000.")] = None,
     key_file: KeyFile = None,
     fit: Which = 1,
@@ -65,7 +64,7 @@ def verify(
     steps: Annotated[int, typer.Option(help="Steps to train and compare.")] = 5,
     fit: Which = 1,
 ) -> None:
-    """Prove that a plan trains like one device: exit code 0 if so, 1 if not, 3 if it cannot be told."""
+    """Prove that a plan trains like one device: exit code 0 if it does, 1 if not, 3 if that cannot be decided."""
 
     def instead(asked: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -74,7 +73,7 @@ def verify(
             tell(error)
             raise SystemExit(FAILED) from None
         show(verdict)
-        raise SystemExit(verdict.exit_code)  # which passes through a script's own "except Exception"
+        raise SystemExit(verdict.exit_code)  # not caught by a script's "except Exception"
 
     run(script, arguments or [], instead, fit, failed=FAILED)
 
@@ -87,7 +86,7 @@ def inspect(
     json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     fit: Which = 1,
 ) -> None:
-    """Say what is inside a model: its blocks, what they cost, where it can be cut and how it can be spread."""
+    """Show what is inside a model: its blocks, their cost, where it can be cut, and which axes can spread it."""
     from meshfit.cli.inspect import inspect
 
     inspect(target, arguments or [], input or [], fit, json)
@@ -100,18 +99,15 @@ def _given(**options: str | None) -> dict[str, str]:
 ANSWERS = {
     "equal": ("trains like one device", "green"),
     "different": ("does not train like one device", "bold red"),
-    "undecided": ("may train like one device or not: it could not be told from rounding", "yellow"),
+    "undecided": ("may or may not train like one device: this could not be decided", "yellow"),
 }
 
 
 def show(verdict: Verdict) -> None:
     console = Console(highlight=False)
-    table = Table(box=None, padding=(0, 1), header_style="dim")
     about = f"{verdict.plan} against {verdict.against}, {verdict.steps} steps"
-    table.add_column(f"{about}, {verdict.decided_in}" if verdict.decided_in == "fp64" else about)
-    for heading in ("difference", "rounding", "limit") if verdict.comparable else ("difference", "limit"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+    about += ", fp64" if verdict.decided_in == "fp64" else ""
+    table = columns(f"{about}~", ">difference", *([">rounding"] if verdict.comparable else []), ">limit", "~")
     for row in verdict.rows:
         if not verdict.comparable:
             table.add_row(row.name, f"{row.difference:.1e}", "none")
@@ -125,9 +121,9 @@ def show(verdict: Verdict) -> None:
         console.print(f" {note}", style="dim")
     if verdict.noise:
         names = ", ".join(verdict.noise[:6]) + (f" and {len(verdict.noise) - 6} more" if len(verdict.noise) > 6 else "")
-        console.print(f" their gradient is rounding, so their weights are not compared: {names}", style="dim")
+        console.print(f" weights not compared, since their gradient is rounding: {names}", style="dim")
     if not verdict.comparable:
-        console.print(f"\n {verdict.plan} does not make the steps of one device: there is nothing to be equal")
+        console.print(f"\n {verdict.plan} does not take the steps of one device: equality is not expected")
         return
     words, style = ANSWERS[verdict.answer]
     console.print(f"\n {verdict.plan} {words}", style=style)

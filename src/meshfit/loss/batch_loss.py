@@ -25,12 +25,12 @@ from meshfit.axes.context.piece import gathered_output
 from meshfit.axes.data import batchnorm
 from meshfit.axes.tensor.vocabulary import whole_output
 from meshfit.comm.group import Group
-from meshfit.cost import size as count_bytes
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.loss import gather as gathering
 from meshfit.loss.objective import LossDenominator, Objective, call, split
 from meshfit.plan import Plan
+from meshfit.units import size
 
 
 class Outputs:
@@ -228,9 +228,7 @@ def notes(plan: Plan, over: LossDenominator, batch_size: int) -> list[str]:
         return []
     done = []
     if plan.shares > 1:
-        done.append(
-            f"outputs and targets of all ranks are gathered, {count_bytes(batch_size * sum(over.moved))} a step"
-        )
+        done.append(f"outputs and targets of all ranks are gathered, {size(batch_size * sum(over.moved))} a step")
     if plan.microbatches > 1:
         done.append("microbatches go forward twice")
     return [f"loss: of the whole batch, since it is not a mean over samples ({over.why}): {'; '.join(done)}"]

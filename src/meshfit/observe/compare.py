@@ -1,4 +1,4 @@
-"""Several runs side by side: the same job under several plans, say. One table, one picture."""
+"""Several runs side by side, such as the same job under several plans: one table, one picture."""
 
 import math
 from collections.abc import Sequence
@@ -9,226 +9,141 @@ from textwrap import wrap
 from rich.table import Table
 from rich.text import Text
 
-from meshfit.cost import size
-from meshfit.observe.figures import amount, number, seconds
-from meshfit.observe.kinds import kind_of
-from meshfit.observe.reading import Recording, phase_shares
-from meshfit.observe.timeline import Window, drawn, legend, windows
+from meshfit.observe.columns import columns
+from meshfit.observe.reading import RecordedRun
+from meshfit.observe.svg import document, lane, legend, names_between
+from meshfit.observe.timeline import drawn, lanes, windows
 from meshfit.observe.verdict import findings
+from meshfit.units import percent, quantity, seconds, size
 
 EQUAL = 1e-4
 """Relative difference of losses that rounding explains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ComparedRun:
     """One run among others."""
 
     name: str
-    devices: int
-    apart: float
+    difference: float
     """Largest relative difference of a step's loss from the first run's; NaN where there is nothing to compare."""
     rate: float
     step_seconds: float
     memory: float
     """Bytes of the fullest device or rank."""
     traffic: float
-    """Bytes a step that a rank hands to collectives; NaN where nobody counted."""
+    """Bytes a step that a rank hands to collectives; NaN where not counted."""
     busy: float
     """Share of the time in which devices compute, in the mean."""
     waited: float
     """Share in which they wait for each other."""
-    held_back: str
+    limit: str
+    """What limited its speed most."""
 
     @property
     def equal(self) -> bool:
-        return self.apart <= EQUAL
+        return self.difference <= EQUAL
+
+    @property
+    def losses(self) -> str:
+        return "" if math.isnan(self.difference) else "equal" if self.equal else f"differ by {self.difference:.1e}"
+
+    @property
+    def shown_traffic(self) -> str:
+        return "not counted" if math.isnan(self.traffic) else size(self.traffic) if self.traffic else "none"
 
 
-def rows(runs: Sequence[Recording], names: Sequence[str] | None = None) -> list[Row]:
-    """The first is what the others' losses are held against."""
-    reference = _losses(runs[0]) if runs else {}
-    return [_row(run, name, reference) for run, name in zip(runs, names or called(runs), strict=True)]
+def compared(runs: Sequence[RecordedRun], names: Sequence[str] | None = None) -> list[ComparedRun]:
+    """Each run; losses are compared with those of the first."""
+    reference = dict(runs[0].values("loss")) if runs else {}
+    return [_compared(run, name, reference) for run, name in zip(runs, names or run_names(runs), strict=True)]
 
 
-def called(runs: Sequence[Recording]) -> list[str]:
-    """By plan; by folder where two have the same."""
+def run_names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Their plans; with their folders where two have the same plan."""
     plans = [run.plan for run in runs]
     if len(set(plans)) == len(plans):
         return plans
     return [f"{run.folder.resolve().name}: {run.plan}" for run in runs]
 
 
-def _row(run: Recording, name: str, reference: dict[int, float]) -> Row:
-    mine = _losses(run)
-    gaps = [abs(mine[s] - reference[s]) / max(abs(reference[s]), 1e-12) for s in mine.keys() & reference.keys()]
-    shares = [phase_shares(rank) for rank in run.ranks]
-    mean = lambda *names: sum(s.get(n, 0.0) for s in shares for n in names) / max(1, len(shares))
-    idle = [max(0.0, s.get("forward_backward", 0.0) - _acted(run, i)) for i, s in enumerate(shares)]
-    bubble = sum(idle) / max(1, len(idle))
-    found = findings(run)
-    return Row(
+def _compared(run: RecordedRun, name: str, reference: dict[float, float]) -> ComparedRun:
+    losses, found = dict(run.values("loss")), findings(run)
+    gaps = [abs(losses[s] - reference[s]) / max(abs(reference[s]), 1e-12) for s in losses.keys() & reference.keys()]
+    return ComparedRun(
         name=name,
-        devices=len(run.ranks),
-        apart=max((g if math.isfinite(g) else math.inf for g in gaps), default=math.nan),
+        difference=max((g if math.isfinite(g) else math.inf for g in gaps), default=math.nan),
         rate=run.rate,
         step_seconds=run.step_seconds,
-        memory=max((v for r in run.ranks for _, v in r.series("gpu_peak") or r.series("rss")), default=0.0),
+        memory=max((rank.peak_memory for rank in run.ranks), default=0.0),
         traffic=math.nan if run.traffic is None else float(sum(run.traffic.values())),
-        busy=mean("forward_backward", "update") - bubble,
-        waited=mean("exchange") + bubble,
-        held_back=found[0].title if found else "",
+        busy=run.share("forward_backward", "update") - run.bubble,
+        waited=run.share("exchange") + run.bubble,
+        limit=found[0].title if found else "",
     )
 
 
-def _acted(run: Recording, i: int) -> float:
-    """Share of a rank's time in actions of a pipeline; all of forward_backward where there is none."""
-    rank = run.ranks[i]
-    if int(run.words.get("pipeline", 1)) < 2 or "forward" not in rank.steady:
-        return 1.0
-    return sum(rank.steady.get(n, 0.0) for n in ("forward", "backward", "weight")) / max(rank.wall, 1e-9)
-
-
-def _losses(run: Recording) -> dict[int, float]:
-    return {step["step"]: number(step["loss"]) for step in run.steps if "loss" in step}
-
-
-def table(found: Sequence[Row]) -> Table:
+def table(found: Sequence[ComparedRun]) -> Table:
     """For a terminal."""
-    shown = Table(box=None, padding=(0, 2), header_style="dim")
-    for title in (
-        "plan",
-        "losses",
-        ">samples/s",
-        ">step",
-        ">memory",
-        ">traffic/step",
-        ">computing",
-        ">waiting",
-        "held back by",
-    ):
-        shown.add_column(title.lstrip(">"), justify="right" if title.startswith(">") else "left", no_wrap=True)
-    fastest = max((row.rate for row in found), default=0.0)
-    for i, row in enumerate(found):
-        same = (
-            "reference"
-            if i == 0
-            else ""
-            if math.isnan(row.apart)
-            else "equal"
-            if row.equal
-            else f"{row.apart:.1e} apart"
-        )
-        style = "green" if row.rate == fastest and len(found) > 1 else ""
+    numbers = (">samples/s", ">step", ">memory", ">traffic/step", ">computing", ">waiting")
+    shown = columns("plan", "losses", *numbers, "limited by")
+    fastest = max((run.rate for run in found), default=0.0)
+    for i, run in enumerate(found):
         shown.add_row(
-            Text(row.name),
-            Text(same, style="" if row.equal or i == 0 else "yellow"),
-            Text(amount(row.rate), style=style),
-            seconds(row.step_seconds),
-            size(row.memory) if row.memory else "",
-            _traffic(row.traffic),
-            f"{row.busy:.0%}",
-            f"{row.waited:.0%}",
-            row.held_back,
+            Text(run.name),
+            Text(run.losses if i else "reference", style="" if run.equal or i == 0 else "yellow"),
+            Text(quantity(run.rate), style="green" if run.rate == fastest and len(found) > 1 else ""),
+            seconds(run.step_seconds),
+            size(run.memory) if run.memory else "",
+            run.shown_traffic,
+            percent(run.busy),
+            percent(run.waited),
+            run.limit,
         )
     return shown
 
 
-def _traffic(count: float) -> str:
-    return "not counted" if math.isnan(count) else size(count) if count else "none"
+WIDTH, LEFT, RIGHT, LANE, GAP = 1120, 210, 396, 13, 3
+BARS = WIDTH - RIGHT + 30
+COLUMNS = {"samples / s": BARS, "memory a rank": BARS + 124, "traffic a step": BARS + 248}
 
 
-WIDTH, LEFT, RIGHT, LANE = 1120, 210, 396, 13
-
-
-def picture(runs: Sequence[Recording], names: Sequence[str] | None = None, *, title: str = "") -> str:
-    """An SVG: for each run the lanes of two usual steps, all to one scale, and bars of what they came to."""
-    found = rows(runs, names)
+def picture(runs: Sequence[RecordedRun], names: Sequence[str] | None = None, *, title: str = "") -> str:
+    """An SVG: for each run the lanes of two usual steps, all to one scale, and bars of rate, memory and traffic."""
+    found = compared(runs, names)
     usual = [next(iter(windows(run, 2)), None) for run in runs]
     longest = max((w.end - w.start for w in usual if w is not None), default=1.0)
     scale = (WIDTH - LEFT - RIGHT) / longest
-    y, parts, used = 56.0, [], dict[str, None]()
-    parts.append(f'<text class="head" x="20" y="26">{escape(title or "The same job under several plans")}</text>')
-    columns = _columns()
-    for x, label in (
-        (LEFT, f"two steps, to one scale: {seconds(longest)} across"),
-        *((x, label) for x, label, _ in columns),
-    ):
-        parts.append(f'<text class="dim" x="{x}" y="46">{escape(label)}</text>')
-    tops = {
-        key: max((v for row in found if (v := getattr(row, key)) == v), default=0.0) or 1.0 for _, _, key in columns
-    }
-    for row, run, window in zip(found, runs, usual, strict=True):
-        said = wrap(row.name, 22) or [""]
-        tall = max(len(run.ranks + run.servers) * (LANE + 3), 18 + 16 * len(said))
+    text = lambda x, y, said, of="": f'<text class="{of}" x="{x}" y="{y}">{escape(said)}</text>'
+    parts = [text(20, 26, title or "The same job under several plans", "head")]
+    heads = {f"two steps, to one scale: {seconds(longest)} across": LEFT, **COLUMNS}
+    parts += [text(x, 46, label, "dim") for label, x in heads.items()]
+    tops = [max((v for v in values if v == v), default=0.0) or 1.0 for values in zip(*map(_bars, found), strict=True)]
+    y, used = 56.0, dict[str, None]()
+    for one, run, window in zip(found, runs, usual, strict=True):
+        said = wrap(one.name, 22) or [""]
         parts.append(f'<line class="rule" x1="20" x2="{WIDTH - 20}" y1="{y - 4}" y2="{y - 4}"/>')
-        for i, line in enumerate(said):
-            parts.append(f'<text class="name" x="20" y="{y + 14 + 16 * i}">{escape(line)}</text>')
-        same = "" if row is found[0] else "losses equal" if row.equal else f"losses {row.apart:.0e} apart"
-        below = y + 14 + 16 * len(said)
-        parts.append(f'<text class="dim" x="20" y="{below}">{escape(same or "the reference")}</text>')
-        if window is not None:
-            parts.append(_lanes(run, window, y, scale, used))
-        for x, _, key in columns:
-            value = getattr(row, key)
-            shown = {"rate": amount(value), "memory": size(value), "traffic": _traffic(value)}[key]
-            length = max(1.0, 96 * value / tops[key]) if value == value else 0.0
-            parts.append(f'<rect class="bar" x="{x}" y="{y + 4}" width="{length:.1f}" height="10" rx="2"/>')
-            parts.append(f'<text x="{x}" y="{y + 30}">{escape(shown)}</text>')
-        y += tall + 14
-    meaning, height = legend(used, y + 13, left=LEFT, right=WIDTH - 20)
-    parts.append(meaning)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
-        f'width="{WIDTH}" height="{height:.0f}">'
-        f"<style>{_style(list(used))}</style>"
-        f'<rect class="paper" width="{WIDTH}" height="{height:.0f}" rx="8"/>{"".join(parts)}</svg>\n'
-    )
-
-
-def _columns() -> list[tuple[int, str, str]]:
-    start = WIDTH - RIGHT + 30
-    return [
-        (start, "samples / s", "rate"),
-        (start + 124, "memory a rank", "memory"),
-        (start + 248, "traffic a step", "traffic"),
-    ]
-
-
-def _lanes(run: Recording, window: Window, y: float, scale: float, used: dict[str, None]) -> str:
-    parts = []
-    for i, rank in enumerate(run.ranks + run.servers):
-        top = y + i * (LANE + 3)
-        if i >= len(run.ranks):
-            label = f'x="{LEFT - 8}" y="{top + LANE - 2:.1f}" text-anchor="end"'
-            parts.append(f'<text class="dim" {label}>server {rank.rank}</text>')
-        whole = (window.end - window.start) * scale
-        parts.append(f'<rect class="empty" x="{LEFT}" y="{top:.1f}" width="{whole:.1f}" height="{LANE}" rx="2"/>')
-        for span in drawn(rank):
-            if span.end < window.start or span.at > window.end:
+        parts += [text(20, y + 14 + 16 * i, line, "name") for i, line in enumerate(said)]
+        losses = "the reference" if one is found[0] else f"losses {one.losses}"
+        parts.append(text(20, y + 14 + 16 * len(said), losses, "dim"))
+        for i, (label, rank) in enumerate(lanes(run)):
+            if window is None:
                 continue
-            used[span.name] = None
-            a, b = max(span.at, window.start), min(span.end, window.end)
-            tall = LANE / 3 if kind_of(span.name).waits else LANE
-            x, width = LEFT + (a - window.start) * scale, max((b - a) * scale, 0.4)
-            box = f'x="{x:.2f}" y="{top + LANE - tall:.1f}" width="{width:.2f}"'
-            parts.append(f'<rect class="k-{escape(span.name)}" {box} height="{tall:.1f}"/>')
-    return "".join(parts)
+            top, spans = y + i * (LANE + GAP), drawn(rank)
+            if label.startswith("server"):
+                at = f'x="{LEFT - 8}" y="{top + LANE - 2:.1f}"'
+                parts.append(f'<text class="dim" {at} text-anchor="end">{escape(label)}</text>')
+            parts.append(lane(spans, window.start, window.end, left=LEFT, top=top, height=LANE, scale=scale))
+            used |= dict.fromkeys(names_between(spans, window.start, window.end))
+        shown = quantity(one.rate), size(one.memory), one.shown_traffic
+        for x, value, most, said_ in zip(COLUMNS.values(), _bars(one), tops, shown, strict=True):
+            length = max(1.0, 96 * value / most) if value == value else 0.0
+            parts.append(f'<rect class="bar" x="{x}" y="{y + 4}" width="{length:.1f}" height="10" rx="2"/>')
+            parts.append(text(x, y + 30, said_))
+        y += max(len(lanes(run)) * (LANE + GAP), 18 + 16 * len(said)) + 14
+    colours, height = legend(used, y + 13, left=LEFT, right=WIDTH - 20)
+    return document("".join(parts) + colours, used, WIDTH, height)
 
 
-def _style(names: list[str]) -> str:
-    def colours(which: str) -> str:
-        return "".join(f".k-{name}{{fill:{getattr(kind_of(name), which)}}}" for name in names)
-
-    return (
-        "text{font:12px Inter,ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#211f1b}"
-        ".head{font-weight:600;font-size:15px}.name{font:500 13px ui-monospace,Menlo,Consolas,monospace}"
-        ".dim,.lane{fill:#8a857b;font-size:11.5px}.paper{fill:#fffdf9}.empty{fill:#efece4}"
-        ".rule{stroke:#e6e1d6}.bar{fill:#8fa9cf}"
-        + colours("colour")
-        + "@media(prefers-color-scheme:dark){text{fill:#ece8df}.dim,.lane{fill:#8d8a83}.paper{fill:#17191c}"
-        + ".empty{fill:#22252a}"
-        + ".rule{stroke:#2b2e33}.bar{fill:#4a6489}"
-        + colours("dark")
-        + "}"
-    )
+def _bars(run: ComparedRun) -> tuple[float, float, float]:
+    return run.rate, run.memory, run.traffic

@@ -1,9 +1,9 @@
-"""What a run leaves on disk, in its folder:
+"""The folder of a run:
 
 run.json             plan, batch size, seed, versions; at the end: steps, seconds, metrics
 metrics.jsonl        one line a step
 events/rank0.jsonl   spans, samples and facts of every rank (see events.py)
-logs/rank0.log       what every rank printed (see launch/output.py)
+logs/rank0.log       the output of every rank (see launch/output.py)
 tensorboard/         the same metrics for TensorBoard, where that is installed
 weights.safetensors  the trained weights under their own names, tied ones once
 report.html          one page about the run (see report.py)
@@ -27,7 +27,7 @@ from torch import nn
 
 from meshfit.arguments import check_local
 from meshfit.errors import JobError
-from meshfit.observe.foretold import foretell
+from meshfit.observe.predicted import predict
 from meshfit.observe.tensorboard import Scalars
 from meshfit.step import Step
 from meshfit.version import VERSION
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from meshfit.drive import Training
 
 FLUSH_SECONDS = 1.0
-MOST_WAITING = 100_000  # lines that wait for a disk that is full
+MOST_WAITING = 100_000  # lines that are kept while they cannot be written
 
 
-class Folder:
-    """Writes a training's folder, if it has one that this process writes."""
+class RunFolder:
+    """Writes a training's folder, if it has one and this process is the one to write it."""
 
     def __init__(self, training: "Training"):
         job, self._training = training.job, training
@@ -58,11 +58,11 @@ class Folder:
         self._begun = False
         self._last = (0.0, 0)
         self._scalars = None
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[str] = []
         """Lines that could not be written yet."""
         self._lost = 0
-        """Lines that never will be."""
-        self._said: set[str] = set()
+        """Lines that were dropped, since too many waited."""
+        self._noted: set[str] = set()
         try:
             if self.path is not None and importlib.util.find_spec("tensorboard") is not None:
                 self._scalars = Scalars(self.path / "tensorboard")
@@ -74,57 +74,53 @@ class Folder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Write what is still held, and, if the training came to its end, what it came to. What cannot be written is
-        said, and in the notes: it hides no error of the training, and takes nothing from its result."""
+        """Write what is still held, and, if the training ended well, its result. A file that cannot be written is a
+        note: it hides no error of the training, and the result is returned all the same."""
         if self.path is None:
             return
         self._flush()
         outcome = self._training.outcome
         if missing := self._lost + len(self._waiting):
-            self._say("lost", f"the metrics of {missing} steps could not be written to {self.path / 'metrics.jsonl'}")
+            self._note("lost", f"the metrics of {missing} steps could not be written to {self.path / 'metrics.jsonl'}")
         if outcome is not None:
-            with self._telling("weights.safetensors", "; the caller's model holds the trained weights"):
+            with self._noting("weights.safetensors", "; the caller's model holds the trained weights"):
                 _save(self._training.model, self.path / "weights.safetensors")
             self._about |= {"seconds": outcome.seconds, "notes": [*self._training.said, *outcome.notes]}
-            self._about |= foretell(self._training)
+            self._about |= predict(self._training)
             self._about["metrics"] = {name: _number(value) for name, value in self._metrics.items()}
-            with self._telling("run.json"):
+            with self._noting("run.json"):
                 self._write()
-        self._report(self.path)
+        from meshfit.observe.report import write
+
+        try:
+            write(self.path)
+        except Exception as failed:
+            self._note("report.html", f"no report: {type(failed).__name__}: {failed}")
 
     @contextmanager
-    def _telling(self, name: str, more: str = "") -> Iterator[None]:
-        """Around what may find the disk full, or the folder gone: that is said, once for each file."""
+    def _noting(self, name: str, more: str = "") -> Iterator[None]:
+        """Around writing a file: a full disk, or a folder that is gone, is a note, once for each file."""
         try:
             yield
         except (OSError, SafetensorError) as error:
             assert self.path is not None
             why = getattr(error, "strerror", None) or str(error)
-            self._say(name, f"{self.path / name} could not be written: {why}{more}")
+            self._note(name, f"{self.path / name} could not be written: {why}{more}")
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _note(self, name: str, text: str) -> None:
+        if name not in self._noted:
+            self._noted.add(name)
             print(f"meshfit: {text}", file=sys.stderr, flush=True)
             notes = self._training.notes if self._training.outcome is None else self._training.outcome.notes
             notes.append(text)
-
-    def _report(self, path: Path) -> None:
-        """The page; where it cannot be made, a word, since a training is worth more than its report."""
-        from meshfit.observe.report import write
-
-        try:
-            write(path)
-        except Exception as error:
-            print(f"meshfit: no report: {type(error).__name__}: {error}", file=sys.stderr)
 
     def add(self, step: Step) -> None:
         if self.path is None:
             return
         if not self._begun:
             self._begun = True
-            with self._telling("metrics.jsonl"):
-                _forget(self.path / "metrics.jsonl", step.step)
+            with self._noting("metrics.jsonl"):
+                _drop_later(self.path / "metrics.jsonl", step.step)
         self._held.append(step)
         if self._held[0].reading.ready and step.seconds - self._held[0].seconds > FLUSH_SECONDS:
             self._flush()
@@ -133,15 +129,15 @@ class Folder:
         if self.path is None or not self._held:
             return
         lines = [self._line(step) for step in self._held]
-        self._waiting += lines
+        self._waiting += [json.dumps(line) + "\n" for line in lines]
         self._lost += max(0, len(self._waiting) - MOST_WAITING)
         del self._waiting[:-MOST_WAITING]
-        with self._telling("metrics.jsonl", "; the training goes on, and it is tried again"):
-            _append(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self._waiting))
+        with self._noting("metrics.jsonl", "; the training goes on, and it is tried again"):
+            _append(self.path / "metrics.jsonl", "".join(self._waiting))
             self._waiting = []
         if self._scalars is not None:
             began = time.time() - self._held[-1].seconds
-            with self._telling("tensorboard"):
+            with self._noting("tensorboard"):
                 self._scalars.add([(line["step"], began + line["seconds"], _scalars(line)) for line in lines])
         self._about["steps"] = self._held[-1].step
         self._metrics = next((step.valid for step in reversed(self._held) if step.valid), self._metrics)
@@ -172,7 +168,7 @@ class Folder:
 
 
 def _append(path: Path, text: str) -> None:
-    """All of it, or, where the disk is full, nothing: no half lines."""
+    """All of ``text``, or, where the disk is full, nothing of it."""
     with path.open("ab", buffering=0) as file:
         before, left = file.seek(0, os.SEEK_END), memoryview(text.encode())
         try:
@@ -184,13 +180,13 @@ def _append(path: Path, text: str) -> None:
             raise
 
 
-def _forget(path: Path, step: int) -> None:
-    """Leave out what a run that goes on from a checkpoint had done after it: it does that again."""
+def _drop_later(path: Path, step: int) -> None:
+    """Drop the lines from ``step`` on: a run that resumes from a checkpoint repeats those steps."""
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
-        beside = path.with_suffix(".new")
-        beside.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step))
-        beside.replace(path)
+        new = path.with_suffix(".new")
+        new.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step))
+        new.replace(path)
 
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:
@@ -209,13 +205,12 @@ def _save(model: nn.Module, path: Path) -> None:
         if isinstance(tensor, torch.Tensor) and (key := (tensor.data_ptr(), tensor.shape)) not in known:
             known.add(key)
             weights[name] = tensor.detach().cpu().contiguous().clone()
-    beside = path.with_suffix(".part")
+    part = path.with_suffix(".part")
     try:
-        save_file(weights, beside)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+        save_file(weights, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _number(value: float) -> float | str:
@@ -224,7 +219,7 @@ def _number(value: float) -> float | str:
 
 
 def new_folder(path: Path | str) -> Path:
-    """``path``, or ``path-2``, ``path-3`` ... if it holds something already: nothing is overwritten."""
+    """``path``, or ``path-2``, ``path-3`` ... if it is not empty: nothing is overwritten."""
     check_local("out", path)
     path = Path(path)
     candidate, n = path, 2

@@ -1,7 +1,8 @@
-"""A line that moves while training goes on. Shown on terminals; elsewhere a plain line every few seconds."""
+"""The progress bar of a training. Where standard error is no terminal: a line every ten seconds."""
 
 import sys
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from meshfit.step import Step
@@ -14,7 +15,7 @@ PLAIN_SECONDS = 10.0
 
 
 class Progress:
-    """``shown=None`` shows it where standard error is a terminal."""
+    """``shown`` None: only if standard error is a terminal."""
 
     def __init__(self, training: "Training", shown: bool | None):
         self.training = training
@@ -23,7 +24,7 @@ class Progress:
         self._task: Any = None
         self._next = 0.0
         self._valid = ""
-        self._seen: list[tuple[float, int]] = []
+        self._seen: deque[tuple[float, int]] = deque(maxlen=21)
 
     def __enter__(self) -> "Progress":
         return self
@@ -41,10 +42,9 @@ class Progress:
             for note in self.training.notes:
                 print(note, file=sys.stderr)
         now = time.perf_counter()
-        final = step.step == self.training.last_step
-        if now < self._next and not final:
+        if now < self._next and step.step != self.training.last_step:
             return
-        self._seen = [*self._seen[-20:], (step.seconds, step.samples)]
+        self._seen.append((step.seconds, step.samples))
         (t0, n0), (t1, n1) = self._seen[0], self._seen[-1]
         rate = (n1 - n0) / (t1 - t0) if t1 > t0 else step.samples / max(step.seconds, 1e-9)
         said = f"loss {step.loss:.4f}  {rate:,.0f} samples/s"
@@ -53,12 +53,8 @@ class Progress:
             self._move(step, said)
         else:
             self._next = now + PLAIN_SECONDS
-            total = self.training.last_step
-            print(
-                f"step {step.step}{f'/{total}' if total else ''}  {said}{self._valid}",
-                file=sys.stderr,
-                flush=True,
-            )
+            of = f"/{self.training.last_step}" if self.training.last_step else ""
+            print(f"step {step.step}{of}  {said}{self._valid}", file=sys.stderr, flush=True)
 
     def _move(self, step: Step, said: str) -> None:
         if self._bar is None:
@@ -66,16 +62,10 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            columns = (
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[said]}"),
-                TimeRemainingColumn(),
-            )
-            self._bar = Bar(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
+            texts = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
+            columns = texts[0], BarColumn(), MofNCompleteColumn(), texts[1], TimeRemainingColumn()
+            self._bar = Bar(*columns, console=Console(stderr=True))
             self._bar.start()
-            total = self.training.last_step
-            self._task = self._bar.add_task(f"epoch {step.epoch + 1}", total=total, said="")
-        self._bar.update(
-            self._task, completed=step.step, description=f"epoch {step.epoch + 1}", said=said + self._valid
-        )
+            self._task = self._bar.add_task("", total=self.training.last_step, said="")
+        epoch = f"epoch {step.epoch + 1}"
+        self._bar.update(self._task, completed=step.step, description=epoch, said=said + self._valid)

@@ -1,4 +1,4 @@
-"""What a rank tells about itself while it trains: what it is, what its machine is used for, how it ended."""
+"""What a rank records about itself: its device and machine, their use while it trains, and an error that ends it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
 from meshfit.data.loader import Batch
 from meshfit.events import Events
-from meshfit.observe.sampler import Sampler, cores
+from meshfit.observe.sampler import Sampler
 from meshfit.torch_private import local_part
 
 if TYPE_CHECKING:
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def observed(run: "Run") -> Iterator[None]:
-    """Around a rank's training: spans by the device's clock too, and, where the run has a folder, samples and facts."""
+    """Around a rank's training: spans are timed on the device too, and a run with a folder gets samples and facts."""
     events, device = run.events, run.world.device
     events.on(device)
     if not events.kept:
         yield
         return
-    with suppress(Exception):  # a report without a line is better than no training
+    with suppress(Exception):  # facts for the report must not end the training
         events.facts(**_facts(run))
-    events.flush(between_steps=True)  # totals are of training alone, not of what came before
+    events.flush(between_steps=True)  # totals of training begin here
     sampler = Sampler(events, device, first=_first_here(events.folder))
     sampler.start()
     try:
@@ -52,7 +52,7 @@ def observed(run: "Run") -> Iterator[None]:
 
 
 def _first_here(folder: Path | None) -> bool:
-    """Whether this rank is the first of its machine; that one describes the machine, and looks after it."""
+    """Whether this rank is the first of its machine, which describes and samples the machine."""
     if folder is None:
         return False
     path = folder / f"machine-{re.sub(r'[^A-Za-z0-9_.-]', '_', socket.gethostname())}.json"
@@ -93,10 +93,9 @@ def _facts(run: "Run") -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "world": run.plan.devices,
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        "cores": cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "batch": run.loader.batch_size,
         "microbatches": plan.microbatches,
@@ -110,9 +109,9 @@ def _facts(run: "Run") -> dict[str, Any]:
 
 
 def _memory(run: "Run") -> dict[str, int]:
-    """Bytes that stay, by kind; what comes and goes is the rest of what is measured."""
+    """Bytes that stay between steps, by kind."""
     held = {
-        "weights": _bytes(run.model.parameters()) + _beside(run),
+        "weights": _bytes(run.model.parameters()) + _other_shards(run),
         "buffers": _bytes(run.model.buffers()),
         "gradients": _bytes(run.exchange.gradients) or _bytes(p for p in run.model.parameters() if p.requires_grad),
         "optimizer": _bytes(t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)),
@@ -120,15 +119,15 @@ def _memory(run: "Run") -> dict[str, int]:
     return {kind: size for kind, size in held.items() if size}
 
 
-def _beside(run: "Run") -> int:
-    """Of weights that stay whole on a rank which steps a part of them (zero=1 and 2): the others' parts."""
+def _other_shards(run: "Run") -> int:
+    """Bytes of the other ranks' shards, where weights stay whole on a rank that updates its shard (zero=1 and 2)."""
     shards = run.placed.shards
     flats = [] if shards is None or shards.zero == 3 else [flat for unit in shards.units for flat in unit.flats]
     return sum(flat.whole.nbytes - flat.mine.nbytes for flat in flats if flat.whole is not None)
 
 
 def _data(run: "Run") -> dict[str, float]:
-    """Seconds that batches took to make, by stage, and that the training waited for them."""
+    """Seconds that batches took, by stage of the data path, and that the training waited for them."""
     clock = run.loader.clock
     stages = {name: round(took, 4) for name, took in clock.seconds.items() if took}
     return {**stages, "waited": round(clock.waited, 4), "batches": clock.batches}
@@ -144,14 +143,14 @@ def _bytes(tensors: Any) -> int:
 
 
 def _traffic(run: "Run") -> dict[str, int]:
-    """Bytes handed to collectives a step, as the exchange counts them."""
+    """Bytes handed to collectives a step, by the cost of the exchange."""
     with suppress(Exception):
         return dict(run.exchange.cost().moved)  # type: ignore[union-attr]
     return {}
 
 
 def tell_batch(events: Events, batch: Batch) -> None:
-    """What the first batch shows: tokens a sample, if it holds tokens."""
+    """Record tokens a sample, from the first batch."""
     if events.kept and (tokens := tokens_of(batch.microbatches[0].content)):
         events.facts(tokens=tokens)
 

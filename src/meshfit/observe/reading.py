@@ -1,13 +1,13 @@
-"""A run's folder as values: what the rest of this room looks at. Reads a finished run, or one under way.
+"""A run's folder, read into values: of a finished run, or of one that is still training.
 
-All times are seconds since the first rank began, on one clock. Ranks of one machine share it. Those of another are
-moved so that the ends of "exchange", which ranks leave together, coincide in the median.
+All times are seconds since the first rank began, on one clock. Ranks of one machine share a clock. That of another
+machine is shifted so that the ends of "exchange", which all ranks leave together, coincide in the median.
 """
 
 import json
 import socket
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,14 @@ from meshfit.launch.peak import peak_flops
 from meshfit.observe.kinds import PHASES
 
 STEPS_READ = 20_000
-"""At most; of longer runs evenly spaced ones. The first, the last and those with an evaluation are always there."""
+"""At most; of longer runs evenly spaced ones. The first, the last and those with an evaluation are always read."""
+
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """``name`` from ``at`` for ``seconds``: the device's own times where it is a GPU."""
+class RecordedSpan:
+    """``name`` from ``at`` for ``seconds``: by the device's clock where it is a GPU."""
 
     name: str
     step: int
@@ -51,57 +53,61 @@ class Total:
     """Calls and bytes, by collective."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Use of the machine at a moment."""
-
-    at: float
-    values: dict[str, Any]
-
-
 @dataclass(frozen=True)
 class Rank:
-    """What one rank left."""
+    """What one rank, or model server, recorded."""
 
     rank: int
     facts: dict[str, Any]
-    spans: list[Span]
+    spans: list[RecordedSpan]
     totals: list[Total]
-    samples: list[Sample]
-    instants: list[dict[str, Any]]
-    scalars: list[dict[str, Any]]
-
-    @cached_property
-    def seconds(self) -> dict[str, float]:
-        """By span, of all steps: by the device's clock where it has one."""
-        found: dict[str, float] = defaultdict(float)
-        for total in self.totals:
-            for name, took in total.by.items():
-                found[name] += took
-        return _by_device(found)
+    samples: list[tuple[float, dict[str, Any]]]
+    """Use of the machine, at a time."""
+    instants: list[Line]
+    scalars: list[Line]
 
     @property
     def _steady_totals(self) -> list[Total]:
-        begun = [total for total in self.totals if total.last > 0]  # not what came before the training
-        later = begun[1:]
-        return later if any("forward_backward" in total.by for total in later) else begun
+        trained = [total for total in self.totals if total.last > 0]  # not those before the first step
+        later = trained[1:]
+        return later if any("forward_backward" in total.by for total in later) else trained
 
     @cached_property
     def steady(self) -> dict[str, float]:
-        """Seconds by span without the first step, in which everything is new."""
+        """Seconds by span without the first step; by the device's clock where it has one."""
         found: dict[str, float] = defaultdict(float)
         for total in self._steady_totals:
             for name, took in total.by.items():
                 found[name] += took
-        return _by_device(found)
+        on_gpu = {name.removeprefix("gpu "): took for name, took in found.items() if name.startswith("gpu ")}
+        return {name: took for name, took in found.items() if not name.startswith("gpu ")} | on_gpu
 
     @cached_property
     def wall(self) -> float:
-        """Seconds that ``steady`` is about: never less than its phases, which do not overlap."""
+        """Seconds that ``steady`` covers: never less than its phases, which do not overlap."""
         return max(sum(total.seconds for total in self._steady_totals), sum(self.steady.get(n, 0.0) for n in PHASES))
 
+    def share(self, *names: str) -> float:
+        """Share of the time spent in spans ``names``."""
+        return sum(self.steady.get(name, 0.0) for name in names) / max(self.wall, 1e-9)
+
+    @cached_property
+    def phase_shares(self) -> dict[str, float]:
+        """Share of the time by phase; what no phase covers is "other". They add up to 1."""
+        found = {name: self.share(name) for name in PHASES if self.steady.get(name)}
+        return {**found, "other": max(0.0, 1.0 - sum(found.values()))}
+
+    @cached_property
+    def moved(self) -> dict[str, int]:
+        """Bytes handed to collectives in all steps, by name."""
+        found: Counter[str] = Counter()
+        for total in self.totals:
+            if total.last:  # not those before the first step
+                found.update({name: count for name, (_, count) in total.moved.items()})
+        return dict(found)
+
     def series(self, key: str) -> list[tuple[float, float]]:
-        return [(s.at, float(s.values[key])) for s in self.samples if s.values.get(key) is not None]
+        return [(at, float(values[key])) for at, values in self.samples if values.get(key) is not None]
 
     def mean(self, key: str) -> float | None:
         """Of a sampled number; without the first sample, if there are others."""
@@ -109,27 +115,28 @@ class Rank:
         values = values[1:] if len(values) > 2 else values
         return statistics.fmean(values) if values else None
 
+    def most(self, key: str) -> float:
+        return max((value for _, value in self.series(key)), default=0.0)
 
-def _by_device(found: dict[str, float]) -> dict[str, float]:
-    known = {name[4:] for name in found if name.startswith("gpu ")}
-    host = {name: took for name, took in found.items() if not name.startswith("gpu ") and name not in known}
-    return host | {name: found[f"gpu {name}"] for name in known}
+    @property
+    def peak_memory(self) -> float:
+        """Bytes of the GPU, or else of the process."""
+        return self.most("gpu_peak") or self.most("rss")
 
 
 @dataclass(frozen=True)
-class Recording:
-    """A run, as far as it has come."""
+class RecordedRun:
+    """A run, up to its last step so far."""
 
     folder: Path
     about: dict[str, Any]
-    """What run.json says."""
-    steps: list[dict[str, Any]]
+    """The content of run.json."""
+    steps: list[Line]
     ranks: list[Rank]
     machines: list[dict[str, Any]]
     began: float = 0.0
     """Seconds since 1970."""
     servers: list[Rank] = field(default_factory=list)
-    """What model servers left."""
 
     @property
     def plan(self) -> str:
@@ -140,9 +147,16 @@ class Recording:
         """The plan's words: {"data": "2", ...}."""
         return dict(word.split("=", 1) for word in self.plan.split() if "=" in word)
 
+    def degree(self, axis: str) -> int:
+        return int(self.words.get(axis, 1))
+
+    @property
+    def on_gpu(self) -> bool:
+        return str(self.fact("device", "")).startswith("cuda")
+
     @property
     def state(self) -> str:
-        """finished, failed (a rank said so), cut (its processes are gone, as far as this machine can tell), running."""
+        """finished; failed: a rank recorded an error; cut: its processes, on this machine, are gone; or running."""
         if "seconds" in self.about:
             return "finished"
         if self.error:
@@ -159,6 +173,18 @@ class Recording:
                     return f"rank {rank.rank}: {instant.get('what')}: {said[0]}"
         return None
 
+    def values(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) of a number in metrics.jsonl."""
+        return [(float(step["step"]), float(step[key])) for step in self.steps if key in step]
+
+    def evaluations(self, name: str) -> list[tuple[float, float]]:
+        """(step, value) of a validation metric."""
+        return [(float(s["step"]), float(s["valid"][name])) for s in self.steps if name in s.get("valid", {})]
+
+    @property
+    def last_step(self) -> int:
+        return self.steps[-1]["step"] if self.steps else 0
+
     @cached_property
     def rate(self) -> float:
         """Samples a second, without the first tenth of the steps."""
@@ -166,24 +192,20 @@ class Recording:
         if len(known) < 2:
             return known[0]["samples"] / max(known[0]["seconds"], 1e-9) if known else 0.0
         first, last = known[len(known) // 10], known[-1]
-        if first is last:
-            first = known[0]
         return (last["samples"] - first["samples"]) / max(last["seconds"] - first["seconds"], 1e-9)
 
     @property
     def flops(self) -> float | None:
-        """A second, over all devices: what the model's own forward and backward take, whatever is computed twice."""
+        """A second, over all devices, of the model's forward and backward; what is recomputed does not count."""
         each = self.about.get("flops_a_sample")
         return each * self.rate if each and self.rate else None
 
     @property
     def of_peak(self) -> float | None:
-        """Of what its devices could do, where that is known."""
-        peaks = [
-            peak_flops(str(r.facts.get("device_name", "")), self.words.get("precision", "fp32")) for r in self.ranks
-        ]
-        total = sum(peak or 0.0 for peak in peaks)
-        return self.flops / total if self.flops and peaks and all(peaks) else None
+        """Share of the devices' peak, where that is known."""
+        precision = self.words.get("precision", "fp32")
+        peaks = [peak_flops(str(r.facts.get("device_name", "")), precision) for r in self.ranks]
+        return self.flops / sum(peak or 0.0 for peak in peaks) if self.flops and peaks and all(peaks) else None
 
     @property
     def tokens(self) -> int:
@@ -193,18 +215,10 @@ class Recording:
     @cached_property
     def traffic(self) -> dict[str, float] | None:
         """Bytes a step that a rank hands to collectives, by name, on the rank with most: counted where they are
-        called, else as the plan's cost says. None: nobody knows."""
-        found: list[dict[str, float]] = []
-        steps = self.steps[-1]["step"] if self.steps else 0
-        for rank in self.ranks:
-            sums: dict[str, float] = defaultdict(float)
-            for total in rank.totals:
-                for name, (_, count) in total.moved.items():
-                    sums[name] += count / max(steps, 1)
-            if sums:
-                found.append(dict(sums))
-        if found:
-            return max(found, key=lambda sums: sum(sums.values()))
+        called, else as the plan's cost predicts. None where it is not known."""
+        if moved := [rank.moved for rank in self.ranks if rank.moved]:
+            most = max(moved, key=lambda by_name: sum(by_name.values()))
+            return {name: count / max(self.last_step, 1) for name, count in most.items()}
         return self.fact("traffic") or ({} if len(self.ranks) < 2 else None)
 
     def fact(self, name: str, default: Any = None) -> Any:
@@ -212,47 +226,58 @@ class Recording:
 
     @cached_property
     def step_seconds(self) -> float:
-        """Of one optimizer step in the mean, without the first tenth of them; evaluation and checkpoints apart."""
+        """Mean of a step, without the first tenth of them, evaluation and checkpoints."""
         known = [step for step in self.steps if "seconds" in step]
         if not known:
             return 0.0
         first, last = known[len(known) // 10], known[-1]
         if first is last:
             return last["seconds"] / max(last["step"], 1)
-        apart = sum(self.share(name) for name in ("evaluate", "checkpoint"))
-        return (last["seconds"] - first["seconds"]) * (1 - min(apart, 0.99)) / (last["step"] - first["step"])
+        training = 1 - min(self.share("evaluate", "checkpoint"), 0.99)
+        return (last["seconds"] - first["seconds"]) * training / (last["step"] - first["step"])
 
-    def share(self, name: str) -> float:
-        """Of the ranks' time that went to ``name``, in the mean over ranks."""
-        shares = [rank.steady.get(name, 0.0) / rank.wall for rank in self.ranks if rank.wall > 0]
+    def share(self, *names: str) -> float:
+        """Share of the ranks' time spent in spans ``names``: their mean."""
+        shares = [rank.share(*names) for rank in self.ranks if rank.wall > 0]
         return statistics.fmean(shares) if shares else 0.0
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of the time in which ranks of a pipeline ran no action of a pass: their mean."""
+        staged = [r for r in self.ranks if r.wall and ("forward" in r.steady or "backward" in r.steady)]
+        if self.degree("pipeline") < 2 or not staged:
+            return 0.0
+        idle = [max(0.0, r.share("forward_backward") - r.share("forward", "backward", "weight")) for r in staged]
+        return statistics.fmean(idle)
 
 
 class Reader:
-    """Reads a folder, and what was added since, each time it is asked."""
+    """Reads a folder, and, each time it is asked again, what was added since."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
         if not (self.folder / "run.json").is_file():
             raise JobError(f"{self.folder} holds no run", "a run with out= writes run.json there")
-        self._files: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
+        self._files: dict[Path, tuple[int, list[Line]]] = {}
 
-    def read(self) -> Recording:
-        about = _json(self.folder / "run.json")
-        logs, serving = self._logs("rank"), self._logs("server")
+    def read(self) -> RecordedRun:
+        logs, events = self._logs("rank"), self.folder / "events"
         began = min((log[0]["time"] for log in logs), default=0.0)
-        moves = _moves(logs, began)
-        ranks = [_rank(log, move) for log, move in zip(logs, moves, strict=True)]
-        machines = [_json(path) for path in sorted((self.folder / "events").glob("machine-*.json"))]
-        steps = _thin(self._lines(self.folder / "metrics.jsonl"))
-        servers = [_rank(log, log[0]["time"] - began) for log in serving]
-        return Recording(self.folder, about, steps, ranks, machines, began, servers)
+        return RecordedRun(
+            self.folder,
+            _json(self.folder / "run.json"),
+            _thin(self._lines(self.folder / "metrics.jsonl")),
+            [_rank(log, offset) for log, offset in zip(logs, _clock_offsets(logs, began), strict=True)],
+            [_json(path) for path in sorted(events.glob("machine-*.json"))],
+            began,
+            [_rank(log, log[0]["time"] - began) for log in self._logs("server")],
+        )
 
-    def _logs(self, of: str) -> list[list[dict[str, Any]]]:
-        paths = sorted((self.folder / "events").glob(f"{of}*.jsonl"), key=_number)
+    def _logs(self, of: str) -> list[list[Line]]:
+        paths = sorted((self.folder / "events").glob(f"{of}*.jsonl"), key=lambda path: (len(path.stem), path.stem))
         return [log for path in paths if (log := self._lines(path)) and "rank" in log[0]]
 
-    def _lines(self, path: Path) -> list[dict[str, Any]]:
+    def _lines(self, path: Path) -> list[Line]:
         offset, known = self._files.get(path, (0, []))
         try:
             with path.open("rb") as file:
@@ -260,7 +285,7 @@ class Reader:
                 fresh = file.read()
         except OSError:
             return known
-        whole = fresh[: fresh.rfind(b"\n") + 1]  # the last line may still be in the making
+        whole = fresh[: fresh.rfind(b"\n") + 1]  # the last line may not be complete yet
         for line in whole.splitlines():
             try:
                 known.append(json.loads(line))
@@ -270,7 +295,7 @@ class Reader:
         return known
 
 
-def read(folder: Path | str) -> Recording:
+def read(folder: Path | str) -> RecordedRun:
     """The run in ``folder``."""
     return Reader(folder).read()
 
@@ -282,66 +307,46 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _number(path: Path) -> int:
-    digits = path.stem.removeprefix("rank").removeprefix("server")
-    return int(digits) if digits.isdigit() else 0
-
-
-def _moves(logs: list[list[dict[str, Any]]], began: float) -> list[float]:
+def _clock_offsets(logs: list[list[Line]], began: float) -> list[float]:
     """What to add to each rank's times."""
-    hosts = [next((e["facts"]["host"] for e in log if "host" in e.get("facts", {})), "") for log in logs]
-    plain = [log[0]["time"] - began for log in logs]
+    offsets = [log[0]["time"] - began for log in logs]
     by_host: dict[str, float] = {}
-    for host, log, move in zip(hosts, logs, plain, strict=True):
+    hosts = [next((e["facts"]["host"] for e in log if "host" in e.get("facts", {})), "") for log in logs]
+    for host, log, offset in zip(hosts, logs, offsets, strict=True):
         if host not in by_host:
-            by_host[host] = 0.0 if not by_host else _apart(logs[0], plain[0], log, move)
-    return [move + by_host[host] for move, host in zip(plain, hosts, strict=True)]
+            want, got = _exchange_ends(logs[0], offsets[0]), _exchange_ends(log, offset)
+            by_host[host] = statistics.median([want[step] - got[step] for step in want.keys() & got.keys()] or [0.0])
+    return [offset + by_host[host] for offset, host in zip(offsets, hosts, strict=True)]
 
 
-def _apart(first: list[dict[str, Any]], first_move: float, other: list[dict[str, Any]], move: float) -> float:
-    def ends(log: list[dict[str, Any]], by: float) -> dict[int, float]:
-        spans = [e for e in log if e.get("span") == "exchange"]
-        return {e["step"]: e.get("gpu_at", e["at"]) + e.get("gpu_for", e["for"]) + by for e in spans}
-
-    mine, theirs = ends(first, first_move), ends(other, move)
-    gaps = [mine[step] - theirs[step] for step in mine.keys() & theirs.keys()]
-    return statistics.median(gaps) if gaps else 0.0
+def _exchange_ends(log: list[Line], offset: float) -> dict[int, float]:
+    spans = [line for line in log if line.get("span") == "exchange"]
+    return {e["step"]: e.get("gpu_at", e["at"]) + e.get("gpu_for", e["for"]) + offset for e in spans}
 
 
-def _rank(log: list[dict[str, Any]], move: float) -> Rank:
-    facts: dict[str, Any] = {}
-    spans, totals, samples, instants, scalars = [], [], [], [], []
+def _rank(log: list[Line], offset: float) -> Rank:
+    rank = Rank(log[0]["rank"], {}, [], [], [], [], [])
     for line in log[1:]:
-        at = line.get("at", 0.0) + move
+        at = line.get("gpu_at", line.get("at", 0.0)) + offset
         if "span" in line:
             about = {k: v for k, v in line.items() if k not in ("span", "step", "at", "for", "gpu_at", "gpu_for")}
-            if "gpu_at" in line:
-                at = line["gpu_at"] + move
-            spans.append(Span(line["span"], line["step"], at, line.get("gpu_for", line["for"]), about))
+            rank.spans.append(RecordedSpan(line["span"], line["step"], at, line.get("gpu_for", line["for"]), about))
         elif "totals" in line:
             first, last = line["steps"]
-            totals.append(Total(at, line["for"], first, last, line["totals"], line.get("moved", {})))
+            rank.totals.append(Total(at, line["for"], first, last, line["totals"], line.get("moved", {})))
         elif "sample" in line:
-            samples.append(Sample(at, line["sample"]))
+            rank.samples.append((at, line["sample"]))
         elif "facts" in line:
-            facts |= {k: v for k, v in line["facts"].items() if k != "memory"}
-            facts["memory"] = {**facts.get("memory", {}), **line["facts"].get("memory", {})}
+            memory = {**rank.facts.get("memory", {}), **line["facts"].get("memory", {})}
+            rank.facts.update(line["facts"], memory=memory)
         elif "instant" in line:
-            instants.append({**line, "at": at})
+            rank.instants.append({**line, "at": at})
         elif "scalar" in line:
-            scalars.append({**line, "at": at})
-    spans.sort(key=lambda span: span.at)
-    return Rank(log[0]["rank"], facts, spans, totals, samples, instants, scalars)
+            rank.scalars.append({**line, "at": at})
+    rank.spans.sort(key=lambda span: span.at)
+    return rank
 
 
-def _thin(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if len(steps) <= STEPS_READ:
-        return list(steps)
-    stride = -(-len(steps) // STEPS_READ)
+def _thin(steps: list[Line]) -> list[Line]:
+    stride = max(1, -(-len(steps) // STEPS_READ))
     return [s for i, s in enumerate(steps) if i % stride == 0 or i == len(steps) - 1 or "valid" in s]
-
-
-def phase_shares(rank: Rank) -> dict[str, float]:
-    """Shares of a rank's time by phase; what no phase holds is "other". They add up to 1."""
-    found = {name: rank.steady[name] / max(rank.wall, 1e-9) for name in PHASES if rank.steady.get(name)}
-    return {**found, "other": max(0.0, 1.0 - sum(found.values()))}

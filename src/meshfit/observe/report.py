@@ -1,7 +1,7 @@
-"""One page about a run: ``report.html``. Self-contained: opens from a file, with no network, years from now.
+"""One page about a run: ``report.html``. Self-contained: opens from a file, without a network.
 
-The page holds the data as JSON and the few hundred lines of script that draw it. Its content policy names both by
-their hashes, so nothing else can run in it, whatever a run's notes or names may say.
+The page holds the data as JSON and the script that draws it. Its content security policy names both by their hashes, so
+no other script can run in it, whatever a run's notes or names contain.
 """
 
 import base64
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from meshfit.observe.page_data import page_data
-from meshfit.observe.reading import Recording, read
+from meshfit.observe.reading import RecordedRun, read
 from meshfit.observe.timeline import picture, write_trace
 
 
 def write(folder: Path | str, path: Path | str | None = None) -> Path:
-    """Write the report of the run in ``folder``, and beside it the timeline as picture and as trace."""
+    """Write the report of the run in ``folder``, and beside it the timeline as a picture and a trace."""
     run = read(folder)
     target = Path(path) if path is not None else run.folder / "report.html"
     target.write_text(page(run))
@@ -29,14 +29,14 @@ def write(folder: Path | str, path: Path | str | None = None) -> Path:
     return target
 
 
-def page(run: Recording) -> str:
+def page(run: RecordedRun) -> str:
     """The report as HTML."""
     data = page_data(run)
     return fill(data, title=f"{data['name']} · meshfit")
 
 
 def fill(data: dict[str, Any], *, title: str, nonce: str | None = None) -> str:
-    """The page around ``data``. With a ``nonce`` the server sends the policy; else the page carries it."""
+    """The page around ``data``. With a ``nonce`` the server sends the policy, otherwise the page holds it."""
     style, script = _part("page.css"), _part("page.js")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     allowed = f"script-src {_hash(script)} {_hash(text)}; style-src {_hash(style)}"

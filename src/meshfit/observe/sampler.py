@@ -1,11 +1,10 @@
-"""A thread in each rank that writes its events and, once a second, how much of the machine is in use.
+"""A thread in each rank that writes its events and, once a second, samples the use of the machine.
 
-Of this process (and those it started): CPU in percent of one core, resident memory. Of the device, where it is a GPU:
-memory in use and reserved by torch; use, power and memory as the driver counts them, where NVML is installed. The
-first rank of a machine also looks at the machine: each core, memory, disk and network.
+Of this process and its children: CPU in percent of one core, resident memory. Of a GPU: memory allocated and reserved
+by torch; use, power and memory by the driver, where NVML is installed. The first rank of a machine also samples the
+machine: each core, memory, disk and network.
 """
 
-import os
 import threading
 import time
 from contextlib import suppress
@@ -21,7 +20,7 @@ SECONDS = 1.0
 
 
 class Sampler:
-    """Runs from ``start`` to ``stop``; a daemon, and its failures are nobody's."""
+    """Runs from ``start`` to ``stop``. Its failures do not reach the training."""
 
     def __init__(self, events: Events, device: torch.device, *, first: bool, seconds: float = SECONDS):
         self.events, self.seconds = events, seconds
@@ -35,7 +34,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """With a last sample, so that short runs have one, too."""
+        """After a last sample, so that short runs have one, too."""
         self._done.set()
         self._thread.join(timeout=5.0)
         self.events.own_flushes = True
@@ -45,7 +44,7 @@ class Sampler:
         while not done:
             done = self._done.wait(self.seconds)
             now = time.perf_counter()
-            if not done or now - sampled > self.seconds / 4:  # rates over a moment say little; better than none
+            if not done or now - sampled > self.seconds / 4:
                 sampled = now
                 with suppress(Exception):
                     self.events.sample(self.look())
@@ -62,7 +61,7 @@ class Sampler:
 
 
 class _Rates:
-    """Counters as rates a second between two looks."""
+    """Counters as rates a second since the last call."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -96,7 +95,7 @@ class _Process:
 
 
 def _children(pid: int) -> list[int]:
-    """Processes that this one started: the kernel's own list, since looking at every process costs milliseconds."""
+    """Processes that this one started, from /proc: psutil would look at every process, for milliseconds."""
     with suppress(OSError):
         return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
@@ -152,8 +151,3 @@ class _Gpu:
             with suppress(Exception):
                 found["gpu_watts"] = self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
         return found
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,17 +1,17 @@
-"""The few lines after a run: what was trained, how, where the time went, what to look at."""
+"""The few lines that a terminal shows after a run: the result, where the time went, and the verdict."""
 
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshfit.cost import size
+from meshfit.observe.columns import columns
 from meshfit.observe.kinds import KINDS, PHASES
-from meshfit.observe.reading import Rank, Recording, read
+from meshfit.observe.reading import RecordedRun, read
 from meshfit.observe.verdict import verdict
+from meshfit.units import size
 
 if TYPE_CHECKING:
     from meshfit.result import Result
@@ -20,8 +20,10 @@ MOST_RANKS = 8
 
 
 def summary(result: "Result") -> RenderableType:
-    """A table of the run's time by phase and rank, with what it came to above it."""
-    run = None if result.folder is None else recording(result.folder)
+    """The result in lines, and below it a table of the time by phase and rank."""
+    run: RecordedRun | None = None
+    with suppress(Exception):  # the summary is shown even if the folder cannot be read
+        run = None if result.folder is None else read(result.folder)
     head = Table.grid(padding=(0, 2))
     for word, said in (*result.rows(), *(("note", note) for note in result.notes)):
         head.add_row(word, Text(said))
@@ -33,36 +35,22 @@ def summary(result: "Result") -> RenderableType:
     return Group(head, "", _times(result, run)) if result.phases else head
 
 
-def _times(result: "Result", run: Recording | None) -> Table:
-    times = Table(box=None, padding=(0, 2), header_style="dim")
-    times.add_column("where the time went")
-    shown = range(min(len(result.phases), MOST_RANKS))
-    for rank in shown:
-        times.add_column(f"rank {rank}", justify="right")
-    for phase in PHASES:
-        shares = [result.phases[rank].get(phase, 0.0) / max(result.seconds, 1e-9) for rank in shown]
+def _times(result: "Result", run: RecordedRun | None) -> Table:
+    phases = result.phases[:MOST_RANKS]
+    table = columns("where the time went", *(f">rank {rank}" for rank in range(len(phases))))
+    for name in PHASES:
+        shares = [seconds.get(name, 0.0) / max(result.seconds, 1e-9) for seconds in phases]
         if max(shares) >= 0.001:
-            times.add_row(KINDS[phase].label, *(f"{share:.1%}" for share in shares))
+            table.add_row(KINDS[name].label, *(f"{share:.1%}" for share in shares))
     if run is not None and len(run.ranks) == len(result.phases):
-        ranks = [run.ranks[rank] for rank in shown]
+        ranks = run.ranks[: len(phases)]
         for label, key in (("GPU in use", "gpu_use"), ("CPU in use, of a core", "cpu")):
             used = [rank.mean(key) for rank in ranks]
             if any(use is not None for use in used):
-                times.add_row(label, *("" if use is None else f"{use:.0f}%" for use in used), style="dim")
-        if any(most := [_most(rank) for rank in ranks]):
-            times.add_row("memory at its most", *(size(count) if count else "" for count in most), style="dim")
-    return times
-
-
-def _most(rank: Rank) -> float:
-    return max((v for _, v in rank.series("gpu_peak") or rank.series("rss")), default=0.0)
-
-
-def recording(folder: Path) -> Recording | None:
-    """The run in ``folder``, if it can be read: a summary is shown in any case."""
-    with suppress(Exception):
-        return read(folder)
-    return None
+                table.add_row(label, *("" if use is None else f"{use:.0f}%" for use in used), style="dim")
+        if any(rank.peak_memory for rank in ranks):
+            table.add_row("peak memory", *(size(rank.peak_memory) for rank in ranks), style="dim")
+    return table
 
 
 def show(result: "Result") -> None:

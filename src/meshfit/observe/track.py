@@ -1,7 +1,7 @@
-"""Steps on their way to an experiment tracker: ``fit(..., callbacks=Track("wandb", project="digits"))``.
+"""Steps for an experiment tracker: ``fit(..., callbacks=Track("wandb", project="digits"))``.
 
-The tracker must be installed. Ranks do not wait for it: it hears of steps a moment later, in the caller's process.
-A tracker that fails (no network, no login, a wrong option) is told once, and the training goes on without it.
+The tracker must be installed. It runs in the caller's process, and ranks do not wait for it. If it fails (no network,
+no login, a wrong option), there is one warning, and the training goes on without it.
 """
 
 import importlib
@@ -73,11 +73,10 @@ class Track:
 
     def _started(self) -> Any:
         if self.tracker == "wandb":
-            named = {"project": self.project, "name": self.name}
-            return self._module.init(**{k: v for k, v in named.items() if v is not None}, **self.options)
+            return self._module.init(project=self.project, name=self.name, **self.options)
         if self.project is not None:
             self._module.set_experiment(self.project)
-        return self._module.start_run(**({} if self.name is None else {"run_name": self.name}), **self.options)
+        return self._module.start_run(**{"run_name": self.name, **self.options})
 
     def finish(self) -> None:
         """Close the tracker's run. ``fit`` calls it at the end."""

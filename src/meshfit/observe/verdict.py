@@ -1,10 +1,10 @@
-"""Where a run's time went and what to change: rules over a recording, each with its evidence and an estimate.
+"""What limited a run's speed, and what to change: rules over a recorded run, each with evidence and an estimate.
 
-A rule looks at one thing and says nothing, or a ``Finding``. ``lost`` is the share of the time that would be won if
-what it found were gone. The run's verdict is the finding with the most to win; compute-bound where there is little.
+A rule looks at one thing and returns a ``Finding``, or None. ``lost`` is the share of the time that would be saved if
+that one thing were gone. The run's verdict is the finding that loses most; compute-bound where none loses much.
 
-Advice keeps the training as it is where it can. What would make another training of it (a larger batch, less
-precision, stale gradients; microbatches, where there is BatchNorm) says so.
+Advice keeps the training as it is where it can. What would change the trained weights (a larger batch, less precision,
+stale gradients; microbatches, where there is BatchNorm) is marked as another training.
 """
 
 import math
@@ -13,27 +13,32 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshfit.cost import size
 from meshfit.data.source import STAGES
-from meshfit.observe.reading import Rank, Recording, phase_shares
+from meshfit.observe.reading import Rank, RecordedRun
+from meshfit.units import percent, size
 
 WORTH = 0.05
-"""Shares below this are not worth a word."""
+"""Shares below this are not reported."""
 ANOTHER = "(another training)"
 """Beside advice after which the weights are not those that this plan trains."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that held the run back; or, with ``good``, that it is as it should be."""
+    """One thing that limited the run's speed; with ``good``, that nothing did."""
 
     name: str
-    title: str
     evidence: str
     change: str
     lost: float = 0.0
     """Share of the time."""
+    heading: str = ""
+    """Instead of the name."""
     good: bool = False
+
+    @property
+    def title(self) -> str:
+        return self.heading or self.name
 
     @property
     def faster(self) -> float:
@@ -44,326 +49,252 @@ class Finding:
         return f"{self.title}: {self.evidence}; {self.change}" if self.change else f"{self.title}: {self.evidence}"
 
 
-Rule = Callable[[Recording], Finding | None]
-
-
-def findings(run: Recording) -> list[Finding]:
-    """All that was found, what matters most first. Never empty for a run that took a step."""
+def findings(run: RecordedRun) -> list[Finding]:
+    """All findings, those that lose most first. Never empty for a run that took a step."""
     if not any(rank.totals for rank in run.ranks):
         return []
     found = [finding for rule in RULES if (finding := rule(run)) is not None]
     found.sort(key=lambda finding: -finding.lost)
-    if not found or found[0].lost < 0.15:
-        calm = _compute_bound(run)
-        if calm is not None:
-            found = [calm, *found]
-    return found
+    calm = _compute_bound(run) if not found or found[0].lost < 0.15 else None
+    return found if calm is None else [calm, *found]
 
 
-def verdict(run: Recording) -> str:
-    """One sentence."""
+def verdict(run: RecordedRun) -> str:
+    """The first finding, as one sentence."""
     found = findings(run)
     return str(found[0]) if found else "too short to tell"
 
 
-def _input_bound(run: Recording) -> Finding | None:
+def _input_bound(run: RecordedRun) -> Finding | None:
     share = run.share("data")
     if share < WORTH:
         return None
-    seen = [count for rank in run.ranks for _, count in rank.series("workers")]
-    workers = int(run.fact("data_workers", 0) or max(seen, default=0))
-    idle = _idle_cores(run)
-    who = f"on {workers} workers" if workers else "read by the training process itself"
-    busy = 1.0 - share
+    workers = int(run.fact("data_workers", 0) or max(rank.most("workers") for rank in run.ranks))
+    busy = max(1.0 - share, 0.05)
     if workers:
-        need = math.ceil(workers * (busy + share) / max(busy, 0.05))
-        change = f"{max(need, workers + 1)} workers would hide it"
-    elif idle is not None and idle < 1.0:
-        change = "the CPUs are full: make reading a sample cheaper, or cache what it gives"
+        change = f"{max(math.ceil(workers * (busy + share) / busy), workers + 1)} workers would hide it"
+    elif (idle := _idle_cores(run)) is not None and idle < 1.0:
+        change = "all CPU cores are busy: make a sample cheaper to read, or cache it"
     else:
         change = "read ahead in workers, or make a sample cheaper to read"
+    who = f"on {workers} workers" if workers else "read by the training process itself"
     stages = {name: took for name, took in (run.fact("data") or {}).items() if name in STAGES}
     what = f"data, most of it to {max(stages, key=lambda name: stages[name])}" if len(stages) > 1 else "data"
-    evidence = f"devices waited {percent(share)} of the time for {what}, {who}"
-    return Finding(name="input-bound", title="input-bound", evidence=evidence, change=change, lost=share)
+    return Finding("input-bound", f"devices waited {percent(share)} of the time for {what}, {who}", change, share)
 
 
-def _bubble(run: Recording) -> Finding | None:
-    stages = int(run.words.get("pipeline", 1))
-    if stages < 2:
-        return None
-    staged = [r for r in run.ranks if r.wall and ("forward" in r.steady or "backward" in r.steady)]
-    shares = [_between_actions(rank) / rank.wall for rank in staged]
-    share = statistics.fmean(shares) if shares else 0.0
+def _bubble(run: RecordedRun) -> Finding | None:
+    stages, share = run.degree("pipeline"), run.bubble
     if share < WORTH:
         return None
     now = int(run.words.get("microbatches") or run.fact("microbatches", 1) or 1)
-    would = (stages - 1) / (now + stages - 1)
-    evidence = f"devices stood idle {percent(share)} of the time between {now} microbatches over {stages} stages"
-    more = min(max(4 * now, 4 * stages), _samples_a_share(run))
+    left = lambda microbatches: (stages - 1) / (microbatches + stages - 1)
+    more = min(max(4 * now, 4 * stages), _samples_a_rank(run))
     if _batchnorms(run):
+        more = now
         change = f"{_another_schedule(run)}; more microbatches would change BatchNorm's statistics {ANOTHER}"
     elif more > now:
-        would = (stages - 1) / (more + stages - 1)
-        change = f"{more} microbatches would leave about {percent(would)}"
+        change = f"{more} microbatches would leave about {percent(left(more))}"
     else:
         change = f"{_another_schedule(run)}; there are no more microbatches than samples"
-    return Finding(
-        name="bubble", title=f"bubble {percent(share)}", evidence=evidence, change=change, lost=max(0.0, share - would)
-    )
+    evidence = f"devices were idle {percent(share)} of the time between {now} microbatches over {stages} stages"
+    lost = max(0.0, share - left(max(more, now)))
+    return Finding("bubble", evidence, change, lost, f"bubble {percent(share)}")
 
 
-def _another_schedule(run: Recording) -> str:
-    """What shortens a bubble and leaves the training as it is."""
-    stages, usual = int(run.words.get("pipeline", 1)), run.words.get("schedule", "1f1b") in ("1f1b", "gpipe")
+def _another_schedule(run: RecordedRun) -> str:
+    """What shortens a bubble and keeps the training as it is."""
+    stages, usual = run.degree("pipeline"), run.words.get("schedule", "1f1b") in ("1f1b", "gpipe")
     fewer = f"pipeline={stages // 2} beside twice the data= waits less" if stages > 2 else "data= instead has none"
     return f"schedule=interleaved or zbv leaves less, {fewer}" if usual else fewer
 
 
-def _batchnorms(run: Recording) -> bool:
+def _batchnorms(run: RecordedRun) -> bool:
     """Whether the model has BatchNorm, whose statistics are those of each microbatch."""
     return any(rank.facts.get("batchnorms") for rank in run.ranks)
 
 
-def _samples_a_share(run: Recording) -> int:
+def _samples_a_rank(run: RecordedRun) -> int:
     """Of a batch, on each rank that reads data: there cannot be more microbatches."""
-    shares = math.prod(int(run.words.get(axis, 1)) for axis in ("data", "shard"))
-    return int(run.fact("batch", 0) or 0) // max(1, shares) or 10**9
+    return int(run.fact("batch", 0) or 0) // (run.degree("data") * run.degree("shard")) or 10**9
 
 
 WAITS = ("exchange", "gather", "meet")
 
 
-def _exposed(run: Recording) -> Finding | None:
-    """What the rank that waits least still waits: the others wait for it, and that is another finding."""
-    if len(run.ranks) < 2 or "server" in run.words:
+def _exposed(run: RecordedRun) -> Finding | None:
+    """What the rank that waits least still waits: the others wait for that rank, which is another finding."""
+    waited = [rank for rank in run.ranks if rank.wall]
+    if len(run.ranks) < 2 or "server" in run.words or not waited:
         return None
-    waited = {r.rank: [r.steady.get(name, 0.0) / r.wall for name in WAITS] for r in run.ranks if r.wall}
-    least = min(waited.values(), key=sum, default=[0.0])
-    share = sum(least)
+    least = min(waited, key=lambda rank: rank.share(*WAITS))
+    share = least.share(*WAITS)
     if share < WORTH:
         return None
-    moved = sum((run.traffic or {}).values())
-    what = f", {size(moved)} a step" if moved else ""
-    pipelined = int(run.words.get("pipeline", 1)) > 1
     change = f"twice the batch would bring it to about {percent(share / (2 - share))} {ANOTHER}"
-    if pipelined and not _batchnorms(run):
+    if run.degree("pipeline") > 1 and not _batchnorms(run):
         change = "more microbatches a step hide it"
-    if least[-1] > share / 2:  # in the middle of passes: a larger batch has more of it
+    if least.share("meet") > share / 2:  # in the middle of passes: a larger batch has more of it
         inside = [word for word in ("tensor", "context", "expert") if word in run.words]
-        change = (
-            f"a smaller {inside[0]}= waits for fewer"
-            if inside
-            else f"that is BatchNorm, in every layer; batchnorm=local spares it, with each rank's statistics {ANOTHER}"
-        )
+        change = f"that is BatchNorm, in every layer; batchnorm=local avoids it, with each rank's statistics {ANOTHER}"
+        change = f"a smaller {inside[0]}= waits for fewer" if inside else change
     elif "shard" not in run.words and "tensor" not in run.words:
         change += "; fewer and larger devices keep the training as it is"
-    evidence = f"every device waited at least {percent(share)} of the time for traffic that nothing hid{what}"
-    return Finding(name="exchange-exposed", title="exchange exposed", evidence=evidence, change=change, lost=share / 2)
+    moved = sum((run.traffic or {}).values())
+    evidence = f"every device waited at least {percent(share)} of the time for traffic that nothing hid"
+    evidence += f", {size(moved)} a step" if moved else ""
+    return Finding("exchange-exposed", evidence, change, share / 2, "exchange exposed")
 
 
-def _straggler(run: Recording) -> Finding | None:
-    work = {rank.rank: _work(rank) for rank in run.ranks if rank.wall}
-    if len(work) < 2 or int(run.words.get("pipeline", 1)) > 1:
+def _straggler(run: RecordedRun) -> Finding | None:
+    work = {rank.rank: rank.share("data", "forward_backward", "update") for rank in run.ranks if rank.wall}
+    if len(work) < 2 or run.degree("pipeline") > 1:
         return None
     slowest = max(work, key=lambda rank: work[rank])
     others = statistics.median(took for rank, took in work.items() if rank != slowest)
     if others <= 0 or work[slowest] < 1.15 * others or work[slowest] - others < WORTH:
         return None
-    name = next((r.facts.get("host") for r in run.ranks if r.rank == slowest), "")
-    where, times = f" on {name}" if name else "", work[slowest] / others
-    evidence = f"rank {slowest}{where} works {times:.2f} times as long as the others, which wait"
-    change = "look at what else runs there, or at its share of the data"
-    return Finding(
-        name="straggler", title="one slow rank", evidence=evidence, change=change, lost=work[slowest] - others
-    )
+    host = next((r.facts.get("host") for r in run.ranks if r.rank == slowest), "")
+    rank, times = f"rank {slowest} on {host}" if host else f"rank {slowest}", work[slowest] / others
+    evidence = f"{rank} works {times:.2f} times as long as the others, which wait"
+    change = "look for other processes there, or at its share of the data"
+    return Finding("straggler", evidence, change, work[slowest] - others, "one slow rank")
 
 
-def _evaluation(run: Recording) -> Finding | None:
+def _evaluation(run: RecordedRun) -> Finding | None:
     share = run.share("evaluate")
     if share < 2 * WORTH:
         return None
-    evidence = f"{percent(share)} of the time went to evaluation"
     times = math.ceil(share / WORTH)
-    change = (
-        f"valid_every {times} times as large, or a part of the validation data, would make it {percent(share / times)}"
-    )
-    return Finding(
-        name="evaluation-heavy", title="evaluation-heavy", evidence=evidence, change=change, lost=share - WORTH
-    )
+    less = f"valid_every {times} times as large, or a part of the validation data"
+    change = f"{less}, would make it {percent(share / times)}"
+    return Finding("evaluation-heavy", f"{percent(share)} of the time went to evaluation", change, share - WORTH)
 
 
-def _checkpoint(run: Recording) -> Finding | None:
+def _checkpoint(run: RecordedRun) -> Finding | None:
     share = run.share("checkpoint")
     if share < WORTH:
         return None
-    saved = [span for rank in run.ranks[:1] for span in rank.spans if span.name == "checkpoint"]
-    each = f", {statistics.fmean(s.seconds for s in saved):.1f} s each" if saved else ""
-    times = math.ceil(share / 0.02)
+    saved = [span.seconds for rank in run.ranks[:1] for span in rank.spans if span.name == "checkpoint"]
+    each = f", {statistics.fmean(saved):.1f} s each" if saved else ""
     evidence = f"{percent(share)} of the time went to checkpoints{each}"
-    change = f"one in {times} would cost 2 %"
-    return Finding(
-        name="checkpoint-heavy", title="checkpoint-heavy", evidence=evidence, change=change, lost=share - 0.02
-    )
+    return Finding("checkpoint-heavy", evidence, f"one in {math.ceil(share / 0.02)} would cost 2 %", share - 0.02)
 
 
-def _memory(run: Recording) -> Finding | None:
+def _memory(run: RecordedRun) -> Finding | None:
+    heading = "memory near the limit"
     for rank in run.ranks:
-        total = max((v for _, v in rank.series("gpu_total")), default=0.0)
-        most = max((v for _, v in rank.series("gpu_memory")), default=0.0)
+        most, total = rank.most("gpu_memory"), rank.most("gpu_total")
         if total and most > 0.92 * total:
-            evidence = f"rank {rank.rank}'s device held {size(most)} of {size(total)} at its most"
+            evidence = f"rank {rank.rank}'s device held at most {size(most)} of {size(total)}"
             others = "recompute= or shard=" if _batchnorms(run) else "recompute=, shard= or more microbatches"
-            change = f"{others} before the next larger model or batch"
-            return Finding(name="memory", title="memory near the limit", evidence=evidence, change=change)
-    for rank in run.ranks:
-        total = max((v for _, v in rank.series("memory_total")), default=0.0)
-        most = max((v for _, v in rank.series("memory")), default=0.0)
+            return Finding("memory", evidence, f"{others} before the next larger model or batch", heading=heading)
+        most, total = rank.most("memory"), rank.most("memory_total")
         if total and most > 0.92 * total:
             evidence = f"{rank.facts.get('host', 'the machine')} had {size(most)} of {size(total)} in use"
             change = f"fewer ranks or workers on it, shard=, or a smaller batch {ANOTHER}"
-            return Finding(name="memory", title="memory near the limit", evidence=evidence, change=change)
+            return Finding("memory", evidence, change, heading=heading)
     return None
 
 
-def _launch_bound(run: Recording) -> Finding | None:
-    step, gpu = run.step_seconds, run.fact("device", "").startswith("cuda")
-    use = [u for rank in run.ranks if (u := rank.mean("gpu_use")) is not None]
-    shares = max(1, len(run.ranks))
-    samples = int(run.fact("batch", 0) or 0) / shares / max(1, int(run.fact("microbatches", 1) or 1))
-    if gpu and use and statistics.fmean(use) < 60 and run.share("data") < WORTH:
-        evidence = f"the GPU worked {statistics.fmean(use):.0f} % of the time and nothing else kept it waiting"
+def _launch_bound(run: RecordedRun) -> Finding | None:
+    step, use = run.step_seconds, _gpu_use(run)
+    if run.on_gpu and use is not None and use < 60 and run.share("data") < WORTH:
+        evidence = f"the GPU worked {use:.0f} % of the time and nothing else kept it waiting"
         change = f"compile=whole or block, or a larger batch {ANOTHER}, so that it has more to do for each launch"
-        return Finding(
-            name="launch-bound",
-            title="launch-bound",
-            evidence=evidence,
-            change=change,
-            lost=1 - statistics.fmean(use) / 100,
-        )
-    if not gpu and 0 < step < 0.003:
-        fixed = min(0.9, 0.0006 / step)
+        return Finding("launch-bound", evidence, change, 1 - use / 100)
+    if not run.on_gpu and 0 < step < 0.003:
+        microbatches = len(run.ranks) * max(1, int(run.fact("microbatches", 1) or 1))
+        samples = int(run.fact("batch", 0) or 0) / microbatches
         evidence = f"a step takes {step * 1e3:.1f} ms for {samples:.0f} samples a device: most of it is not arithmetic"
-        return Finding(
-            name="launch-bound",
-            title="tiny steps",
-            evidence=evidence,
-            change=f"a larger batch would cost little more time {ANOTHER}",
-            lost=fixed,
-        )
+        change = f"a larger batch would cost little more time {ANOTHER}"
+        return Finding("launch-bound", evidence, change, min(0.9, 0.0006 / step), "tiny steps")
     return None
 
 
-def _oversubscribed(run: Recording) -> Finding | None:
-    if run.fact("device", "cpu").startswith("cuda"):
-        return None
+def _oversubscribed(run: RecordedRun) -> Finding | None:
     by_host: dict[str, list[Rank]] = defaultdict(list)
-    for rank in run.ranks:
+    for rank in run.ranks if not run.on_gpu else ():
         by_host[rank.facts.get("host", "")].append(rank)
     for ranks in by_host.values():
         threads, cores = sum(int(r.facts.get("threads", 1)) for r in ranks), int(ranks[0].facts.get("cores", 0))
         if cores and threads > cores:
             evidence = f"{len(ranks)} ranks with {threads} threads share {cores} cores"
             change = f"{cores} ranks would be as fast, and wait less for each other"
-            return Finding(
-                name="oversubscribed",
-                title="CPUs oversubscribed",
-                evidence=evidence,
-                change=change,
-                lost=run.share("exchange") / 2,
-            )
+            return Finding("oversubscribed", evidence, change, run.share("exchange") / 2, "CPUs oversubscribed")
     return None
 
 
-def _others(run: Recording) -> Finding | None:
-    """The machine is busy, and not with this run."""
+def _neighbours(run: RecordedRun) -> Finding | None:
+    """Whether the machine is busy with something else."""
     for rank in run.ranks:
-        cores = [statistics.fmean(s.values["cores"]) for s in rank.samples[1:] if s.values.get("cores")]
-        if not cores:
+        cores = [values["cores"] for _, values in rank.samples if values.get("cores")]
+        if len(cores) < 2:
             continue
         here = [r for r in run.ranks if r.facts.get("host") == rank.facts.get("host")]
-        count = max(len(s.values["cores"]) for s in rank.samples if s.values.get("cores"))
-        ours = sum(use for r in here if (use := r.mean("cpu")) is not None) / count
-        busy = statistics.fmean(cores)
+        ours = sum(use for r in here if (use := r.mean("cpu")) is not None) / max(map(len, cores))
+        busy = statistics.fmean(map(statistics.fmean, cores[1:]))
         if busy > 85 and busy - ours > 25:
             evidence = f"the CPUs were {busy:.0f} % busy, and this run used {ours:.0f} %"
-            return Finding(
-                name="neighbours",
-                title="a busy machine",
-                evidence=evidence,
-                change="something else runs there: its time is this run's loss",
-                lost=(busy - ours) / 200,
-            )
+            change = "something else runs there, and takes time from this run"
+            return Finding("neighbours", evidence, change, (busy - ours) / 200, "a busy machine")
     return None
 
 
-def _server(run: Recording) -> Finding | None:
-    """A worker's optimizer is its servers': what it waits for in exchange and update is them."""
-    share = run.share("exchange") + run.share("update")
-    servers = int(run.words.get("server", 0))
+def _server(run: RecordedRun) -> Finding | None:
+    """A worker's optimizer runs on its servers: in exchange and update it waits for them."""
+    share, servers = run.share("exchange", "update"), int(run.words.get("server", 0))
     if not servers or share < 2 * WORTH:
         return None
-    change = f"server={2 * servers} shares their work; compress=bf16 halves what goes up {ANOTHER}"
+    change = f"server={2 * servers} shares their work; compress=bf16 halves what is sent to them {ANOTHER}"
     if "staleness" not in run.words:
-        change += f"; staleness=2 lets workers go on without each other {ANOTHER}"
+        change += f"; staleness=2 lets workers step without waiting for each other {ANOTHER}"
     who = "their server" if servers == 1 else f"their {servers} servers"
     evidence = f"workers waited {percent(share)} of the time for {who}, and through them for each other"
-    return Finding(name="server-bound", title="server-bound", evidence=evidence, change=change, lost=share / 2)
+    return Finding("server-bound", evidence, change, share / 2)
 
 
-def _optimizer(run: Recording) -> Finding | None:
+def _optimizer(run: RecordedRun) -> Finding | None:
     share = run.share("update")
     if share < 0.2 or "server" in run.words:
         return None
     change = f"shard= gives each device a part of it; a larger batch takes fewer of them {ANOTHER}"
-    evidence = f"{percent(share)} of the time went to the optimizer"
-    return Finding(name="optimizer-heavy", title="optimizer-heavy", evidence=evidence, change=change, lost=share / 2)
+    return Finding("optimizer-heavy", f"{percent(share)} of the time went to the optimizer", change, share / 2)
 
 
-def _caller(run: Recording) -> Finding | None:
-    share = statistics.fmean([phase_shares(rank)["other"] for rank in run.ranks[:1]] or [0.0])
+def _caller(run: RecordedRun) -> Finding | None:
+    share = run.ranks[0].phase_shares["other"]
     if share < 2 * WORTH:
         return None
-    evidence = (
-        f"{percent(share)} of the time passed between the phases of a step, in callbacks or the caller's own loop"
-    )
-    return Finding(
-        name="caller-bound",
-        title="caller-bound",
-        evidence=evidence,
-        change="do less after each step, or not after every one",
-        lost=share,
-    )
+    evidence = f"{percent(share)} of the time passed between steps, in callbacks or the caller's own loop"
+    return Finding("caller-bound", evidence, "do less after each step, or not after every one", share)
 
 
-def _start(run: Recording) -> Finding | None:
-    known = [step for step in run.steps if "seconds" in step]
-    if len(known) < 3 or known[-1]["seconds"] < 1.0:
+def _start(run: RecordedRun) -> Finding | None:
+    known = [step["seconds"] for step in run.steps if "seconds" in step]
+    if len(known) < 3 or known[-1] < 1.0:
         return None
-    share = (known[0]["seconds"] - run.step_seconds) / known[-1]["seconds"]
+    share = (known[0] - run.step_seconds) / known[-1]
     if share < 0.2:
         return None
-    evidence = f"the first step took {known[0]['seconds']:.1f} s of {known[-1]['seconds']:.1f} s in all"
-    return Finding(
-        name="slow-start", title="slow start", evidence=evidence, change="longer runs do not feel it", lost=share / 2
-    )
+    evidence = f"the first step took {known[0]:.1f} s of {known[-1]:.1f} s in all"
+    return Finding("slow-start", evidence, "in a longer run it matters less", share / 2, "slow start")
 
 
-def _compute_bound(run: Recording) -> Finding | None:
-    share = run.share("forward_backward") + run.share("update")
+def _compute_bound(run: RecordedRun) -> Finding | None:
+    share = run.share("forward_backward", "update")
     if share < 0.5:
         return None
-    use = [u for rank in run.ranks if (u := rank.mean("gpu_use")) is not None]
-    more = f", the GPU at work {statistics.fmean(use):.0f} % of it" if use else ""
+    evidence = f"{'GPUs' if run.on_gpu else 'CPUs'} computed {percent(share)} of the time"
+    if (use := _gpu_use(run)) is not None:
+        evidence += f", the GPU at work {use:.0f} % of it"
     if run.of_peak is not None:
-        more += f", at {percent(run.of_peak)} of their peak"
-    kind = "GPUs" if run.fact("device", "").startswith("cuda") else "CPUs"
+        evidence += f", at {percent(run.of_peak)} of their peak"
     change = f"faster or more devices would help, or lower precision {ANOTHER}" if share > 0.8 else ""
-    evidence = f"{kind} computed {percent(share)} of the time{more}"
-    return Finding(name="compute-bound", title="compute-bound", evidence=evidence, change=change, good=True)
+    return Finding("compute-bound", evidence, change, good=True)
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Callable[[RecordedRun], Finding | None], ...] = (
     _input_bound,
     _bubble,
     _exposed,
@@ -373,7 +304,7 @@ RULES: tuple[Rule, ...] = (
     _memory,
     _launch_bound,
     _oversubscribed,
-    _others,
+    _neighbours,
     _server,
     _optimizer,
     _caller,
@@ -381,26 +312,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _between_actions(rank: Rank) -> float:
-    """Seconds of forward_backward in which a rank of a pipeline did neither."""
-    actions = sum(rank.steady.get(name, 0.0) for name in ("forward", "backward", "weight"))
-    return max(0.0, rank.steady.get("forward_backward", 0.0) - actions)
+def _gpu_use(run: RecordedRun) -> float | None:
+    """In percent, in the mean over ranks."""
+    use = [u for rank in run.ranks if (u := rank.mean("gpu_use")) is not None]
+    return statistics.fmean(use) if use else None
 
 
-def _work(rank: Rank) -> float:
-    """Share of the time in which a rank does its own part, and waits for nobody but its data."""
-    return sum(rank.steady.get(name, 0.0) for name in ("data", "forward_backward", "update")) / rank.wall
-
-
-def _idle_cores(run: Recording) -> float | None:
-    seen = [
-        100 * len(s.values["cores"]) - sum(s.values["cores"])
-        for r in run.ranks
-        for s in r.samples
-        if s.values.get("cores")
-    ]
-    return statistics.fmean(seen) / 100 if seen else None
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def _idle_cores(run: RecordedRun) -> float | None:
+    seen = [values["cores"] for rank in run.ranks for _, values in rank.samples if values.get("cores")]
+    return statistics.fmean(len(cores) - sum(cores) / 100 for cores in seen) if seen else None

@@ -1,12 +1,11 @@
-"""The page of a run, or of several, while they go on: served to this machine alone, from the runs' folders.
+"""The page of a run, or of several, while they train: served to this machine alone, from the runs' folders.
 
-It reads what ranks have written and has nothing else to do with them: however many look, however slowly, and whether
-it lives or not, training does not notice.
+It only reads what ranks have written: viewers, however many and slow, do not affect the training.
 
-Who may look: whoever has the token, in the link that is printed, then in a cookie. Every request, of any method, must
-name this machine as its host, and come from this page if it says where it comes from: a page of another site can
-neither read it nor act on it, nor through a name that it has pointed here. Requests name a run by its number; no part
-of a request becomes a path.
+Access needs the token, from the printed link, then from a cookie. Every request, of any method, must name this machine
+as its host, and this page as its origin if it names one: so a page of another site can neither read it nor act on it,
+even through a DNS name that points to this machine. Requests name a run by its number; no part of a request becomes a
+path.
 """
 
 import asyncio
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from meshfit.observe.page_data import page_data, summary_data
 from meshfit.observe.reading import Reader
 from meshfit.observe.report import fill
 
-EVERY = 2.0  # seconds between a page's questions
+EVERY = 2.0  # seconds between the requests of a page
 HEAD_BYTES, HEAD_SECONDS, SEND_SECONDS = 16_384, 5.0, 20.0
 VIEWERS = 512
 DEEP = 3  # folders below the one that was named
@@ -46,7 +46,7 @@ def runs_in(path: Path) -> list[Path]:
 
 @dataclass(slots=True)
 class _Cached:
-    """One answer for all who ask within a second."""
+    """One answer for all requests within a second."""
 
     make: Callable[[], dict[str, Any]]
     at: float = -1e9
@@ -63,11 +63,11 @@ class _Cached:
         return self
 
 
-class Watch:
+class PageServer:
     """Answers requests about the runs at ``path``."""
 
-    def __init__(self, path: Path, token: str | None = None):
-        self.path, self.token = path, token or secrets.token_urlsafe(24)
+    def __init__(self, path: Path):
+        self.path, self.token = path, secrets.token_urlsafe(24)
         self.port = 0
         self.single = (path / "run.json").is_file()
         if not path.is_dir():
@@ -76,14 +76,14 @@ class Watch:
         self._folders: list[Path] = []
         self._answers: dict[str, _Cached] = {}
         self._viewers = 0
-        self._look()
+        self._find_runs()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/?token={self.token}"
 
-    def _look(self) -> None:
-        """New runs get new numbers; those that have one keep it."""
+    def _find_runs(self) -> None:
+        """New runs get new numbers; known ones keep theirs."""
         known = set(self._folders)
         self._folders += [folder for folder in reversed(runs_in(self.path)) if folder not in known]
 
@@ -98,17 +98,17 @@ class Watch:
         return {**data, "live": True, "every": EVERY, "source": source}
 
     def _runs(self) -> dict[str, Any]:
-        self._look()
+        self._find_runs()
         cards = []
         for number, folder in enumerate(self._folders):
-            with suppress(Exception):  # one that was taken away, or is being made
+            with suppress(Exception):  # removed, or not complete yet
                 cards.append({"id": number, **summary_data(self._read(folder))})
         cards.sort(key=lambda card: (card["state"] != "running", -card["id"]))
         name = self.path.resolve().name
         return {"mode": "runs", "name": name, "runs": cards, "live": True, "every": EVERY, "source": "/data"}
 
     def _route(self, path: str) -> tuple[_Cached, bool] | None:
-        """What ``path`` asks for, and whether as a page."""
+        """The answer for ``path``, and whether as a page."""
         parts = path.strip("/").split("/") if path != "/" else []
         is_page = parts[-1:] != ["data"]
         parts = parts if is_page else parts[:-1]
@@ -126,14 +126,14 @@ class Watch:
         """Status, headers and body for one request."""
         hosts = {f"127.0.0.1:{self.port}", f"localhost:{self.port}"}
         if headers.get("host", "").lower() not in hosts:
-            return 421, {}, b"this page is for this machine alone"
+            return 421, {}, b"this page is served to this machine only"
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in {f"http://{host}" for host in hosts}:
             return 403, {}, b"asked from another page"
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return 403, {}, b"asked from another site"
         if method not in ("GET", "HEAD"):
-            return 405, {"Allow": "GET, HEAD"}, b"there is nothing to change here"
+            return 405, {"Allow": "GET, HEAD"}, b"this page is read-only"
         url = urlsplit(target)
         cookie = f"meshfit_{self.port}"
         given = parse_qs(url.query).get("token", [""])[0]
@@ -174,7 +174,7 @@ class Watch:
                 writer.write(_response(status, more, body, head_only=method == "HEAD"))
                 await writer.drain()
         except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # too slow, gone, or not a browser
+            pass  # too slow, disconnected, or not HTTP
         finally:
             self._viewers -= 1
             writer.transport.abort() if writer.transport.get_write_buffer_size() > 0 else writer.close()
@@ -184,16 +184,6 @@ class Watch:
         server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=HEAD_BYTES)
         self.port = server.sockets[0].getsockname()[1]
         return server
-
-
-REASONS = {
-    200: "OK",
-    303: "See Other",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    421: "Misdirected",
-}
 
 
 def _response(status: int, headers: dict[str, str], body: bytes, *, head_only: bool) -> bytes:
@@ -209,10 +199,7 @@ def _response(status: int, headers: dict[str, str], body: bytes, *, head_only: b
         "Connection": "close",
         **headers,
     }
-    lines = [
-        f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}",
-        *(f"{name}: {value}" for name, value in known.items()),
-    ]
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {value}" for name, value in known.items())]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + (b"" if head_only else body)
 
 
@@ -236,12 +223,3 @@ def _cookie(text: str, name: str) -> str:
     except CookieError:
         return ""
     return "" if found is None else found.value
-
-
-async def watch(path: Path, port: int, say: Callable[[str], None]) -> None:
-    """Serve until the end; ``say`` is told the link."""
-    page = Watch(path)
-    server = await page.start(port)
-    say(page.url)
-    async with server:
-        await server.serve_forever()

@@ -1,7 +1,7 @@
-"""What ``meshfit.verify`` is made of: short trainings, what they are compared by, and where they part.
+"""The parts of ``meshfit.verify``:
 
-training.py   trains a few steps, on one device or under a plan, and puts aside all that they made
+training.py   trains a few steps, on one device or under a plan, and keeps losses, gradients, weights and state
 double.py     the same job in fp64
-rows.py       two trainings beside each other, and one device beside itself: equal, different, or not to be told
+compare.py    two trainings compared, and one device with itself: equal, different, or undecided
 modules.py    the first module whose output or gradient differs
 """

@@ -1,4 +1,4 @@
-"""Trains a few steps, on one device or under a plan, and puts aside all that they made."""
+"""Trains a few steps, on one device or under a plan, and keeps their losses, gradients, weights and state."""
 
 import copy
 from collections.abc import Iterator
@@ -11,22 +11,23 @@ from torch import Tensor, nn
 
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
+from meshfit.data.datasets import open_source
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.drive import begin
 from meshfit.job import Job
-from meshfit.proof.modules import Watched
+from meshfit.proof.modules import ModuleHooks, ModuleOutputs
 from meshfit.run import Run
 from meshfit.step import Step
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What some steps of a training made."""
+    """Losses, gradients, weights and state of a few steps."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
-    """Of the first step, of the mean over the batch."""
+    """Of the first step's mean loss over the batch."""
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
     first_buffers: dict[str, Tensor]
@@ -36,9 +37,8 @@ class Trained:
     random: bool
     """Whether random numbers were drawn."""
     order: list[str] = field(default_factory=list)
-    """Parameters in the order in which a forward comes to them."""
-    modules: Any = None
-    """See modules.py."""
+    """Parameters in the order in which a forward reaches them."""
+    modules: ModuleOutputs | None = None
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,22 @@ class Variant:
     quiet: bool = False
     """Without dropout: modules in eval mode, all but BatchNorm."""
     perturbed: float = 0.0
-    """Weights moved by as much of themselves, up or down at random."""
+    """Relative perturbation of the weights, up or down at random."""
     backwards: bool = False
-    """The samples of each batch in the opposite order: the same sums, rounded otherwise."""
+    """The samples of each batch in the opposite order: the same sums with another rounding."""
     watched: bool = False
-    """Also keep what modules put out in the first step."""
+    """Also keep the outputs of modules in the first step."""
 
 
 def train(job: Job, how: Variant) -> Trained:
-    """Train ``job``. The user's model stays as it is; an optimizer of their own goes with its copy of the weights."""
+    """Train a copy of ``job``'s model; an optimizer of the user's own is copied with it."""
     model, optimizer = copy.deepcopy((job.build(), job.optimizer))
     if how.quiet:
         model.train = Quiet(model)  # type: ignore[method-assign]
         model.train()
     if how.perturbed:
         _perturb(model, how.perturbed)
-    training = begin(
-        replace(job, model=model, optimizer=optimizer),
-        lockstep=False,
-        tap=Capture(backwards=how.backwards, watched=how.watched),
-    )
+    training = begin(replace(job, model=model, optimizer=optimizer), lockstep=False, tap=Capture(how))
     steps: list[Step] = list(training)
     assert training.outcome is not None
     return Trained([s.loss for s in steps], [s.grad_norm for s in steps], **training.outcome.captured)
@@ -83,8 +79,8 @@ def _perturb(model: nn.Module, by: float) -> None:
 
 
 class Quiet:
-    """Stands where a model's ``train`` does: its training mode leaves out dropout, wherever the model is recorded,
-    copied or sent. Only the BatchNorms that would train do."""
+    """Replaces a model's ``train``: a training mode without dropout, wherever the model is recorded, copied or sent.
+    Only the BatchNorms that would train do."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -100,18 +96,17 @@ class Quiet:
 
 @dataclass(frozen=True)
 class Capture:
-    """Puts aside what a run makes: the first step's gradients, and everything after the last step."""
+    """Keeps a run's first gradients, and its weights and state after the last step."""
 
-    backwards: bool = False
-    watched: bool = False
+    how: Variant
 
     def __call__(self, run: Run) -> None:
         before = _random_state(run.world.device)
         named, shape = dict(run.model.named_parameters()), run.placed.shape
-        if self.backwards:
+        if self.how.backwards:
             batches = run.batches
             run.batches = lambda: map(_backwards, batches())  # type: ignore[method-assign]
-        watched = Watched(run, keep=self.watched)
+        hooks = ModuleHooks(run, keep=self.how.watched)
 
         def gradients(correction: Tensor | float) -> None:
             if run.step == 0:
@@ -121,10 +116,10 @@ class Capture:
                     for each in made.values():
                         dist.all_reduce(each[""], group=peers)
                 run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}
-                run.captured["order"] = watched.order
-                if self.watched:
-                    run.captured["modules"] = watched.seen(correction)
-                watched.remove()
+                run.captured["order"] = hooks.order
+                if self.how.watched:
+                    run.captured["modules"] = hooks.outputs(correction)
+                hooks.remove()
 
         def buffers(whole: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: whole[name] for name, b in shape.named_buffers() if b.is_floating_point()}
@@ -146,9 +141,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def can_go_backwards(job: Job) -> bool:
-    """Whether the samples of a batch can be put in another order: where they are rows of tensors."""
-    from meshfit.data.datasets import open_source
-
+    """Whether the samples of a batch can be reordered: where they are rows of tensors."""
     leaves = list(tree.leaves(open_source(job.data).few(2)))
     return all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)
 
@@ -161,14 +154,14 @@ def _backwards(batch: Batch) -> Batch:
 
 
 def rounding_of(job: Job, precision: str) -> float:
-    """The size of a rounding: relative, of the coarsest numbers that are computed with."""
+    """Relative size of a rounding error in the lowest precision of the training."""
     kinds = {p.dtype for p in job.build().parameters() if p.is_floating_point()}
     if precision != "fp32" or kinds & {torch.float16, torch.bfloat16}:
-        return 2.0**-12  # of weights that are then rounded to 8 or 11 bits: some of them fall to the other side
+        return 2.0**-12  # then rounded to 8 or 11 bits: some weights change, some do not
     return torch.finfo(torch.float64 if kinds == {torch.float64} else torch.float32).eps
 
 
 def named_in_order(names: list[str], order: list[str]) -> Iterator[str]:
-    """``names`` as a forward comes to them; those that it does not, at the end."""
+    """``names`` as a forward reaches them; those that it does not, at the end."""
     place = {name: i for i, name in enumerate(order)}
     yield from sorted(names, key=lambda name: place.get(name, len(place)))

@@ -1,4 +1,4 @@
-"""What a plan should hold and move, foretold by its cost, stands beside what it held and moved."""
+"""What a plan should hold and move, predicted by its cost, stands beside what it held and moved."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshfit
-from meshfit.observe.foretold import beside
 from meshfit.observe.page_data import page_data
+from meshfit.observe.predicted import predicted_table
 from meshfit.observe.reading import read
 
 STEPS = 10
@@ -42,8 +42,8 @@ def fit(out: Path, plan: str) -> Path:
 
 
 @pytest.mark.parametrize("plan", ["data=2", "shard=2 zero=2", "tensor=2", "pipeline=2 microbatches=2"])
-def test_foretold_is_measured(plan: str, tmp_path: Path) -> None:
-    table = beside(read(fit(tmp_path / "run", plan)))
+def test_predicted_is_measured(plan: str, tmp_path: Path) -> None:
+    table = predicted_table(read(fit(tmp_path / "run", plan)))
     assert table is not None
     rows = {name: (number(told), number(got)) for name, told, got in table["rows"]}
     assert {"weights", "gradients", "optimizer"} <= rows.keys()
@@ -52,12 +52,12 @@ def test_foretold_is_measured(plan: str, tmp_path: Path) -> None:
         assert got == pytest.approx(told, rel=1.1 / STEPS if name == "all-gather a step" else 0.01), name
 
 
-def test_what_cannot_be_foretold_leaves_no_table(tmp_path: Path) -> None:
+def test_what_cannot_be_predicted_leaves_no_table(tmp_path: Path) -> None:
     run = read(fit(tmp_path / "run", "data=1"))
     assert "flops_a_sample" in run.about
-    run.about.pop("foretold")
-    assert beside(run) is None
-    assert "Foretold beside measured" not in [table["title"] for table in page_data(run)["tables"]]
+    run.about.pop("predicted")
+    assert predicted_table(run) is None
+    assert "Predicted and measured" not in [table["title"] for table in page_data(run)["tables"]]
 
 
 def number(text: str) -> float:
