@@ -461,7 +461,7 @@ ITEMS: tuple[tuple[str, str, str, list[str]], ...] = (
     (
         "B words",
         "fsdp=2, ddp, tp=2 listed 26 keys; data=2,shard=2 was 'not a number'",
-        "one line: 'that is shard= here: shard=2'; 'write spaces between words'",
+        "one line: 'in meshfit that is shard=2'; 'write spaces between words'",
         ["tests/test_plan.py"],
     ),
     (

@@ -423,9 +423,9 @@ REFUSED = {
     "data=2 staleness=3": "staleness=3 says how server= works",
     "data=2 every=3": "every=3 says how exchange= works",
     "data=2 lost=average": "lost=average says how server= works",
-    "server=1 data=2 staleness=2 lost=average": "lost=average is of steps that workers make together",
+    "server=1 data=2 staleness=2 lost=average": "lost=average is for steps that workers take together",
     "server=1 data=2 late=damp": "late=damp says how staleness= works",
-    "server=1 data=2 exchange=local": "who steps",
+    "server=1 data=2 exchange=local": "exclude each other",
     "data=2 exchange=locale": "did you mean local",
     "data=2 exchange=local every=2 overlap=2": "overlap=2 is not below every=2",
 }

@@ -1,7 +1,7 @@
 """``meshfit.fit``: train a model over many devices. The training step itself is in ``loop.py``.
 
-    fit      train, and return what came of it
-    steps    the same as a generator, for a loop of one's own
+    fit      train, and return the result
+    steps    the same as a generator, for a loop of your own
 
 On one device both run in the caller's process. On several, ranks are started and each runs the loop on its share;
 the caller gets every ``Step`` as it happens, and may end the training:
@@ -35,7 +35,7 @@ Callback = Callable[[Step], Any]
 """Called with a step in the caller's process; returning "stop" ends the training."""
 
 asked_through: Callable[[dict[str, Any]], dict[str, Any]] = lambda asked: asked
-"""The command line looks at what a script asks of ``fit``, and may change it, by putting a function here."""
+"""Called with the arguments of ``fit``, and returns those to use: the command line replaces it."""
 
 
 @verb
@@ -109,14 +109,14 @@ def fit(
         devices      "auto" (every GPU; without GPUs as many CPU ranks as the plan names), a number, "cpu:4", "cuda:0,2"
         timeout      seconds that a rank may wait for the others in a collective; then the training ends with an error
         listen       where workers of other hosts may join, with server= in the plan: "10.0.0.5:7000"
-        join         be workers of the run that listens there, one for each device; plan and end are that run's
-        independent  train here alone although srun, mpirun or Kubernetes started several such processes: a sweep, say
+        join         run workers for the run that listens there, one for each device; plan and end are that run's
+        independent  train in this process alone, although srun, mpirun or Kubernetes started several: for a sweep
 
     Files
-        out          folder for what the run writes; a new one beside it if it holds a run already
+        out          folder of the run's files; if it is not empty, a new one beside it
         checkpoint   how often to save into out/checkpoints: 500 (steps), "10 minutes", "3%" of the time; None: never
-        resume       go on, at the very sample and under any plan, from the newest intact checkpoint of out, if there is
-                     one (True), or from the one at a path
+        resume       continue from the newest intact checkpoint of out, if there is one (True), or from the one at a
+                     path: at the same sample, under any plan
 
     Watching
         callbacks    called with each step as it arrives, and no device waits; returning "stop" ends the training soon,
@@ -190,8 +190,8 @@ def steps(
 ) -> Generator[Step, None, None]:
     """Train, yielding after every optimizer step. The arguments are those of ``fit``, checked at the call.
 
-    All devices wait for the caller at each step. Leaving the loop ends the training with the weights it has then, and
-    puts them into the caller's model.
+    All devices wait for the caller at each step. Leaving the loop ends the training; the caller's model then has the
+    weights of that step.
     """
     asked = dict(locals())
     return _steps(begin(Job(**asked_through(asked)).training(), lockstep=True))
@@ -209,9 +209,9 @@ def _steps(training: Training) -> Generator[Step, None, None]:
 
 def _functions(name: str, given: Any) -> list[Callback]:
     if not callable(given) and not isinstance(given, Iterable):
-        raise JobError(f"{name}={given!r} is neither a function nor some of them")
+        raise JobError(f"{name}={given!r} is neither a function nor a list of functions")
     functions = [given] if callable(given) else list(given)
     for function in functions:
         if not callable(function):
-            raise JobError(f"{name}= holds {function!r}, which is no function")
+            raise JobError(f"{name}= holds {function!r}, which is not a function")
     return functions

@@ -26,8 +26,7 @@ from meshfit.schedule.actions import schedule
 
 @dataclass(frozen=True)
 class Job:
-    """One training: a model, its data, and how to go about it. Its fields are the arguments of ``meshfit.fit``, and
-    explained there."""
+    """One training: the arguments of ``meshfit.fit``, which explains them."""
 
     model: Any
     data: Any
@@ -66,14 +65,14 @@ class Job:
             raise JobError("loss= and step= were both given", "step(model, batch) computes the loss itself: keep one")
         for name, metric in self.metrics.items():
             check_metric(name, metric)
-        stated(self.objective)  # a loss that is no single number is refused here
+        stated(self.objective)  # refuses a loss that is not one number
         for name in ("best", "patience", "metrics"):
             if getattr(self, name) and self.valid is None:
                 raise JobError(f"{name}= needs valid=, data to evaluate on")
         if self.best and not any(measures(name, self.best.lstrip("-")) for name in (*self.metrics, "loss")):
             raise JobError(f"best={self.best!r} is not measured", did_you_mean(self.best, ["-loss", *self.metrics]))
         Readers.of(self.workers)
-        Cadence.of(self.checkpoint)  # refuses what it does not understand
+        Cadence.of(self.checkpoint)  # refuses what it cannot parse
         for name in ("checkpoint", "resume"):
             if self.out is None and (self.checkpoint is not None if name == "checkpoint" else self.resume is True):
                 raise JobError(f"{name}= needs out=, the run's folder", 'out="runs/one", say')
@@ -85,7 +84,7 @@ class Job:
         return Objective(self.loss, self.step)
 
     def training(self) -> Self:
-        """The same job, with what training needs checked too."""
+        """The same job, after a check of what only training needs."""
         if self.optimizer is None:
             raise JobError("optimizer= is missing", "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), say")
         _check(
@@ -99,9 +98,9 @@ class Job:
         return self
 
     def settled(self, *, count: int | None = None, kind: str | None = None) -> Self:
-        """The same job with devices found, the plan read and checked, the batch size a number.
+        """The same job with its devices, its plan parsed and checked, and its batch size as a number.
 
-        ``count`` and ``kind``: the world that is given already (by torchrun), instead of ``devices``.
+        ``count`` and ``kind``: the devices of an existing world (torchrun's), instead of ``devices``.
         """
         devices = self.devices if isinstance(self.devices, Devices) else find(self.devices)
         if count is not None:
@@ -111,8 +110,9 @@ class Job:
         return settled.flowing(self)
 
     def flowing(self, asked: "Job") -> Self:
-        """The same job with enough microbatches for the stages of a pipeline, where ``asked`` did not say how many:
-        four for each, or as many as there are samples. One, where BatchNorm is over each microbatch by itself."""
+        """The same job with enough microbatches for the stages of a pipeline, where ``asked`` has no number of them:
+        four a stage, or as many as there are samples; one for a model with BatchNorm, whose statistics are those of a
+        microbatch."""
         plan, size = self.plan, self.batch_size
         assert isinstance(plan, Plan)
         assert isinstance(size, int)
@@ -144,16 +144,16 @@ class Job:
             raise PlanError(
                 f"a batch of {size} samples cannot be shared by {plan}",
                 f"that is {parts} parts: {' x '.join(f'{key}={getattr(plan, key)}' for key in split)}",
-                f"batch_size={parts} would do{fits}",
+                f"batch_size={parts} works{fits}",
             )
         for name in ("data", "valid"):
             data = getattr(self, name)
             if data is not None and sample_count(data, name) == 0:
-                raise JobError(f"{name}= holds no sample")
+                raise JobError(f"{name}= holds no samples")
         return size
 
     def build(self) -> nn.Module:
-        """The model: built under ``seed`` if a function was given, so it starts the same under every plan."""
+        """The model; a function builds it under ``seed``, so that it starts the same under every plan."""
         if isinstance(self.model, nn.Module):
             complete(self.model)
             _refuse_meta(self.model)
@@ -197,13 +197,13 @@ class Job:
         scheduler = self.scheduler(optimizer, steps) if len(needs) > 1 else self.scheduler(optimizer)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise JobError(
-                "ReduceLROnPlateau follows a metric, but schedules are stepped every step", "use another one"
+                "ReduceLROnPlateau follows a metric, but schedulers are stepped every step", "use another one"
             )
         return scheduler
 
 
 def _refuse_meta(model: nn.Module) -> None:
-    """Weights without values cannot be trained, nor sent to ranks; but they can be inspected."""
+    """Refuse weights on the meta device, except under it: they can be inspected, but not trained."""
     if torch.get_default_device().type == "meta":
         return
     named = (*model.named_parameters(), *model.named_buffers())
@@ -211,14 +211,14 @@ def _refuse_meta(model: nn.Module) -> None:
     if empty:
         raise JobError(
             f"the model is on the meta device: {empty[0]} has a shape, but no values",
-            f"so have {len(empty)} of its {len(named)} tensors",
-            'give it some: model.to_empty(device="cpu"), then load or initialise its weights',
+            f"{len(empty)} of its {len(named)} tensors have no values",
+            'model.to_empty(device="cpu"), then load or initialise its weights',
             "or pass a function that builds the model: model=lambda: Net()",
         )
 
 
 def _parameters(function: Callable) -> list[str]:
-    """Names of the arguments that must be given."""
+    """Names of the required arguments."""
     try:
         given = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

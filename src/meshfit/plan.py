@@ -1,7 +1,7 @@
 """How a training is spread over devices, as one value.
 
-A plan is words and degrees, nothing else. Its text form is the same in Python, on the command line, in
-the checkpoint and in the report:
+A plan is words and degrees. Its text form is the same in Python, on the command line, in the checkpoint and in the
+report:
 
     data=4                          four copies of the model, gradients all-reduced
     data=4 microbatches=2           each share of the batch in two passes
@@ -17,8 +17,8 @@ the checkpoint and in the report:
     pipeline=4 microbatches=16      layers over four devices, sixteen microbatches on their way through them
     server=1 data=3                 three workers; a process on the host owns weights and optimizer, and steps for all
     server=1 data=2 tensor=2        ... workers of two devices each
-    server=1 data=3 staleness=4     ... for each as it comes; no worker is more than 4 of its steps ahead
-    data=4 exchange=local every=8   each device steps by itself; every 8 steps weights are averaged
+    server=1 data=3 staleness=4     ... asynchronously; no worker is more than 4 of its steps ahead
+    data=4 exchange=local every=8   each device takes local steps; every 8 steps weights are averaged
 """
 
 import math
@@ -60,7 +60,7 @@ WORDS = {
 
 
 RENAMED = {"rows=cut": "sequence=split", "rows=whole": "sequence=whole", "rows=auto": "sequence=auto"}
-"""Words of earlier versions, and what they are now."""
+"""Words of earlier versions, and their replacements."""
 
 
 def renamed(text: str) -> list[str]:
@@ -87,7 +87,7 @@ ELSEWHERE = {
     "precision=bf16": ("amp", "autocast", "bf16", "fp16", "mixedprecision", "dtype"),
     "offload=optimizer": ("cpuoffload",),
 }
-"""What other libraries call it; each written together and small."""
+"""The words of other libraries, in lower case and without separators."""
 
 
 def _meant(key: str, value: str, known: list[str]) -> str:
@@ -95,40 +95,40 @@ def _meant(key: str, value: str, known: list[str]) -> str:
     for here, names in ELSEWHERE.items():
         if plain in names:
             word, _, usual = here.partition("=")
-            return f"that is {word}= here: {word}={value if value.isdecimal() and usual.isdecimal() else usual}"
+            return f"in meshfit that is {word}={value if value.isdecimal() and usual.isdecimal() else usual}"
     if (near := did_you_mean(key, known)).startswith("did"):
         return near
-    return f"it is made of {', '.join(DEGREES)} and what help(meshfit.Plan) says more: data=2 shard=2, say"
+    return f"its degrees are {', '.join(DEGREES)}, its other words in help(meshfit.Plan): data=2 shard=2, say"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Degrees along the axes of the mesh, and how each device works."""
+    """Degrees along the axes of the mesh, and how each device computes."""
 
     server: int = 0
-    """Processes on the host that own weights and optimizer, and step for all devices; 0: each device for itself."""
+    """Processes on the host that own weights and optimizer, and step for all devices; 0: no servers."""
 
     data: int = 1
     """Copies of the model; each takes its share of every batch, gradients are summed over them."""
 
     shard: int = 1
-    """Devices over which one copy is cut; each takes its share of every batch too."""
+    """Devices over which one copy is sharded; each takes its share of every batch too."""
 
     zero: int = 3
-    """What is cut over them: 1 the optimizer state, 2 gradients too, 3 weights too."""
+    """What is sharded (ZeRO stage): 1 the optimizer state, 2 gradients too, 3 weights too."""
 
     tensor: int = 1
-    """Devices that share each operation: of most weights each holds a part of the channels. On the same samples."""
+    """Devices that share each operation: each holds some channels of most weights. They see the same samples."""
 
     sequence: str = "auto"
     """Sequence parallelism between such operations (norms, dropout, residual sums): "split", each device computes its
     share of the tokens; "whole", every device all of them; "auto" splits on GPUs: it costs no time and saves memory."""
 
     branch: int = 1
-    """Devices that compute parts of the model which do not need each other, at once. On the same samples."""
+    """Devices that compute independent branches of the model at the same time. They see the same samples."""
 
     context: int = 1
-    """Devices over which each sequence is cut: of most activations each holds those of some positions. On the same
+    """Devices over which each sequence is split: each holds some positions of most activations. They see the same
     samples."""
 
     expert: int = 1
@@ -138,13 +138,13 @@ class Plan:
     """Devices over which the layers are spread, one stage after another. They see the same samples."""
 
     schedule: str = "1f1b"
-    """In what order those devices work on microbatches: see schedule/actions.py."""
+    """The order in which those devices work on microbatches: see schedule/actions.py."""
 
     chunks: int = 0
-    """Stages on each of them; 0: as many as the schedule usually has."""
+    """Stages on each of them; 0: the usual number of the schedule."""
 
     cut: str = ""
-    """Modules with which the stages after the first begin, "layers.4,layers.8"; none: where the costs are even."""
+    """The first modules of the stages after the first, "layers.4,layers.8"; empty: stages of even cost."""
 
     microbatches: int = 1
     """Passes in which a device works through its share of a batch."""
@@ -153,44 +153,44 @@ class Plan:
     """Arithmetic of forward and backward: fp32, bf16, or fp16 with loss scaling. Weights stay as built."""
 
     recompute: str = "none"
-    """What backward computes again instead of forward keeping it: "full" every block, "selective" what is cheap."""
+    """What backward recomputes instead of keeping it: "full" every block, "selective" what is cheap."""
 
     offload: str = "none"
     """What lives in host memory: the "optimizer" state, or the "parameters" too."""
 
     compile: str = "auto"
-    """torch.compile over model and loss together ("whole"), over each block ("block"), "none", or "auto" where it pays
-    for itself."""
+    """torch.compile over model and loss together ("whole"), over each block ("block"), "none", or "auto" where it
+    saves time."""
 
     batchnorm: str = "global"
     """BatchNorm statistics over the whole batch ("global") or over each device's share ("local")."""
 
     buffers: str = "exact"
     """Other buffers that a forward writes: updated as one device would, from the whole batch, or the plan is refused
-    ("exact"); or by every microbatch and on every device for itself ("local")."""
+    ("exact"); or by every microbatch on every device ("local")."""
 
     staleness: float = 0
-    """Own steps that a worker of servers may be ahead of the slowest, "inf" any; 0: all step together."""
+    """Steps that a worker of servers may be ahead of the slowest, "inf": any number; 0: all step together."""
 
     late: str = "none"
     """What a server does about late gradients: "damp" the learning rate, or "shorten" momentum."""
 
     lost: str = "redo"
-    """What becomes of a step in which a worker of servers dies: "redo" it, those left sharing its batch anew, or
-    "average" over what those left have sent."""
+    """What to do with a step in which a worker of servers dies: "redo" it, its batch shared by the remaining workers,
+    or "average" over what those have sent."""
 
     compress: str = "none"
-    """Gradients on their way to a server in fewer bits: "fp16", "bf16", "int8"; what is lost goes with the next."""
+    """Compression of gradients sent to a server: "fp16", "bf16", "int8"; the error is added to the next ones."""
 
     exchange: str = "allreduce"
-    """Gradients summed in every step ("allreduce"), or weights averaged now and then ("local"), by an outer optimizer
-    ("diloco")."""
+    """Gradients summed in every step ("allreduce"), or weights averaged every few steps ("local"), by an outer
+    optimizer ("diloco")."""
 
     every: int = 1
     """Steps from one averaging to the next."""
 
     overlap: int = 0
-    """Steps that are taken while weights are averaged."""
+    """Steps taken while an averaging is under way."""
 
     def __post_init__(self) -> None:
         for key in (*DEGREES, "microbatches", "every"):
@@ -233,19 +233,25 @@ class Plan:
                 said = f"{key}={getattr(self, key)} says how {other}= works, which the plan does not have"
                 raise PlanError(said, f"{examples[other]}, say")
         if self.lost != "redo" and self.server and self.worker_size > 1:
-            raise PlanError(f"lost={self.lost} is for workers of one device", "those of several do such a step again")
+            raise PlanError(f"lost={self.lost} is for workers of one device", "those of several redo such a step")
         if self.lost != "redo" and self.staleness:
             raise PlanError(
-                f"lost={self.lost} is of steps that workers make together",
-                f"with staleness={self.staleness:g} each steps for itself; another takes the batch of one that dies",
+                f"lost={self.lost} is for steps that workers take together",
+                f"with staleness={self.staleness:g} they are asynchronous: another worker takes a lost batch",
             )
         if not 0 <= self.overlap < self.every + (self.every == 1):
-            raise PlanError(f"overlap={self.overlap} is not below every={self.every}", "the next averaging comes first")
+            raise PlanError(
+                f"overlap={self.overlap} is not below every={self.every}",
+                "an averaging must end before the next begins",
+            )
         own = f"server={self.server}" if self.server else f"exchange={self.exchange}"
         if own == "exchange=allreduce":
             return
         if self.server and self.exchange != "allreduce":
-            raise PlanError(f"server={self.server} and exchange={self.exchange}", "who steps? keep one of them")
+            raise PlanError(
+                f"server={self.server} and exchange={self.exchange} exclude each other",
+                "a server steps for all devices, local steps are each device's own: keep one of them",
+            )
         inside = [f"{axis}={getattr(self, axis)}" for axis in DEGREES if axis != "data" and getattr(self, axis) > 1]
         with_it = [] if self.server else inside  # a worker of servers may be several ranks
         with_it += [f"offload={self.offload}"] * (
@@ -257,7 +263,7 @@ class Plan:
                 f"{own} does not go with {with_it[0]}",
                 "servers keep the optimizer on the host already, and step in bf16 or fp32"
                 if self.server
-                else "its ranks hold the model whole, and step it in bf16 or fp32",
+                else "its ranks hold the whole model, and step in bf16 or fp32",
                 f"{replace(self, offload='none', precision='fp32')} works"
                 if self.server
                 else f"data={self.devices} {own} works",
@@ -306,22 +312,22 @@ class Plan:
 
     @property
     def shares(self) -> int:
-        """Parts into which the ranks cut each batch."""
+        """Parts of each batch, one for each rank that reads data."""
         return self.data * self.shard * self.expert
 
     @property
     def worker(self) -> "Plan":
-        """What one worker of servers does by itself."""
+        """The plan of one worker of servers."""
         return replace(self, server=0, data=1, staleness=0, late="none", compress="none", lost="redo")
 
     @property
     def worker_size(self) -> int:
-        """Ranks that are one worker of servers; 1 where there are none."""
+        """Ranks of one worker of servers; 1 where there are none."""
         return self.devices // self.data if self.server else 1
 
     @property
     def cuts(self) -> bool:
-        """Whether parameters live elsewhere than where they are used, and are gathered."""
+        """Whether parameters are gathered before they are used."""
         return self.shard > 1 or self.offload == "parameters"
 
     @property
@@ -331,18 +337,18 @@ class Plan:
 
     @property
     def joins_batchnorms(self) -> bool:
-        """Whether BatchNorms talk to other ranks in the middle of a forward."""
+        """Whether BatchNorms communicate with other ranks in the middle of a forward."""
         joined = self.shares // self.data if self.staleness else self.shares
         return joined > 1 and self.batchnorm == "global" and self.exchange == "allreduce"
 
     @property
     def in_step(self) -> bool:
-        """Whether all devices make every step together: then it is the step of one device."""
+        """Whether all devices take every step together: then it is the step of one device."""
         return self.exchange == "allreduce" and not self.staleness
 
 
 def settle(plan: "Plan | str", devices: int | None) -> Plan:
-    """The plan to run: read from text, "auto" filled in, and checked against the devices there are.
+    """The plan to run: parsed, "auto" filled in, and checked against the number of devices.
 
     ``devices`` is None where any number of CPU ranks may be started.
     """

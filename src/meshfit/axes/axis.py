@@ -1,7 +1,7 @@
-"""What an axis is: one word of the plan, four verbs.
+"""The interface of an axis: one word of the plan, four verbs.
 
-    refuse   what a model or a plan cannot have along this axis, before any process starts
-    find     what of this model it acts on: once, on one rank, as plain data that is sent to the others
+    refuse   models and plans that cannot be exact along this axis, before any process starts
+    find     what it acts on in this model: once, on one rank, as plain data that is sent to the others
     apply    lay the model out along it, in place, on every rank
     cost     what a rank then runs and holds, and which collectives it calls
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Splits(Enum):
-    """What the ranks of an axis have different parts of. It decides which axes go together."""
+    """What is split over the ranks of an axis. It decides which axes can be combined."""
 
     SAMPLES = "samples of the batch"
     SEQUENCE = "positions of every sequence"
@@ -44,7 +44,7 @@ SUMMED = frozenset({Splits.SAMPLES, Splits.SEQUENCE})
 
 
 class Axis:
-    """One axis of the mesh, or another word of the plan that changes how a model lies on its devices."""
+    """One axis of the mesh, or another word of the plan that changes the layout of a model."""
 
     word: ClassVar[str]
     """In the plan, and of the folder."""
@@ -66,17 +66,17 @@ class Axis:
         return ()
 
     def deal(self, plan: Plan, recording: "Recording") -> "Inner":
-        """Who of its ranks runs what of a recorded step that is to be cut into the stages of a pipeline."""
+        """Which of its ranks runs which part of a recorded step that is cut into the stages of a pipeline."""
         raise NotImplementedError
 
     def prove(self, study: "Study", step: Callable[[nn.Module, Any], Tensor], finding: Any) -> None:
-        """Prove it exact for another form of the step than the one it was found with: as another axis replays it."""
+        """Prove it exact for another form of the step than it was found with, as another axis replays it."""
 
     def apply(self, placed: "Placed", finding: Any) -> "Applied | None":
         """Lay ``placed.model`` out, in place."""
 
     def cost(self, costing: "Costing", finding: Any) -> None:
-        """Turn ``costing.trace`` into what a rank runs, and add what that costs."""
+        """Turn ``costing.trace`` into that of one rank, and add its cost."""
 
 
 class Applied:
@@ -91,7 +91,7 @@ class Applied:
     spreads: bool = False
     """Whether no rank of the axis sees the gradients of the whole model."""
     meets: bool = False
-    """Whether its ranks meet in every forward, also those without a sample."""
+    """Whether its ranks communicate in every forward, also those without a sample."""
     cuts: "Mapping[Tensor, Cut]" = MappingProxyType({})
     """Parameters and buffers of which this rank holds a part, and which part."""
     partial: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Applied:
         return tensor
 
     def inside(self) -> AbstractContextManager[None]:
-        """Around whatever runs the model."""
+        """Entered around every forward and backward of the model."""
         return nullcontext()
 
     def changed(self) -> None:

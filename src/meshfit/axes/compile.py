@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from meshfit.axes.place import Placed
 
 INSIDE = ("pipeline", "context", "branch", "tensor", "expert")
-"""Axes along which ranks talk in the middle of a forward."""
+"""Axes along which ranks communicate in the middle of a forward."""
 
-# What compiling costs and saves: a guess, on the careful side of the one model measured (a 124M GPT on one H200:
-# about 30 s more to start, a quarter of the time saved).
+# What compiling costs and saves: a careful guess from one measured model (a 124M GPT on one H200: about 30 s more to
+# start, a quarter of the time saved).
 SECONDS_TO_COMPILE = 40.0
 SHARE_SAVED = 0.2
 EFFICIENCY = 0.4  # of peak, eager
@@ -69,7 +69,7 @@ class Compile:
 
 
 class CompileAxis(Axis):
-    """Of blocks, where something acts inside the model; the whole is compiled by the run, with its loss."""
+    """Compiles blocks, where other axes act inside the model; the whole model is compiled by the run, with its loss."""
 
     word = "compile"
 
@@ -123,10 +123,10 @@ class CompileAxis(Axis):
 
 
 class Blocks(Applied):
-    """Blocks of a model that run compiled from when they are told to."""
+    """Blocks of a model that can be switched to run compiled."""
 
     def __init__(self, model: nn.Module, paths: tuple[str, ...]):
-        """Goes around the blocks' own forwards: before anything else does."""
+        """Wraps the blocks' own forwards, so it comes before all other wrappers."""
         self.count, self._until = len(paths), ExitStack()
         self._compiled = False
         for path in paths:
@@ -134,8 +134,8 @@ class Blocks(Applied):
 
     def compile(self) -> None:
         """From now on. Nothing is compiled before a block is called."""
-        # Blocks share their code, and torch compiles it anew for each that differs in a number (its place, say); past
-        # the limit it would silently leave the rest as they are.
+        # Blocks share their code, and torch recompiles it for each that differs in a constant (its index, say); past
+        # the limit it would silently run the rest eagerly.
         self._until.enter_context(recompile_limit(self.count + 8))
         self._compiled = True
 

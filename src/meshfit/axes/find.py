@@ -1,5 +1,5 @@
-"""What the axes of a plan act on in one model: found once, on one rank, from steps on a few samples, and sent to the
-others, since all must lay it out alike.
+"""What the axes of a plan act on in a model: found once, on one rank, from steps on a few samples, and sent to the
+others, so that all have the same layout.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from meshfit.plan import Plan
 Objective = Callable[[nn.Module, Any], Any]
 
 TRIED = 13
-"""Samples that splits are tried on. A prime: so a dim that is a multiple of it is one of samples."""
+"""Samples on which splits are tried. A prime, so a dim that is a multiple of it is the batch dim."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,16 @@ class Study:
 
     @cached_property
     def few(self) -> Any:
-        """So few samples that they can be tried often."""
+        """A few samples, for trials."""
         there = max((len(t) for t in tree.tensors(self.batch) if t.dim()), default=0)
         return tree.map_tensors(lambda t: t[:TRIED] if t.dim() and len(t) == there else t, self.batch)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """What a step comes to, as one number to go backward from."""
+        """The loss of a step, as one number for backward."""
         return as_number(self.objective(model, batch))
 
     def prove(self, objective: Objective) -> None:
-        """Have the axes that were found prove themselves exact for another form of the step."""
+        """Let the axes in use prove that they are exact for another form of the step."""
         for axis in (axis for axis in self.axes if type(axis).prove is not Axis.prove):
             if (found := self.found(axis.word)) is not None:
                 axis.prove(self, lambda model, batch: as_number(objective(model, batch)), found)
@@ -101,7 +101,7 @@ class Study:
             yield
         except Uncopied as error:
             raise PlanError(
-                f"{self.plan}: the model cannot be copied, and what can be split is found by trying",
+                f"{self.plan}: the model cannot be copied, and splits are found by trials on copies",
                 str(error),
                 "data= and shard= take the model as it is",
             ) from error.__cause__
@@ -120,7 +120,7 @@ def find(
 
 
 def as_number(result: Any) -> Tensor:
-    """What a step came to, as one number to go backward from."""
+    """The result of a step, as one number for backward."""
     if isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[0], Tensor) and not result[0].dim():
         return result[0]  # a sum, and what it is over
     if isinstance(own := getattr(result, "loss", None), Tensor):  # of Hugging Face's models

@@ -1,7 +1,7 @@
-"""Put something around a module's forward, in place: nothing to subclass, no name changes.
+"""Wrap a module's forward, in place: nothing to subclass, no name changes.
 
 Strategies that act where a module runs (global BatchNorm, shards gathered for a block, recomputation, compiled
-blocks) all do it through here, each around what the one before left; ``unwrap`` takes all of it off again.
+blocks) all use it, each around the wrappers before it; ``unwrap`` removes all of them.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from torch import nn
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _found: WeakKeyDictionary[nn.Module, tuple[Any, list[Around]]] = WeakKeyDictionary()
-"""The forward that a module had of its own before anything was put around it (None: its class's), and what was put
-around it, from the inside out."""
+"""The forward that a module instance had before it was wrapped (None: its class's), and its wrappers, from the inside
+out."""
 
 
 def wrap(module: nn.Module, around: Around, *, innermost: bool = False) -> None:
-    """Let ``around(forward)`` run where ``module.forward`` did; ``innermost``: inside all that is around it already."""
+    """Let ``around(forward)`` replace ``module.forward``; ``innermost``: inside all other wrappers."""
     found, wraps = _found.setdefault(module, (module.__dict__.get("forward"), []))
     if not innermost:
         wraps.append(around)
@@ -33,7 +33,7 @@ def wrap(module: nn.Module, around: Around, *, innermost: bool = False) -> None:
 
 
 def unwrap(model: nn.Module) -> None:
-    """Give every module of ``model`` the forward it was found with."""
+    """Give every module of ``model`` its own forward again."""
     for module in model.modules():
         if module not in _found:
             continue

@@ -1,7 +1,7 @@
 """The ranks along each axis of the mesh.
 
 Axes from outer to inner: pipeline, data, shard, expert, context, branch, tensor. Neighbours along an inner one are
-neighbours in rank, and so usually on one machine: the more an axis talks, the further in it is.
+neighbours in rank, and so usually on one machine: the more an axis communicates, the further in it is.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ TOGETHER = (
 """Sets of axes over which gradients, losses or metrics are summed."""
 
 OWN_EXPERT = frozenset({"expert", "all_to_all"})
-"""The expert axis once more, in a group that no gradient goes over: see axes/expert/travel.py."""
+"""The expert axis again, in a group without gradient traffic: see axes/expert/travel.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Mesh:
     """This rank's place along each axis, and its groups."""
 
     world: Group = None
-    """All ranks; None where this one is alone."""
+    """All ranks; None if there is only one."""
     groups: Mapping[frozenset[str], Group] = field(default_factory=dict)
     """By the axes along which their ranks differ."""
     batch: comm.Group | None = None
@@ -55,7 +55,7 @@ class Mesh:
     has_results: bool = True
     """Whether this rank reports what the model returns."""
     made: tuple[Group, ...] = ()
-    """Groups that were made for it, and are none of the world's own."""
+    """Groups that were created for it, and are not the world's."""
 
     @classmethod
     def of(cls, plan: Plan, rank: int, size: int) -> "Mesh":
@@ -69,7 +69,7 @@ class Mesh:
         made: list[Group] = []
 
         def along(axes: frozenset[str]) -> Group:
-            """The ranks that differ from this one along ``axes`` alone."""
+            """The ranks that differ from this one only along ``axes``."""
             lines: dict[tuple[int, ...], list[int]] = {}
             for other, at in enumerate(places):
                 fixed = tuple(i for axis, i in zip(degrees, at, strict=True) if axis not in axes)
@@ -96,7 +96,7 @@ class Mesh:
         )
 
     def over(self, *axes: str) -> Group:
-        """The ranks that differ from this one along some of ``axes`` alone; None if there is no other."""
+        """The ranks that differ from this one only along ``axes``; None if there is no other."""
         used = frozenset().union(*self.groups)
         return self.groups.get(used.intersection(axes))
 
@@ -111,5 +111,5 @@ class Mesh:
         return self.over(*SHARES)
 
     def close(self) -> None:
-        """Let go of its groups. All ranks call it together, when nothing is under way."""
+        """Destroy its groups. All ranks call it together, when no collective is under way."""
         destroy(self.made)

@@ -1,4 +1,4 @@
-"""The axes, from the outside in. A new one is a folder, and a line here."""
+"""The axes, from the outside in. A new axis is a folder, and a line in this list."""
 
 from meshfit.axes.axis import Axis
 from meshfit.axes.branch.axis import BranchAxis
@@ -12,14 +12,14 @@ from meshfit.axes.shard.axis import ShardAxis
 from meshfit.axes.tensor.axis import TensorAxis
 
 ORDER: tuple[Axis, ...] = (
-    PipelineAxis(),  # a rank keeps the modules of its stages, and lets go of the rest
-    BranchAxis(),  # of those, the ones of its own branches, and what all run alike
-    DataAxis(),  # what talks to the ranks with other samples: BatchNorm, auxiliary losses, buffers
+    PipelineAxis(),  # a rank keeps the modules of its stages, and frees the rest
+    BranchAxis(),  # of those it keeps its own branches, and what all branches share
+    DataAxis(),  # what communicates with ranks that have other samples: BatchNorm, auxiliary losses, buffers
     CompileAxis(),  # blocks: inside everything below, so that what is compiled is plain arithmetic on whole weights
     TensorAxis(),  # weights are cut by channels
-    ExpertAxis(),  # of each mixture a rank keeps some experts, and rows travel between ranks
-    ShardAxis(),  # what is left of each parameter is cut as rows of memory, and gathered around the calls that use it
-    RecomputeAxis(),  # around the gathering: what is computed again in backward is gathered again, not kept
-    ContextAxis(),  # around what is left: from where sequences begin, activations are cut
+    ExpertAxis(),  # of each mixture a rank keeps some experts, and tokens are sent to them
+    ShardAxis(),  # what is left of each parameter is sharded, and gathered around the calls that use it
+    RecomputeAxis(),  # around the gathering: what backward recomputes is gathered again, not kept
+    ContextAxis(),  # around all of it: activations are split along the sequence
 )
 """Each is applied to the model as those before left it."""

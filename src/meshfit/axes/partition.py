@@ -10,8 +10,8 @@ from meshfit.axes.axis import Applied
 
 
 class Partition(Applied):
-    """``model`` is a plain module that holds this rank's parameters and buffers, under their names in the whole model;
-    ``skeleton`` has all names and shapes, on meta; ``before`` is the model it was taken from."""
+    """``model`` holds this rank's parameters and buffers, under their names in the whole model; ``skeleton`` has all
+    names and shapes, on meta; ``before`` is the model it was taken from."""
 
     spreads = True
 
@@ -26,7 +26,7 @@ class Partition(Applied):
     @property
     @abstractmethod
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Parameters of whose gradient several ranks hold a term, and those ranks: in the same order on every rank."""
+        """Parameters whose gradient is a sum over several ranks, and those ranks: in the same order on every rank."""
 
     @property
     @abstractmethod
@@ -35,7 +35,7 @@ class Partition(Applied):
 
     @cached_property
     def _held(self) -> dict[Tensor, int]:
-        """How many ranks hold each parameter that is here."""
+        """How many ranks hold each parameter of this rank."""
         holders = self.holders
         return {p: len(holders.get(name, (0,))) for name, p in self.model.named_parameters()}
 
@@ -43,7 +43,7 @@ class Partition(Applied):
         return 1 / self._held.get(parameter, 1)
 
     def give_back(self, whole: Mapping[str, Tensor]) -> None:
-        """Give the model back what other ranks held of it: ``whole`` has all weights and buffers by name."""
+        """Restore the weights and buffers of other ranks: ``whole`` has all of them by name."""
         for name, tensor in (*self.before.named_parameters(), *self.before.named_buffers()):
             if tensor.shape != whole[name].shape:
                 tensor.data = whole[name].to(tensor.device)

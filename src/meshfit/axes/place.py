@@ -44,17 +44,17 @@ class Placed:
 
     plan: Plan
     model: nn.Module
-    """All of it, or with a pipeline or branches what this rank holds of it."""
+    """All of it; with a pipeline or branches, this rank's part."""
     mesh: Mesh
     device: torch.device
     found: Mapping[str, Any] = field(default_factory=dict)
     """What the axes act on, by their words."""
     layers: dict[str, Applied] = field(default_factory=dict)
-    """What each axis did to it, by the axis' word, from the outside in."""
+    """What each axis did to the model, by the axis' word, from the outside in."""
     groups: dict[str, Group] = field(default_factory=dict)
     """By axis: the ranks over which activations are split."""
     caches: list[Any] = field(default_factory=list)
-    """Configs of Hugging Face's in which ``use_cache`` was turned off for the training."""
+    """Hugging Face configs in which ``use_cache`` was turned off for the training."""
     notes: list[str] = field(default_factory=list)
     written: Written = field(default_factory=Written)
     """Buffers that a forward writes, but for BatchNorm's."""
@@ -87,12 +87,12 @@ class Placed:
 
     @property
     def partitions(self) -> list[Partition]:
-        """Axes along which this rank holds but some of the modules, from the outside in."""
+        """Axes along which this rank holds only some of the modules, from the outside in."""
         return [layer for layer in self.layers.values() if isinstance(layer, Partition)]
 
     @property
     def together(self) -> bool:
-        """Whether the ranks meet in every forward: then all must run it, also those without a sample."""
+        """Whether ranks communicate in every forward: then all must run it, also those without a sample."""
         return any(layer.meets for layer in self.layers.values())
 
     @property
@@ -103,7 +103,7 @@ class Placed:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Around whatever runs the model."""
+        """Around every forward and backward of the model."""
         with ExitStack() as stack:
             for layer in self.layers.values():
                 stack.enter_context(layer.inside())
@@ -111,7 +111,7 @@ class Placed:
 
     @property
     def shape(self) -> nn.Module:
-        """A model with all the names and shapes, if not the elements, of the whole."""
+        """A model with the names and shapes, not the values, of the whole."""
         return self.partitions[0].skeleton if self.partitions else self.model
 
     def changed(self) -> None:
@@ -142,14 +142,14 @@ class Placed:
         return self._collected(self._wholes(mine), keep=True)
 
     def _collected(self, mine: dict[str, dict[str, Tensor]], keep: bool) -> dict[str, dict[str, Tensor]]:
-        """What the ranks that hold other modules have of it, together."""
+        """``mine`` together with that of the ranks that hold other modules."""
         for partition in reversed(self.partitions):
             assert partition.group is not None
             mine = collect(mine, partition.owners, partition.group, keep=keep or partition is not self.partitions[0])
         return mine
 
     def _wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Of the parameters that are here."""
+        """Of the parameters of this rank."""
         named = dict(self.model.named_parameters())
         if self.shards is None and not any(layer.cuts for layer in self.layers.values()):
             return {name: {key: t.detach().cpu().clone() for key, t in many.items()} for name, many in mine.items()}
@@ -173,7 +173,7 @@ class Placed:
         return found
 
     def _whole(self, tensor: Tensor, mine: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-        """All of what is cut as ``tensor``, a parameter or buffer, is, and of which this rank has ``mine``."""
+        """The whole tensor of which this rank has ``mine``, cut as ``tensor``, a parameter or buffer, is."""
         if mine is None:
             mine = torch.zeros_like(tensor, dtype=dtype)
         for layer in reversed(self.layers.values()):
@@ -181,7 +181,7 @@ class Placed:
         return mine
 
     def undo(self) -> None:
-        """Leave the model as it was found, but trained: whole, with its own forwards. All ranks call it together."""
+        """Restore the model, trained: whole, with its own forwards. All ranks call it together."""
         while self.layers:
             word, layer = next(reversed(self.layers.items()))
             if isinstance(layer, Partition):
@@ -263,8 +263,8 @@ CACHES_OFF = (
 
 def _without_caches(model: nn.Module) -> list[Any]:
     """Turn off the key-value caches that Hugging Face's models make even in training, where they were on; under every
-    plan, as transformers' Trainer does. With a cache their masks do not keep packed documents apart, a block that is
-    computed again fills it twice, and it cannot go from rank to rank."""
+    plan, as transformers' Trainer does. With a cache their masks do not separate packed documents, a block that is
+    recomputed fills it twice, and it cannot be sent between ranks."""
     configs: dict[int, Any] = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     found = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     for config in found:

@@ -25,14 +25,14 @@ class Precision:
     word: str = "fp32"
 
     def arithmetic(self, device: torch.device) -> AbstractContextManager:
-        """Within it, operations run in this precision."""
+        """A context in which operations run in this precision."""
         if self.word == "fp32":
             return nullcontext()
         return torch.autocast(device.type, DTYPES[self.word])
 
 
 class LossScale:
-    """The factor on the loss under fp16, on the device: it changes without the host waiting for it."""
+    """The loss scale of fp16, kept on the device: the host does not wait for it."""
 
     def __init__(self, device: torch.device, *, start: float = 2.0**16, growth_interval: int = 2000):
         self.value = torch.full((), start, device=device)

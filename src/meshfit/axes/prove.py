@@ -1,7 +1,7 @@
-"""The proof of a plan, before anything is cut: a module whole, against its parts in threads of this process.
+"""The proof of a plan, before anything is cut: a whole module against its parts in threads of this process.
 
 The module runs forward and backward once as it is and once in ``degree`` threads, each with its own copy, cut as the
-axis cuts it. In double precision, where a difference is no rounding; in single if a kernel refuses that.
+axis cuts it. In double precision, where a difference is not rounding; in single where a kernel has no double.
 
 Random numbers have no part in it: dropout is left out, what else is drawn is the same each time.
 """
@@ -26,11 +26,11 @@ from meshfit.torch_private import tree_flatten, tree_unflatten
 R = TypeVar("R")
 
 Given = tuple[tuple, dict[str, Any]]
-"""Arguments of a call; those that need a gradient say so, and what was one tensor is one."""
+"""Arguments of a call, with their ``requires_grad``; a tensor passed twice is one tensor."""
 
 
 class Refused(Exception):
-    """The parts do not compute what the whole does: why, in words."""
+    """The parts do not compute what the whole computes; with the reason."""
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Result:
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     narrow: bool = False
-    """Something was computed in single precision, as norms often are whatever they are given."""
+    """Something was computed in single precision, as norms often are whatever their input."""
 
 
 def in_precision(
@@ -52,7 +52,7 @@ def in_precision(
     dtypes: Iterable[torch.dtype],
     run: Callable[[nn.Module, torch.dtype], R],
 ) -> tuple[nn.Module, torch.dtype, R]:
-    """The module in the first of ``dtypes`` in which it runs, that, and what ``run`` returned; else ``Refused``."""
+    """The module in the first of ``dtypes`` in which it runs, that dtype, and ``run``'s result; else ``Refused``."""
     refused: Exception | None = None
     for dtype in dtypes:
         whole = convert(dtype)
@@ -72,7 +72,7 @@ def in_parts(
     cut: Callable[[nn.Module, ThreadGroup], object],
     run: Callable[[nn.Module, ThreadGroup], R],
 ) -> list[R]:
-    """What ``run`` returns on each rank, of a copy of ``whole`` that ``cut`` has cut."""
+    """The result of ``run`` on each rank, with a copy of ``whole`` that ``cut`` has cut."""
     copies = [sharing(whole) for _ in groups]
     try:
         for group, module in zip(groups, copies, strict=True):
@@ -91,8 +91,8 @@ def run_once(
     met: Callable[[Tensor | None], None],
     weights: Callable[[int, Tensor], Tensor | None],
 ) -> Result:
-    """Forward, and backward from the sum of the outputs times ``weights(index, output)``, where there are any. ``met``
-    is called with what would have been dropped out, and with None for other random numbers."""
+    """Forward, and backward from the sum of the outputs times ``weights(index, output)``, if there are outputs. ``met``
+    is called with each input of dropout, and with None for other random numbers."""
     leaves, spec = tree_flatten(given)
     fresh: dict[int, Any] = {}
     origin: list[Tensor] = []
@@ -142,7 +142,7 @@ class Close:
         return torch.allclose(got, want, rtol=self.tolerance, atol=near, equal_nan=True)
 
     def gradient(self, got: Tensor | None, want: Tensor | None) -> bool:
-        """No gradient, and one of zero, are the same."""
+        """Whether gradients agree; None is the same as zero."""
         if got is None and want is None:
             return True
         if want is None:
@@ -152,7 +152,7 @@ class Close:
 
 
 def size_of(x: Tensor) -> float:
-    """Root mean square of those elements that are no stand-ins for infinity."""
+    """Root mean square, without elements that stand for infinity."""
     x = x.detach()
     size = float(torch.linalg.vector_norm(x)) / max(x.numel(), 1) ** 0.5
     if size < 1e28:
@@ -162,7 +162,7 @@ def size_of(x: Tensor) -> float:
 
 
 def summed(grads: Iterable[Tensor | None]) -> Tensor | None:
-    """The gradient of what several ranks hold."""
+    """The sum of several ranks' gradients of one parameter."""
     there = [grad for grad in grads if grad is not None]
     return torch.stack(there).sum(0) if there else None
 
@@ -188,7 +188,7 @@ DRAWS |= {"normal_", "uniform_", "exponential_", "multinomial", "poisson", "rand
 
 
 class NoDraws(TorchFunctionMode):
-    """Leaves dropout out, and calls ``met`` for it; other random numbers are the same each time. Notes single
+    """Skips dropout, and calls ``met`` for it; other random numbers are the same each time. Notes single
     precision."""
 
     def __init__(self, met: Callable[[Tensor | None], None]):

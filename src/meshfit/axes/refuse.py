@@ -1,4 +1,4 @@
-"""What a model cannot take: said in the caller, before any process starts, with the nearest plan that works."""
+"""Refuses what a model cannot have: in the caller, before any process starts, with the nearest plan that works."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check(plan: Plan, model: nn.Module) -> None:
-    """Refuse what ``model`` cannot take, with the nearest plan that works."""
+    """Refuse a plan under which ``model`` cannot be exact, with the nearest plan that works."""
     _check_forward(plan, model)
     for axis in ORDER:
         if axis.word not in DEGREES or axis.on(plan, model, "cpu"):
@@ -37,8 +37,8 @@ def check(plan: Plan, model: nn.Module) -> None:
 
 
 def _check_forward(plan: Plan, model: nn.Module) -> None:
-    """A forward that changes weights changes them differently on each rank; hooks on parameters do not travel to ranks,
-    and see no gradient where parameters are cut."""
+    """Refuse a forward that changes weights, since it changes them differently on each rank; and hooks on parameters,
+    which are not sent to ranks, and see no gradient of cut parameters."""
     hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
     if hooked and (plan.devices > 1 or plan.offload == "parameters"):
         raise PlanError(
@@ -50,13 +50,13 @@ def _check_forward(plan: Plan, model: nn.Module) -> None:
         if plan.devices > 1 and getattr(module, "max_norm", None) is not None and isinstance(module, EMBEDDINGS):
             raise PlanError(
                 f"{plan}: {name or 'the model'} has max_norm={module.max_norm}",
-                "it changes its weights in forward, on each rank those of its own samples: copies would drift apart",
+                "it changes its weights in forward, by each rank's own samples: the replicas would diverge",
                 "without max_norm every plan works; one device works as it is",
             )
 
 
 def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot step what the plan leaves it: slices of tensors, some parameters at a time."""
+    """Refuse an optimizer that cannot step what the plan gives it: slices of tensors, some parameters at a time."""
     cuts = not plan.server and (plan.shard > 1 or plan.tensor > 1 or plan.expert > 1)  # servers step what is whole
     if not cuts and plan.offload != "optimizer" and plan.server < 2:
         return

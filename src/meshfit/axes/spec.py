@@ -1,7 +1,7 @@
-"""Tensors of which a rank holds a part and which show the shape of the whole: as a plain tensor and how it is split.
+"""Split tensors, which hold a rank's part and show the shape of the whole, as a plain tensor and its specs.
 
-What crosses a cut of the pipeline is sent so: the local tensor each time, its specs once. The receiver is at the same
-place of the same axes, and builds the tensor again over its own group.
+So they are sent between stages of a pipeline: the local tensor each time, its specs once. The receiver has the same
+index along the same axes, and builds the tensor again over its own group.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,15 +18,15 @@ class SplitTensor(Tensor):
     """A tensor subclass that holds this rank's part of a tensor."""
 
     axis: ClassVar[str]
-    """Over whose ranks it is split."""
+    """The axis over which it is split."""
 
     def to_local(self) -> "tuple[Tensor, Spec | None]":
-        """What this rank holds, and how it is split; None: it holds all of it."""
+        """This rank's part, and how it is split; None: the part is the whole."""
         raise NotImplementedError
 
     @classmethod
     def from_local(cls, local: Tensor, group: Group, how: Any) -> Tensor:
-        """What ``to_local`` undoes."""
+        """The inverse of ``to_local``."""
         raise NotImplementedError
 
 

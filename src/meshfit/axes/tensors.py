@@ -1,4 +1,4 @@
-"""The tensors of a model: by name, tied ones, and where they are."""
+"""The tensors of a model: by name, tied ones, and their device."""
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +8,9 @@ from meshfit.torch_private import own_buffers
 
 
 def check_ties(model: nn.Module, ties: dict[str, str]) -> None:
-    """A tie that a transform undid would train silently wrong."""
+    """Assert that tied parameters are still tied: otherwise they would train silently wrong."""
     now = tied(model)
-    assert now == ties, f"tied parameters came apart: {sorted(ties.items() ^ now.items())}"
+    assert now == ties, f"tied parameters were untied: {sorted(ties.items() ^ now.items())}"
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
