@@ -17,13 +17,13 @@ from torch import nn
 
 from benchmarks.zoo import ZOO, Case, mean_loss, seeded, train_alone, transformers, unpadded_text
 from meshfit.anatomy import trace
+from meshfit.anatomy.copies import study
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor import plan as tensor_plan
 from meshfit.axes.tensor.axis import Parts, Tensor
 from meshfit.axes.tensor.check import check, reference
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import VOCABULARY, Cut, Region, TensorPlan
-from meshfit.axes.tensor.twin import study
 from meshfit.axes.tensor.watch import watch
 from meshfit.comm import group as comm_group
 from tests import odd_blocks

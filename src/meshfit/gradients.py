@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.anatomy.record_atoms import twin
+from meshfit.anatomy.copies import twin
 from meshfit.axes.find import as_number
 from meshfit.data import tree
 from meshfit.data.loader import Batch

@@ -1,25 +1,22 @@
-"""The aten operations of one small forward, with their values, to be replayed in part.
+"""The aten operations that run within a block of code, with their values, to be run again in part.
 
-A *value* is the content of one storage between two writes to it. An operation reads values through *windows* (dtype,
+A *value* is the content of one storage between two writes to it. An operation reads values through *views* (dtype,
 size, strides), so a view is no operation of its own, and a change in place makes a new value that every view of the
 storage sees. ``replay`` runs one operation again on other contents and changes nothing that was recorded; what was
 drawn at random is drawn again from the same state of the generator.
 
-    memory   every activation of the forward, once; every storage that is written in place, once more for each write
+    memory   every tensor that is made, once; every storage that is written in place, once more for each write
 """
 
-import contextlib
-import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
 from meshfit.torch_private import (
-    Dropout,
     TorchDispatchMode,
     TreeSpec,
     negated_view,
@@ -27,17 +24,10 @@ from meshfit.torch_private import (
     storage_id,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_unflatten,
 )
 
 Storage = torch.UntypedStorage
-
-DOUBLE = 2**24
-"""Parameters of the largest model that is recorded in double precision: 128 MiB of weights."""
-
-MOVES = ("_to_copy", "clone")
-"""Operations that copy a tensor into another type or order of memory."""
 
 UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operations whose result holds whatever was there before."""
@@ -71,11 +61,12 @@ class StridedView:
         return self.dtype, self.size, self.stride, self.offset, self.conj, self.neg
 
     def on(self, storage: Storage) -> Tensor:
-        """The tensor that this window shows of ``storage``."""
-        return self._turned(torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride))
+        """The tensor that this view shows of ``storage``."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return self._turned(empty.set_(storage, self.offset, self.size, self.stride))
 
     def over(self, elements: Tensor) -> Tensor:
-        """The tensor that this window shows of ``elements``, a flat tensor, as a differentiable function of it."""
+        """The tensor that this view shows of ``elements``, a flat tensor, as a differentiable function of it."""
         if self.dtype.is_complex and not elements.is_complex():
             elements = torch.view_as_complex(elements.view(-1, 2))
         elif elements.is_complex() and not self.dtype.is_complex:
@@ -101,6 +92,9 @@ class Op:
     outs: tuple[Any, ...]
     """A ``StridedView`` for each tensor that it returns, else what it returned."""
 
+    made: tuple[int, ...]
+    """Values that it makes, by a change in place or anew."""
+
     written: dict[int, int]
     """Values it changes in place, each with the value that the change makes."""
 
@@ -113,132 +107,74 @@ class Op:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Positional arguments, with windows for tensors."""
+        """Positional arguments, with views for tensors."""
         return tree_unflatten(self.leaves, self.spec)[0]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Arguments:
-    """Arguments of a call, some of them by name."""
+class OpTrace(TorchDispatchMode):
+    """Records the operations that run within it."""
 
-    args: tuple
-    kwargs: dict[str, Any]
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.contents: dict[int, Storage] = {}
+        """What each value held."""
+        self.whole: dict[int, StridedView] = {}
+        """A value as it was first seen, as one tensor."""
+        self.maker: dict[int, int] = {}
+        """The operation that made a value; none for those that were there before."""
+        self._current: dict[int, int] = {}  # storage -> the value it now holds
+        self._storages: list[Storage] = []  # held: an address must not be used again
 
-
-@dataclass(eq=False)
-class AtenTrace:
-    """One forward. Build it with ``AtenTrace.of``."""
-
-    model: nn.Module
-    """The copy that was run: on the CPU, with dropout, caches and in-place activations off."""
-
-    ops: list[Op] = field(default_factory=list)
-    contents: dict[int, Storage] = field(default_factory=dict)
-    """What each value held."""
-
-    whole: dict[int, StridedView] = field(default_factory=dict)
-    """A value as it was first seen, as one tensor."""
-
-    made: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Values that each operation makes, by its index."""
-
-    maker: dict[int, int] = field(default_factory=dict)
-    """The operation that made a value."""
-
-    users: dict[int, list[int]] = field(default_factory=dict)
-    """Operations that read a value, in order."""
-
-    names: dict[int, str] = field(default_factory=dict)
-    """Values of parameters and buffers before the forward. A tied parameter has the name it is first known by."""
-
-    value_of: dict[str, int] = field(default_factory=dict)
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
-
-    source: dict[int, str] = field(default_factory=dict)
-    """The parameter or buffer that a value holds, as it is or moved in memory."""
-
-    trained: set[int] = field(default_factory=set)
-    """Values that depend on a parameter."""
-
-    constant: set[int] = field(default_factory=set)
-    """Values that depend on neither inputs, parameters nor buffers."""
-
-    drawn: set[int] = field(default_factory=set)
-    """Constants among these that come from random numbers."""
-
-    fed: set[int] = field(default_factory=set)
-    """Values that depend on an input."""
-
-    splits: tuple[tuple[int, ...], ...] = ()
-    """Sizes of the parts into which tensors were split or sliced, each once."""
-
-    @classmethod
-    def of(cls, model: nn.Module, inputs: Any) -> "AtenTrace":
-        """Record ``model`` on ``inputs``: a tensor, a tuple of arguments, a dict of them or both. ``model`` is left
-        as it is.
-
-        In double precision, where a difference is no matter of rounding; in single if the model refuses that or is
-        too large.
-        """
-        if sum(parameter.numel() for parameter in model.parameters()) <= DOUBLE:
-            with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                return cls._of(model, inputs, torch.float64)
-        return cls._of(model, inputs, torch.float32)
-
-    @classmethod
-    def _of(cls, model: nn.Module, inputs: Any, dtype: torch.dtype) -> "AtenTrace":
-        twin = _twin(model, dtype)
-        given = inputs if isinstance(inputs, Arguments) else _given(inputs)
-        args, kwargs = tree_map(
-            lambda x: _converted(x, dtype) if isinstance(x, Tensor) else x, (given.args, given.kwargs)
+    def view(self, tensor: Tensor) -> StridedView:
+        """``tensor`` as a view of the value that its storage now holds."""
+        storage = tensor.untyped_storage()
+        value = self._current.get(storage_id(storage))
+        geometry = (
+            *(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())),
+            *(tensor.is_conj(), tensor.is_neg()),
         )
-        trace = cls(twin)
-        recorder = _Recorder(trace)
-        named = (*twin.named_parameters(), *twin.named_buffers())
-        for name, tensor in named:
-            value = recorder.window(tensor).value
-            trace.names[value], trace.value_of[name] = name, value
-        trace.inputs = tuple(recorder.window(x).value for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        attention = sdpa_kernel(SDPBackend.MATH)  # as products and a softmax, each with its derivative
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), attention, recorder:
-            torch.manual_seed(0)
-            out = twin(*args, **kwargs)
-        trace.outputs = tuple(dict.fromkeys(recorder.window(x).value for x in _tensors(out)))
-        trace.splits = recorder.splits()
-        trace._index({name for name, _ in twin.named_parameters()})
-        return trace
+        return StridedView(value, *geometry) if value is not None else self.new_value(storage, geometry)
 
-    def _index(self, parameters: set[str]) -> None:
-        known = set(self.names) | set(self.inputs)
-        self.constant = {value for value in self.contents if value not in self.maker and value not in known}
-        self.trained = {value for value, name in self.names.items() if name in parameters}
-        self.fed = set(self.inputs)
-        self.source = dict(self.names)
-        for op in self.ops:
-            reads = [window.value for window in op.reads]
-            for value in reads:
-                users = self.users.setdefault(value, [])
-                if not users or users[-1] != op.index:
-                    users.append(op.index)
-            if op.name in SHAPED:
-                reads = []
-            for value in self.made[op.index]:
-                if all(read in self.constant for read in reads):
-                    self.constant.add(value)
-                    if op.draws or any(read in self.drawn for read in reads):
-                        self.drawn.add(value)
-                if any(read in self.fed for read in reads):
-                    self.fed.add(value)
-                if any(read in self.trained for read in reads) and self.whole[value].dtype.is_floating_point:
-                    self.trained.add(value)
-                if op.name in MOVES and reads[0] in self.source:
-                    self.source[value] = self.source[reads[0]]
+    def new_value(self, storage: Storage, geometry: tuple) -> StridedView:
+        """What ``storage`` holds from now on."""
+        view = StridedView(len(self.contents), *geometry)
+        self._storages.append(storage)
+        self._current[storage_id(storage)] = view.value
+        self.contents[view.value], self.whole[view.value] = storage, view
+        return view
+
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat, spec = tree_flatten((args, kwargs))
+        leaves = tuple(self.view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat)
+        changed = {storage_id(tensor): tensor for tensor in written(func, args, kwargs)}
+        before = {address: self._current[address] for address in changed}
+        for address, tensor in changed.items():
+            self.contents[before[address]] = tensor.untyped_storage().clone()
+        draws = _generators(func, flat)
+        first = len(self.contents)
+        result = self.run(func, args, kwargs)
+        writes = {}
+        for address, tensor in changed.items():
+            old = before[address]
+            writes[old] = self.new_value(tensor.untyped_storage(), self.whole[old].geometry).value
+        outs = tuple(self.view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(result))
+        made = tuple(range(first, len(self.contents)))
+        if made or not all(isinstance(out, StridedView) for out in outs):  # else it is a view
+            name = schema_of(func).name.split("::")[1]
+            name = name.removesuffix("_") if writes else name
+            self.maker |= dict.fromkeys(made, len(self.ops))
+            self.ops.append(Op(len(self.ops), func, name, leaves, spec, outs, made, writes, draws))
+        return result
 
     def replay(self, op: Op, changed: Mapping[int, Storage]) -> dict[int, Storage] | None:
         """What ``op`` makes when some of what it reads is ``changed``; None if it then returns another shape."""
         if op.name in UNSET:
-            return {value: self.contents[value] for value in self.made[op.index]}
+            return {value: self.contents[value] for value in op.made}
         fresh: dict[int, Storage] = {}
 
         def tensor(leaf: Any) -> Any:
@@ -262,7 +198,7 @@ class AtenTrace:
                 continue
             if tuple(now.shape) != was.size:
                 return None
-            if was.value in self.made[op.index] and was.value not in made:
+            if was.value in op.made and was.value not in made:
                 made[was.value] = self._like(was, now)
         return made
 
@@ -275,121 +211,28 @@ class AtenTrace:
         was.on(held).copy_(now)
         return held
 
-    def elements(self, value: int, storage: Storage | None = None) -> Tensor:
-        """All that a value holds, as one flat tensor, or what ``storage`` holds in its place."""
-        dtype = self.whole[value].dtype
-        held = self.contents[value] if storage is None else storage
-        return torch.empty(0, dtype=dtype).set_(held, 0, (held.nbytes() // dtype.itemsize,), (1,))
-
-    def differs(self, value: int, storage: Storage) -> Tensor:
-        """Which elements of ``value`` are others in ``storage``, beyond rounding; flat."""
-        was, now = self.elements(value), self.elements(value, storage)
-        if not real(was.dtype):
-            return was != now
-        eps = torch.finfo(was.dtype).eps
-        return ~torch.isclose(now, was, rtol=64 * eps, atol=eps, equal_nan=True)
-
-    def through(self, window: StridedView, mask: Tensor) -> Tensor:
-        """A flat mask on the elements of a value, as a window on that value shows it."""
-        own, seen = self.whole[window.value].dtype.itemsize, window.dtype.itemsize
-        if seen > own:
-            mask = mask.view(-1, seen // own).any(1)
-        elif seen < own:
-            mask = mask.repeat_interleave(own // seen)
-        return mask.as_strided(window.size, window.stride, window.offset)
-
-
-def _given(inputs: Any) -> Arguments:
-    if isinstance(inputs, dict):
-        return Arguments((), inputs)
-    return Arguments(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
-
 
 def real(dtype: torch.dtype) -> bool:
     """Whether a small change can be seen: real or complex numbers."""
     return dtype.is_floating_point or dtype.is_complex
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self, trace: AtenTrace):
-        super().__init__()
-        self.trace = trace
-        self.current: dict[int, int] = {}  # address of a storage -> the value it now holds
-        self.kept: list[Any] = []  # an address must not be used again
-        self.parts: list[tuple[int, ...]] = []  # sizes of tensors split
-        self.slices: dict[tuple, set[tuple[int, int]]] = {}  # (window, dim, size of the dim) -> start, stop
-
-    def window(self, tensor: Tensor) -> StridedView:
-        storage = tensor.untyped_storage()
-        value = self.current.get(storage_id(storage))
-        window = StridedView(
-            -1 if value is None else value,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        return window if value is not None else self.new(storage, window)
-
-    def new(self, storage: Storage, window: StridedView) -> StridedView:
-        value = len(self.trace.contents)
-        window = StridedView(value, *window.geometry)
-        self.kept.append(storage)
-        self.current[storage_id(storage)] = value
-        self.trace.contents[value], self.trace.whole[value] = storage, window
-        return window
-
-    def splits(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes of tensors split, and of slices that follow each other through a whole dim."""
-        parts = list(self.parts)
-        for (*_, size), slices in self.slices.items():
-            ends = [0, *(stop for _, stop in sorted(slices))]
-            if [start for start, _ in sorted(slices)] == ends[:-1] and ends[-1] == size:
-                parts.append(tuple(stop - start for start, stop in sorted(slices)))
-        return tuple(dict.fromkeys(sizes for sizes in parts if len(sizes) > 1))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, trace = kwargs or {}, self.trace
-        leaves, spec = tree_flatten((args, kwargs))
-        read = tuple(self.window(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        written = {storage_id(t): t for t in _written(func, args, kwargs) if isinstance(t, Tensor)}
-        before = {address: self.current[address] for address in written}
-        for address, tensor in written.items():
-            trace.contents[before[address]] = tensor.untyped_storage().clone()
-        draws = _generators(func, leaves)
-        first = len(trace.contents)
-        result = func(*args, **kwargs)
-        if func is torch.ops.aten.split_with_sizes.default:
-            self.parts.append(tuple(args[1]))
-        elif func is torch.ops.aten.slice.Tensor and isinstance(result, Tensor) and len(args) == 4:
-            size, start, stop = args[0].shape[args[1]], args[2], min(args[3], args[0].shape[args[1]])
-            self.slices.setdefault((*read[0].geometry, read[0].value, args[1], size), set()).add((start, stop))
-        changed = {}
-        for address, tensor in written.items():
-            changed[before[address]] = self.new(tensor.untyped_storage(), trace.whole[before[address]]).value
-        outs = tuple(self.window(leaf) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(result))
-        made = tuple(range(first, len(trace.contents)))
-        if made or not all(isinstance(out, StridedView) for out in outs):  # else it is a view
-            name = schema_of(func).name.split("::")[1]
-            op = Op(len(trace.ops), func, name.removesuffix("_") if written else name, read, spec, outs, changed, draws)
-            trace.ops.append(op)
-            trace.made[op.index] = made
-            trace.maker |= dict.fromkeys(made, op.index)
-        return result
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that ``func`` changes in place."""
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operation writes to."""
     schema = schema_of(func)
-    also = WRITES.get(schema.name.split("::")[1], ())
-    found = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.name in also or (argument.alias_info is not None and argument.alias_info.is_write):
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += given if isinstance(given, (list, tuple)) else [given]
-    return found
+    unsaid = WRITES.get(schema.name.partition("::")[2], ())
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.name in unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
+
+
+def written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    found = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    return [t for each in found for t in tree_leaves(each) if isinstance(t, Tensor)]
 
 
 def _generators(func: Any, leaves: list[Any]) -> tuple[tuple[Any, Tensor], ...]:
@@ -397,48 +240,3 @@ def _generators(func: Any, leaves: list[Any]) -> tuple[tuple[Any, Tensor], ...]:
         return ()
     own = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
     return tuple((generator, generator.get_state()) for generator in own) or ((None, torch.get_rng_state()),)
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy on the CPU, in ``dtype`` if it holds real numbers."""
-    if tensor.is_complex():
-        dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
-    elif not tensor.is_floating_point():
-        dtype = tensor.dtype
-    return tensor.detach().to("cpu", dtype, copy=True)
-
-
-def _twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy to look into. Weights that are all alike (zeros, ones) get some noise: zeros would hide what follows."""
-    random = torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        weight = _converted(parameter, dtype)
-        if weight.is_floating_point() and weight.numel() and bool((weight == weight.flatten()[0]).all()):
-            weight += 0.1 * torch.randn(weight.shape, generator=random, dtype=dtype)
-        memo[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-    loose = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
-    memo |= {id(tensor): _converted(tensor, dtype) for tensor in (*model.buffers(), *loose)}
-    twin = copy.deepcopy(model, memo).train()
-    for module in twin.modules():
-        if getattr(module, "inplace", None) is True:
-            module.inplace = False  # pyright: ignore
-        if isinstance(module, Dropout):
-            module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", None):
-            config.use_cache = False  # pyright: ignore
-    return twin
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    """Tensors of what a model returned: in tuples, dicts, and objects that hold them."""
-    if isinstance(out, Tensor):
-        return [out]
-    if isinstance(out, dict):
-        return [tensor for item in out.values() for tensor in _tensors(item)]
-    if isinstance(out, (tuple, list)):
-        return [tensor for item in out for tensor in _tensors(item)]
-    return [t for item in vars(out).values() for t in _tensors(item)] if hasattr(out, "__dict__") else []

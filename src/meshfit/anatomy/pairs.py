@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfit.anatomy.aten import AtenTrace, Op
+from meshfit.anatomy.aten import Op
+from meshfit.anatomy.dataflow import AtenTrace
 from meshfit.anatomy.shares import (
     Ranges,
     as_ranges,
@@ -366,7 +367,7 @@ class _Finder(Walker):
         for weight in shards:
             users = [i for value, name in trace.source.items() if name == weight for i in trace.users.get(value, ())]
             for i in users:
-                if i not in found and not all(trace.source.get(v) == weight for v in trace.made[i]):
+                if i not in found and not all(trace.source.get(v) == weight for v in trace.ops[i].made):
                     raise Mixed("{} is used elsewhere too", weight)
         return tuple(sorted(shards.values(), key=lambda shard: list(trace.value_of).index(shard.parameter)))
 

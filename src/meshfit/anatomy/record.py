@@ -25,7 +25,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from meshfit.anatomy.record_atoms import choose, twin
+from meshfit.anatomy.copies import twin
+from meshfit.anatomy.record_atoms import choose
 from meshfit.anatomy.record_build import built
 from meshfit.anatomy.record_forward import Meter, Recorder, first_line
 from meshfit.anatomy.record_known import GlueError

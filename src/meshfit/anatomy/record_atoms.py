@@ -1,14 +1,11 @@
-"""Which modules are taken as a whole, and the copy of the model that a recording runs on."""
+"""Which modules a recording takes as a whole."""
 
-import copy
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshfit.anatomy.record_known import above
-from meshfit.anatomy.record_program import PLAIN, TraceError, tensors
 
 ALWAYS_OPEN = (nn.ModuleList, nn.ModuleDict)
 """They are never called themselves."""
@@ -52,52 +49,3 @@ def choose(model: nn.Module, *, share: float, forced: Iterable[str], opened: boo
 
     visit("", model)
     return atoms
-
-
-def twin(model: nn.Module, *, meta: bool) -> nn.Module:
-    """A copy of ``model``: on meta (no memory, no values) or as it is. Whatever a forward does to it, the model and
-    what it holds stay as they were; what cannot be copied is shared."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-            raise TraceError("the model has lazy modules", "run it once on a batch, so that its shapes are known")
-        memo[id(tensor)] = _like(tensor, meta=meta)
-    return copied(model, memo)
-
-
-def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy, in which ``memo`` says what stands for which tensor: also of a model whose attributes hold tensors
-    that were computed, which Python's own refuses. What cannot be copied is shared."""
-    for module in model.modules():
-        for thing in vars(module).values():
-            if not isinstance(thing, PLAIN) and id(thing) not in memo:
-                for tensor in tensors(thing) if not isinstance(thing, nn.Module) else ():
-                    memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
-    try:
-        return copy.deepcopy(model, dict(memo))
-    except Exception:
-        for module in model.modules():
-            for name, thing in vars(module).items():
-                if name not in ("_parameters", "_buffers", "_modules") and not _copyable(thing, memo, model):
-                    memo[id(thing)] = thing
-        return copy.deepcopy(model, dict(memo))
-
-
-def _like(tensor: Tensor, *, meta: bool) -> Tensor:
-    data = torch.empty_like(tensor.detach(), device="meta") if meta else tensor.detach().clone()
-    if isinstance(tensor, nn.Parameter):
-        new: Tensor = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    else:
-        new = data.requires_grad_(tensor.requires_grad)
-    for name, thing in vars(tensor).items():  # marks that libraries leave on parameters
-        setattr(new, name, thing)
-    return new
-
-
-def _copyable(thing: Any, memo: dict[int, Any], model: nn.Module) -> bool:
-    shared = dict(memo) | {id(module): module for module in model.modules()}
-    try:
-        copy.deepcopy(thing, shared)
-    except Exception:
-        return False
-    return True

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.anatomy.aten import AtenTrace, Op, Storage, StridedView, real
+from meshfit.anatomy.aten import Op, Storage, StridedView, real
+from meshfit.anatomy.dataflow import AtenTrace
 
 Ranges = tuple[tuple[int, int], ...]
 """Indices as (start, stop) of each run of them."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.anatomy.aten import AtenTrace, Op, Storage, StridedView, real
+from meshfit.anatomy.aten import Op, Storage, StridedView, real
+from meshfit.anatomy.dataflow import AtenTrace
 from meshfit.anatomy.shares import (
     Noise,
     coarser,
@@ -231,7 +232,7 @@ class Walker:
                 if made is None:
                     raise Mixed(f"changes the shape that {op.name} returns")
                 results.append(made)
-            changed = {v: [trace.differs(v, made[v]) for made in results] for v in trace.made[op.index]}
+            changed = {v: [trace.differs(v, made[v]) for made in results] for v in op.made}
             used = [v for v in changed if trace.users.get(v) or v in trace.outputs]
             if any(overlapping(changed[v]) for v in used):
                 reach.rows.append(self._row(op, live, masks))
@@ -344,7 +345,7 @@ class Walker:
         rows = {row.op for row in reach.rows}
         for index in reach.ops:
             op = trace.ops[index]
-            if index in rows or not any(value in live for value in trace.made[index]):
+            if index in rows or not any(value in live for value in trace.ops[index].made):
                 continue
             factors = factors_of(op)
             if factors and sum(window.value in live for window, _ in factors) == 1:
@@ -460,7 +461,7 @@ class Walker:
         values = {trace.value_of[first.name]: trace.value_of[name]}
         ops: dict[int, int] = {}
         reached = {value for reach in first.reaches.values() for value in reach.shared} | set(values)
-        inside = reached | {value for i in first.ops for value in trace.made[i]}
+        inside = reached | {value for i in first.ops for value in trace.ops[i].made}
         for index in first.ops:
             op = trace.ops[index]
             known = next((w.value for w in op.reads if w.value in values and w.value in inside), None)
@@ -474,9 +475,9 @@ class Walker:
             if not self._alike(op, other, values):
                 return None
             ops[index] = other.index
-            values |= zip(trace.made[index], trace.made[other.index], strict=True)
+            values |= zip(trace.ops[index].made, other.made, strict=True)
         for index in (i for reach in first.reaches.values() for i in reach.behind):
-            other = trace.maker.get(values[trace.made[index][0]], -1)
+            other = trace.maker.get(values[trace.ops[index].made[0]], -1)
             if other < 0 or not self._alike(trace.ops[index], trace.ops[other], values):
                 return None
             ops[index] = other
@@ -523,7 +524,7 @@ class Walker:
                         return False
             elif type(a) is not type(b) or (a != b and not isinstance(a, float)):
                 return False
-        return len(trace.made[one.index]) == len(trace.made[two.index])
+        return len(one.made) == len(two.made)
 
     # From parameters to pairs
 

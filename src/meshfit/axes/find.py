@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.copies import Uncopied
 from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Axis
 from meshfit.axes.order import ORDER
 from meshfit.axes.pipeline.axis import Inner
 from meshfit.axes.shard.units import traced
-from meshfit.axes.tensor.twin import Uncopied
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.plan import Plan

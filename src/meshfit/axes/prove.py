@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.copies import sharing
 from meshfit.anatomy.record_forward import first_line
-from meshfit.axes.tensor.twin import sharing
 from meshfit.axes.tensor.vocabulary import whole_output
 from meshfit.comm.group import ThreadGroup, in_threads
 from meshfit.errors import MeshfitError

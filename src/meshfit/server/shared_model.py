@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.anatomy.record_atoms import copied
+from meshfit.anatomy.copies import copied
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import volume

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from meshfit.anatomy.branches import branches
+from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.cuts import StageCut, Stages
 from meshfit.anatomy.record import Recording, TraceError
-from meshfit.anatomy.record_atoms import twin
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.branch.assign import Dealt, deal

@@ -138,12 +138,7 @@ class Buffers:
             try:
                 done = collect.done
             except Differs:
-                raise JobError(
-                    f"{writer.path or 'the model'} updates {', '.join(writer.states)} in another way than when tried",
-                    f"in a microbatch of {self._samples}: what it does depends on the samples, or on the steps taken",
-                    "if by how many samples there are (a last batch of few?), another batch_size= may do",
-                    "buffers=local in the plan lets every rank keep its own",
-                ) from None
+                raise _differs(writer) from None
             totals = self._totals.setdefault(writer.path, Totals(done.update))
             totals.add(done, self._samples)
             return result
@@ -166,7 +161,10 @@ class Buffers:
             if self.group is not None:
                 totals.over(self.group, self.states[0].tensor.device)
             mine = [state for state in self.states if state.name in writer.states]
-            self._made |= totals.made({state.name: state.start.detach().clone() for state in mine})
+            try:
+                self._made |= totals.made({state.name: state.start.detach().clone() for state in mine})
+            except Differs:
+                raise _differs(writer) from None
         self._carried.clear()
 
     @torch.no_grad()
@@ -181,6 +179,15 @@ class Buffers:
         """The step is not taken: they stay as they were."""
         self._made, self._totals, self._begun = {}, {}, False
         self._carried.clear()
+
+
+def _differs(writer: BufferWriter) -> JobError:
+    return JobError(
+        f"{writer.path or 'the model'} updates {', '.join(writer.states)} in another way than when tried",
+        "what it does depends on the samples, on how many there are, or on the steps taken",
+        "if by how many samples there are (a last batch of few?), another batch_size= may do",
+        "buffers=local in the plan lets every rank keep its own",
+    )
 
 
 def look_away_from(buffers: Buffers) -> None:

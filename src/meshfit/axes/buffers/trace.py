@@ -19,12 +19,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from meshfit.anatomy.aten import WRITES
+from meshfit.anatomy.aten import StridedView
 from meshfit.torch_private import (
     ThreadValue,
     TorchDispatchMode,
-    schema_of,
-    storage_id,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -33,23 +31,6 @@ from meshfit.torch_private import (
 SUM, MEAN, MAX, MIN = "sum", "mean", "max", "min"
 SAME = ("aten.detach.default", "aten.alias.default")
 """Operations that autograd adds as it sees fit: they do not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A state, or a part of its memory, as an operation met it."""
-
-    state: str
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A tensor that an operation of the call made."""
-
-    value: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +43,8 @@ class Setting:
     """Whatever the call has there: a setting, or a tensor that does not depend on samples."""
 
 
-Argument = View | Made | Number | Setting
+Argument = StridedView | Number | Setting
+"""A view is of a buffer, or of what an earlier step made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,49 +57,36 @@ class Statistic:
     in_place: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateStep:
+    """An operation that is made again."""
+
+    arguments: tuple[Argument, ...]
+    """Where each comes from; none for one whose result is a statistic."""
+    outs: tuple[StridedView | None, ...]
+    written: Mapping[int, int]
+    """Values that it changes in place, each with the value that the change makes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BufferUpdate:
     """How one call of a module updates buffers, as plain data."""
 
     names: tuple[str, ...]
     """Of all operations of the call, in order."""
-    steps: Mapping[int, tuple[Argument, ...]]
-    """The operations that are made again, by place: where each argument comes from."""
-    makes: Mapping[int, tuple[int, ...]]
-    """What the values that an operation makes are known as; -1 where it makes none."""
+    steps: Mapping[int, UpdateStep]
+    """The operations that are made again, by their place among those."""
     statistics: Mapping[int, Statistic]
-    """The operations whose (first) result is a statistic."""
-    results: Mapping[str, View | Made]
-    """Where the new value of each buffer is at the end."""
+    """Those whose (first) result is a statistic."""
+    states: Mapping[str, int]
+    """The value that each buffer has at the start."""
+    results: Mapping[str, StridedView]
+    """Where its new value is at the end."""
 
     @property
     def exchanged(self) -> bool:
         """Whether it depends on the samples at all."""
-        return bool(self.statistics) or any(Number() in step for step in self.steps.values())
-
-
-def storage(tensor: Tensor) -> int:
-    return storage_id(tensor)
-
-
-@cache
-def _written(func: Any) -> tuple[tuple[int | None, str], ...]:
-    """Places and names of the arguments that an operation writes to."""
-    unsaid = WRITES.get(schema_of(func).name.partition("::")[2], ())
-    found: list[tuple[int | None, str]] = []
-    for place, argument in enumerate(schema_of(func).arguments):
-        said = argument.alias_info is not None and argument.alias_info.is_write
-        if said or argument.name in unsaid:
-            found.append((None if argument.kwarg_only else place, argument.name))
-    return tuple(found)
-
-
-def written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    found = [
-        args[place] if place is not None and place < len(args) else kwargs.get(name) for place, name in _written(func)
-    ]
-    return [t for each in found for t in tree_leaves(each) if isinstance(t, Tensor)]
+        return bool(self.statistics) or any(Number() in step.arguments for step in self.steps.values())
 
 
 @cache
@@ -149,33 +118,17 @@ class Collected:
     calls: dict[int, tuple[Any, list[Any], Any]] = field(default_factory=dict)
 
 
-class Opaque(TorchDispatchMode):
-    """One that does not look into calls of some modules: see ``look_away``."""
+class Opaque:
+    """A mode that does not look into calls of some modules: see ``look_away``."""
 
     looks = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.looks:
-            return func(*args, **kwargs)
-        if name_of(func) in SAME:
-            out = func(*args, **kwargs)
-            self.same(args[0], out)
-            return out
-        return self.see(func, args, kwargs)
-
-    def same(self, tensor: Tensor, other: Tensor) -> None:
-        """``other`` is another name for ``tensor``."""
-
-    def see(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
 
     def called(self, result: Any) -> None:
         """A module that was not looked into has returned."""
 
     @contextmanager
     def watching(self) -> Iterator["Self"]:
-        with _active.set_to(self), self:
+        with _active.set_to(self), self:  # type: ignore[attr-defined]
             yield self
 
 
@@ -201,7 +154,7 @@ def look_away(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Collect(Opaque):
+class Collect(Opaque, TorchDispatchMode):
     """Within ``watching`` a module is called once; ``done`` is what its update needs. Which of ``updates`` it is shows
     as it goes."""
 
@@ -211,26 +164,25 @@ class Collect(Opaque):
         self._open = [Collected(update) for update in updates]
         self._at = 0
 
-    def see(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        at, name = self._at, name_of(func)
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs, at, name = kwargs or {}, self._at, name_of(func)
+        if not self.looks or name in SAME:
+            return func(*args, **kwargs)
         self._at += 1
         self._open = [c for c in self._open if at < len(c.update.names) and c.update.names[at] == name]
         bases: dict[int, Tensor] = {}
-        flat, spec = [], None
-        for place, found in enumerate(self._open):
-            step, statistic = found.update.steps.get(at), found.update.statistics.get(at)
-            if step is None and statistic is None:
-                continue
-            if spec is None:
-                flat, spec = tree_flatten((args, kwargs))
-            if statistic is not None and statistic.base is not None:
+        wanted = [(place, found) for place, found in enumerate(self._open) if at in found.update.steps]
+        flat, spec = tree_flatten((args, kwargs)) if wanted else ([], None)
+        for place, found in wanted:
+            given, statistic = found.update.steps[at].arguments, found.update.statistics.get(at)
+            if statistic is None:
+                kept = [None if isinstance(a, StridedView) else leaf for a, leaf in zip(given, flat, strict=True)]
+                found.calls[at] = (func, kept, spec)
+                found.numbers |= {(at, i): leaf for i, leaf in enumerate(flat) if isinstance(given[i], Number)}
+            elif statistic.base is not None:
                 bases[place] = flat[statistic.base].detach().clone()
-            if step is not None:
-                kept = [None if isinstance(a, View | Made) else leaf for a, leaf in zip(step, flat, strict=True)]
-                found.calls[at] = (func, kept if statistic is None else [None] * len(kept), spec)
-                found.numbers |= {(at, i): leaf for i, leaf in enumerate(flat) if isinstance(step[i], Number)}
         out = func(*args, **kwargs) if self._dropout else without_dropout(name, func, args, kwargs)
-        for place, found in enumerate(self._open):
+        for place, found in wanted:
             if at in found.update.statistics:
                 made = tree_leaves(out)[0].detach()
                 found.statistics[at] = made - bases[place] if place in bases else made.clone()
@@ -253,39 +205,36 @@ def replay(
     states: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """The new values of the buffers; ``states`` holds the old ones, and is changed."""
-    values: dict[int, Tensor] = {}
+    memory = {value: states[name].untyped_storage() for name, value in update.states.items()}
 
     def argument(at: int, place: int, where: Argument, given: Any) -> Any:
-        if isinstance(where, Made):
-            return values[where.value]
-        if isinstance(where, View):
-            return _view(states, where)
+        if isinstance(where, StridedView):
+            return where.on(memory[where.value])
         return numbers[at, place] if isinstance(where, Number) else given
 
-    for at in sorted({*update.steps, *statistics}):
-        statistic, makes = update.statistics.get(at), update.makes.get(at, ())
-        if statistic is not None and statistic.base is None:
-            values[makes[0]] = statistics[at].clone()
-            continue
-        func, given, spec = calls[at]
-        flat = [argument(at, i, a, given[i]) for i, a in enumerate(update.steps[at])]
-        if statistic is not None and statistic.base is not None:
-            base = flat[statistic.base]
-            out: Any = base.add_(statistics[at]) if statistic.in_place else base + statistics[at]
-        else:
+    for at, step in sorted(update.steps.items()):
+        statistic = update.statistics.get(at)
+        if statistic is None:
+            func, given, spec = calls[at]
+            flat = [argument(at, i, a, given[i]) for i, a in enumerate(step.arguments)]
             args, kwargs = tree_unflatten(flat, spec)
             out = func(*args, **kwargs)
-        for number, made in zip(makes, tree_leaves(out), strict=False):
-            if number >= 0:
-                values[number] = made
-    return {
-        name: (values[where.value] if isinstance(where, Made) else _view(states, where)).detach().clone()
-        for name, where in update.results.items()
-    }
+        elif statistic.base is None:
+            out = statistics[at].clone()
+        else:
+            base = argument(at, statistic.base, step.arguments[statistic.base], None)
+            out = base.add_(statistics[at]) if statistic.in_place else base + statistics[at]
+        memory |= {new: memory[old] for old, new in step.written.items()}
+        for view, made in zip(step.outs, tree_leaves(out), strict=False):
+            if view is not None and view.value not in memory:
+                memory[view.value] = _laid_out(made, view)
+    return {name: view.on(memory[view.value]).clone() for name, view in update.results.items()}
 
 
-def _view(states: Mapping[str, Tensor], where: View) -> Tensor:
-    held = states[where.state]
-    if (tuple(held.shape), held.stride(), held.storage_offset()) == (where.size, where.stride, where.offset):
-        return held
-    return held.as_strided(where.size, where.stride, where.offset)
+def _laid_out(made: Tensor, view: StridedView) -> torch.UntypedStorage:
+    """The memory of ``made``, laid out as in the call that was tried."""
+    if tuple(made.shape) != view.size:
+        raise Differs
+    if (tuple(made.stride()), made.storage_offset()) != (view.stride, view.offset):
+        made = torch.empty_strided(view.size, view.stride, dtype=made.dtype, device=made.device).copy_(made)
+    return made.untyped_storage()

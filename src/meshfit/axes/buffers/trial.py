@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.buffers.record import Record, Uncombined, update_of
 from meshfit.axes.buffers.totals import Totals
-from meshfit.axes.buffers.trace import BufferUpdate, Collect, Differs, Opaque, look_away, storage
+from meshfit.axes.buffers.trace import BufferUpdate, Collect, Differs, Opaque, look_away
 from meshfit.axes.buffers.watch import named_state, undisturbed
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
@@ -142,23 +142,15 @@ class Trial:
 
     def _update(self, start: dict[str, Tensor], cases: list, dtype: torch.dtype | None, limit: float) -> BufferUpdate:
         groups = []
-        first, parts, _ = cases[0]
-        shapes = [self._record(start, rows, dtype, keep=None) for rows in (first, *_cut(first, parts))]
-        if len({tuple(each.names) for each in shapes}) > 1:
-            raise Uncombined("what it does depends on the samples")
-        keep = {i for i in range(len(shapes[0].names)) if len({each.shapes[i] for each in shapes}) == 1}
         for rows, sizes, noise in cases:
-            records = [self._record(start, r, dtype, keep, noise) for r in (rows, *_cut(rows, sizes))]
-            if any(each.names != shapes[0].names for each in records):
-                raise Uncombined("what it does depends on the samples")
-            groups.append((records[0], records[1:], sizes))
+            whole, *parts = (self._record(start, r, dtype, noise) for r in (rows, *_cut(rows, sizes)))
+            groups.append((whole, parts, sizes))
         update = update_of(groups, limit)
-        for whole, parts, _ in groups if not update.exchanged else ():
-            for part in parts:
-                self._compare(part.finals, whole, limit)
-        if update.exchanged:
-            for (rows, sizes, noise), (whole, _, _) in zip(cases, groups, strict=True):
+        for (rows, sizes, noise), (whole, parts, _) in zip(cases, groups, strict=True):
+            if update.exchanged:
                 self._check(update, start, rows, sizes, noise, whole, dtype, limit)
+            for part in parts if not update.exchanged else ():
+                self._compare({name: part.content(view) for name, view in part.finals.items()}, whole, limit)
         return update
 
     def _check(self, update, start, rows, sizes, noise, whole: Record, dtype, limit: float) -> None:
@@ -176,20 +168,18 @@ class Trial:
         self._compare(made, whole, limit)
 
     def _compare(self, made: dict[str, Tensor], whole: Record, limit: float) -> None:
-        for name, want in whole.finals.items():
-            got = made[name]
+        for name, view in whole.finals.items():
+            want, got = whole.content(view), made[name]
             scale = want.double().abs().amax().item() if want.numel() else 0.0
             alike = got.shape == want.shape
             far = (got.double() - want.double()).abs().amax().item() if alike and want.numel() else 0.0
             if not alike or not far <= limit * (scale + limit):
                 raise Uncombined(f"made from parts of a batch, {name} is not that of the whole")
 
-    def _record(
-        self, start: dict[str, Tensor], rows: list[int], dtype: Any, keep: set[int] | None, noise: bool = False
-    ) -> Record:
+    def _record(self, start: dict[str, Tensor], rows: list[int], dtype: Any, noise: bool = False) -> Record:
         self._set(start)
         call = self.given.rows(rows, dtype, self.device, noise)
-        record = Record(self._named(), self._pure(call), self._samples(call), keep=keep)
+        record = Record(self._named(), self._pure(call))
         outputs = self._run(call, record)
         record.finish(self._named(), outputs)
         return record
@@ -221,20 +211,11 @@ class Trial:
             else:
                 own_buffers(module)[own] = new
 
-    def _pure(self, call: Any) -> set[int]:
-        """Memory whose content does not depend on samples."""
-        found = {storage(t) for t in named_state(self.model).values()}
-        for module in self.module.modules():
-            found |= {storage(t) for t in vars(module).values() if isinstance(t, Tensor)}
-        dims = iter(self.given.dims)
-        for leaf in tree.leaves(call):
-            if next(dims) is None and isinstance(leaf, Tensor):
-                found.add(storage(leaf))
-        return found
-
-    def _samples(self, call: Any) -> set[int]:
-        leaves = zip(self.given.dims, tree.leaves(call), strict=True)
-        return {storage(leaf) for dim, leaf in leaves if dim is not None and isinstance(leaf, Tensor)}
+    def _pure(self, call: Any) -> list[Tensor]:
+        """Tensors that do not depend on samples."""
+        held = [t for module in self.module.modules() for t in vars(module).values()]
+        given = [leaf for dim, leaf in zip(self.given.dims, tree.leaves(call), strict=True) if dim is None]
+        return [t for t in (*named_state(self.model).values(), *held, *given) if isinstance(t, Tensor)]
 
     @contextmanager
     def _borrowed(self, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:

@@ -15,11 +15,11 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from meshfit.anatomy.record_atoms import twin
-from meshfit.axes.buffers.trace import storage, written
+from meshfit.anatomy.aten import written
+from meshfit.anatomy.copies import twin
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
-from meshfit.torch_private import TorchDispatchMode, own_buffers, own_parameters, tree_leaves
+from meshfit.torch_private import TorchDispatchMode, own_buffers, own_parameters, storage_id, tree_leaves
 
 Objective = Callable[[nn.Module, Any], Any]
 
@@ -72,7 +72,7 @@ def _watched(model: nn.Module, objective: Objective, batch: Any) -> Writes:
         if not isinstance(module, torch.jit.ScriptModule):
             module.__dict__["forward"] = _told(module.forward, path, module, stack, found)
     held = named_state(model)
-    with _WriteWatch({storage(t): name for name, t in held.items()}, stack, found):
+    with _WriteWatch({storage_id(t): name for name, t in held.items()}, stack, found):
         objective(model, batch)
     now = named_state(model)
     for name, tensor in held.items():
@@ -108,14 +108,15 @@ class _WriteWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        seen = {self.names[storage(t)] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and _in(t, self)}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.layout is torch.strided]
+        seen = {self.names[storage_id(t)] for t in given if storage_id(t) in self.names}
         for name in seen & self.found.writers.keys():
             writer = self.found.writers[name]
             if writer is None or writer not in self.stack:
                 self.found.read_later[name].add(tuple(self.stack))
         for tensor in written(func, args, kwargs):
-            if storage(tensor) in self.names and tensor.numel():
-                name = self.names[storage(tensor)]
+            if storage_id(tensor) in self.names and tensor.numel():
+                name = self.names[storage_id(tensor)]
                 calls = self.calls[name] = _shared(self.calls.get(name, tuple(self.stack)), tuple(self.stack))
                 self.found.writers[name] = calls[-1] if calls else None
         return func(*args, **kwargs)
@@ -125,10 +126,6 @@ def _shared(calls: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
     """What both have in common, from the outermost on."""
     same = [a == b for a, b in zip(calls, others, strict=False)]
     return calls[: same.index(False) if False in same else len(same)]
-
-
-def _in(tensor: Tensor, watch: _WriteWatch) -> bool:
-    return tensor.layout is torch.strided and storage(tensor) in watch.names
 
 
 class Frozen:
@@ -175,7 +172,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         if "_hooks" in key and isinstance(found, dict)
     ]
     kept = {id(b): (b, b.detach().clone()) for b in model.buffers()}
-    names: dict[int, Tensor] = {storage(p): p for p in model.parameters()}
+    names: dict[int, Tensor] = {storage_id(p): p for p in model.parameters()}
     gpus = list({t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
     python, arrays = random.getstate(), numpy.random.get_state()
     before = _Before(names)
@@ -211,7 +208,7 @@ class _Before(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         for tensor in written(func, args, kwargs or {}):
-            if tensor.layout is torch.strided and (at := storage(tensor)) in self.parameters:
+            if tensor.layout is torch.strided and (at := storage_id(tensor)) in self.parameters:
                 whole = self.parameters[at]
                 self.kept.setdefault(at, (whole, whole.detach().clone()))
         return func(*args, **(kwargs or {}))

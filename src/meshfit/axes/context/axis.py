@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
+from meshfit.anatomy.copies import study
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.context.check import check
@@ -24,7 +25,6 @@ from meshfit.axes.context.find import ContextPlan, Step, begin, find
 from meshfit.axes.context.piece import guarded
 from meshfit.axes.counted import counted_cost
 from meshfit.axes.prove import Refused
-from meshfit.axes.tensor.twin import study
 from meshfit.comm.group import RankGroup
 from meshfit.cost import Cost
 from meshfit.errors import PlanError

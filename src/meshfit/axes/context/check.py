@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.copies import converted, to_precision
 from meshfit.axes.context.find import ContextPlan, Step, begin, length_of, shortened, some
 from meshfit.axes.context.piece import Piece, guarded, name_of, whole
 from meshfit.axes.prove import DRAWS, Refused, in_parts, in_precision, summed
-from meshfit.axes.tensor.twin import converted, to_precision
 from meshfit.comm.group import ThreadGroup
 from meshfit.data import tree
 from meshfit.torch_private import tree_map

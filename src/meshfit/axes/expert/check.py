@@ -10,11 +10,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.copies import converted, sharing
 from meshfit.axes.expert.mixture import Mixture
 from meshfit.axes.expert.spread import bounds, spread
 from meshfit.axes.expert.travel import Travel
 from meshfit.axes.prove import Close, Given, Refused, Result, in_parts, in_precision, run_once, summed
-from meshfit.axes.tensor.twin import converted, sharing
 from meshfit.comm.group import ThreadGroup
 from meshfit.torch_private import tree_leaves, tree_map
 

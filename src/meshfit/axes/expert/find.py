@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.copies import study
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.expert.check import check
 from meshfit.axes.expert.mixture import ExpertPlan, Mixture
 from meshfit.axes.expert.spread import roles
 from meshfit.axes.prove import Given, Refused
 from meshfit.axes.tensor.region import Cut
-from meshfit.axes.tensor.twin import kinds_of, study
+from meshfit.axes.tensor.twin import kinds_of
 from meshfit.axes.tensor.watch import Uses
 from meshfit.torch_private import base_of, has_forward_hooks, own_modules, tree_leaves, tree_map
 

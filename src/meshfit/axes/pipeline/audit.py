@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cuts import storage_of
 from meshfit.anatomy.record import Recording, TraceError, record
-from meshfit.anatomy.record_atoms import twin
 from meshfit.anatomy.record_program import Instruction, Ref, decode, references, tensors
 from meshfit.anatomy.replay import Environment, bind, run
 from meshfit.anatomy.trace import Event, Trace

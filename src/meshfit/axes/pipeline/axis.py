@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 from torch import nn
 
+from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.cuts import Stages, stages, work
 from meshfit.anatomy.record import Recording, TraceError
-from meshfit.anatomy.record_atoms import twin
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.expert import balance

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.copies import study
 from meshfit.axes.pipeline.axis import Found
 from meshfit.axes.pipeline.program import Program, Programs
 from meshfit.axes.shard.units import Whole
-from meshfit.axes.tensor.twin import study
 from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.comm.transport import Layout, packed_size
 from meshfit.cost import Cost

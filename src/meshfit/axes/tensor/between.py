@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.copies import converted, sharing
 from meshfit.anatomy.record_build import tied
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.check import Reference, check, reference, undrawn
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import SEQUENCE, Region, joined
-from meshfit.axes.tensor.twin import blocks_of, converted, sharing
+from meshfit.axes.tensor.twin import blocks_of
 from meshfit.axes.tensor.watch import Watched
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup, Traffic

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.copies import converted, sharing
 from meshfit.anatomy.record_forward import draws
 from meshfit.axes.prove import Close, NoDraws, Refused, Result, in_parts, in_precision, run_once, said, size_of, summed
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import Region, joined
-from meshfit.axes.tensor.twin import converted, sharing
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import ThreadGroup, Traffic
 from meshfit.torch_private import tree_map

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.anatomy.aten import Arguments
+from meshfit.anatomy.copies import replaced
+from meshfit.anatomy.dataflow import Arguments
 from meshfit.anatomy.pairs import Pair, Pairs, ParameterShard, find_pairs
 from meshfit.anatomy.shares import divisors
 from meshfit.axes.tensor.explain import as_degrees, numberless
 from meshfit.axes.tensor.region import joined
-from meshfit.axes.tensor.twin import blocks_of, replaced
+from meshfit.axes.tensor.twin import blocks_of
 from meshfit.axes.tensor.watch import Watched
 from meshfit.torch_private import tree_leaves, tree_map
 

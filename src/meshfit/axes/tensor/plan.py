@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfit.anatomy.copies import study
 from meshfit.anatomy.record_build import tied
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.between import Between, counted, foretold
@@ -25,7 +26,7 @@ from meshfit.axes.tensor.check import check, reference
 from meshfit.axes.tensor.claim import NORMS, Claims, around, is_layer, merged
 from meshfit.axes.tensor.find import find
 from meshfit.axes.tensor.region import VOCABULARY, Patch, Region, TensorPlan, joined
-from meshfit.axes.tensor.twin import is_number, kinds_of, study
+from meshfit.axes.tensor.twin import is_number, kinds_of
 from meshfit.axes.tensor.vocabulary_claim import candidates, of_vocabulary, verify
 from meshfit.axes.tensor.watch import watch
 from meshfit.comm.group import Traffic

@@ -1,85 +1,14 @@
-"""Copies of a model to look into, which cost little: weights are shared where they are not changed.
-
-Which modules are alike, and which of them are blocks that a model repeats.
-"""
+"""Which modules of a model are alike, and which of them are blocks that it repeats."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from meshfit.anatomy.record_atoms import copied
-from meshfit.torch_private import map_tensors_in_place, own_modules, own_parameters
+from meshfit.torch_private import own_modules, own_parameters
 
 LAYERS_OF_A_BLOCK = 2
 """A module with fewer weights than this in it is no block: nothing in it could be a pair."""
-
-
-class Uncopied(Exception):
-    """A model of which there can be no copy: why not."""
-
-
-def study(model: nn.Module) -> nn.Module:
-    """A copy on the CPU that has its own attributes and buffers, and shares the memory of the weights. Those that are
-    all alike are copied and get some noise: zeros would hide what follows. Those that a forward writes are copied."""
-    random = torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {}
-    written = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None}
-    for parameter in model.parameters():
-        weight = parameter.detach().cpu()
-        if _is_flat(weight):
-            weight = weight + 0.1 * torch.randn(weight.shape, generator=random).to(weight.dtype)
-        elif id(parameter) in written:
-            weight = weight.clone()
-        # a parameter of its own: autograd remembers the shape of one that was used, and this one will be cut
-        memo[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-    try:
-        twin = copied(model, memo).cpu().train()
-    except Exception as error:
-        raise Uncopied(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
-    for module in twin.modules():
-        if getattr(module, "inplace", None) is True:
-            module.inplace = False  # type: ignore[assignment]
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", None):
-            config.use_cache = False  # type: ignore[union-attr]
-    return twin
-
-
-def _is_flat(weight: Tensor) -> bool:
-    if not weight.is_floating_point() or not weight.numel():
-        return False
-    first = weight.flatten()[:8]
-    return bool((first == first[0]).all()) and bool((weight == first[0]).all())
-
-
-def converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in another precision; what is complex stays so."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        weight = to_precision(parameter.detach(), dtype).clone()
-        memo[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-    return map_tensors_in_place(copied(module, memo), lambda t: to_precision(t, dtype))
-
-
-def to_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if x.is_complex():
-        return x.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
-    return x.to(dtype) if x.is_floating_point() else x
-
-
-def sharing(module: nn.Module) -> nn.Module:
-    """A copy with parameters of its own that lie in the same memory."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
-    return copied(module, memo)
-
-
-def replaced(model: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy with the same parameters, and other modules at the paths ``others``."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
-    memo |= {id(model.get_submodule(path)): module for path, module in others.items()}
-    return copied(model, memo)
 
 
 def kinds_of(model: nn.Module) -> dict[str, int]:

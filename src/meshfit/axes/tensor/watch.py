@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshfit.anatomy.aten import Arguments
+from meshfit.anatomy.dataflow import Arguments
 from meshfit.axes.prove import tensors_of
 from meshfit.axes.tensor.check import Call, alias
 from meshfit.axes.tensor.vocabulary import Slice
