@@ -1,6 +1,8 @@
 """The random number generators of this process: torch's (of the CPU and of one device), NumPy's and Python's."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,18 @@ class Generators:
         if self._gpu is not None:
             states.append(torch.cuda.get_rng_state(self._gpu))
         return states
+
+
+@contextmanager
+def kept(*devices: torch.device) -> Iterator[None]:
+    """Afterwards all of them stand where they stood, those of the GPUs among ``devices`` too."""
+    numpy, python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng([device for device in dict.fromkeys(devices) if device.type == "cuda"]):
+            yield
+    finally:
+        np.random.set_state(numpy)
+        random.setstate(python)
 
 
 def as_tensor(device: torch.device) -> Tensor:

@@ -12,11 +12,9 @@ watched for some steps more, and stop the run if they never have a gradient.
             microbatch on one rank
 """
 
-import contextlib
 import copy
 import random
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit import generators
 from meshfit.anatomy.copies import twin
 from meshfit.axes.find import as_number
 from meshfit.data import tree
@@ -115,7 +114,7 @@ class Guard:
             return {}
         device = self.run.world.device
         model = _filled(blank, weights, device)
-        with _kept_draws(device), warnings.catch_warnings():
+        with generators.kept(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the step itself were heard
             tries = [self._once(model, part.content, missing, seed) for seed in range(2)]
             if tries[0] != tries[1]:
@@ -172,15 +171,3 @@ def _largest(gradient: Tensor | None) -> Tensor:
     values = gradient.detach()
     values = values.coalesce().values() if values.is_sparse else values
     return values.abs().amax() if values.numel() else torch.zeros(())
-
-
-@contextlib.contextmanager
-def _kept_draws(device: torch.device) -> Iterator[None]:
-    """Random numbers go on afterwards as if none had been drawn within."""
-    python, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(arrays)

@@ -5,12 +5,13 @@ through J, and J is the first such event. What J closes directly, each with what
 to run side by side before J: no way leads from the middle of one into another, only from its last event, which is then
 a fork. Which of them have nothing in common is found going backwards from J: an event that feeds several groups
 which were apart so far is the fork they start from.
-O(events log events).
+O(events x the longest way around a join).
 """
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 from meshfit.anatomy.cuts import storage_of, work
 from meshfit.anatomy.trace import Event, Trace
@@ -54,34 +55,27 @@ def branches(
     total = sum(costs)
     if not total:
         return ()
-    groups = []
-    for fork, join, parts in _groups(trace, costs, worth * total):
-        held = [_parameters(trace, part) for part in parts]
-        group = []
-        for i, part in enumerate(parts):
-            others = set().union(*(names for j, names in enumerate(held) if j != i))
+    weight = lambda group: sum(costs[event] for part in group[2] for event in part)
+    groups = sorted(_groups(trace, costs, worth * total), key=weight, reverse=True)
+    found = []
+    for number, (fork, join, parts) in enumerate(groups):
+        held = [dict.fromkeys(name for event in part for name in trace.events[event].parameters) for part in parts]
+        users = Counter(name for names in held for name in names)
+        for part, names in zip(parts, held, strict=True):
             spent = sum(costs[event] for event in part)
-            group.append((part, spent, fork, join, held[i], tuple(name for name in held[i] if name in others)))
-        groups.append(group)
-    groups.sort(key=lambda group: -sum(spent for _, spent, *_ in group))
-    return tuple(
-        ParallelBranch(
-            group=number,
-            events=part,
-            cost=spent,
-            share=spent / total,
-            fork=fork,
-            join=join,
-            parameters=tuple(names),
-            shared=shared,
-        )
-        for number, group in enumerate(groups)
-        for part, spent, fork, join, names, shared in group
-    )
-
-
-def _parameters(trace: Trace, part: tuple[int, ...]) -> dict[str, None]:
-    return dict.fromkeys(name for event in part for name in trace.events[event].parameters)
+            found.append(
+                ParallelBranch(
+                    group=number,
+                    events=part,
+                    cost=spent,
+                    share=spent / total,
+                    fork=fork,
+                    join=join,
+                    parameters=tuple(names),
+                    shared=tuple(name for name in names if users[name] > 1),
+                )
+            )
+    return tuple(found)
 
 
 def _groups(trace: Trace, costs: list[float], least: float) -> list[tuple[int, int, list[tuple[int, ...]]]]:
@@ -131,59 +125,34 @@ def _forks(tree: "_Closing", join: int, spent: list[float], least: float) -> lis
 
 
 class _Closing:
-    """The tree of who closes whom; its root is the end of the model."""
+    """The tree of who closes whom (immediate post-dominators); its root is the end of the model."""
 
     def __init__(self, after: list[set[int]]):
         self.after, self.end = after, len(after)
         self.closed_by = [self.end] * (self.end + 1)
         self._depth = [0] * (self.end + 1)
-        self._jump = [self.end] * (self.end + 1)  # an ancestor some way up, so that ways up are short
-        self.events: list[int] = []
+        self.events = [event for event in reversed(range(self.end)) if after[event]]
         """Those that lead to an output, last first."""
-        for event in reversed(range(self.end)):
-            following = iter(after[event])
-            closer = next(following, None)
-            if closer is None:
-                continue
-            for other in following:
-                closer = self._meet(closer, other)
-            self._hang(event, closer)
+        for event in self.events:
+            closer = reduce(self._meet, after[event])
+            self.closed_by[event], self._depth[event] = closer, self._depth[closer] + 1
         self.members: dict[int, list[int]] = {}
         for event in reversed(self.events):
             self.members.setdefault(self.closed_by[event], []).append(event)
-        self._enter, self._walk = self._walked()
-
-    def _hang(self, event: int, closer: int) -> None:
-        far = self._jump[closer]
-        even = self._depth[closer] - self._depth[far] == self._depth[far] - self._depth[self._jump[far]]
-        self.closed_by[event], self._depth[event] = closer, self._depth[closer] + 1
-        self._jump[event] = self._jump[far] if even else closer
-        self.events.append(event)
 
     def _meet(self, a: int, b: int) -> int:
         """The first event that both lead to."""
-        if self._depth[a] < self._depth[b]:
-            a, b = b, a
-        while self._depth[a] > self._depth[b]:
-            a = self._jump[a] if self._depth[self._jump[a]] >= self._depth[b] else self.closed_by[a]
         while a != b:
-            apart = self._jump[a] != self._jump[b]
-            a, b = (self._jump[a], self._jump[b]) if apart else (self.closed_by[a], self.closed_by[b])
+            if self._depth[a] < self._depth[b]:
+                a, b = b, a
+            a = self.closed_by[a]
         return a
-
-    def _walked(self) -> tuple[dict[int, int], list[int]]:
-        """Each event's place in a walk that visits it before all that it closes, and that walk."""
-        walk, todo = [], [self.end]
-        while todo:
-            event = todo.pop()
-            walk.append(event)
-            todo += reversed(self.members.get(event, ()))
-        return {event: place for place, event in enumerate(walk)}, walk
 
     def member_above(self, event: int, join: int) -> int:
         """The one that ``join`` closes directly, and that closes ``event``."""
-        members = self.members[join]
-        return members[bisect_right(members, self._enter[event], key=self._enter.__getitem__) - 1]
+        while self.closed_by[event] != join:
+            event = self.closed_by[event]
+        return event
 
     def all_under(self, members: list[int]) -> tuple[int, ...]:
         """``members`` and everything they close, in the order of the forward."""

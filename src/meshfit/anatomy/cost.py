@@ -20,7 +20,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -87,8 +86,8 @@ class Meter:
         self._backward: list[tuple[int, int | None, int]] = []  # node, event, flops
         self._saved: dict[int, list[tuple[int, int | None]]] = {}  # storage -> node and event of each save
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps the key from being reused
-        self._uses: dict[int | None, dict[int, _Use]] = {}  # event -> by storage
-        self._dear: dict[int, _Use] = {}  # by storage
+        self._uses: dict[int | None, dict[int, StorageUse]] = {}  # event -> by storage
+        self._dear: dict[int, StorageUse] = {}  # by storage
         self._reached: set[int] | None = None
         self._hidden: dict[int, int] = {}  # nodes made on behalf of another -> that one
         self._freed: set[int] = set()
@@ -168,29 +167,20 @@ class Meter:
         events = Counter(key for used in self._uses.values() for key in used)
         saved = {(key, event) for key, saves in self._saved.items() for node, event in saves if self._counts(node)}
         numbers = {key: number for number, key in enumerate(events)}
-        return {
-            event: tuple(
-                StorageUse(
-                    storage=numbers[key],
-                    bytes=0 if key in self._known else self._storages[key][1],
-                    made=use.made,
-                    saved=use.packed and (key in self._known or (key, event) in saved),
-                    dear=use.dear,
-                    flops=use.flops,
-                    late=use.late,
-                )
-                for key, use in used.items()
-                if use.packed or use.dear or not use.made or events[key] > 1
-            )
-            for event, used in self._uses.items()
-        }
+        found: dict[int | None, tuple[StorageUse, ...]] = {}
+        for event, used in self._uses.items():
+            found[event] = tuple(u for k, u in used.items() if u.saved or u.dear or not u.made or events[k] > 1)
+            for key, use in used.items():
+                use.storage, use.bytes = numbers[key], 0 if key in self._known else self._storages[key][1]
+                use.saved = use.saved and (key in self._known or (key, event) in saved)
+        return found
 
-    def _use(self, tensor: Tensor) -> "_Use":
+    def _use(self, tensor: Tensor) -> StorageUse:
         """What is noted of ``tensor``'s memory in the event under way."""
         key = _key(tensor)
         if key not in self._storages:
             self._storages[key] = (_weak(tensor), tensor.untyped_storage().nbytes())
-        return self._uses.setdefault(self._event, {}).setdefault(key, _Use())
+        return self._uses.setdefault(self._event, {}).setdefault(key, StorageUse())
 
     def _counts(self, node: int) -> bool:
         return self._reached is None or node == _BESIDE or self._hidden.get(node, node) in self._reached
@@ -248,7 +238,7 @@ class Meter:
 
     def _save(self, tensor: Tensor, saver: str) -> Tensor:
         if _has_storage(tensor):
-            self._use(tensor).packed = True
+            self._use(tensor).saved = True
             for use in self._uses[self._event].values():
                 use.late = False
         if _has_storage(tensor) and (key := _key(tensor)) not in self._known:
@@ -292,17 +282,6 @@ class Meter:
         if self._function is not None:
             return issubclass(self._function[1], checkpoint.CheckpointFunction)
         return checkpoint_now() is not None
-
-
-@dataclass(slots=True)
-class _Use:
-    """A ``trace.Use`` in the making."""
-
-    made: bool = False
-    packed: bool = False
-    dear: bool = False
-    late: bool = False
-    flops: int = 0
 
 
 def worth_keeping(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -38,16 +38,6 @@ aten = torch.ops.aten
 Shape = Sequence[int]
 
 
-def _fused_attention(query: Shape, key: Shape, value: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return _attention(query, key, value, products=2)
-
-
-def _fused_attention_backward(
-    gradient: Shape, query: Shape, key: Shape, value: Shape, *_: Any, out_shape: Any = None, **__: Any
-) -> int:
-    return _attention(query, key, value, products=5)
-
-
 def _attention(query: Shape, key: Shape, value: Shape, *, products: int) -> int:
     """Of (batch, heads, length, width) each: two products forward, five backward; keys may have fewer heads."""
     batch, heads, length, width = query
@@ -56,75 +46,45 @@ def _attention(query: Shape, key: Shape, value: Shape, *, products: int) -> int:
     return scores * (over_width * width + (products - over_width) * value[3])
 
 
-def _grouped_product(a: Shape, b: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _grouped_product(a: Shape, b: Shape) -> int:
     """Where a factor is one matrix, its rows or columns are dealt out to the groups: no more than a plain product."""
     groups = a[0] if len(a) == len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
-def _added_product(_added: Shape, a: Shape, b: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * prod(a) * b[-1]
-
-
-def _matrix_vector(a: Shape, _b: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * prod(a)
-
-
-def _added_matrix_vector(_added: Shape, a: Shape, _b: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * prod(a)
-
-
-def _recurrent_layer(x: Shape, into: Shape, back: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _recurrent_layer(x: Shape, into: Shape, back: Shape) -> int:
     """One layer, one direction: at every place of every sequence all gates, from the input and from the last state."""
     return 2 * prod(x[:-1]) * (prod(into) + prod(back))
 
 
-def _recurrent_layer_backward(x: Shape, into: Shape, back: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * _recurrent_layer(x, into, back)
-
-
-def _recurrent(x: Shape, weights: Sequence[Shape], *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _recurrent(x: Shape, weights: Sequence[Shape]) -> int:
     """All layers and directions. Every matrix among the weights meets every place once."""
     return 2 * prod(x[:-1]) * sum(prod(weight) for weight in weights if len(weight) == 2)
 
 
-def _recurrent_backward(x: Shape, weights: Sequence[Shape], *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * _recurrent(x, weights)
-
-
 FORMULAS: dict[Any, Callable[..., int]] = {
-    **dict.fromkeys(FUSED_ATTENTIONS, _fused_attention),
-    **dict.fromkeys(FUSED_ATTENTIONS_BACKWARD, _fused_attention_backward),
-    **dict.fromkeys(GROUPED_PRODUCTS, _grouped_product),
-    aten.addmm_: _added_product,
-    aten.addbmm: _added_product,
-    aten.addbmm_: _added_product,
-    aten.baddbmm_: _added_product,
-    aten.mv: _matrix_vector,
-    aten.addmv: _added_matrix_vector,
-    aten.addmv_: _added_matrix_vector,
-    aten.mkldnn_rnn_layer: _recurrent_layer,
-    aten.mkldnn_rnn_layer_backward: _recurrent_layer_backward,
-    recurrence_on_cuda: _recurrent,
-    recurrence_on_cuda_backward: _recurrent_backward,
+    **dict.fromkeys(FUSED_ATTENTIONS, lambda q, k, v, *_, **__: _attention(q, k, v, products=2)),
+    **dict.fromkeys(FUSED_ATTENTIONS_BACKWARD, lambda grad, q, k, v, *_, **__: _attention(q, k, v, products=5)),
+    **dict.fromkeys(GROUPED_PRODUCTS, lambda a, b, *_, **__: _grouped_product(a, b)),
+    **dict.fromkeys(
+        (aten.addmm_, aten.addbmm, aten.addbmm_, aten.baddbmm_), lambda added, a, b, *_, **__: 2 * prod(a) * b[-1]
+    ),
+    aten.mv: lambda a, b, *_, **__: 2 * prod(a),
+    **dict.fromkeys((aten.addmv, aten.addmv_), lambda added, a, b, *_, **__: 2 * prod(a)),
+    aten.mkldnn_rnn_layer: lambda x, into, back, *_, **__: _recurrent_layer(x, into, back),
+    aten.mkldnn_rnn_layer_backward: lambda x, into, back, *_, **__: 2 * _recurrent_layer(x, into, back),
+    recurrence_on_cuda: lambda x, weights, *_, **__: _recurrent(x, weights),
+    recurrence_on_cuda_backward: lambda x, weights, *_, **__: 2 * _recurrent(x, weights),
 }
 """What torch's counter lacks. ``FlopCounterMode(custom_mapping=FORMULAS)`` counts by them too."""
 
 _OURS = {op: flop_counter.shape_wrapper(formula) for op, formula in FORMULAS.items()}
 
 _FACTORS = {
-    aten.mm: (0, 1),
-    aten.bmm: (0, 1),
-    **dict.fromkeys((scaled_product, *GROUPED_PRODUCTS), (0, 1)),
-    aten.addmm: (1, 2),
-    aten.addmm_: (1, 2),
-    aten.baddbmm: (1, 2),
-    aten.baddbmm_: (1, 2),
-    aten.addbmm: (1, 2),
-    aten.addbmm_: (1, 2),
+    **dict.fromkeys((aten.mm, aten.bmm, scaled_product, *GROUPED_PRODUCTS), (0, 1)),
+    **dict.fromkeys((aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_), (1, 2)),
     aten.mv: (1,),  # the gradient of the matrix is an outer product: element by element
-    aten.addmv: (2,),
-    aten.addmv_: (2,),
+    **dict.fromkeys((aten.addmv, aten.addmv_), (2,)),
 }
 _CONVOLUTIONS = {aten.convolution, convolution_of_scripts, aten.cudnn_convolution, aten.convolution_overrideable}
 _RECURRENT = {aten.mkldnn_rnn_layer, recurrence_on_cuda}

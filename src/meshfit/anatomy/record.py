@@ -19,18 +19,21 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
+from meshfit import generators
 from meshfit.anatomy.copies import twin
+from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.record_atoms import choose
 from meshfit.anatomy.record_build import built
-from meshfit.anatomy.record_forward import Meter, Recorder, first_line
+from meshfit.anatomy.record_forward import Recorder, first_line
 from meshfit.anatomy.record_known import GlueError
-from meshfit.anatomy.record_program import REFERENCES, Instruction, Object, Slice, TraceError, tensors
+from meshfit.anatomy.record_program import REFERENCES, Instruction, Object, TraceError, tensors
 from meshfit.anatomy.record_watch import line_of, watched
 from meshfit.anatomy.replay import Recording
 from meshfit.anatomy.trace import Dynamic, EventCost
@@ -38,7 +41,7 @@ from meshfit.data import tree
 from meshfit.patches import replaced
 from meshfit.torch_private import COMPILER
 
-__all__ = ["Meter", "Recording", "TraceError", "record"]
+__all__ = ["Recording", "TraceError", "record"]
 
 SHARE = 0.05
 """Of all parameters: what a module may hold and still be taken as a whole without a need."""
@@ -46,7 +49,7 @@ SHARE = 0.05
 LARGEST = 0.6
 """Of all parameters: the most that one module may hold which was taken as a whole because its code failed."""
 
-Metering = Callable[[list[Tensor]], contextlib.AbstractContextManager[Any]] | None
+Metering = Callable[[list[Tensor]], Meter] | None
 """Makes a meter, given the tensors that are there before the forward: parameters, buffers, inputs."""
 
 WAYS_IN_WORDS = {
@@ -88,12 +91,11 @@ def record(
         raise TraceError(f"atoms names no module of the model: {', '.join(sorted(atoms - known))}")
     failures: list[GlueError] = []
     coarse: _Attempt | None = None
-    kept = _Randomness()
-    try:
+    with generators.kept(*(t.device for t in (*model.parameters(), *model.buffers(), *tree.tensors(inputs)))):
         for way, real in WAYS:
             if real and _on_meta(model, inputs):
                 break
-            attempt = _Attempt(model, inputs, training=training, atoms=atoms, share=share, way=way, real=real)
+            attempt = _Attempt(model, inputs, training, atoms, share, way, real)
             try:
                 attempt.repair()
             except GlueError as error:
@@ -107,32 +109,27 @@ def record(
             coarse = coarse or attempt
         if coarse is not None:
             return coarse.finish(meter)
-    finally:
-        kept.restore()
     raise _refusal(failures) from failures[-1].__cause__
 
 
+@dataclass
 class _Attempt:
     """Recordings of one way of ``WAYS``, until one holds."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        *,
-        training: bool,
-        atoms: frozenset[str],
-        share: float,
-        way: str,
-        real: bool,
-    ):
-        self.model, self.inputs, self.training = model, inputs, training
-        self.forced, self.share, self.way, self.real = set(atoms), share, way, real
-        self.whole: dict[str, str] = {}  # modules taken as a whole because their code failed, and why
-        self.before: list[str] = []  # why earlier ways, on meta, did not do
-        self.dynamic: dict[Dynamic, None] = {}
-        self.not_on_meta: set[str] = set()
-        self.proven: tuple[Recorder, Any, dict[int, EventCost]] | None = None
+    model: nn.Module
+    inputs: Any
+    training: bool
+    forced: frozenset[str]
+    share: float
+    way: str
+    real: bool
+    whole: dict[str, str] = field(default_factory=dict)
+    """Modules taken as a whole because their code failed, and why."""
+    before: list[str] = field(default_factory=list)
+    """Why earlier ways, on meta, did not do."""
+    dynamic: dict[Dynamic, None] = field(default_factory=dict)
+    not_on_meta: set[str] = field(default_factory=set)
+    proven: tuple[Recorder, Any, dict[int, EventCost]] | None = None
 
     def repair(self) -> None:
         """Record; while the glue of a module fails, take that module as a whole."""
@@ -248,7 +245,7 @@ def signature(steps: list[Instruction], outputs: Any) -> list[str]:
     def text(thing: Any) -> str:
         if isinstance(thing, Object):
             return f"object({type(thing.snapshot).__name__}, {[text(mark) for mark in thing.references]})"
-        if isinstance(thing, (*REFERENCES, Slice)):
+        if isinstance(thing, (*REFERENCES, slice)):
             return repr(thing)
         if isinstance(thing, Tensor):
             data = b"" if thing.is_meta else thing.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -277,21 +274,6 @@ def _refusal(failures: list[GlueError]) -> TraceError:
 
 def _on_meta(model: nn.Module, inputs: Any) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tree.tensors(inputs)))
-
-
-class _Randomness:
-    """The state of every random number generator, to be put back."""
-
-    def __init__(self) -> None:
-        self.torch, self.python, self.numpy = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.torch)
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state_all(self.cuda)
 
 
 def _seed(seed: int) -> None:

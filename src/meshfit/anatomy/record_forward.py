@@ -6,21 +6,21 @@ operators below. Tensors are known by identity, so all of them are kept until th
 
 import contextlib
 import functools
-import random
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.record_known import GlueError, Known, Origin, above, line_of_call, objects_in, storage
 from meshfit.anatomy.record_meta import DEVICES, all_on_meta, on_meta, on_zeros
 from meshfit.anatomy.record_program import Get, Held, Instruction, Ref, Set, current_mode, made, tensors
 from meshfit.anatomy.replay import Environment, run
-from meshfit.anatomy.trace import Dynamic, EventCost
+from meshfit.anatomy.trace import Dynamic
 from meshfit.data import tree
+from meshfit.generators import Generators
 from meshfit.torch_private import (
     checkpoint_now,
     in_function_transform,
@@ -38,18 +38,8 @@ READS = {
 }
 """Functions whose result is a value in Python, and how the code spells them."""
 
+CPU = torch.device("cpu")
 SIZES = ("shape", "size", "numel", "__len__", "stride", "nelement")
-
-
-class Meter(Protocol):
-    """Tells what each event costs."""
-
-    @property
-    def costs(self) -> dict[int, EventCost]: ...
-    def start(self, key: int) -> None: ...
-    def stop(self) -> None: ...
-    def reach(self, outputs: Iterable[Tensor]) -> None: ...
-    def know(self, tensors: Iterable[Tensor]) -> None: ...
 
 
 class Recorder(TorchFunctionMode, Known):
@@ -90,7 +80,7 @@ class Recorder(TorchFunctionMode, Known):
 
     def start(self) -> None:
         """Take switches and random state as they are now for those of the start."""
-        self.start_mode, self.draws = current_mode(), draws()
+        self.start_mode, self.draws = current_mode(), Generators(CPU)
 
     # Steps
 
@@ -126,7 +116,7 @@ class Recorder(TorchFunctionMode, Known):
         if self.meta:
             args, kwargs = on_meta(args), on_meta(kwargs)
         result = self._run(step.number, call, args, kwargs, module)
-        self.draws = draws()  # a module may draw as it likes: at replay it does so again
+        self.draws = Generators(CPU)  # a module may draw as it likes: at replay it does so again
         if self.looked and module is not None and any(isinstance(leaf, int | float) for leaf in tree.leaves(result)):
             self.fail(f"{name} returns numbers that it reads from tensors")  # another batch has others
         found = made(result, (args, kwargs), {id(tensor) for tensor in given})
@@ -352,9 +342,8 @@ class Recorder(TorchFunctionMode, Known):
                     self.dark[storage(tensor)] = str(func)
 
     def check_draws(self) -> None:
-        now = draws()
-        if now != self.draws:
-            self.draws = now
+        if self.draws.moved_others:
+            self.draws = Generators(CPU)
             self.dynamic[Dynamic(self.inside, line_of_call(), "random number in Python", "random")] = None
             self.fail("Python draws a random number")
 
@@ -381,12 +370,6 @@ def _depends_on(source: Origin) -> str:
 
 def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:160]
-
-
-def draws() -> tuple[Any, ...]:
-    """State of the random numbers that are not torch's."""
-    state: Any = numpy.random.get_state(legacy=False)
-    return random.getstate(), state["state"]["pos"], state["state"]["key"][:4].tobytes()
 
 
 def _device_of(model: nn.Module, inputs: list[Tensor]) -> torch.device:

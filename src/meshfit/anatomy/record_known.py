@@ -25,7 +25,6 @@ from meshfit.anatomy.record_program import (
     ModuleRef,
     Object,
     Ref,
-    Slice,
     contents,
     rebuilt,
 )
@@ -154,7 +153,7 @@ class Known:
         if kind is dict:
             return {key: self.encode(value) for key, value in tree.items()}
         if kind is slice:
-            return Slice(self.encode(tree.start), self.encode(tree.stop), self.encode(tree.step))
+            return slice(self.encode(tree.start), self.encode(tree.stop), self.encode(tree.step))
         if isinstance(tree, torch.device):
             return Device() if tree.type == self.device.type else tree
         if isinstance(tree, str):

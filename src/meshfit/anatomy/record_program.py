@@ -8,7 +8,6 @@ A step is one call. Its arguments stand as they were given, except for what belo
     Device   the device of the recording: at replay, the model's own
     Object   an instance of some class that holds tensors: built again from a snapshot, once per replay,
              so that what one step does to it the next step sees
-    Slice    a slice, whose ends may be tensors
 
 Everything else (numbers, shapes, dtypes, tensors that the code made of numpy arrays) is taken as it was.
 """
@@ -67,13 +66,6 @@ class Object:
     """A deep copy in which references stand for tensors and modules."""
     references: tuple[Any, ...]
     """Those in it, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    start: Any
-    stop: Any
-    step: Any
 
 
 REFERENCES = (Ref, Held, ModuleRef, Device)
@@ -152,7 +144,7 @@ def references(tree: Any) -> Iterator[Any]:
         yield tree
     elif isinstance(tree, Object):
         yield from tree.references
-    elif isinstance(tree, Slice):
+    elif isinstance(tree, slice):
         yield from references((tree.start, tree.stop, tree.step))
     elif isinstance(tree, tuple | list):
         for item in tree:
@@ -217,7 +209,7 @@ def decode(tree: Any, resolve: Callable[[Any], Any]) -> Any:
         return {key: decode(value, resolve) for key, value in tree.items()}
     if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
         return rebuilt(tree, [decode(item, resolve) for item in tree])
-    if isinstance(tree, Slice):
+    if isinstance(tree, slice):
         return slice(*(decode(end, resolve) for end in (tree.start, tree.stop, tree.step)))
     return tree
 

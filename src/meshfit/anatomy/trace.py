@@ -32,29 +32,29 @@ class Value:
     """Values of one number share memory: one is a view of the other."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StorageUse:
     """Memory that an event works on and that may have to stay until backward."""
 
-    storage: int
+    storage: int = -1
     """Uses of one number are uses of the same memory."""
 
-    bytes: int
+    bytes: int = 0
     """0 for what is there anyway: parameters, buffers, the model's inputs."""
 
-    made: bool
+    made: bool = False
     """By this event; otherwise it was there before."""
 
-    saved: bool
+    saved: bool = False
     """Autograd saves it here."""
 
-    dear: bool
+    dear: bool = False
     """Made here by a product, a convolution or attention: worth keeping when the rest is computed again."""
 
-    flops: int
+    flops: int = 0
     """What that took."""
 
-    late: bool
+    late: bool = False
     """Made here after the last tensor that is saved here."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit import generators
 from meshfit.axes.buffers.record import Record, Uncombined, update_of
 from meshfit.axes.buffers.totals import Totals
 from meshfit.axes.buffers.trace import BufferUpdate, Collect, Differs, Opaque, look_away
@@ -191,7 +192,7 @@ class Trial:
 
     def _run(self, call: Any, watch: Opaque | None = None) -> Any:
         args, kwargs = call
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with generators.kept(self.device):
             torch.manual_seed(0)
             with nullcontext() if watch is None else watch.watching():
                 return self.module.forward(*args, **kwargs)

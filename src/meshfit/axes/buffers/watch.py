@@ -4,17 +4,16 @@ Tried on a copy without memory (meta) where the model runs there, else on two sa
 the tensor's memory, ``.data`` or not; a new tensor put in a buffer's place is seen when the module returns.
 """
 
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
+from meshfit import generators
 from meshfit.anatomy.aten import written
 from meshfit.anatomy.copies import twin
 from meshfit.axes.data.batchnorm import batch_norms
@@ -173,15 +172,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     ]
     kept = {id(b): (b, b.detach().clone()) for b in model.buffers()}
     names: dict[int, Tensor] = {storage_id(p): p for p in model.parameters()}
-    gpus = list({t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
-    python, arrays = random.getstate(), numpy.random.get_state()
     before = _Before(names)
     try:
-        with torch.random.fork_rng(gpus), before:
+        with generators.kept(*(t.device for t in (*model.parameters(), *model.buffers()))), before:
             yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
         for module, own, parameters, buffers in vars_of:
             for name in [name for name in module.__dict__ if name not in own]:
                 del module.__dict__[name]
