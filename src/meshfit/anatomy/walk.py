@@ -302,26 +302,14 @@ class Walker:
         """Which dim of a parameter ``dim`` of a window on it is, and the index there of each place here."""
         key = window, dim
         if key not in self.places:
-            self.places[key] = self._same_place(name, window, dim)
+            self.places[key] = None
             for own in range(len(self.trace.whole[self.trace.value_of[name]].size)):
-                if self.places[key] is not None:
-                    break
                 numbers = window.on(self._numbered(name, own, window.value)).movedim(dim, 0)
                 numbers = numbers.reshape(len(numbers), -1)
                 if bool((numbers == numbers[:, :1]).all()) and bool((numbers[0] != numbers[-1]).any()):
                     self.places[key] = own, numbers[:, 0].long()
                     break
         return self.places[key]
-
-    def _same_place(self, name: str, window: StridedView, dim: int) -> tuple[int, Tensor] | None:
-        """The same, where the window shows the parameter as it is, or with its dims in another order."""
-        whole = self.trace.whole[self.trace.value_of[name]]
-        if window.value != whole.value or window.offset != whole.offset or 1 in whole.size:
-            return None
-        dims, others = ([*zip(w.size, w.stride, strict=True)] for w in (whole, window))
-        if sorted(dims) != sorted(others) or len(set(whole.stride)) < len(dims):
-            return None
-        return dims.index(others[dim]), torch.arange(window.size[dim])
 
     def _numbered(self, name: str, dim: int, value: int) -> Storage:
         """``value``, which holds a parameter, with every element replaced by its index in ``dim`` of that parameter."""
@@ -525,8 +513,6 @@ class Walker:
             elif type(a) is not type(b) or (a != b and not isinstance(a, float)):
                 return False
         return len(one.made) == len(two.made)
-
-    # From parameters to pairs
 
 
 def agreeing(one: Reach, two: Reach) -> bool:
