@@ -58,6 +58,12 @@ class RankError(MeshfitError):
         return f"{super().__str__()}\n\n{self.trace}" if self.trace else super().__str__()
 
 
+def in_short(error: BaseException) -> str:
+    """An exception in one line; of our own, the headline alone."""
+    line = next(iter(str(error).splitlines()), "")[:160]
+    return line if isinstance(error, MeshfitError) else f"{type(error).__name__}: {line}"
+
+
 def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
     """``word`` beside the known words it may stand for."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_program import PLAIN, TraceError, tensors
+from meshfit.errors import in_short
 from meshfit.torch_private import map_tensors_in_place
 
 
@@ -81,7 +82,7 @@ def study(model: nn.Module) -> nn.Module:
     try:
         twin = copied(model, memo).cpu().train()
     except Exception as error:
-        raise Uncopied(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+        raise Uncopied(in_short(error)) from error
     for module in twin.modules():
         if getattr(module, "inplace", None) is True:
             module.inplace = False  # type: ignore[assignment]

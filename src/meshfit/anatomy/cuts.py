@@ -142,12 +142,6 @@ def stages_at(trace: Trace, after: Sequence[int], cost: Callable[[Event], float]
     return _split(flow, [legal[event] for event in after], sums, places, BAND)
 
 
-def one_stage(trace: Trace, cost: Callable[[Event], float] = work) -> Stages:
-    """All of ``trace`` as a single stage."""
-    end = len(trace.events)
-    return _split(_Flow(trace), [], [0.0, *accumulate(map(cost, trace.events))], [0, end], BAND)
-
-
 def _split(flow: "_Flow", chosen: list[StageCut], sums: list[float], places: list[int], band: float) -> Stages:
     """``flow`` cut at ``chosen``; ``sums`` are running costs by event, ``places`` all legal ones."""
     trace, k = flow.trace, len(chosen) + 1

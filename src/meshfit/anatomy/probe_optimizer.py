@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshfit.data import tree
+from meshfit.errors import in_short
 from meshfit.torch_private import STEP_HOOKS, without_step_hooks
 
 SCALES = (1.0, 1.0, 0.01, 30.0, 1.0, 1000.0, 1.0, 0.1, 1.0, 1.0)
@@ -100,7 +101,7 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerKind:
                 whole = _together(build, optimizer, tensors)
                 break
             except Exception as error:
-                failures.append(_words(error))
+                failures.append(in_short(error))
         else:
             return OptimizerKind(
                 False, False, f"unknown: {name} cannot be tried on small tensors: {'; '.join(failures)}"
@@ -114,7 +115,7 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerKind:
             try:
                 off = max(_off(*three) for three in zip(tensors, whole, run(), strict=True))
             except Exception as error:
-                return f"{name} cannot step {what}: {_words(error)}"
+                return f"{name} cannot step {what}: {in_short(error)}"
             return f"{name} stepping {what} differs by {off:.1%} of the update" if off > TOLERANCE else ""
 
         cut = apart("a tensor as two pieces", lambda: _in_pieces(build, optimizer, tensors))
@@ -325,10 +326,6 @@ def _off(tensor: _Small, want: Tensor, got: Tensor) -> float:
     share = apart / _moved(tensor, want)
     share[apart == 0] = 0.0
     return share.nan_to_num(nan=torch.inf).max().item()
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 @contextmanager

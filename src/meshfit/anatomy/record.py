@@ -31,13 +31,14 @@ from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.record_atoms import choose
 from meshfit.anatomy.record_build import built
-from meshfit.anatomy.record_forward import Recorder, first_line
+from meshfit.anatomy.record_forward import Recorder
 from meshfit.anatomy.record_known import GlueError
 from meshfit.anatomy.record_program import REFERENCES, Instruction, Object, TraceError, tensors
 from meshfit.anatomy.record_watch import line_of, watched
 from meshfit.anatomy.replay import Recording
 from meshfit.anatomy.trace import Dynamic, EventCost
 from meshfit.data import tree
+from meshfit.errors import in_short
 from meshfit.patches import replaced
 from meshfit.torch_private import COMPILER
 
@@ -223,8 +224,7 @@ class _Attempt:
             except GlueError:
                 raise
             except Exception as error:
-                why = f"{type(error).__name__}: {first_line(error)}"
-                raise GlueError(why, recorder.inside, line_of(error)) from error
+                raise GlueError(in_short(error), recorder.inside, line_of(error)) from error
             finally:
                 self.dynamic |= recorder.dynamic
         return recorder, encoded, {} if recorder.meter is None else recorder.meter.costs

@@ -20,6 +20,7 @@ from meshfit.anatomy.record_program import Get, Held, Instruction, Ref, Set, cur
 from meshfit.anatomy.replay import Environment, run
 from meshfit.anatomy.trace import Dynamic
 from meshfit.data import tree
+from meshfit.errors import in_short
 from meshfit.generators import Generators
 from meshfit.torch_private import (
     checkpoint_now,
@@ -166,7 +167,7 @@ class Recorder(TorchFunctionMode, Known):
             except Exception as error:
                 if not self.meta:
                     raise
-                problem = f"{type(error).__name__}: {first_line(error)}"
+                problem = in_short(error)
         with contextlib.suppress(Exception):
             return all_on_meta(metered, call, args, kwargs)
         if module is not None and path is not None:
@@ -287,9 +288,7 @@ class Recorder(TorchFunctionMode, Known):
             with without_torch_function(), torch.no_grad():
                 run([*steps, last], env)
         except Exception as error:
-            self.fail(
-                f"{read.name} looks at a value that cannot be known ({type(error).__name__}: {first_line(error)})"
-            )
+            self.fail(f"{read.name} looks at a value that cannot be known ({in_short(error)})")
         return result[0]
 
     # Watching
@@ -366,10 +365,6 @@ def _depends_on(source: Origin) -> str:
     if Origin.INPUT in source:
         return "inputs"
     return "random" if Origin.RANDOM in source else "nothing"
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:160]
 
 
 def _device_of(model: nn.Module, inputs: list[Tensor]) -> torch.device:

@@ -17,9 +17,10 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from meshfit.anatomy.record_forward import Recorder, first_line
+from meshfit.anatomy.record_forward import Recorder
 from meshfit.anatomy.record_known import OWN, GlueError
 from meshfit.anatomy.record_program import Apply
+from meshfit.errors import in_short
 from meshfit.patches import replaced
 from meshfit.torch_private import TorchDispatchMode, watched_functions, without_torch_function
 
@@ -54,8 +55,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
         except GlueError:
             raise
         except Exception as error:
-            line = line_of(error)
-            raise GlueError(f"{type(error).__name__}: {first_line(error)}", path, line) from error
+            raise GlueError(in_short(error), path, line_of(error)) from error
         finally:
             recorder.stack.pop()
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfit.anatomy.copies import sharing
-from meshfit.anatomy.record_forward import first_line
 from meshfit.axes.tensor.vocabulary import whole_output
 from meshfit.comm.group import ThreadGroup, in_threads
-from meshfit.errors import MeshfitError
+from meshfit.errors import in_short
 from meshfit.torch_private import tree_flatten, tree_unflatten
 
 R = TypeVar("R")
@@ -63,7 +62,7 @@ def in_precision(
         except Exception as error:  # the module's own
             refused = error
     assert refused is not None
-    raise Refused(said(refused)) from refused
+    raise Refused(in_short(refused)) from refused
 
 
 def in_parts(
@@ -81,7 +80,7 @@ def in_parts(
     except Refused:
         raise
     except Exception as error:
-        raise Refused(said(error)) from error
+        raise Refused(in_short(error)) from error
 
 
 def run_once(
@@ -176,10 +175,6 @@ def tensors_of(out: Any) -> list[Tensor]:
     if isinstance(out, (tuple, list)):
         return [tensor for item in out for tensor in tensors_of(item)]
     return [t for item in vars(out).values() for t in tensors_of(item)] if hasattr(out, "__dict__") else []
-
-
-def said(error: BaseException) -> str:
-    return first_line(error) if isinstance(error, MeshfitError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}

@@ -99,6 +99,17 @@ def size(tree: Any) -> int:
     return next((len(x) for x in leaves(tree) if is_ragged(x) or (isinstance(x, torch.Tensor) and x.dim())), 0)
 
 
+def rows(tree: Any, index: slice | torch.Tensor, samples: int) -> Any:
+    """Some of the samples of a batch of so many; what does not hold one row a sample stays as it is."""
+    if isinstance(tree, list) and len(tree) == samples and not any(True for _ in tensors(tree)):
+        return tree[index] if isinstance(index, slice) else [tree[i] for i in index.tolist()]  # words
+    if isinstance(tree, dict):
+        return type(tree)({key: rows(value, index, samples) for key, value in tree.items()})
+    if type(tree) in (tuple, list):
+        return type(tree)(rows(value, index, samples) for value in tree)
+    return map_tensors(lambda t: t[index] if t.dim() and len(t) == samples else t, tree)
+
+
 def sample(tree: Any, i: int) -> Any:
     """The ``i``-th sample of a batch."""
     return map_leaves(lambda leaf: leaf[i] if isinstance(leaf, Ragged | torch.Tensor) else leaf, tree)

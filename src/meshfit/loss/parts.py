@@ -11,22 +11,6 @@ from torch.overrides import TorchFunctionMode
 from meshfit.data import tree
 
 
-def size_of(batch: Any) -> int:
-    """Samples in a batch."""
-    return next((len(t) for t in tree.tensors(batch) if t.dim()), 0)
-
-
-def part_of(batch: Any, cut: slice | Tensor, samples: int) -> Any:
-    """Some of the samples of a batch; what does not hold one row a sample stays as it is."""
-    if isinstance(batch, list) and len(batch) == samples and not any(True for _ in tree.tensors(batch)):
-        return batch[cut] if isinstance(cut, slice) else [batch[i] for i in cut.tolist()]  # words
-    if isinstance(batch, dict):
-        return type(batch)({key: part_of(value, cut, samples) for key, value in batch.items()})
-    if type(batch) in (tuple, list):
-        return type(batch)(part_of(value, cut, samples) for value in batch)
-    return tree.map_tensors(lambda t: t[cut] if t.dim() and len(t) == samples else t, batch)
-
-
 def cuts_of(samples: int) -> list[tuple[int, int]]:
     """Ways to cut some samples into two parts, of different sizes where that can be."""
     return list(dict.fromkeys((first, samples - first) for first in (max(1, (samples - 1) // 2), max(1, samples // 4))))

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from meshfit.axes.expert import balance
 from meshfit.data import tree
+from meshfit.errors import in_short
 from meshfit.generators import Generators
-from meshfit.loss.batch_loss import whole_outputs
+from meshfit.loss.batch_loss import buffers_kept, whole_outputs
 from meshfit.loss.draws import Composing, Incomparable, Noting
 from meshfit.loss.gather import gathering
 from meshfit.loss.objective import LossDenominator, Objective, call, check_scalar, split, stated
-from meshfit.loss.parts import CrossEntropies, cut_rows, cuts_of, finders, part_of, size_of
+from meshfit.loss.outputs import NoRows, bytes_moved, output_rows
+from meshfit.loss.parts import CrossEntropies, cut_rows, cuts_of, finders
 from meshfit.torch_private import BatchNorm, Dropout
 
 SAMPLES = 8
@@ -63,21 +65,25 @@ def find_denominator(
         if isinstance(targets, Tensor) and targets.dim():
             classes = targets.shape[1] if targets.is_floating_point() and targets.dim() > 1 else 1
             return replace(said, unit=targets.numel() / max(1, len(targets)) / classes)
-    samples = min(SAMPLES, size_of(batch))
+    there = tree.size(batch)
+    samples = min(SAMPLES, there)
     if samples < 2:
         return LossDenominator(kind="samples")
-    batch = tree.to_device(part_of(batch, slice(0, samples), size_of(batch)), device)
+    batch = tree.to_device(tree.rows(batch, slice(0, samples), there), device)
+    small = sum(p.numel() for p in model.parameters()) <= LARGEST
+    ways = [_Way(exact=True)] if inside is None and small else [] if inside is None else [_Way(gradients=False)]
+    around = inside or nullcontext
     error: Exception | None = None
-    for way in _ways(model, inside):
+    for way in (*ways, _Way(), _Way(training=True)):  # the best first
         try:
             left_out = nullcontext() if auxiliary else balance.left_out(model)
-            with way as (used, how), torch.autocast(device.type, enabled=False), left_out:
-                trial = _Trial(objective, used, how, batch, samples, device)
+            with _prepared(model, way) as used, torch.autocast(device.type, enabled=False), left_out:
+                trial = _Trial(objective, used, way, around, batch, samples, device)
                 found = trial.found()
                 if trial.finite or len(kept := trial.finite_samples()) in (0, 1, samples):
                     return found
-                some = part_of(batch, torch.tensor(kept, device=device), samples)
-                return _Trial(objective, used, how, some, len(kept), device).found()
+                some = tree.rows(batch, torch.tensor(kept, device=device), samples)
+                return _Trial(objective, used, way, around, some, len(kept), device).found()
         except Exception as raised:  # not in this way: double precision, say, or not in eval mode
             error = raised
     assert error is not None
@@ -85,27 +91,15 @@ def find_denominator(
 
 
 @dataclass(frozen=True)
-class _How:
+class _Way:
     """One way to run the trial."""
 
-    cast: Callable[[Tensor], Tensor] = lambda t: t
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
     exact: bool = False
+    """In double precision, on a copy."""
     gradients: bool = True
-
-
-def _ways(
-    model: nn.Module, inside: Callable[[], AbstractContextManager[None]] | None
-) -> Iterator[AbstractContextManager[tuple[nn.Module, _How]]]:
-    """The best first: in double precision, as it is, and in the modes that it is trained in."""
-    if inside is None and sum(p.numel() for p in model.parameters()) <= LARGEST:
-        yield _copied(model)
-    large = inside is not None
-    around = inside or nullcontext
-    yield _as_it_is(model, _How(around=around, gradients=not large), training=False)
-    if large:
-        yield _as_it_is(model, _How(around=around), training=False)
-    yield _as_it_is(model, _How(around=around), training=True)
+    training: bool = False
+    """As it is trained, for a model that has no loss in eval mode; but with no dropout, and no BatchNorm over the few
+    samples: the loss alone is on trial."""
 
 
 def _double(t: Tensor) -> Tensor:
@@ -113,26 +107,19 @@ def _double(t: Tensor) -> Tensor:
 
 
 @contextmanager
-def _copied(model: nn.Module) -> Iterator[tuple[nn.Module, _How]]:
-    yield copy.deepcopy(model).double().eval(), _How(cast=_double, exact=True)
-
-
-@contextmanager
-def _as_it_is(model: nn.Module, how: _How, *, training: bool) -> Iterator[tuple[nn.Module, _How]]:
-    """In eval mode: no dropout, no BatchNorm over the few samples, the loss alone is on trial. A model that has no loss
-    there is run as it is trained, but for those."""
+def _prepared(model: nn.Module, way: _Way) -> Iterator[nn.Module]:
+    if way.exact:
+        yield copy.deepcopy(model).double().eval()
+        return
     modes = {module: module.training for module in model.modules()}
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for module in modes:
-        module.training = training and modes[module] and not isinstance(module, BatchNorm | Dropout)
+        module.training = way.training and modes[module] and not isinstance(module, BatchNorm | Dropout)
     try:
-        yield model, how
+        with buffers_kept(model):
+            yield model
     finally:
         for module, mode in modes.items():
             module.training = mode
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
 
 
 @dataclass
@@ -146,19 +133,22 @@ class _Side:
     seen: list[tuple[Tensor, Tensor, int, Tensor | None]] = field(default_factory=list)
 
 
-class _Unfit(Exception):
-    """What the model returns cannot be put together from parts; says why."""
-
-
 class _Trial:
     def __init__(
-        self, objective: Objective, model: nn.Module, how: _How, batch: Any, samples: int, device: torch.device
+        self,
+        objective: Objective,
+        model: nn.Module,
+        way: _Way,
+        around: Callable[[], AbstractContextManager[None]],
+        batch: Any,
+        samples: int,
+        device: torch.device,
     ):
-        self.objective, self.model, self.how, self.device = objective, model, how, device
-        self.batch, self.samples = tree.map_tensors(how.cast, batch), samples
+        self.objective, self.model, self.way, self.around = objective, model, way, around
+        self.batch, self.samples = tree.map_tensors(_double, batch) if way.exact else batch, samples
         kinds = {torch.float32, *(p.dtype for p in model.parameters())}
         rounded = max(ROUNDED.get(kind, EXACT) for kind in kinds)
-        self.limit = EXACT if how.exact else max(rounded, ROUNDED_TF32) if device.type == "cuda" else rounded
+        self.limit = EXACT if way.exact else max(rounded, ROUNDED_TF32) if device.type == "cuda" else rounded
         self.start = Generators(device)
         self.gathers = self.draws = False
         self.finite = True
@@ -176,12 +166,13 @@ class _Trial:
         along: list[int | None] | None = None
         if self.objective.loss is not None:
             try:
-                outputs, dims = self._rows()
-            except _Unfit as why:
+                compare = 1 if self.way.exact else 50
+                outputs, dims = output_rows(self._outputs, self.samples, self.limit * compare, self.start)
+            except NoRows as why:
                 unfit = str(why)
             else:
                 targets = split(self.batch)[1]
-                run, moved = partial(self._loss, outputs, dims), _moved(outputs, dims, targets, self.samples)
+                run, moved = partial(self._loss, outputs, dims), bytes_moved(outputs, dims, targets, self.samples)
                 both = zip(dims, tree.leaves(outputs), strict=True)
                 along = [dim for dim, leaf in both if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         try:
@@ -209,12 +200,19 @@ class _Trial:
 
     # One run
 
+    def _part(self, cut: slice) -> Any:
+        """A copy: a model may write to its inputs."""
+        return tree.map_tensors(torch.clone, tree.rows(self.batch, cut, self.samples))
+
+    def _outputs(self, cut: slice) -> Any:
+        with self.around():
+            return whole_outputs(call(self.model, split(self._part(cut))[0]))
+
     def _objective(self, cut: slice) -> tuple[Any, Sequence[Tensor]]:
         """The loss of some samples by model and loss together, and what its gradient is compared of."""
-        part = tree.map_tensors(torch.clone, part_of(self.batch, cut, self.samples))  # a model may write to its inputs
-        parameters = [p for p in self.model.parameters() if p.requires_grad][-LAST:] if self.how.gradients else []
-        with self.how.around():
-            return self.objective(self.model, part), parameters
+        parameters = [p for p in self.model.parameters() if p.requires_grad][-LAST:] if self.way.gradients else []
+        with self.around():
+            return self.objective(self.model, self._part(cut)), parameters
 
     def _loss(self, outputs: Any, dims: tuple[int | None, ...], cut: slice) -> tuple[Any, Sequence[Tensor]]:
         """The same by the loss alone, of outputs that are there."""
@@ -226,20 +224,20 @@ class _Trial:
             dim = next(left)
             if not isinstance(x, Tensor):
                 return x
-            x = _double(x.detach()) if self.how.exact else x.detach()
+            x = _double(x.detach()) if self.way.exact else x.detach()
             x = x if dim is None else cut_rows(x, dim, cut, self.samples)
             if x.is_floating_point():
                 given.append(x := x.clone().requires_grad_())
             return x
 
-        loss, targets = self.objective.loss, part_of(split(self.batch)[1], cut, self.samples)
+        loss, targets = self.objective.loss, tree.rows(split(self.batch)[1], cut, self.samples)
         if isinstance(loss, nn.Module):  # a copy: it may have buffers of its own
             loss = copy.deepcopy(loss)
-            loss = loss.double() if self.how.exact else loss
+            loss = loss.double() if self.way.exact else loss
         return loss(tree.map_leaves(leaf, outputs), tree.map_tensors(torch.clone, targets)), given
 
     def _side(self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], cut: slice) -> _Side:
-        with torch.set_grad_enabled(self.how.gradients), CrossEntropies() as heard:
+        with torch.set_grad_enabled(self.way.gradients), CrossEntropies() as heard:
             loss, given = run(cut)
             pair = isinstance(loss, tuple | list)
             total = check_scalar(loss[0] if pair else loss)
@@ -269,9 +267,12 @@ class _Trial:
             except Incomparable:
                 raise
             except Exception as error:
-                if self.how.exact:
+                if self.way.exact:
                     raise
-                return None, f"of {self.samples} samples it is {whole.value:.6g}; of {sizes[0]} alone: {_said(error)}"
+                return (
+                    None,
+                    f"of {self.samples} samples it is {whole.value:.6g}; of {sizes[0]} alone: {in_short(error)}",
+                )
             ways.append((whole, parts, cuts))
         for over in self._candidates(whole):
             if all(self._explains(over, *way, along) for way in ways):
@@ -349,7 +350,7 @@ class _Trial:
                 return False
             weights, total = [1.0] * len(parts), 1.0
         elif over.kind == "targets":
-            weights = [float(over.count(part_of(self.batch, cut, self.samples))) for cut in cuts]
+            weights = [float(over.count(tree.rows(self.batch, cut, self.samples))) for cut in cuts]
             total = sum(weights)
         else:
             weights = [1.0 if over.kind == "sum" else float(cut.stop - cut.start) for cut in cuts]
@@ -380,58 +381,6 @@ class _Trial:
                 return False
         return True
 
-    # What the model returns
-
-    def _rows(self) -> tuple[Any, tuple[int | None, ...]]:
-        """What the model returns for all samples, and which dim of each tensor in it is that of the samples."""
-        sizes = cuts_of(self.samples)[0]
-        cuts = [slice(0, self.samples), slice(0, sizes[0]), slice(sizes[0], self.samples)]
-        returned = []
-        with torch.no_grad():
-            for cut in cuts:
-                self.start.restore()
-                part = tree.map_tensors(torch.clone, part_of(self.batch, cut, self.samples))
-                with self.how.around():
-                    returned.append(whole_outputs(call(self.model, split(part)[0])))
-        draws = self.start.moved
-        whole, *parts = ([*tree.leaves(each)] for each in returned)
-        if any(len(part) != len(whole) for part in parts):
-            raise _Unfit("the model returns another number of things for other numbers of samples")
-        dims = tuple(
-            self._dim(i, leaf, [part[i] for part in parts], cuts[1:], compare=not draws) for i, leaf in enumerate(whole)
-        )
-        return returned[0], dims
-
-    def _dim(self, i: int, whole: Any, parts: list[Any], cuts: list[slice], *, compare: bool) -> int | None:
-        if not isinstance(whole, Tensor):
-            return None
-        limit = self.limit * (1 if self.how.exact else 50)
-        shape = tuple(whole.shape)
-        if all(part.shape == whole.shape for part in parts):
-            if compare and not all(_same(part, whole, limit) for part in parts):
-                raise _Unfit(f"the model itself computes output {i}, of shape {shape}, from the whole batch")
-            return None
-        scaled = [
-            dim
-            for dim in range(whole.dim())
-            if all(p.dim() == whole.dim() and p.shape[dim] * self.samples == shape[dim] * (c.stop - c.start)
-                   and (*p.shape[:dim], *p.shape[dim + 1 :]) == (*shape[:dim], *shape[dim + 1 :])
-                   for p, c in zip(parts, cuts, strict=True))
-        ]  # fmt: skip
-        if not scaled:
-            raise _Unfit(f"output {i} of the model, of shape {shape} for {self.samples} samples, has no dim of samples")
-        for part, cut in zip(parts, cuts, strict=True) if compare else ():
-            if not _same(part, cut_rows(whole, scaled[0], cut, self.samples), limit):
-                raise _Unfit(f"what the model returns for a sample (output {i}) depends on the others in its batch")
-        return scaled[0]
-
-
-def _same(a: Tensor, b: Tensor, limit: float) -> bool:
-    if not a.is_floating_point() or not a.numel():  # a number that is rounded may be another
-        return True
-    scale = float(b.detach().nan_to_num().abs().max())
-    return bool(torch.isclose(a, b, rtol=0.0, atol=limit * max(scale, 1e-30), equal_nan=True).all())
-
 
 def _near(a: float, b: float | None, limit: float, scale: float = 0.0) -> bool:
     return b is not None and abs(a - b) <= limit * max(abs(a), abs(b), scale)
@@ -439,15 +388,3 @@ def _near(a: float, b: float | None, limit: float, scale: float = 0.0) -> bool:
 
 def _native(weight: Tensor | None) -> Tensor | None:
     return weight.float() if weight is not None and weight.dtype == torch.float64 else weight
-
-
-def _moved(outputs: Any, dims: tuple[int | None, ...], targets: Any, samples: int) -> tuple[int, int]:
-    """Bytes of a sample's outputs and targets that are gathered; and of the gradients that come back."""
-    kept = [leaf for dim, leaf in zip(dims, tree.leaves(outputs), strict=True) if dim is not None]
-    size = lambda t: t.numel() * (4 if t.is_floating_point() else t.element_size()) // samples
-    there = sum(map(size, kept)) + sum(map(size, tree.tensors(targets)))
-    return there, sum(size(t) for t in kept if t.is_floating_point())
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise, zip_longest
 
 from meshfit.anatomy.branches import successors
-from meshfit.anatomy.cuts import StageCut, Stages, one_stage, storage_of
+from meshfit.anatomy.cuts import StageCut, Stages, stages_at, storage_of
 from meshfit.anatomy.record_known import objects_in
 from meshfit.anatomy.replay import Recording
 from meshfit.anatomy.trace import Event, Trace
@@ -71,7 +71,7 @@ class Flow:
 
     @cached_property
     def whole(self) -> Stages:
-        return one_stage(self.trace)
+        return stages_at(self.trace, ())
 
     @cached_property
     def of_parameters(self) -> set[int]:

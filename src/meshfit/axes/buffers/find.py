@@ -22,6 +22,7 @@ from meshfit.axes.buffers.trial import FEWER, TRIED, ModuleCall, Trial
 from meshfit.axes.buffers.watch import Objective, Writes, may_write, named_state, undisturbed, writes
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
+from meshfit.errors import in_short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +139,7 @@ class _Search:
             return {}
         found = []
         for some in (slice(0, TRIED), slice(0, FEWER), slice(FEWER, TRIED)):
-            batch = tree.map_tensors(
-                lambda t, some=some: t[some].clone() if t.dim() and len(t) == TRIED else t, self.batch
-            )
+            batch = tree.map_tensors(torch.clone, tree.rows(self.batch, some, TRIED))
             with undisturbed(self.model):
                 self.objective(self.model, batch)
                 there = dict(self.model.named_buffers(remove_duplicate=False))
@@ -151,9 +150,7 @@ class _Search:
     def _calls(self, paths: list[str]) -> dict[str, tuple[Any, Any]]:
         """What each module is first called with, for all samples and for some."""
         every = self._given(paths, self.batch)
-        some = self._given(
-            paths, tree.map_tensors(lambda t: t[:FEWER] if t.dim() and len(t) == TRIED else t, self.batch)
-        )
+        some = self._given(paths, tree.rows(self.batch, slice(0, FEWER), TRIED))
         return {path: (every.get(path), some.get(path)) for path in paths}
 
     def _given(self, paths: list[str], batch: Any) -> dict[str, Any]:
@@ -192,8 +189,7 @@ class _Search:
                 refusal = error
                 continue
             except Exception as error:
-                first = str(error).splitlines()[:1]
-                refusal = Uncombined(f"it cannot be called on parts of a batch: {type(error).__name__} {first}")
+                refusal = Uncombined(f"it cannot be called on parts of a batch: {in_short(error)}")
                 continue
             if not any(update.exchanged for update in updates):
                 return None

@@ -19,7 +19,7 @@ from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.pipeline.cut import learnt
 from meshfit.axes.shard.units import Whole
 from meshfit.data import tree
-from meshfit.errors import PlanError
+from meshfit.errors import PlanError, in_short
 
 LARGEST = 8 * 2**30
 """Bytes of parameters: beyond it the model is not run as a whole."""
@@ -51,7 +51,7 @@ def audit(recording: Recording, whole: nn.Module, batch: Any) -> None:
             try:
                 run([step], env)
             except Exception as error:
-                why = f"{step.name} at {step.line}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                why = f"{step.name} at {step.line}: {in_short(error)}"
                 raise Misfit(step.inside, TraceError("what was recorded cannot be run again", why)) from error
         found = decode(recording.outputs, env.resolve)
     for want, got in zip(tensors(wanted), tensors(found), strict=True):

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.copies import converted, sharing
-from meshfit.axes.prove import Close, NoDraws, Refused, Result, in_parts, in_precision, run_once, said, size_of, summed
+from meshfit.axes.prove import Close, NoDraws, Refused, Result, in_parts, in_precision, run_once, size_of, summed
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import Region, joined
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import ThreadGroup, Traffic
+from meshfit.errors import in_short
 from meshfit.generators import Generators
 from meshfit.torch_private import tree_map
 
@@ -80,7 +81,7 @@ def check(whole: Reference, regions: Sequence[Region], degree: int) -> tuple[tup
             for region in regions:
                 cut(module, region, group, streams[group.rank])
         except (AttributeError, RuntimeError, TypeError, AssertionError) as error:
-            raise Refused(f"cannot be cut: {said(error)}") from error
+            raise Refused(f"cannot be cut: {in_short(error)}") from error
 
     def run(module: nn.Module, group: ThreadGroup) -> Result:
         stream = streams[group.rank]
