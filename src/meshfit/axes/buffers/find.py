@@ -182,7 +182,7 @@ class _Search:
         choices = [_opaque(module, path, states), _norms(module, path)]
         refusal: Uncombined | None = None
         for opaque in dict.fromkeys(choices):
-            one = Trial(self.model, module, path, states, given, opaque, self.device)
+            one = Trial(self.model, module, states, given, opaque, self.device)
             try:
                 updates = one.updates()
             except Uncombined as error:

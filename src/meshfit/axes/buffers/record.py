@@ -76,6 +76,9 @@ class Record(Opaque, OpTrace):
     def content(self, view: StridedView) -> Tensor:
         return view.on(self.contents[view.value])
 
+    def final_states(self) -> dict[str, Tensor]:
+        return {name: self.content(view).detach() for name, view in self.finals.items()}
+
     @property
     def form(self) -> Any:
         """What two calls have in common that differ in their samples alone."""

@@ -27,8 +27,6 @@ Objective = Callable[[nn.Module, Any], Any]
 class Writes:
     writers: dict[str, str | None] = field(default_factory=dict)
     """By parameter or buffer: the innermost module in whose forward all of it is written; None: outside of all."""
-    replaced: set[str] = field(default_factory=set)
-    """Those in whose place another tensor was put."""
     read_later: dict[str, set[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(set))
     """After they were written, and out of the module that did: in the calls of which modules, one in the other."""
     calls: Counter[str] = field(default_factory=Counter)
@@ -76,7 +74,6 @@ def _watched(model: nn.Module, objective: Objective, batch: Any) -> Writes:
     now = named_state(model)
     for name, tensor in held.items():
         if now.get(name) is not tensor:
-            found.replaced.add(name)
             found.writers.setdefault(name, "")
     return found
 
