@@ -70,7 +70,7 @@ def steep(*inside: nn.Module) -> nn.Module:
 def test_rounding_that_a_training_magnifies_is_told_from_a_bug_in_fp64() -> None:
     verdict = verified(steep)
     assert (verdict.answer, verdict.decided_in, verdict.exit_code) == ("equal", "fp64", 0), verdict
-    assert any(note.startswith("fp32 cannot tell rounding from a bug here: ") for note in verdict.notes)
+    assert any(note.startswith("in fp32 rounding could hide a bug: ") for note in verdict.notes)
     assert all(row.limit < 1e-5 for row in verdict.rows)
 
 
@@ -254,7 +254,7 @@ class AlwaysDrops(nn.Module):
 def test_random_numbers_that_cannot_be_turned_off_leave_it_undecided() -> None:
     verdict = verified(lambda: nn.Sequential(nn.Linear(8, 4), AlwaysDrops()))
     assert verdict.answer == "undecided"
-    assert "random numbers are drawn in eval mode too" in verdict.notes[-1]
+    assert "own random numbers even in eval mode" in verdict.notes[-1]
 
 
 class Casts(nn.Module):

@@ -104,13 +104,13 @@ def _objective(job: Job, few: Any) -> Objective | None:
 def _over(
     job: Job, model: nn.Module, loader: Loader, inside: Callable[[], AbstractContextManager[None]] | None = None
 ) -> LossDenominator | None:
-    """What it is a mean over. A model that is to be taken apart, or is small, is asked before it is laid out, maybe in
-    host memory; None: not yet."""
+    """The denominator of its loss. Of a small model, or one whose modules are partitioned, it is found before the model
+    is laid out, maybe in host memory; None: not yet."""
     few, device = loader.source.few(), loader.device
     if (objective := _objective(job, few)) is None:
         return LossDenominator()
     if inside is None:
-        if not _plan(job).apart and sum(p.numel() for p in model.parameters()) > LARGEST:
+        if not _plan(job).partitions_modules and sum(p.numel() for p in model.parameters()) > LARGEST:
             return None
         device = next((p.device for p in model.parameters()), device)
     auxiliary = is_apart(_plan(job))

@@ -331,7 +331,7 @@ class Plan:
         return self.shard > 1 or self.offload == "parameters"
 
     @property
-    def apart(self) -> bool:
+    def partitions_modules(self) -> bool:
         """Whether a rank holds only some of the modules."""
         return self.pipeline > 1 or self.branch > 1
 

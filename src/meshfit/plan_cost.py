@@ -105,7 +105,7 @@ def cost(
         if finding is None and axis.cost_needs_finding:
             raise ValueError(f"{plan}: its cost depends on what {axis.word}= acts on, which axes.find finds")
         axis.cost(costing, finding)
-    if plan.apart or plan.tensor > 1 or plan.expert > 1:
+    if plan.partitions_modules or plan.tensor > 1 or plan.expert > 1:
         costing.total += across.cost(len(costing.partial | costing.tied.keys()), plan.shares * plan.context)
     if costing.separate:
         own = costing.separate.values()

@@ -109,7 +109,7 @@ class Run:
                 drops=job.on_nan == "skip" or self.plan.precision == "fp16",
                 joins=job.listen is not None or job.join is not None,
             )
-        if gathers and self.plan.apart and self._splits:
+        if gathers and self.plan.partitions_modules and self._splits:
             raise PlanError(f"{self.plan}: the step calls meshfit.gather", *batch_loss.no_gather(self.plan))
         self.model = self.placed.model  # with a pipeline, this rank's part of it
         self.notes += self.placed.notes
@@ -206,7 +206,7 @@ class Run:
 
     def _before_cut(self) -> None:
         """What needs the parameters in their own shapes."""
-        if self.plan.apart or sum(p.numel() for p in self.model.parameters()) <= LARGEST:
+        if self.plan.partitions_modules or sum(p.numel() for p in self.model.parameters()) <= LARGEST:
             self.over = self._find_over()
         self._blank = blank_of(self.model) if self._guards and self.mesh.rank == 0 else None
         self.optimizer = self.job.make_optimizer(self.model)

@@ -70,7 +70,8 @@ class Step:
     """Whether an epoch ends here."""
 
     staleness: int | None = None
-    """Updates that came between the weights of its gradient and those it was applied to, where ranks step apart."""
+    """Updates between the weights that its gradient was computed with and those it was applied to, of asynchronous
+    steps."""
 
     @property
     def loss(self) -> float:

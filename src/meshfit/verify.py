@@ -1,16 +1,16 @@
 """``meshfit.verify``: proof that a plan trains like one device.
 
-A few steps are trained on one device and under the plan, from the same weights on the same samples, and
-everything that training makes is compared: losses, gradients, their norm, weights, buffers, optimizer state.
+A few steps are trained on one device and under the plan, from the same weights on the same samples, and losses,
+gradients, their norm, weights, buffers and optimizer state are compared.
 
-Rounding is told from a bug by measuring it (proof/compare.py): one device is trained again with its weights moved by a
-rounding, and with its samples in another order. Where that leaves the answer open, both sides are repeated in fp64,
-whose rounding is a billion times smaller. Where that cannot be run, or tells nothing either, the answer is that it
-cannot be decided. A plan that differs is told with the first module whose output or gradient does.
+Rounding is measured (proof/compare.py), so that it is not taken for a bug: one device is trained again with its weights
+perturbed by a rounding error, and with its samples in another order. Where that is not enough, both sides are trained
+again in fp64, whose rounding is a billion times smaller. Where that cannot be run, or does not decide it either, the
+answer is "undecided". Of a plan that differs the first module is named whose output or gradient does.
 
-Where devices do not make every step together (``staleness=``, ``exchange=local``) there is nothing to be equal: both
-are trained on as many samples, and their loss over all data, and how late gradients were, are put beside each other.
-Averaged after each step of plain SGD, though, weights are those of one device.
+Where devices do not take every step together (``staleness=``, ``exchange=local``) equality is not expected: both are
+trained on as many samples, and their loss over all data, and how late gradients were, are reported. With plain SGD,
+though, weights averaged after each step are those of one device.
 """
 
 import copy
@@ -54,7 +54,7 @@ class Verdict:
     answer: str = "equal"
     """ "equal", "different", or "undecided"."""
     decided_in: str = "fp32"
-    """The precision of ``rows``: the plan's own, or "fp64" where that could not tell."""
+    """The precision of ``rows``: the plan's own, or "fp64" where that could not decide."""
     first: str = ""
     """The first module whose output or gradient differs, or the first parameter, in words."""
     comparable: bool = True
@@ -66,7 +66,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """Of the command: 0 equal, 1 different, 3 undecided, or nothing to be equal."""
+        """Of the command: 0 equal, 1 different, 3 undecided, or equality is not expected."""
         return EXIT_CODES[self.answer]
 
 
@@ -104,9 +104,9 @@ def verify(
     timeout: float = 600.0,
     independent: bool = False,
 ) -> Verdict:
-    """Train ``check_steps`` steps on one device and under the plan, and compare. The model is left as it is.
+    """Train ``check_steps`` steps on one device and under the plan, and compare. The model is not changed.
 
-    The other arguments are those of ``fit``; those of its length, its evaluations and its files make no difference.
+    The other arguments are those of ``fit``; those about its length, evaluations and files have no effect.
     """
     asked = dict(locals())
     del asked["check_steps"]
@@ -120,10 +120,10 @@ def verify_job(job: Job, steps: int = 5) -> Verdict:
     assert isinstance(plan, Plan)
     assert isinstance(devices, Devices)
     first = "cpu" if devices.kind == "cpu" else f"{devices.kind}:{(devices.indices or (0,))[0]}"
-    together = plan.microbatches if batch_norms(job.build()) else 1  # BatchNorm is over each microbatch by itself
+    together = plan.microbatches if batch_norms(job.build()) else 1  # BatchNorm's statistics are those of a microbatch
     one = Plan(precision=plan.precision, batchnorm=plan.batchnorm, microbatches=together, compile="none")
     if plan in (one, replace(one, compile="auto")):
-        raise PlanError(f"{plan} is one device: there is nothing to compare", "name a plan that spreads: data=2, say")
+        raise PlanError(f"{plan} is one device: there is nothing to compare", "give a plan of several: data=2, say")
     alone = replace(settled, plan=one, devices=first)
     if not plan.in_step and not _averages_gradients(plan, job):
         return _beside(settled, plan, steps)
@@ -157,7 +157,7 @@ class _Proof:
             return self._answer("equal", found, word)
         if self.random:
             self.notes.append(
-                "random numbers are drawn in eval mode too, by each rank its own: they are the difference, or hide it"
+                "each rank draws its own random numbers even in eval mode: they are the difference, or hide it"
             )
             return self._answer("undecided", found, word)
         if math.isinf(found.worst.difference):  # something is there on one side only
@@ -165,13 +165,13 @@ class _Proof:
         return self._in_double(found, word, rounding)
 
     def _in_double(self, found: Comparison, word: str, rounding: float) -> Verdict:
-        """The answer of fp64, where ``found`` leaves it open."""
+        """The answer of fp64, where ``found`` does not decide it."""
         worst = found.worst
-        apart = f"{worst.name} is {worst.difference:.1e} apart, and one device {worst.rounding:.1e} from itself"
+        why = f"{worst.name} differs by {worst.difference:.1e}, and one device from itself by {worst.rounding:.1e}"
         if found.different:
-            self.notes.append(f"in {word} {apart}")
+            self.notes.append(f"in {word} {why}")
         else:
-            self.notes.append(f"{word} cannot tell rounding from a bug here: {found.blind or apart}")
+            self.notes.append(f"in {word} rounding could hide a bug: {found.blind or why}")
         exact = replace(self.plan, precision="fp32")
         try:
             alone, spread = doubled(self.alone), doubled(self.spread)
@@ -194,10 +194,10 @@ class _Proof:
             self.notes.append(f"in fp64 the plan is equal, but in {word} it differs by more than rounding was measured")
             return self._answer("undecided", found, word)
         if wide.too_rough or wide.blind:
-            self.notes.append("even in fp64 one device is not equal to itself: is there randomness of its own?")
+            self.notes.append("even in fp64 one device is not equal to itself: does the model draw random numbers?")
             return self._answer("undecided", wide, "fp64")
         if lower and not found.different:
-            self.notes.append("but the model casts activations to less than fp64 itself, so it tells no more than fp32")
+            self.notes.append("but the model itself casts activations below fp64, so this proves no more than fp32")
             return self._answer("undecided", wide, "fp64")
         return self._different(alone, spread, wide, "fp64", eps)
 
@@ -262,20 +262,19 @@ def _averages_gradients(plan: Plan, job: Job) -> bool:
 
 
 def _beside(job: Job, plan: Plan, steps: int) -> Verdict:
-    """What steps that are not made together come to, beside the same samples in step."""
+    """Asynchronous or local steps, beside the same samples with all devices in step."""
     together = replace(plan, staleness=0, late="none", exchange="allreduce", every=1, overlap=0)
     share = plan.data if plan.staleness else 1  # of a batch, in a step
     ends = []
     for each, count in ((together, steps), (plan, steps * share)):
-        apart = replace(
-            job, plan=each, steps=count, model=copy.deepcopy(job.build()), valid=job.data, valid_every=count
-        )
-        told = sorted(begin(apart, lockstep=False), key=lambda step: step.step)
-        ends.append((next(step.valid["loss"] for step in reversed(told) if step.valid), told))
-    (want, _), (got, told) = ends
+        model = copy.deepcopy(job.build())
+        copied = replace(job, plan=each, steps=count, model=model, valid=job.data, valid_every=count)
+        made = sorted(begin(copied, lockstep=False), key=lambda step: step.step)
+        ends.append((next(step.valid["loss"] for step in reversed(made) if step.valid), made))
+    (want, _), (got, made) = ends
     rows = [Quantity("loss over all data, at the end", abs(got - want) / (abs(want) or 1.0), math.inf)]
     notes = [f"loss over all data: {got:.4g}, in step {want:.4g}"]
     if plan.staleness:
-        late = [step.staleness or 0 for step in told]
+        late = [step.staleness or 0 for step in made]
         notes.append(f"gradients were {sum(late) / len(late):.2g} updates late in the mean, {max(late)} at most")
     return Verdict(plan, steps, rows, notes=notes, against=str(together), answer="undecided", comparable=False)

@@ -223,7 +223,8 @@ def place(
     """
     caches, found, written = _without_caches(model), Found(), Written()
     used = [axis for axis in ORDER if axis.on(plan, model, device.type)]
-    stays = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.apart  # in host memory: parts of it go to devices
+    # stays in host memory at first: parts of it go to devices
+    stays = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.partitions_modules
     if not stays and plan.context == 1:
         model.to(device)
     if trains and (plan.devices > 1 or plan.server or plan.microbatches > 1 or drops):

@@ -265,13 +265,13 @@ class CountingGroup(Group):
 # Process groups
 
 
-def groups(wanted: Iterable[tuple[int, ...]], *, apart: bool = False) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def groups(wanted: Iterable[tuple[int, ...]], *, fresh: bool = False) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A process group for each set of ranks of the world that this rank names. All ranks call it together, each with
-    its own sets: all of them make all groups, in one order. ``apart``: none that exists already, not even the world."""
+    its own sets: all of them make all groups, in one order. ``fresh``: not even the world is reused."""
     mine, world = set(wanted), dist.get_world_size()
     every: list[set[tuple[int, ...]]] = [mine] * world
     dist.all_gather_object(every, mine)
-    some = sorted(ranks for ranks in set().union(*every) if apart or len(ranks) < world)
+    some = sorted(ranks for ranks in set().union(*every) if fresh or len(ranks) < world)
     found = {ranks: new_group(ranks) for ranks in some}
     return {ranks: found.get(ranks, dist.group.WORLD) for ranks in mine}  # type: ignore[misc]
 

@@ -58,7 +58,7 @@ class Transport:
         self.memory = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
         world = dist.get_process_group_ranks(group)
         near = {sum(pair) - self.rank: tuple(sorted(world[r] for r in pair)) for pair in pairs if self.rank in pair}
-        made = groups(near.values(), apart=True)
+        made = groups(near.values(), fresh=True)
         self._lines = {peer: (made[ranks], ranks.index(world[peer])) for peer, ranks in sorted(near.items())}
         """By the other rank: the group of the two, and its place there."""
         self._count: dict[tuple[str, int], int] = {}
@@ -81,7 +81,7 @@ class Transport:
         self.send(torch.tensor([said.numel()]).view(torch.uint8), target)
         self.send(said, target)
 
-    def hear(self, source: int) -> tuple[Layout, ...]:
+    def receive_layouts(self, source: int) -> tuple[Layout, ...]:
         """What ``source`` announces."""
         size = self.take(self.receive(8, source)).cpu().view(torch.int64)
         return read_header(self.take(self.receive(int(size), source)))

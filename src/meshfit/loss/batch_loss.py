@@ -157,7 +157,7 @@ def no_gather(plan: Plan) -> tuple[str, ...]:
             f"microbatches={plan.microbatches}: when the first is worked on, the rows of the others are not there yet",
             f"{replace(plan, microbatches=1)} works; so does loss=, a function of outputs and targets",
         )
-    if plan.apart:
+    if plan.partitions_modules:
         other = replace(plan, pipeline=1, branch=1, schedule="1f1b", chunks=0, cut="")
         return (
             f"{'pipeline' if plan.pipeline > 1 else 'branch'}= runs a recording of the step, cut over ranks",

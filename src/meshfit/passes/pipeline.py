@@ -237,7 +237,7 @@ class _Stages:
         if kind == BACKWARD:  # gradients of what the stage before handed on
             return tuple(layout for layout in program.layouts[stage - 1] if layout.needs_grad)
         if stage not in program.layouts:
-            program.layouts[stage] = self.transport.hear(source) if program.crossing(stage) else ()
+            program.layouts[stage] = self.transport.receive_layouts(source) if program.crossing(stage) else ()
         return program.layouts[stage]
 
 

@@ -134,7 +134,7 @@ class TensorAxis(Axis):
 
 def splits_sequence(plan: Plan, device: str) -> bool:
     """Whether what lies between tensor-parallel operations is split by tokens."""
-    by_default = plan.sequence == "auto" and device == "cuda" and plan.context == 1 and not plan.apart
+    by_default = plan.sequence == "auto" and device == "cuda" and plan.context == 1 and not plan.partitions_modules
     return plan.tensor > 1 and (plan.sequence == "split" or by_default)
 
 
