@@ -288,8 +288,9 @@ def test_two_servers_go_on_from_the_same_snapshot(tmp_path: Path) -> None:
 def test_a_snapshot_is_whole_or_not_there(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         write(tmp_path, step, {"weights": torch.full((100,), float(step))}, {"version": step})
-    assert sorted(at.name for at in tmp_path.iterdir()) == [f"step-{20:012d}", f"step-{30:012d}"]
-    body = tmp_path / f"step-{30:012d}" / "tensors.safetensors"
+    kept = [f"step-{step:012d}.{kind}" for step in (20, 30) for kind in ("json", "safetensors")]
+    assert sorted(at.name for at in tmp_path.iterdir()) == kept
+    body = tmp_path / f"step-{30:012d}.safetensors"
     damaged = bytearray(body.read_bytes())
     damaged[-5] ^= 1
     body.write_bytes(damaged)

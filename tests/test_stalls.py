@@ -22,6 +22,7 @@ from torch import nn
 import meshfit
 from meshfit.errors import RankError
 from meshfit.launch import heartbeat
+from meshfit.launch.channel import memory_file
 from meshfit.launch.devices import Devices
 from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, parsed, silence_of
 from meshfit.launch.local import LocalRanks
@@ -88,7 +89,7 @@ def test_it_is_noticed_within_a_minute() -> None:
 
 
 def test_a_rank_says_where_it_is() -> None:
-    board = SharedBoard.new()
+    board = SharedBoard(memory_file())
     heart = Heart(board, 0, silence=0.45)
 
     def asleep() -> None:
@@ -105,7 +106,7 @@ def test_a_rank_says_where_it_is() -> None:
     last = parsed(board.get(0))
     assert last is not None
     assert last.state == "done"
-    board.close()
+    os.close(board.fd)
 
 
 def stop_myself() -> None:

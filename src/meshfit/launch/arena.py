@@ -9,12 +9,10 @@ Aliases survive: tensors on one storage arrive on one storage, tied parameters s
 same bytes arrive over the same bytes. Tensors on an accelerator arrive on the CPU.
 """
 
-import fcntl
 import io
 import mmap
 import os
 import pickle
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +24,7 @@ import numpy
 import torch
 
 from meshfit.errors import JobError
+from meshfit.launch.channel import memory_file, seal
 from meshfit.torch_private import storage_id, untyped
 
 LARGE = 64 * 1024
@@ -103,18 +102,13 @@ def decode(inline: bytes, arena: int | None) -> Any:
 
 def _write(size: int, pieces: Iterable[tuple[int, memoryview]]) -> int:
     """A sealed file in memory: nobody can write to it, or map it so that writes are shared."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("meshfit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    fd = memory_file()
     os.ftruncate(fd, size)
     for start, view in pieces:
         done = 0
         while done < view.nbytes:  # one call moves 2 GiB at most
             done += os.pwrite(fd, view[done:], start + done)
-    if hasattr(os, "memfd_create"):
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    seal(fd, writes=True)
     return fd
 
 

@@ -8,9 +8,11 @@ along. Messages are unpickled, which runs what they say: so a channel is only ev
 pair that this process made itself, never anything with an address.
 """
 
+import fcntl
 import os
 import socket
 import struct
+import tempfile
 import threading
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -94,6 +96,20 @@ class Channel:
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
+
+
+def memory_file() -> int:
+    """The descriptor of a new file in memory. It has no name, so nothing is left when all have gone who have it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("meshfit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def seal(fd: int, *, writes: bool = False) -> None:
+    """Nobody can take pages of a memory file from those who map it; nor, with ``writes``, write to it."""
+    if hasattr(os, "memfd_create"):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE * writes)
 
 
 def pair() -> tuple[Channel, socket.socket]:

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Protocol
 
 SILENCE = 45.0
 """Seconds without progress after which a rank is reported: with one beat more, and one look, less than 60."""
@@ -64,37 +63,17 @@ class Beat:
     """Where its main thread is, and threads of its own that are in code which is not meshfit's."""
 
 
-class Board(Protocol):
-    """Where beats are left."""
-
-    def put(self, rank: int, text: bytes) -> None: ...
-
-    def get(self, rank: int) -> bytes: ...
-
-
 class SharedBoard:
     """A board in memory, for processes that were handed its descriptor."""
 
     def __init__(self, fd: int):
         self.fd = fd
 
-    @classmethod
-    def new(cls) -> "SharedBoard":
-        if hasattr(os, "memfd_create"):
-            return cls(os.memfd_create("meshfit beats", os.MFD_CLOEXEC))
-        import tempfile
-
-        with tempfile.TemporaryFile() as file:
-            return cls(os.dup(file.fileno()))
-
     def put(self, rank: int, text: bytes) -> None:
         os.pwrite(self.fd, text[: SLOT - 1].ljust(SLOT, b"\0"), rank * SLOT)
 
     def get(self, rank: int) -> bytes:
         return os.pread(self.fd, SLOT, rank * SLOT).rstrip(b"\0")
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 class StoreBoard:
@@ -113,9 +92,6 @@ class StoreBoard:
         key = f"meshfit/beat/{rank}"
         return self.store.get(key) if self.store.check([key]) else b""
 
-    def close(self) -> None:
-        del self.store
-
 
 def silence_of(timeout: float) -> float:
     """Seconds after which a rank is reported where collectives may take ``timeout``: well before these give up."""
@@ -131,7 +107,7 @@ def parsed(text: bytes) -> Beat | None:
 class Heart:
     """Beats for one rank, in a thread, until stopped. ``main``: the thread that works."""
 
-    def __init__(self, board: Board, rank: int, *, silence: float):
+    def __init__(self, board: "SharedBoard | StoreBoard", rank: int, *, silence: float):
         self.board, self.rank, self.silence = board, rank, silence
         self.each = silence / BEATS
         self.main = threading.get_ident()

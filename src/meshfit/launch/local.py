@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol, Self
 
 from meshfit.errors import RankError
 from meshfit.launch import warm
-from meshfit.launch.channel import encode
+from meshfit.launch.channel import encode, memory_file
 from meshfit.launch.devices import Devices
 from meshfit.launch.heartbeat import SharedBoard, silence_of
 from meshfit.launch.output import Output
@@ -90,7 +90,7 @@ class LocalRanks:
             self._run, self._channels = warm.fork(self.size, _installed(work.modules))
             self._open = set(range(self.size))
             self._output = Output(self.size, role=self._role, folder=self._log)
-            self._board = SharedBoard.new()
+            self._board = SharedBoard(memory_file())
             silence = silence_of(self._timeout)
             self._stalls = Stalls(self._board, self.size, self._tell, silence=silence, role=self._role)
             try:
@@ -316,7 +316,7 @@ class LocalRanks:
                     self._run.send("end")
                     self._gone(within=1.5)
         finally:
-            self._board.close()
+            os.close(self._board.fd)
             for channel in (self._run, *self._channels):  # what is left now, the template kills
                 channel.close()
             self._output.close()

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from meshfit.errors import RankError
-from meshfit.launch.heartbeat import BEATS, Beat, Board, Heart, StoreBoard, parsed, silence_of
+from meshfit.launch.heartbeat import BEATS, Beat, Heart, SharedBoard, StoreBoard, parsed, silence_of
 
 LONGER = 10  # times the longest step so far: a rank that is busy for so long with one is told of
 TIMED_OUT = ("timed out", "timeout", "has not answered for")
@@ -91,7 +91,13 @@ class Stalls:
     """Looks at a board now and then, and tells what it finds, once."""
 
     def __init__(
-        self, board: Board, size: int, tell: Callable[[Stall | None, str], None], *, silence: float, role: str = "rank"
+        self,
+        board: SharedBoard | StoreBoard,
+        size: int,
+        tell: Callable[[Stall | None, str], None],
+        *,
+        silence: float,
+        role: str = "rank",
     ):
         """``tell``: is given a rank that stands still, and what to say of it; None with what is said of one that does
         no longer."""

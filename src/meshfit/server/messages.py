@@ -7,58 +7,26 @@ from typing import Any
 
 from meshfit.server.wire import Message, WireError
 
-Right = Callable[[Any], bool]
 ABSENT = object()
 
+whole = lambda value: type(value) is int and 0 <= value < 2**63
+number = lambda value: isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)  # a loss may be NaN
+count = lambda value: number(value) and math.isfinite(value) and value >= 0
+text = lambda value: isinstance(value, str)
+flag = lambda value: value in (ABSENT, False, True)
+workers = lambda value: isinstance(value, list) and all(map(whole, value))
+bits = lambda value: text(value) and bool(value) and set(value) <= set("0123456789abcdef")
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _number(value: Any) -> bool:
-    """NaN and infinity too: a loss may be."""
-    return isinstance(value, int | float) and (isinstance(value, float) or abs(value) < 2**63)
-
-
-def _count(value: Any) -> bool:
-    return _number(value) and math.isfinite(value) and value >= 0
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _flag(value: Any) -> bool:
-    return value is ABSENT or isinstance(value, bool) or value in (0.0, 1.0)
-
-
-def _workers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_whole, value))
-
-
-def _bits(value: Any) -> bool:
-    return isinstance(value, str) and bool(value) and set(value) <= set("0123456789abcdef")
-
-
-WORDS: dict[str, dict[str, Right]] = {
-    "hello": {"layout": lambda value: isinstance(value, list), "version": _whole, "incarnation": _text},
+WORDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "hello": {"layout": lambda value: isinstance(value, list), "version": whole, "incarnation": text},
     "join": {"job": lambda value: value is ABSENT or isinstance(value, dict)},
-    "push": {
-        "loss": _number,
-        "count": _number,
-        "stop": _number,
-        "broken": _number,
-        "samples": _count,
-        "ticket": lambda value: value is None or _whole(value),
-        "members": _workers,
-        "round": _text,
-        "reached": _bits,
-    },
-    "meet": {"round": _text, "number": _whole, "said": _text},
-    "agree": {"summed": _workers},
-    "step": {"loss": _number, "correction": _number, "norm": _number, "pull": lambda value: isinstance(value, bool)},
-    "drop": {"stop": _flag},
-    "pull": {"averaged": _flag},
+    "push": {"loss": number, "count": number, "stop": number, "broken": number, "samples": count}
+    | {"ticket": lambda value: value is None or whole(value), "members": workers, "round": text, "reached": bits},
+    "meet": {"round": text, "number": whole, "said": text},
+    "agree": {"summed": workers},
+    "step": {"loss": number, "correction": number, "norm": number, "pull": lambda value: isinstance(value, bool)},
+    "drop": {"stop": flag},
+    "pull": {"averaged": flag},
 }
 
 

@@ -12,13 +12,13 @@ neither can take its pages from under the other.
 import fcntl
 import mmap
 import os
-import tempfile
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from meshfit.comm.flat import ALIGN, aligned
+from meshfit.launch.channel import memory_file, seal
 from meshfit.server.wire import WireError
 
 
@@ -38,14 +38,9 @@ class SharedMemory:
     @classmethod
     def make(cls, up: int, down: int) -> "SharedMemory":
         """Memory that another process can map: as large as both, and known by its descriptor."""
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("meshfit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        fd = memory_file()
         os.ftruncate(fd, _size(up, down))
-        if hasattr(os, "memfd_create"):
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        seal(fd)
         return cls._mapped(fd, up, down)
 
     @classmethod

@@ -53,6 +53,11 @@ class SharedPart:
     def nbytes(self) -> int:
         return self.down.numel() * self.down.element_size()
 
+    @property
+    def sent(self) -> Tensor | None:
+        """The gradient of a parameter, or a buffer itself."""
+        return self.tensor.grad if isinstance(self.tensor, nn.Parameter) else self.tensor
+
 
 def mine(placed: Placed, tensor: Tensor, whole: Tensor) -> Tensor:
     """What a rank that holds ``tensor``, a parameter, holds of ``whole``, which lies alike: a moment, an average."""

@@ -11,7 +11,7 @@ so all ranks have the same batch, the same weights, and repeat a batch together.
     traffic   of a rank its part of the gradients up, of the weights down; one small all_reduce and two broadcasts
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, volume
-from meshfit.checkpoint.pieces import ShardLayout, lie
+from meshfit.checkpoint.pieces import lie
 from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.events import current
@@ -34,10 +34,6 @@ from meshfit.server.shared_memory import SharedMemory
 from meshfit.server.shared_model import SharedPart, hand_out, receive
 from meshfit.server.snapshot import put_down
 from meshfit.server.worker import Worker
-
-FACTS = 9
-"""Numbers that are broadcast: whether the batch is to be done again, and what ``WorkerGroup._mirror`` reads. Up to 4
-follow (loss, count, stop, norm), and a flag of each worker for a loss that is not finite."""
 
 
 class WorkerGroup:
@@ -71,8 +67,10 @@ class WorkerGroup:
         """Of the gradients of all workers, as summed, after ``finish``."""
         self.moved = {"push": 0, "pull": 0}
         """Bytes that went up and came down, so far."""
-        self.parts, self.statistics = self._parts(*self._share(model, reach, address))
-        self._facts(lambda: [])
+        self.parts = self._parts(*self._share(model, reach, address))
+        self._up_bytes = sum(part.nbytes for part in self.parts if part.sends)
+        self._down_bytes = sum(part.nbytes for part in self.parts)
+        self._first()
         self._take()
 
     # What its ranks share
@@ -100,128 +98,94 @@ class WorkerGroup:
         hand_out(address, [memory.fd for memory in (*connections, *beside) if memory.fd is not None], self.size - 1)
         return connections, beside
 
-    def _parts(
-        self, connections: list[SharedMemory], beside: list[SharedMemory]
-    ) -> tuple[list[SharedPart], list[SharedPart]]:
-        whole, ups, downs = self.whole, {}, {}
+    def _parts(self, connections: list[SharedMemory], beside: list[SharedMemory]) -> list[SharedPart]:
+        """What this rank holds of the trained parameters and of the statistics, and where they are shared."""
+        whole, downs = self.whole, {}
         self._gradients = [memory.up for memory in (beside[1:] if whole.compressed else connections)]
+        self._ups: dict[str, Tensor] = {}
         for parcel, up, memory in zip(whole.parcels, self._gradients, connections, strict=True):
-            ups |= parcel.views(up[: parcel.bytes])
+            self._ups |= parcel.views(up[: parcel.bytes])
             downs |= parcel.views(memory.down[: parcel.bytes])
-        self._ups = ups
         running = whole.running.views(beside[0].up)
-        trained = {name: p for name, p in self.named.items() if p.requires_grad}
-        held = [(name, tensor, lie(self.placed, tensor)) for name, tensor in trained.items()]
-        norms = [
-            (name, tensor, lie(self.placed, tensor)) for name, tensor in running_statistics(self.placed.model).items()
+        ups, downs = self._ups | running, downs | running
+        held: dict[str, Tensor] = {name: p for name, p in self.named.items() if p.requires_grad}
+        held |= running_statistics(self.placed.model)
+        pieces = [
+            (name, tensor, piece)
+            for name, tensor in held.items()
+            for piece in lie(self.placed, tensor).pieces
+            if volume(piece.box)
         ]
-        mine = [(name, piece.box) for name, _, lies in (*held, *norms) for piece in lies.pieces if volume(piece.box)]
-        every: list[list[tuple[str, Box]]] = [mine] * self.size
-        dist.all_gather_object(every, mine)
+        every: list[list[tuple[str, Box]]] = [[]] * self.size
+        dist.all_gather_object(every, [(name, piece.box) for name, _, piece in pieces])
         first: dict[tuple[str, Box], int] = {}
         for rank, boxes in enumerate(every):
             for each in boxes:
                 first.setdefault(each, rank)
-        self._check(first, ups)
+        self._check(first)
+        return [
+            SharedPart(name, tensor, piece, ups[name][at], downs[name][at], first[name, piece.box] == dist.get_rank())
+            for name, tensor, piece in pieces
+            for at in [tuple(slice(*ends) for ends in piece.box)]
+        ]
 
-        def parts(
-            some: Sequence[tuple[str, Tensor, ShardLayout]], up: dict[str, Tensor], down: dict[str, Tensor]
-        ) -> Iterator[SharedPart]:
-            for name, tensor, lies in some:
-                for piece in lies.pieces:
-                    if volume(piece.box):
-                        at = tuple(slice(*ends) for ends in piece.box)
-                        sends = first[name, piece.box] == dist.get_rank()
-                        yield SharedPart(name, tensor, piece, up[name][at], down[name][at], sends)
-
-        return list(parts(held, ups, downs)), list(parts(norms, running, running))
-
-    def _check(self, first: dict[tuple[str, Box], int], whole: dict[str, Tensor]) -> None:
-        """Every element is some rank's to send, once."""
-        sent = dict.fromkeys(whole, 0)
-        for name, box in first:
-            if name in sent:
-                sent[name] += volume(box)
-        wrong = [name for name, tensor in whole.items() if sent[name] != tensor.numel()]
-        if wrong:
-            raise RankError(
-                f"of {wrong[0]} the ranks of a worker hold {sent[wrong[0]]} elements, and it has "
-                f"{whole[wrong[0]].numel()}"
-            )
+    def _check(self, first: dict[tuple[str, Box], int]) -> None:
+        """Every element of a parameter is some rank's to send, once."""
+        for name, tensor in self._ups.items():
+            sent = sum(volume(box) for each, box in first if each == name)
+            if sent != tensor.numel():
+                raise RankError(f"of {name} the ranks of a worker hold {sent} elements, and it has {tensor.numel()}")
 
     @torch.no_grad()
-    def _give(self) -> list[str]:
-        """Put what is this rank's to send where it is sent from. Names of the parameters it has gradients of."""
-        reached, moved = [], 0
-        for part in self.parts:
-            gradient = part.tensor.grad
-            if gradient is not None:
-                reached.append(part.name)
-                if part.sends:
-                    part.up.copy_(part.piece.of(gradient))
-            moved += part.nbytes * part.sends
-        for part in self.statistics:
-            if part.sends:
-                part.up.copy_(part.piece.of(part.tensor))
-                moved += part.nbytes
-        self.moved["push"] += moved
-        current().moved("push", moved)
-        return reached
+    def _give(self) -> set[str]:
+        """Put what is this rank's to send where it is sent from. Names of what it has gradients, or statistics, of."""
+        given = [(part, part.sent) for part in self.parts]
+        for part, sent in given:
+            if sent is not None and part.sends:
+                part.up.copy_(part.piece.of(sent))
+        self._count("push", self._up_bytes)
+        return {part.name for part, sent in given if sent is not None}
 
     @torch.no_grad()
     def _take(self) -> None:
         """Have the weights, and the statistics, that have come."""
-        moved = 0
-        for part in (*self.parts, *self.statistics):
+        for part in self.parts:
             part.piece.of(part.tensor.detach()).copy_(part.down)
-            moved += part.nbytes
         self.placed.changed()
-        self.moved["pull"] += moved
-        current().moved("pull", moved)
+        self._count("pull", self._down_bytes)
+
+    def _count(self, kind: str, size: int) -> None:
+        self.moved[kind] += size
+        current().moved(kind, size)
 
     # What the first rank does, broadcast to all
 
-    def _facts(self, act: Callable[[], list[float]]) -> list[float]:
+    def _first(self, act: Callable[[Worker], Sequence[float] | None] = lambda worker: None) -> list[float]:
         """What ``act`` returns in the first rank, on all; ``RepeatBatch`` too: weights and place are then new."""
         said = torch.zeros(BROADCAST + self.workers, dtype=torch.float64)
-        worker = self.worker
-        if worker is not None:
-            again, found = 0.0, []
+        if (worker := self.worker) is not None:
+            again, found = 0.0, None
             try:
-                found = act()
+                found = act(worker)
             except RepeatBatch:
                 again = 1.0
-            place, ticket = worker.share, -1 if worker.ticket is None else worker.ticket
-            facts = [again, ticket, *place, worker.version, worker.taken, worker.seen, worker.staleness]
-            said[: FACTS + len(found)] = torch.tensor([*facts, worker.learning_rate, *found], dtype=torch.float64)
+            place = [-1 if worker.ticket is None else worker.ticket, *worker.share, worker.version]
+            facts = [again, *place, worker.taken, worker.seen, worker.staleness, worker.learning_rate, *(found or ())]
+            said[: len(facts)] = torch.tensor(facts, dtype=torch.float64)
         current().moved("broadcast", said.nbytes)
         dist.broadcast(said, 0)
-        again, *rest = said.tolist()
-        self._mirror(*rest[: FACTS - 1])
+        again, ticket, at, of, version, taken, self.seen, staleness, self.learning_rate, *found = said.tolist()
+        self.ticket = None if ticket < 0 else int(ticket)
+        """The batch to work on; None: all are done."""
+        self.share = int(at), int(of)
+        """Which part of the batch is this worker's."""
+        self.version, self.taken, self.staleness = int(version), int(taken), int(staleness)
         if again:
             self.inner.clear()
             self._unstage()
             self._take()
             raise RepeatBatch
-        return rest[FACTS - 1 :]
-
-    def _mirror(
-        self,
-        ticket: float,
-        at: float,
-        of: float,
-        version: float,
-        taken: float,
-        seen: float,
-        staleness: float,
-        learning_rate: float,
-    ) -> None:
-        self.ticket = None if ticket < 0 else int(ticket)
-        """The batch to work on; None: all are done."""
-        self.share = int(at), int(of)
-        """Which part of the batch is this worker's."""
-        self.version, self.taken, self.seen, self.staleness = int(version), int(taken), seen, int(staleness)
-        self.learning_rate = learning_rate
+        return found
 
     @property
     def rank(self) -> int:
@@ -235,8 +199,7 @@ class WorkerGroup:
 
     def cost(self) -> Cost:
         """Of a step, beside what ``inner`` costs."""
-        parts = (*self.parts, *self.statistics)
-        up, down = sum(part.nbytes for part in parts if part.sends), sum(part.nbytes for part in parts)
+        up, down = self._up_bytes, self._down_bytes
         return worker_group(self.whole, up, down, workers=self.workers, ranks=self.size)
 
     # A step, as the loop sees it
@@ -247,7 +210,7 @@ class WorkerGroup:
     def finish(self) -> StepScalars:
         """Send the gradients; the sums over all workers."""
         scalars = self.inner.finish()
-        reached, names = set(self._give()), self.whole.names
+        reached, names = self._give(), self.whole.names
         flags = torch.tensor([*(name in reached for name in names), 0.0], dtype=torch.float64)
         flags[-1] = self.samples * self.shares / self.size  # ranks of one share have the same samples
         current().moved("all_reduce", flags.nbytes)
@@ -256,9 +219,7 @@ class WorkerGroup:
         broken = any(float(each) for each in scalars.broken)
         mixed_up = self.inner.norm is not None and bool(torch.as_tensor(self.inner.norm).isnan())
 
-        def push() -> list[float]:
-            worker = self.worker
-            assert worker is not None
+        def push(worker: Worker) -> list[float]:
             if mixed_up:  # see Scatter: then no step is to be taken
                 next(iter(self._ups.values())).fill_(torch.nan)
             for name, view in self._ups.items() if self.whole.compressed else ():
@@ -268,22 +229,21 @@ class WorkerGroup:
             worker.arm(loss, count, stop=bool(stop), broken=broken)
             sums = worker.finish()
             assert worker.norm is not None
-            facts = [float(each) for each in sums.broken][: self.workers]
-            return [float(sums.loss), float(sums.count), float(sums.stop), float(worker.norm), *facts]
+            said = (sums.loss, sums.count, sums.stop, worker.norm, *sums.broken[: self.workers])
+            return [float(each) for each in said]
 
-        loss, count, stop, norm, *every = self._facts(push)
+        loss, count, stop, norm, *every = self._first(push)
         self.norm = torch.tensor(norm, dtype=torch.float64)
         return StepScalars(loss, count, stop, [flag for flag in every for _ in range(self.inner.degree)])
 
     def step(self, loss: float, correction: float, norm: float) -> Updated:
         """Have the servers step, and take their weights."""
 
-        def step() -> list[float]:
-            assert self.worker is not None
-            updated = self.worker.step(loss, correction, norm)
+        def step(worker: Worker) -> list[float]:
+            updated = worker.step(loss, correction, norm)
             return [float(updated.norm), float(updated.taken)]
 
-        found, taken, *_ = self._facts(step)
+        found, taken, *_ = self._first(step)
         self._take()
         return Updated(found, bool(taken))
 
@@ -313,13 +273,7 @@ class WorkerGroup:
     def pull(self, *, averaged: bool = False) -> None:
         """Take the weights as they are now."""
         dist.barrier()  # all have read what came last
-
-        def pull() -> list[float]:
-            assert self.worker is not None
-            self.worker.pull(averaged=averaged)
-            return []
-
-        self._facts(pull)
+        self._first(lambda worker: worker.pull(averaged=averaged))
         self._take()
 
     def state(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
@@ -332,10 +286,4 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """Let the training end here, for all workers."""
-
-        def stop() -> list[float]:
-            assert self.worker is not None
-            self.worker.stop()
-            return []
-
-        self._facts(stop)
+        self._first(lambda worker: worker.stop())
