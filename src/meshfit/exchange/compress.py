@@ -8,15 +8,16 @@ SGD converges as without. The memory of it is one gradient in each worker.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshfit.comm.flat import aligned
-from meshfit.errors import PlanError, did_you_mean
 from meshfit.exchange.parcel import Parcel
 
-WORDS = ("none", "fp16", "bf16", "int8")
+FORMS = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 BLOCK = 1024
 LARGEST = 65504.0  # that fp16 can hold
 
@@ -28,75 +29,53 @@ class Codec:
     word: str
     parcel: Parcel
 
-    def __post_init__(self) -> None:
-        if self.word not in WORDS:
-            raise PlanError(f"compress={self.word} is not known", did_you_mean(self.word, WORDS))
-
     @property
     def bytes(self) -> int:
         """Of the packed form."""
-        return self._places()[-1] if self.word != "none" else self.parcel.bytes
+        return self._places()[-1]
 
     def encode(self, flats: list[Tensor], out: Tensor) -> None:
-        places = self._places()
-        for flat, start, stop in zip(flats, places, places[1:], strict=False):
+        for flat, (start, stop) in zip(flats, pairwise(self._places()), strict=True):
             self._pack(flat, out[start:stop])
 
     def decode(self, packed: Tensor) -> list[Tensor]:
         """The gradients, run by run, each in its own dtype. Without compression they are views of ``packed``."""
-        if self.word == "none":
-            return self.parcel.flats(packed)
-        places = self._places()
-        return [
-            self._unpack(packed[start:stop], run.dtype, run.size)
-            for run, start, stop in zip(self.parcel.runs, places, places[1:], strict=False)
-        ]
+        places = zip(self.parcel.runs, pairwise(self._places()), strict=True)
+        return [self._unpack(packed[start:stop], run.dtype, run.size) for run, (start, stop) in places]
 
-    def _packs(self, dtype: torch.dtype) -> bool:
-        return self.word != "none" and dtype in (torch.float32, torch.float64)
+    def _form(self, dtype: torch.dtype) -> torch.dtype:
+        """That elements of ``dtype`` travel in."""
+        return FORMS.get(self.word, dtype) if dtype in (torch.float32, torch.float64) else dtype
 
     def _places(self) -> list[int]:
         """Where each run begins, and where the last ends."""
         places = [0]
         for run in self.parcel.runs:
-            size = run.bytes
-            if self._packs(run.dtype):
-                size = run.size * 2 if self.word != "int8" else run.size + -(-run.size // BLOCK) * 4
-            places.append(places[-1] + aligned(size))
+            form = self._form(run.dtype)
+            scales = 4 * _blocks(run.size) if form is torch.int8 is not run.dtype else 0
+            places.append(places[-1] + aligned(run.size * form.itemsize + scales))
         return places
 
     def _pack(self, flat: Tensor, out: Tensor) -> None:
-        if not self._packs(flat.dtype):
-            out[: flat.nbytes].view(flat.dtype).copy_(flat)
-        elif self.word == "bf16":
-            out[: flat.numel() * 2].view(torch.bfloat16).copy_(flat)
-        elif self.word == "fp16":
-            held = torch.where(flat.isfinite(), flat.clamp(-LARGEST, LARGEST), flat)
-            out[: flat.numel() * 2].view(torch.float16).copy_(held)
-        else:
-            scales, numbers = _int8(out, flat.numel())
-            whole = flat.numel() // BLOCK * BLOCK
-            for part, at, scale in (
-                (flat[:whole].view(-1, BLOCK), numbers[:whole].view(-1, BLOCK), scales[: whole // BLOCK]),
-                (flat[whole:].view(1, -1), numbers[whole:].view(1, -1), scales[whole // BLOCK :]),
-            ):
-                if part.numel():
-                    scale.copy_(part.abs().amax(1) / 127)
-                    steps = (part / torch.where(scale > 0, scale, 1.0).unsqueeze(1).to(part.dtype)).round_()
-                    at.copy_(steps.nan_to_num_(0.0).clamp_(-127, 127))
+        form, size = self._form(flat.dtype), flat.numel()
+        if form is torch.int8 is not flat.dtype:
+            scales, numbers = _int8(out, size)
+            blocks = F.pad(flat, (0, -size % BLOCK)).view(-1, BLOCK)
+            scales.copy_(blocks.abs().amax(1) / 127)
+            steps = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(1)).round_()
+            numbers.copy_(steps.nan_to_num_(0.0).clamp_(-127, 127).view(-1)[:size])
+            return
+        if form is torch.float16 is not flat.dtype:
+            flat = torch.where(flat.isfinite(), flat.clamp(-LARGEST, LARGEST), flat)
+        out[: size * form.itemsize].view(form).copy_(flat)
 
     def _unpack(self, packed: Tensor, dtype: torch.dtype, size: int) -> Tensor:
-        if not self._packs(dtype):
-            return packed[: size * dtype.itemsize].view(dtype)
-        if self.word != "int8":
-            kind = torch.float16 if self.word == "fp16" else torch.bfloat16
-            return packed[: size * 2].view(kind).to(dtype)
-        scales, numbers = _int8(packed, size)
-        out, whole = numbers.to(dtype), size // BLOCK * BLOCK
-        out[:whole].view(-1, BLOCK).mul_(scales[: whole // BLOCK].unsqueeze(1).to(dtype))
-        if whole < size:
-            out[whole:].mul_(scales[-1].to(dtype))
-        return out
+        form = self._form(dtype)
+        if form is torch.int8 is not dtype:
+            scales, numbers = _int8(packed, size)
+            blocks = F.pad(numbers.to(dtype), (0, -size % BLOCK)).view(-1, BLOCK)
+            return (blocks * scales.unsqueeze(1)).view(-1)[:size]
+        return packed[: size * form.itemsize].view(form).to(dtype)
 
 
 @dataclass
@@ -124,7 +103,11 @@ class Feedback:
             lost.sub_(flat).nan_to_num_(0.0, 0.0, 0.0)
 
 
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
 def _int8(packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The scales and the numbers of a packed run."""
-    blocks = -(-size // BLOCK)
-    return packed[: blocks * 4].view(torch.float32), packed[blocks * 4 : blocks * 4 + size].view(torch.int8)
+    scales = _blocks(size) * 4
+    return packed[:scales].view(torch.float32), packed[scales : scales + size].view(torch.int8)

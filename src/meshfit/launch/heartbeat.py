@@ -18,6 +18,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -105,10 +106,19 @@ def parsed(text: bytes) -> Beat | None:
 
 
 class Heart:
-    """Beats for one rank, in a thread, until stopped. ``main``: the thread that works."""
+    """Beats for one rank, in a thread, until stopped; the thread that makes it is the one that works. ``after`` is
+    called after each beat, ``failed`` when it can beat no more."""
 
-    def __init__(self, board: "SharedBoard | StoreBoard", rank: int, *, silence: float):
-        self.board, self.rank, self.silence = board, rank, silence
+    def __init__(
+        self,
+        board: "SharedBoard | StoreBoard",
+        rank: int,
+        *,
+        silence: float,
+        after: Callable[[], None] = lambda: None,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ):
+        self.board, self.rank, self._after, self._failed = board, rank, after, failed
         self.each = silence / BEATS
         self.main = threading.get_ident()
         self._end = threading.Event()
@@ -132,22 +142,16 @@ class Heart:
             with suppress(Exception):
                 self._put("done", 0.0, "")
 
-    def after(self) -> None:
-        """Called after each beat."""
-
     def _beat(self) -> None:
         try:
             while not self._end.is_set():
                 self._look(time.monotonic())
-                self.after()
+                self._after()
                 self._end.wait(self.each)
         except Exception as error:  # who watches must not disturb
             self.broken = True
             if not self._end.is_set():
-                self.failed(error)
-
-    def failed(self, error: Exception) -> None:
-        """Called when it can beat no more."""
+                self._failed(error)
 
     def _look(self, now: float) -> None:
         try:
@@ -272,7 +276,7 @@ def _place(frame: FrameType) -> str:
             return "waits"
         if any(f"{TORCH}{part}{os.sep}" in file for part in ("_dynamo", "_inductor")):
             return "excused"
-        if TORCH in file or file.startswith("<") or (file.startswith(STDLIB) and "site-packages" not in file):
+        if _is_library(file):
             continue
         if WAITS.search(linecache.getline(file, line, inner.f_globals)):
             return "waits"
@@ -291,13 +295,16 @@ def stack(thread: int) -> str:
     return text + (_lines(frames[thread]) if thread in frames else "")
 
 
+def _is_library(file: str) -> bool:
+    """Whether a file is Python's or torch's."""
+    return TORCH in file or file.startswith("<") or (file.startswith(STDLIB) and "site-packages" not in file)
+
+
 def _is_theirs(frame: FrameType) -> bool:
     """Whether the innermost frame that is neither Python's nor torch's is the user's."""
-    for inner, _ in traceback.walk_stack(frame):
-        file = inner.f_code.co_filename
-        if not (TORCH in file or file.startswith("<") or (file.startswith(STDLIB) and "site-packages" not in file)):
-            return not file.startswith(OURS)
-    return False
+    files = (inner.f_code.co_filename for inner, _ in traceback.walk_stack(frame))
+    innermost = next((file for file in files if not _is_library(file)), OURS)
+    return not innermost.startswith(OURS)
 
 
 def _lines(frame: FrameType) -> str:

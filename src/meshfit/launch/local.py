@@ -224,13 +224,6 @@ class LocalRanks:
         with suppress(ConnectionError):
             self._channels[rank].send(message)
 
-    def send_all(self, message: Any) -> None:
-        """Send to every rank; what is large lies in memory once."""
-        with encode(message) as encoded:
-            for channel in self._channels:
-                with suppress(ConnectionError):
-                    channel.send_encoded(encoded)
-
     def stacks(self) -> None:
         """Let every rank print its Python stack on stderr, even one that hangs."""
         for rank in range(self.size):

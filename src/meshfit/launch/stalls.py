@@ -178,52 +178,44 @@ def timed_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | RankError) and any(words in text for words in TIMED_OUT)
 
 
-class TorchrunHeart(Heart):
-    """The heart of a rank of torchrun's: there is no caller that looks, so the first two ranks do."""
-
-    def __init__(self, rank: int, size: int, timeout: float):
-        board, self.timeout = StoreBoard(), timeout
-        super().__init__(board, rank, silence=silence_of(timeout))
-        self.stalls = Stalls(board, size, self._tell, silence=self.silence)
-
-    def after(self) -> None:
-        if self.rank < 2:
-            self.stalls.look()
-
-    def failed(self, error: Exception) -> None:
-        if self.rank < 2:
-            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            _say(f"the store of the ranks does not answer: torchrun, or rank 0, is stopped or gone ({what})")
-
-    def _tell(self, stall: Stall | None, text: str) -> None:
-        """The first rank does; the second looks for it where that cannot."""
-        if self.rank == 0 or any(s.rank == 0 and s.why in ("stopped", "unheard") for s in self.stalls.now()):
-            _say(text)
-
-
 @contextmanager
 def watched(rank: int, size: int, timeout: float) -> Iterator[None]:
     """Around the work of one of torchrun's ranks: those that stand still are reported, and named where others lose
-    patience with them."""
+    patience with them. There is no caller that looks, so the first two ranks do."""
     if size == 1:
         yield
         return
     try:
-        heart = TorchrunHeart(rank, size, timeout)
+        board, silence = StoreBoard(), silence_of(timeout)
     except (RuntimeError, KeyError, ValueError):  # no store: a process group of the user's own
         yield
         return
+
+    def tell(stall: Stall | None, text: str) -> None:
+        """The first rank does; the second looks for it where that cannot."""
+        if rank == 0 or any(s.rank == 0 and s.why in ("stopped", "unheard") for s in stalls.now()):
+            _say(text)
+
+    def failed(error: Exception) -> None:
+        _say(f"the store of the ranks does not answer: torchrun, or rank 0, is stopped or gone ({_headline(error)})")
+
+    stalls = Stalls(board, size, tell, silence=silence)
+    looks = {"after": stalls.look, "failed": failed} if rank < 2 else {}
+    heart = Heart(board, rank, silence=silence, **looks)
     heart.start()
     try:
         yield
     except RuntimeError as error:
-        if timed_out(error):
-            gave_up = f"rank {rank} raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            if (named := heart.stalls.blame(gave_up, timeout)) is not None:
-                raise named from error
+        named = stalls.blame(f"rank {rank} raised {_headline(error)}", timeout) if timed_out(error) else None
+        if named is not None:
+            raise named from error
         raise
     finally:
         heart.stop()
+
+
+def _headline(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _say(text: str) -> None:

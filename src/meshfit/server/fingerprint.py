@@ -19,11 +19,10 @@ from meshfit.data.datasets import SampleStream
 from meshfit.data.source import Memory, Source
 from meshfit.exchange.parcel import trained
 from meshfit.job import Job
-from meshfit.version import VERSION
 
 MOST = 1 << 18  # bytes of names that are sent; the digest is of all
 NEAR = 1e-4  # of two sums that should be equal
-WHAT = {"version": "meshfit", "samples": "samples in data=", "data": "data=", "loss": "loss="}
+WHAT = {"samples": "samples in data=", "data": "data=", "loss": "loss="}
 
 Facts = dict[str, Any]
 
@@ -34,7 +33,6 @@ def facts_of(job: Job, model: nn.Module, source: Source | SampleStream) -> Facts
     ours = trained(model).keys() | running_statistics(model).keys()
     held = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if n not in ours}
     found: Facts = {
-        "version": VERSION,
         "batch_size": job.batch_size,
         "seed": job.seed,
         "shuffle": job.shuffle,
@@ -56,7 +54,7 @@ def differences(run: Facts, mine: Facts) -> list[str]:
 
 
 def _differences(run: Facts, mine: Facts) -> Iterator[str]:
-    for key in ("version", "batch_size", "seed", "shuffle", "samples", "loss", "data"):
+    for key in ("batch_size", "seed", "shuffle", "samples", "loss", "data"):
         if run.get(key) != mine.get(key):
             yield f"{WHAT.get(key, key)}: {run.get(key)} there, {mine.get(key)} here"
     if run["model"] != mine.get("model"):

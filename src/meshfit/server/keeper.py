@@ -5,6 +5,7 @@ It knows nothing of workers or connections: gradients are given to it dtype by d
     memory   weights, one gradient, optimizer state of its share; an averaged copy with ema
 """
 
+import warnings
 from collections.abc import Collection
 from contextlib import contextmanager
 from typing import Any
@@ -183,17 +184,24 @@ class Keeper:
             if held:
                 self.optimizer.state[p] = held
         self.steps = facts["steps"]
-        if self.scheduler is not None:
-            if facts.get("schedule") is not None:
-                self.scheduler.load_state_dict(facts["schedule"])
-            else:  # holds what is no plain fact: gone through again
-                for _ in range(self.steps):
-                    self.scheduler.step()
-        for group, kept in zip(self._groups, facts["groups"], strict=True):
-            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in kept.items()})
+        load_schedule(self.optimizer, self.scheduler, facts)
         if self.average is not None:
             for name, mine in zip(self.parameters, self.average.weights, strict=True):
                 mine.copy_(tensors[f"average/{name}"])
+
+
+def load_schedule(optimizer: torch.optim.Optimizer, scheduler: Any, facts: dict[str, Any], done: int = 0) -> None:
+    """Have ``scheduler``, which has been stepped ``done`` times, and the groups of ``optimizer`` as a keeper's facts
+    say."""
+    if scheduler is not None and facts["schedule"] is not None:
+        scheduler.load_state_dict(facts["schedule"])
+    elif scheduler is not None:  # its state is not plain values: stepped to where it was
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer has not stepped
+            for _ in range(done, facts["steps"]):
+                scheduler.step()
+    for group, kept in zip(optimizer.param_groups, facts["groups"], strict=True):
+        group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in kept.items()})
 
 
 def _restrict(optimizer: torch.optim.Optimizer, kept: Collection[nn.Parameter]) -> None:

@@ -81,9 +81,8 @@ class Invitation:
 
     def answer(self, job: dict[str, Any] | None) -> dict[str, Any]:
         """To one that says what it has (its ``job``), who it is to be; ``WireError`` if that is another job."""
-        facts = self.facts | {"version": self.fingerprint["version"]}
         if job is None:
-            return facts
+            return self.facts
         try:
             found = differences(self.fingerprint, job)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -93,4 +92,4 @@ class Invitation:
         noted = self.folder / "joined"
         before = int(noted.read_text()) if noted.exists() else 0
         noted.write_text(str(before + 1))
-        return facts | {"worker": self.first + before}
+        return self.facts | {"worker": self.first + before}

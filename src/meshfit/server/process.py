@@ -30,6 +30,7 @@ from meshfit.server.listen import Invitation, addresses
 from meshfit.server.server import Server
 from meshfit.server.settings import ServerSettings
 from meshfit.server.snapshot import common
+from meshfit.version import VERSION
 
 EVALUATING = 24 * 3600.0  # seconds of silence where one worker may evaluate, or save, while the others wait for it
 SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or, of much, one step for every 4 MiB
@@ -141,7 +142,7 @@ class ServerProcess:
         server = Server(keeper, settings, address=address, secret=self.secret, report=channel.send)
         try:
             if job.listen is not None and self.key is not None:
-                told = {"plan": str(plan), "steps": settings.total}
+                told = {"plan": str(plan), "steps": settings.total, "version": VERSION}
                 invitation = Invitation(told, fingerprint, first=plan.data, folder=Path(world.folder))
                 at = addresses(job.listen, plan.server)[world.rank]
                 server.open(at, self.key, None if world.rank else invitation)

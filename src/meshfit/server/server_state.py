@@ -1,12 +1,12 @@
 """The state that model servers hold (optimizer, schedule, averaged weights), fetched for a checkpoint."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from meshfit.data.loader import Loader, Position
 from meshfit.run import Run
+from meshfit.server.keeper import load_schedule
 from meshfit.server.shared_model import mine
 from meshfit.server.worker import ServerUpdate, Worker
 from meshfit.server.worker_group import WorkerGroup
@@ -38,9 +38,8 @@ class ServerState:
                 elif kind == "average" and average is not None and rest in named:
                     average.held[rest] = mine(run.placed, named[rest], value)
         keeper = every[0][1]["keeper"]
-        self._schedule(keeper)
-        for group, kept in zip(run.optimizer.param_groups, keeper["groups"], strict=True):
-            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in kept.items()})
+        load_schedule(run.optimizer, self.update.scheduler, keeper, self._scheduled)
+        self._scheduled = keeper["steps"]
         if run.plan.staleness:
             self._back_to(every[0][1], own)
             self.worker.pull()  # as new as the state
@@ -51,18 +50,6 @@ class ServerState:
             run.optimizer.state.clear()
             if average is not None:
                 average.held.clear()
-
-    def _schedule(self, keeper: dict[str, Any]) -> None:
-        """Load the servers' schedule; one whose state is not plain values is stepped to where theirs is."""
-        scheduler = self.update.scheduler
-        if scheduler is not None and keeper["schedule"] is not None:
-            scheduler.load_state_dict(keeper["schedule"])
-        elif scheduler is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the optimizer here never steps
-                for _ in range(self._scheduled, keeper["steps"]):
-                    scheduler.step()
-            self._scheduled = keeper["steps"]
 
     def _back_to(self, facts: dict[str, Any], own: Loader) -> None:
         """Set step and position in whole batches, so that any plan can resume: before the batch of the oldest gradient
