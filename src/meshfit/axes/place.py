@@ -106,7 +106,8 @@ class Placed:
         """Around every forward and backward of the model."""
         with ExitStack() as stack:
             for layer in self.layers.values():
-                stack.enter_context(layer.inside())
+                if type(layer).inside is not Applied.inside:
+                    stack.enter_context(layer.inside())
             yield
 
     @property
