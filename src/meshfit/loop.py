@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from meshfit.exchange.protocol import RepeatBatch
-from meshfit.nonfinite import Watch
+from meshfit.nonfinite import NonFiniteWatch
 from meshfit.observe.rank import tell_batch
 from meshfit.run import Run
 from meshfit.step import Reading, Step
@@ -20,7 +20,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
     ``stop`` is asked before each backward. If it says so on any rank, all ranks drop the step under way where
     ``run.may_stop``; else all end after the next step, when on a GPU too the flag has been read without waiting.
     """
-    events, batches, watch = run.events, run.batches(), Watch(run)
+    events, batches, watch = run.events, run.batches(), NonFiniteWatch(run)
     while True:
         events.step = run.step + 1
         with events.span("data"):

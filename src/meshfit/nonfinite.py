@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshfit.run import Run
 
 
-class Watch:
+class NonFiniteWatch:
     def __init__(self, run: "Run"):
         self.run = run
         self.coming: deque[tuple[int, Reading, Batch, list]] = deque()

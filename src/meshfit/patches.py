@@ -14,7 +14,7 @@ from typing import Any
 Function = Callable[..., Any]
 
 _lock = threading.Lock()
-_places: "dict[tuple[int, str], _Place]" = {}
+_patches: "dict[tuple[int, str], _Patch]" = {}
 _ABSENT = object()
 
 
@@ -24,7 +24,7 @@ class _Entry:
         self.call: Function = lambda: None
 
 
-class _Place:
+class _Patch:
     """An attribute of ``owner`` (a class, a module, the globals of one) that is replaced."""
 
     def __init__(self, owner: Any, name: str, bind: Function, real: Function | None):
@@ -79,16 +79,16 @@ def replaced(
     put there, and what to call where nothing is replaced."""
     key, entry = (id(owner), name), _Entry(None if everywhere else threading.get_ident())
     with _lock:
-        place = _places.get(key)
-        if place is None:
-            place = _places[key] = _Place(owner, name, bind, real)
-        entry.call = make(functools.partial(place.call, entry))
-        place.entries = (*place.entries, entry)
+        patched = _patches.get(key)
+        if patched is None:
+            patched = _patches[key] = _Patch(owner, name, bind, real)
+        entry.call = make(functools.partial(patched.call, entry))
+        patched.entries = (*patched.entries, entry)
     try:
         yield
     finally:
         with _lock:
-            place.entries = tuple(each for each in place.entries if each is not entry)
-            if not place.entries:
-                place.restore()
-                del _places[key]
+            patched.entries = tuple(each for each in patched.entries if each is not entry)
+            if not patched.entries:
+                patched.restore()
+                del _patches[key]

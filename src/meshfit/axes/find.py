@@ -29,7 +29,7 @@ TRIED = 13
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     """What was found, by axis."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -109,11 +109,11 @@ class Study:
 
 def find(
     plan: Plan, model: nn.Module, objective: Objective, batch: Any, device: str = "cuda", kept: Collection[str] = ()
-) -> Found:
+) -> Findings:
     """``model`` stays as it is; costs are those on ``device``. ``kept``: modules that must not be cut over stages."""
     study = Study(plan, model, objective, batch, device, kept, ORDER)
     values = {axis.word: study.found(axis.word) for axis in ORDER}
-    return Found(
+    return Findings(
         {word: found.to_send() if hasattr(found, "to_send") else found for word, found in values.items()},
         tuple(study.notes),
     )

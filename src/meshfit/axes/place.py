@@ -21,7 +21,7 @@ from meshfit.axes.buffers.find import find as find_written
 from meshfit.axes.buffers.step import Buffers, look_away_from
 from meshfit.axes.compile import Blocks
 from meshfit.axes.data.axis import Replicas, broadcast
-from meshfit.axes.find import Found, find
+from meshfit.axes.find import Findings, find
 from meshfit.axes.forward import is_wrapped, unwrap
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.order import ORDER
@@ -222,7 +222,7 @@ def place(
     ``before_cut`` is called while the parameters are still whole: an optimizer made there sees their shapes.
     ``drops``: a step may be dropped after its forward. ``joins``: workers may come later.
     """
-    caches, found, written = _without_caches(model), Found(), Written()
+    caches, found, written = _without_caches(model), Findings(), Written()
     used = [axis for axis in ORDER if axis.on(plan, model, device.type)]
     # stays in host memory at first: parts of it go to devices
     stays = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.partitions_modules

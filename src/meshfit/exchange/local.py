@@ -46,7 +46,7 @@ class Outer:
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _AveragedBucket:
     tensors: list[Tensor]
     layout: FlatLayout
     flat: Tensor
@@ -209,7 +209,7 @@ class Local:
                 bucket.sent = None
             bucket.write(target)
 
-    def _outer_step(self, bucket: _Bucket, mean: Tensor) -> Tensor:
+    def _outer_step(self, bucket: _AveragedBucket, mean: Tensor) -> Tensor:
         if self.outer is None or bucket.common is None or bucket.momentum is None:
             return mean
         change = bucket.common - mean
@@ -274,7 +274,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _buckets(parameters: list[nn.Parameter], running: list[Tensor], device: torch.device) -> list[_Bucket]:
+def _buckets(parameters: list[nn.Parameter], running: list[Tensor], device: torch.device) -> list[_AveragedBucket]:
     """As all-reduce groups gradients; statistics, and the numbers, go with the last."""
     groups: list[list[Tensor]] = [list(group) for group in split_buckets(parameters)] or [[]]
     groups[-1] += running
@@ -283,5 +283,5 @@ def _buckets(parameters: list[nn.Parameter], running: list[Tensor], device: torc
         dtype = _wide(group[0].dtype) if group else torch.float32
         extra = NUMBERS if group is groups[-1] else 0
         layout = FlatLayout(group, dtype)
-        made.append(_Bucket(group, layout, torch.zeros(layout.size + extra, dtype=dtype, device=device)))
+        made.append(_AveragedBucket(group, layout, torch.zeros(layout.size + extra, dtype=dtype, device=device)))
     return made

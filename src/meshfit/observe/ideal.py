@@ -14,7 +14,7 @@ from meshfit.observe.reading import Rank, RecordedRun, RecordedSpan
 from meshfit.passes.clock import SPANS
 from meshfit.plan import Plan
 from meshfit.schedule.actions import Action, Schedule, schedule
-from meshfit.schedule.simulate import Simulated, Span, simulate
+from meshfit.schedule.simulate import ActionSpan, Simulated, simulate
 from meshfit.units import seconds
 
 MOST_STEPS = 64
@@ -95,9 +95,9 @@ def _actions(rank: Rank) -> dict[int, Actions]:
 
 
 def _measured(plan: Schedule, ranks: list[Actions]) -> Simulated | None:
-    def timed(action: Action, found: Actions) -> Span:
+    def timed(action: Action, found: Actions) -> ActionSpan:
         span = found[SPANS[action.kind], action.stage, action.microbatch]
-        return Span(action, span.at, span.end)
+        return ActionSpan(action, span.at, span.end)
 
     orders = zip(plan.orders, ranks, strict=True)
     try:
@@ -106,7 +106,7 @@ def _measured(plan: Schedule, ranks: list[Actions]) -> Simulated | None:
         return None
 
 
-def _recorded(timed: Span, step: int, start: float) -> RecordedSpan:
+def _recorded(timed: ActionSpan, step: int, start: float) -> RecordedSpan:
     about = {"microbatch": timed.action.microbatch, "stage": timed.action.stage}
     return RecordedSpan(SPANS[timed.action.kind], step, start + timed.start, timed.end - timed.start, about)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshfit.events import current
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
-from meshfit.schedule.simulate import Simulated, Span
+from meshfit.schedule.simulate import ActionSpan, Simulated
 
 SPANS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight"}
 
@@ -53,14 +53,14 @@ class Clock:
         return event
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[ActionSpan, ...]:
         """Of the last step, in seconds on a clock that ranks of one machine share."""
         if self.device.type != "cuda":
             ahead = _ahead()
-            return tuple(Span(a, (start + ahead) / 1e9, (end + ahead) / 1e9) for a, start, end in self._spans)
+            return tuple(ActionSpan(a, (start + ahead) / 1e9, (end + ahead) / 1e9) for a, start, end in self._spans)
         torch.cuda.synchronize(self.device)
         at = lambda event: self._zero_at / 1e9 + self._zero.elapsed_time(event) / 1e3
-        return tuple(Span(action, at(start), at(end)) for action, start, end in self._spans)
+        return tuple(ActionSpan(action, at(start), at(end)) for action, start, end in self._spans)
 
     def together(self, group: dist.ProcessGroup | None) -> Simulated:
         """The last step on all ranks of ``group``, from 0 on. They call it together."""
@@ -70,7 +70,7 @@ class Clock:
             every *= dist.get_world_size(group)
             dist.all_gather_object(every, self.spans, group=group)
         zero = min(spans[0].start for spans in every)
-        moved = tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in spans) for spans in every)
+        moved = tuple(tuple(ActionSpan(s.action, s.start - zero, s.end - zero) for s in spans) for spans in every)
         return Simulated(self.plan, moved)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshfit.axes.buffers.step import Buffers
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.pipeline.axis import Staged
-from meshfit.axes.pipeline.program import Program, Ran
+from meshfit.axes.pipeline.program import Ran, StageProgram
 from meshfit.axes.precision import Precision
 from meshfit.comm.group import Group
 from meshfit.comm.transport import (
@@ -45,7 +45,7 @@ from meshfit.schedule.issue import Transfer, issued
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class StageActivations:
     """What a stage keeps of a microbatch from its forward to its backward."""
 
     fed: list[Tensor]
@@ -92,7 +92,7 @@ class Pipelined:
         self.steps = 0
         """Taken so far: random numbers follow it, so a resumed run sets it."""
         self.stages = _Stages(staged, objective, precision, device, transport, groups or {})
-        self._without_graph: WeakKeyDictionary[Program, Program] = WeakKeyDictionary()
+        self._without_graph: WeakKeyDictionary[StageProgram, StageProgram] = WeakKeyDictionary()
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         self.loss.begin()
@@ -100,7 +100,7 @@ class Pipelined:
         plan = self.plan if count == self.plan.microbatches else short(self.plan, count)
         final = [action for action in plan.orders[self.staged.rank] if action.kind != FORWARD][-1]
         held = None if self.batch_loss is None else self._whole_loss(self.batch_loss, plan, batch)
-        step = _Step(self, plan, batch, held)
+        step = _BatchOfStages(self, plan, batch, held)
         if self.batch_loss is None and step.programs[0].gives_pair and self.loss.over.kind != "pair":
             self.loss.over = LossDenominator(kind="pair")
         self.clock.begin(plan)
@@ -115,7 +115,7 @@ class Pipelined:
         self.stages.transport.flush()
         self.steps += 1
 
-    def program(self, content: Any) -> Program:
+    def program(self, content: Any) -> StageProgram:
         """For a microbatch. Without a graph what crosses a cut needs no gradient: that is another one."""
         program = self.stages.program(content, training=True)
         if torch.is_grad_enabled():
@@ -130,7 +130,7 @@ class Pipelined:
         last stage gives for each."""
         ahead = _forwards(plan)
         with torch.no_grad(), buffers_kept(self.staged.model):
-            step = _Step(self, ahead, batch, _Held())
+            step = _BatchOfStages(self, ahead, batch, _Held())
             for entry in issued(ahead, self.staged.rank):
                 step.move(entry) if isinstance(entry, Transfer) else step.run(entry)
             self.stages.transport.flush()
@@ -210,20 +210,20 @@ class _Stages:
         self.groups = groups
         self.programs, self.root = staged.programs(objective), staged.root(objective)
 
-    def program(self, content: Any, *, training: bool) -> Program:
+    def program(self, content: Any, *, training: bool) -> StageProgram:
         with self.precision.arithmetic(self.device):
             return self.programs.of(content, self.root, self.device, training=training)
 
-    def run(self, program: Program, stage: int, given: dict[int, Tensor], received: list[Tensor]) -> Ran:
+    def run(self, program: StageProgram, stage: int, given: dict[int, Tensor], received: list[Tensor]) -> Ran:
         return program.run(stage, self.root, given, received, self.device, self.groups)
 
-    def send_forward(self, program: Program, stage: int, tensors: list[Tensor], target: int) -> None:
+    def send_forward(self, program: StageProgram, stage: int, tensors: list[Tensor], target: int) -> None:
         if tensors and stage not in program.announced:
             self.transport.announce(program.layouts[stage], target)
         program.announced.add(stage)
         self.transport.send(packed(tensors), target)
 
-    def post(self, program: Program, message: Message, source: int) -> tuple[Pending, tuple[Layout, ...]]:
+    def post(self, program: StageProgram, message: Message, source: int) -> tuple[Pending, tuple[Layout, ...]]:
         """Post the receive of ``message``. Where its header comes first, that is waited for."""
         layouts = self._layouts(program, message, source)
         return self.transport.receive(packed_size(layouts), source), layouts
@@ -231,7 +231,7 @@ class _Stages:
     def take(self, pending: Pending, layouts: tuple[Layout, ...]) -> list[Tensor]:
         return unpacked(self.transport.take(pending), layouts)
 
-    def _layouts(self, program: Program, message: Message, source: int) -> tuple[Layout, ...]:
+    def _layouts(self, program: StageProgram, message: Message, source: int) -> tuple[Layout, ...]:
         """What ``message`` holds."""
         kind, stage, _ = message
         if kind == BACKWARD:  # gradients of what the stage before handed on
@@ -251,7 +251,7 @@ class _Held:
     """By microbatch: leaves with the gradients of the outputs. None: they are not known yet."""
 
 
-class _Step:
+class _BatchOfStages:
     """One batch under way on this rank."""
 
     def __init__(self, run: Pipelined, plan: Schedule, batch: Batch, held: _Held | None = None):
@@ -259,7 +259,7 @@ class _Step:
         self.stages, self.rank = run.stages, run.staged.rank
         self.programs = [run.program(part.content) for part in batch.microbatches]
         self.given = [program.bind(p.content) for program, p in zip(self.programs, batch.microbatches, strict=True)]
-        self.kept: dict[tuple[int, int], Kept] = {}
+        self.kept: dict[tuple[int, int], StageActivations] = {}
         self.handed: dict[Message, list[Tensor]] = {}
         """From one stage of this rank to another."""
         self.made: dict[Message, list[Tensor]] = {}
@@ -315,7 +315,7 @@ class _Step:
                 else:
                     wanting, gradients = backward_from(result, self.held.gradients[at])
             if torch.is_grad_enabled():
-                self.kept[stage, at] = Kept([t for t in fed if t.requires_grad], wanting, gradients)
+                self.kept[stage, at] = StageActivations([t for t in fed if t.requires_grad], wanting, gradients)
         if stage == self.plan.stages - 1:
             return
         if self.plan.rank_of(stage + 1) == self.rank:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
-from meshfit.schedule.simulate import Simulated, Span
+from meshfit.schedule.simulate import ActionSpan, Simulated
 
 WIDTH, LEFT, RIGHT = 1180, 84, 92
 LANE, GAP = 40, 10
@@ -67,7 +67,7 @@ def _row(heading: str, timed: Simulated, top: float, longest: float, *, transfer
         _text(LEFT, top + 18, heading, size=14, weight=600),
         _text(LEFT + wide, top + 18, f"idle {timed.bubble:.1%} of the time", size=13, fill=SOFT, anchor="end"),
     ]
-    where: dict[Action, tuple[int, Span]] = {}
+    where: dict[Action, tuple[int, ActionSpan]] = {}
     for rank, spans in enumerate(timed.spans):
         y = lane_at(rank)
         found.append(f'<rect x="{LEFT}" y="{y}" width="{wide:.1f}" height="{LANE}" rx="4" fill="{LANE_PAPER}"/>')
@@ -83,7 +83,7 @@ def _row(heading: str, timed: Simulated, top: float, longest: float, *, transfer
     return "\n".join(found)
 
 
-def _box(span: Span, plan: Schedule, x: float, y: float, width: float) -> str:
+def _box(span: ActionSpan, plan: Schedule, x: float, y: float, width: float) -> str:
     action = span.action
     fill = COLOURS[action.kind][min(1, action.stage // plan.ranks)]
     inset = min(0.6, width / 8)
@@ -104,7 +104,7 @@ def _box(span: Span, plan: Schedule, x: float, y: float, width: float) -> str:
     return "".join(parts)
 
 
-def _transfers(plan: Schedule, where: dict[Action, tuple[int, Span]], at, lane_at) -> list[str]:
+def _transfers(plan: Schedule, where: dict[Action, tuple[int, ActionSpan]], at, lane_at) -> list[str]:
     found = []
     for action, (rank, span) in where.items():
         for need in plan.needs(action):

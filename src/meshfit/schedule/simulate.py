@@ -15,7 +15,7 @@ UNITS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActionSpan:
     """When an action ran, in seconds."""
 
     action: Action
@@ -28,7 +28,7 @@ class Simulated:
     """A schedule in time; measured ones look the same."""
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
     """By rank, in order."""
 
     @property
@@ -95,7 +95,7 @@ def simulate(
     takes = seconds or (lambda action: UNITS[action.kind] / schedule.chunks)
     delay = transfer if callable(transfer) else lambda stage: transfer
     end: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+    spans: list[list[ActionSpan]] = [[] for _ in range(schedule.ranks)]
     free = [0.0] * schedule.ranks
     while sum(map(len, spans)) < sum(map(len, schedule.orders)):
         before = len(end)
@@ -108,7 +108,7 @@ def simulate(
                 arrive = [end[n] + _delay(schedule, n, action, delay) for n in needs]
                 start = max([free[rank], *arrive])
                 free[rank] = end[action] = start + takes(action)
-                spans[rank].append(Span(action, start, free[rank]))
+                spans[rank].append(ActionSpan(action, start, free[rank]))
         assert len(end) > before, "a schedule that passed its check stands still"
     return Simulated(schedule, tuple(map(tuple, spans)))
 

@@ -37,7 +37,7 @@ class Turn:
 
 
 @dataclass(eq=False)
-class Program(pipeline.Program):
+class Program(pipeline.StageProgram):
     """A recording, dealt out to the ranks of a branch group, in each stage of a pipeline or in one."""
 
     line: Line = field(kw_only=True)

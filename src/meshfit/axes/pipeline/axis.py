@@ -28,7 +28,7 @@ from meshfit.axes.expert import balance
 from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
 from meshfit.axes.pipeline.cut import Split, hollow, part_of, split_of, stages_before
-from meshfit.axes.pipeline.program import Program, Programs, Replayed, layout_of
+from meshfit.axes.pipeline.program import Programs, Replayed, StageProgram, layout_of
 from meshfit.axes.shard.units import Whole, _relative
 from meshfit.comm.transport import Transport, packed_size
 from meshfit.cost import Cost
@@ -113,11 +113,11 @@ class Pipeline:
         *,
         device: str = "cuda",
         deal: Callable[[Recording], Inner] | None = None,
-    ) -> "Found":
+    ) -> "StageCut":
         """Where to cut ``model``, from one step recorded on ``batch``: on one rank, for all of them. ``deal`` says who
         of several ranks in a stage runs what, and in what order the step is then cut."""
         refused: PlanError | None = None
-        found: list[tuple[float, Found]] = []
+        found: list[tuple[float, StageCut]] = []
         for share in (min(SHARE, 1 / (4 * self.stages)), 0.0):  # finer only if need be: see record_atoms
             atoms, recording = self._record(model, objective, batch, share, device)
             trace, inner, cost = _relative(recording.trace), None, work
@@ -130,7 +130,7 @@ class Pipeline:
             except PlanError as error:
                 refused = error
                 continue
-            found.append((cut.imbalance, Found(split, share, atoms, trace, _notes(trace, cut), cut, inner)))
+            found.append((cut.imbalance, StageCut(split, share, atoms, trace, _notes(trace, cut), cut, inner)))
             if cut.imbalance <= EVEN or self.cut:
                 break
         if not found:
@@ -167,7 +167,7 @@ class Pipeline:
     def apply(
         self,
         model: nn.Module,
-        found: "Found",
+        found: "StageCut",
         rank: int,
         group: dist.ProcessGroup | None = None,
         *,
@@ -282,7 +282,7 @@ def _branches(trace: Trace) -> bool:
 
 
 @dataclass(frozen=True)
-class Found:
+class StageCut:
     """Where a model is cut; ``split`` and ``share`` are what other ranks need of it."""
 
     split: Split
@@ -297,7 +297,7 @@ class Found:
     inner: Inner | None = None
     """Who runs what within the stages, where several ranks share one."""
 
-    def to_send(self) -> "Found":
+    def to_send(self) -> "StageCut":
         return replace(self, trace=None, cut=None, inner=None)
 
 
@@ -308,7 +308,7 @@ class PipelineAxis(Axis):
     def refuse(self, plan: Plan, model: nn.Module) -> None:
         schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks or None)  # refuses what it cannot take
 
-    def find(self, study: "Study") -> Found:
+    def find(self, study: "Study") -> StageCut:
         strategy = replace(pipeline_of(study.plan), atoms=study.closed())
         with balance.recorded(study.model):
             found = strategy.find(study.model, study.objective, study.batch, device=study.device, deal=study.deal)
@@ -316,7 +316,7 @@ class PipelineAxis(Axis):
         study.notes += found.notes
         return found
 
-    def apply(self, placed: "Placed", finding: Found) -> "Staged":
+    def apply(self, placed: "Placed", finding: StageCut) -> "Staged":
         group = placed.mesh.over("pipeline")
         assert group is not None
         strategy = replace(pipeline_of(placed.plan), atoms=finding.atoms)
@@ -324,7 +324,7 @@ class PipelineAxis(Axis):
         staged.transport = Transport(group, placed.device, pairs(strategy.schedule))
         return staged
 
-    def cost(self, costing: "Costing", finding: Found | None) -> None:
+    def cost(self, costing: "Costing", finding: StageCut | None) -> None:
         strategy, whole, stage = pipeline_of(costing.plan), costing.trace, costing.place.get("pipeline", 0)
         stages, plan, inner = costing.stages, costing.plan, costing.found.get("branch")
         if stages is None and (plan.tensor > 1 or plan.context > 1):
@@ -360,11 +360,11 @@ class Staged(Partition):
     """To the ranks of other stages."""
 
     def __init__(
-        self, pipeline: Pipeline, found: Found, rank: int, part: nn.Module, skeleton: nn.Module, whole: nn.Module
+        self, pipeline: Pipeline, found: StageCut, rank: int, part: nn.Module, skeleton: nn.Module, whole: nn.Module
     ):
         super().__init__(part, skeleton, whole)
         self.pipeline, self.found, self.rank = pipeline, found, rank
-        self.make: Callable[[Recording], Program] = partial(Program.like, found.split)
+        self.make: Callable[[Recording], StageProgram] = partial(StageProgram.like, found.split)
         """A program of a recording."""
         self.stages = pipeline.stages_of(rank)
         self.recording: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -400,7 +400,7 @@ class Staged(Partition):
                     found[name].append(rank)
         return {name: tuple(ranks) for name, ranks in found.items()}
 
-    def programs(self, objective: Callable[[nn.Module, Any], Any]) -> Programs[Program]:
+    def programs(self, objective: Callable[[nn.Module, Any], Any]) -> Programs[StageProgram]:
         """What the stages run for ``objective(model, content)``: a training loss, or a prediction."""
         found = self.found
         how = {"share": found.share, "atoms": found.atoms, "recording": self.recording}

@@ -97,7 +97,7 @@ class Recorded:
 
 
 @dataclass(eq=False)
-class Program(Recorded):
+class StageProgram(Recorded):
     """A recording, cut into stages."""
 
     stages: Stages
@@ -107,7 +107,7 @@ class Program(Recorded):
     """Stages whose layouts the next rank has been sent."""
 
     @classmethod
-    def like(cls, split: Split, recording: Recording) -> "Program":
+    def like(cls, split: Split, recording: Recording) -> "StageProgram":
         """``recording`` cut as ``split`` is."""
         return cls(recording, stages_like(split, recording.trace))
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.copies import study
-from meshfit.axes.pipeline.axis import Found
-from meshfit.axes.pipeline.program import Program, Programs
+from meshfit.axes.pipeline.axis import StageCut
+from meshfit.axes.pipeline.program import Programs, StageProgram
 from meshfit.axes.shard.units import Whole
 from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.comm.transport import Layout, packed_size
@@ -54,11 +54,11 @@ class StageTraffic:
 
 
 def count(
-    found: Found, model: nn.Module, objective: Callable[[nn.Module, Any], Any], content: Any, layer: Layer
+    found: StageCut, model: nn.Module, objective: Callable[[nn.Module, Any], Any], content: Any, layer: Layer
 ) -> StageTraffic:
     """``model`` stays as it is; it is cut as ``found`` says."""
     twin = study(model)
-    cut = partial(Program.like, found.split)
+    cut = partial(StageProgram.like, found.split)
     program = Programs(twin, objective, cut, share=found.share, atoms=found.atoms).record(content, training=True)
     root, given, cpu = Whole(twin, objective), program.bind(tree.map_tensors(Tensor.cpu, content)), torch.device("cpu")
     collectives: list[list[Traffic]] = [[] for _ in program.stages.ranges]

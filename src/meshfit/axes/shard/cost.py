@@ -19,7 +19,7 @@ CUT = ("float", "bfloat", "complex")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FlatCost:
     """Parameters of one kind, as one row cut over ranks."""
 
     sizes: dict[str, int]
@@ -56,7 +56,7 @@ class Row:
         return {name: max(0, min(size, self.part - start)) for (name, size), start in owned}
 
 
-def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list[Row]:
+def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list[FlatCost]:
     """A unit's rows. ``gathered``: bytes of an element of what autocast would round."""
     kinds: dict[tuple[str, bool, int, frozenset[str]], dict[str, int]] = {}
     for name in unit.parameters:
@@ -70,7 +70,7 @@ def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list
     found = []
     for (_, trained, as_gathered, _), sizes in kinds.items():
         itemsize = getattr(torch, trace.parameters[next(iter(sizes))].dtype).itemsize
-        found.append(Row(sizes, trained, itemsize, as_gathered, degree))
+        found.append(FlatCost(sizes, trained, itemsize, as_gathered, degree))
     return found
 
 
@@ -120,7 +120,7 @@ def shard_cost(
 
 
 def _traffic(
-    rows: dict[Unit, list[Row]],
+    rows: dict[Unit, list[FlatCost]],
     fetched: Counter[Unit],
     scattered: dict[Unit, int],
     degree: int,

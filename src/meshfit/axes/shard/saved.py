@@ -19,7 +19,7 @@ from meshfit.torch_private import storage_id, version
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _SavedWeight:
     """In place of a saved weight."""
 
     unit: OpenUnit
@@ -64,7 +64,7 @@ class Saved:
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             found = self._storages.get(storage_id(tensor))
             if found is not None:
-                return _Note(*found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                return _SavedWeight(*found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return _Kept(tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor))  # no node holds itself
 
     def _unpack(self, packed: Any) -> Tensor:
