@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfit.arguments import NO_METRICS, verb
-from meshfit.axes.buffers.watch import Frozen
 from meshfit.axes.expert.balance import is_apart
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.place import Placed, place
@@ -115,8 +114,7 @@ def _over(
         device = next((p.device for p in model.parameters()), device)
     auxiliary = is_apart(_plan(job))
     try:
-        with Frozen.around(model):
-            return find_denominator(objective, model, few, device, inside, auxiliary=auxiliary)
+        return find_denominator(objective, model, few, device, inside, auxiliary=auxiliary)
     except Exception:
         if loader.ranks > 1:
             raise

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.axes.buffers.watch import Frozen
+from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.mesh import SHARES
 from meshfit.axes.place import Placed
@@ -77,15 +77,14 @@ def measure(
     whole = BatchLoss.of(objective, over, shares, loader.device)
     together = placed.together or whole is not None or over.gathers
     forward = PlacedForward(placed, run if whole is None else returned, precision, loader.device)
-    with evaluating(placed):
-        frozen = Frozen(placed.model)
+    with evaluating(placed), buffers_kept(placed.model) as restore:
         for batch in loader.epoch(0):
             (part,) = batch.microbatches
             result = None
             if part.samples or together:
                 with counting(part.samples > 0), gathering(rows_over(shares) if over.gathers else None):
                     result = forward(part.content)
-                frozen.restore()
+                restore()
             loss, outputs, targets = result or (None, None, None)
             if result is not None and whole is not None:
                 with precision.arithmetic(loader.device):
@@ -135,8 +134,8 @@ def outputs_of(
     """(position of its first sample, outputs on the CPU) of every part that this rank runs; the model is called with
     the ``inputs`` of a batch."""
     forward = PlacedForward(placed, lambda model, content: call(model, inputs(content)), precision, loader.device)
-    with evaluating(placed):
-        frozen, seen = Frozen(placed.model), 0
+    with evaluating(placed), buffers_kept(placed.model) as restore:
+        seen = 0
         for batch in loader.epoch(0):
             at = seen + share(batch.size, loader.rank, loader.ranks).start
             for part in batch.microbatches:
@@ -144,7 +143,7 @@ def outputs_of(
                     continue
                 with counting(part.samples > 0):
                     outputs = forward(part.content)
-                frozen.restore()
+                restore()
                 if part.samples and placed.mesh.has_results:
                     yield at, tree.map_tensors(_on_cpu, outputs)
                 at += part.samples

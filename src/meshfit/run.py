@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfit.axes.buffers.watch import Frozen
 from meshfit.axes.compile import Compile, expected_step_seconds
 from meshfit.axes.data import batchnorm
 from meshfit.axes.expert.balance import balanced, is_apart
@@ -374,8 +373,7 @@ class Run:
             device = next((p.device for p in self.model.parameters()), device)
         few, auxiliary = self.loader.source.few(), is_apart(self.plan)
         try:
-            with Frozen.around(self.model):
-                over = find_denominator(self.job.objective, self.model, few, device, inside, auxiliary=auxiliary)
+            over = find_denominator(self.job.objective, self.model, few, device, inside, auxiliary=auxiliary)
         except Exception:
             if self._splits:
                 raise

@@ -136,18 +136,6 @@ def backward_from(made: Any, held: list[Tensor]) -> tuple[list[Tensor], list[Ten
     return [t for t, _ in both], [torch.zeros_like(h) if h.grad is None else h.grad for _, h in both]
 
 
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers of ``model`` are as before."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
-
-
 def no_gather(plan: Plan) -> tuple[str, ...]:
     """Why ``meshfit.gather`` does not work where ``plan`` cuts a batch, and what does; empty where it works."""
     if not plan.in_step:

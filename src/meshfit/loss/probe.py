@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.expert import balance
 from meshfit.data import tree
 from meshfit.errors import in_short
 from meshfit.generators import Generators
-from meshfit.loss.batch_loss import buffers_kept, whole_outputs
+from meshfit.loss.batch_loss import whole_outputs
 from meshfit.loss.draws import Composing, Incomparable, Noting
 from meshfit.loss.gather import gathering
 from meshfit.loss.objective import LossDenominator, Objective, call, check_scalar, split, stated

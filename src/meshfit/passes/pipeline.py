@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from meshfit.axes.buffers.step import Buffers
+from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.pipeline.axis import Staged
 from meshfit.axes.pipeline.program import Ran, StageProgram
@@ -35,7 +36,7 @@ from meshfit.comm.transport import (
 )
 from meshfit.data.loader import Batch
 from meshfit.data.order import mix
-from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
+from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of, whole_outputs
 from meshfit.loss.objective import LossDenominator
 from meshfit.passes.backward import Owed, input_gradients
 from meshfit.passes.clock import Clock

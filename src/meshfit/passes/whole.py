@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.axes.buffers.step import Buffers
+from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.precision import Precision
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.events import current
 from meshfit.generators import Generators
-from meshfit.loss.batch_loss import BatchLoss, backward_from, buffers_kept, leaves_of, whole_outputs
+from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of, whole_outputs
 from meshfit.loss.gather import gathering
 from meshfit.passes.loss_sum import LossSum
 

@@ -18,7 +18,7 @@ from meshfit.anatomy.aten import written
 from meshfit.anatomy.copies import twin
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
-from meshfit.torch_private import TorchDispatchMode, own_buffers, own_parameters, storage_id, tree_leaves
+from meshfit.torch_private import TorchDispatchMode, foreach_copy_, own_buffers, own_parameters, storage_id, tree_leaves
 
 Objective = Callable[[nn.Module, Any], Any]
 
@@ -124,37 +124,27 @@ def _shared(calls: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
     return calls[: same.index(False) if False in same else len(same)]
 
 
-class Frozen:
-    """Buffers as they are now, whatever forwards write to them in eval mode: ``restore`` after each."""
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Afterwards the buffers of ``model`` are as before, whatever forwards write to them; and after each call of what
+    it gives."""
+    held = [(own_buffers(m), name, t) for m in model.modules() for name, t in own_buffers(m).items() if t is not None]
+    expanded = lambda t: (
+        t.layout is torch.strided and any(n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True))
+    )
+    tensors = [tensor.data for _, _, tensor in held if not expanded(tensor)]  # the others cannot be written to
+    values = [tensor.clone() for tensor in tensors]
 
-    def __init__(self, model: nn.Module):
-        norms = set(batch_norms(model))
-        self._kept = [
-            (module, name, tensor, tensor.detach().clone())
-            for module in model.modules()
-            if module not in norms
-            for name, tensor in own_buffers(module).items()
-            if tensor is not None
-        ]
-        self._known = False
+    def restore() -> None:
+        for buffers, name, tensor in held:
+            buffers[name] = tensor
+        if tensors:
+            foreach_copy_(tensors, values)
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        if not self._known:  # which are written shows in the first forward
-            self._kept = [k for k in self._kept if own_buffers(k[0])[k[1]] is not k[2] or not torch.equal(k[2], k[3])]
-            self._known = True
-        for module, name, tensor, value in self._kept:
-            own_buffers(module)[name] = tensor
-            tensor.data.copy_(value)
-
-    @classmethod
-    @contextmanager
-    def around(cls, model: nn.Module) -> Iterator[None]:
-        frozen = cls(model)
-        try:
-            yield
-        finally:
-            frozen.restore()
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 @contextmanager
@@ -167,11 +157,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for key, found in vars(m).items()
         if "_hooks" in key and isinstance(found, dict)
     ]
-    kept = {id(b): (b, b.detach().clone()) for b in model.buffers()}
     names: dict[int, Tensor] = {storage_id(p): p for p in model.parameters()}
     before = _Before(names)
     try:
-        with generators.kept(*(t.device for t in (*model.parameters(), *model.buffers()))), before:
+        devices = (t.device for t in (*model.parameters(), *model.buffers()))
+        with generators.kept(*devices), buffers_kept(model), before:
             yield
     finally:
         for module, own, parameters, buffers in vars_of:
@@ -186,7 +176,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             found.clear()
             found.update(own)
         with torch.no_grad():
-            for tensor, value in (*kept.values(), *before.kept.values()):
+            for tensor, value in before.kept.values():
                 tensor.data.copy_(value)
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from meshfit.anatomy.pairs import LAYERS, Pair, Pairs
+from meshfit.anatomy.pair_finder import Pair
+from meshfit.anatomy.pairs import LAYERS, Pairs
 from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.shares import as_ranges
 from meshfit.axes.prove import Refused
