@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshfit.data import tree
 from meshfit.data.tree import call
 from meshfit.errors import DataError, JobError
 
@@ -141,6 +142,23 @@ class LossDenominator:
     def known(self) -> bool:
         """Whether the weights follow from the samples alone, before anything is computed."""
         return self.kind in ("samples", "sum", "batch")
+
+
+def finders(batch: Any) -> list[Callable[[Any], Tensor]]:
+    """Ways to find integer targets in a batch: each of its tensors, as it is or less its first position
+    (a language model's own loss predicts each next token)."""
+    found: list[Callable[[Any], Tensor]] = []
+    for place, leaf in enumerate(tree.leaves(batch)):
+        if isinstance(leaf, Tensor) and not leaf.is_floating_point():
+            found.append(functools.partial(_leaf, place=place, skip=0))
+            if leaf.dim() > 1:
+                found.append(functools.partial(_leaf, place=place, skip=1))
+    return found
+
+
+def _leaf(batch: Any, *, place: int, skip: int) -> Tensor:
+    leaf = list(tree.leaves(batch))[place]
+    return leaf[..., skip:]
 
 
 def stated(objective: Objective) -> LossDenominator | None:

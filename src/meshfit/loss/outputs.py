@@ -11,7 +11,17 @@ from torch import Tensor
 
 from meshfit.data import tree
 from meshfit.generators import Generators
-from meshfit.loss.parts import cut_rows, cuts_of
+
+
+def cuts_of(samples: int) -> list[tuple[int, int]]:
+    """Ways to cut some samples into two parts, of different sizes where that can be."""
+    return list(dict.fromkeys((first, samples - first) for first in (max(1, (samples - 1) // 2), max(1, samples // 4))))
+
+
+def cut_rows(whole: Tensor, dim: int, cut: slice, samples: int) -> Tensor:
+    """The rows of some samples; there may be several for each."""
+    each = whole.shape[dim] // samples
+    return whole.narrow(dim, cut.start * each, (cut.stop - cut.start) * each)
 
 
 class NoRows(Exception):

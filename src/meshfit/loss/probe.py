@@ -19,7 +19,9 @@ from math import isfinite
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.expert import balance
@@ -29,9 +31,8 @@ from meshfit.generators import Generators
 from meshfit.loss.batch_loss import whole_outputs
 from meshfit.loss.draws import Composing, Incomparable, Noting
 from meshfit.loss.gather import gathering
-from meshfit.loss.objective import LossDenominator, Objective, call, check_scalar, split, stated
-from meshfit.loss.outputs import NoRows, bytes_moved, output_rows
-from meshfit.loss.parts import CrossEntropies, cut_rows, cuts_of, finders
+from meshfit.loss.objective import LossDenominator, Objective, call, check_scalar, finders, split, stated
+from meshfit.loss.outputs import NoRows, bytes_moved, cut_rows, cuts_of, output_rows
 from meshfit.torch_private import BatchNorm, Dropout
 
 SAMPLES = 8
@@ -121,6 +122,25 @@ def _prepared(model: nn.Module, way: _Way) -> Iterator[nn.Module]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+class CrossEntropies(TorchFunctionMode):
+    """Notes every mean cross entropy computed below it: (result, targets, ignored index, class weights)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor, int, Tensor | None]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (F.cross_entropy, F.nll_loss):
+            given: dict[str, Any] = dict(
+                zip(("input", "target", "weight", "size_average", "ignore_index"), args, strict=False)
+            )
+            given |= kwargs or {}
+            if given.get("reduction", "mean") == "mean":
+                self.seen.append((result, given["target"], given.get("ignore_index", -100), given.get("weight")))
+        return result
 
 
 @dataclass
