@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks import zoo
 from meshfit.anatomy.record import Recording, TraceError, record
 from meshfit.anatomy.record_program import tensors
-from meshfit.anatomy.replay import Environment, bind, replay, replay_range
+from meshfit.anatomy.replay import Environment, bind, replay, replay_steps
 from meshfit.anatomy.trace import EventCost
 from meshfit.data import tree
 from meshfit.loss.objective import call
@@ -260,7 +260,7 @@ def test_a_program_runs_in_parts() -> None:
         live = {
             id for id in live if id in recording.trace.outputs or recording.trace.values[id].used_by[-1:] >= (stop,)
         }
-        env = replay_range(recording, start, stop, env)
+        replay_steps(recording.steps[start:stop], env)
         assert live <= set(env.values)
         env = Environment(model, {id: env.values[id] for id in live})  # nothing else crosses
     assert all(

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_forward import Recorder
-from meshfit.anatomy.record_known import Origin, objects_in, storage
-from meshfit.anatomy.record_program import Instruction, ModuleRef, Ref, references
+from meshfit.anatomy.record_known import Origin, storage
+from meshfit.anatomy.record_program import Instruction, ModuleRef, Ref, objects_in, references
 from meshfit.anatomy.replay import Recording, fact
 from meshfit.anatomy.trace import Dynamic, Event, EventCost, Parameter, Trace, Value
 from meshfit.data import tree

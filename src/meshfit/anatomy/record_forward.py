@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfit.anatomy.cost import Meter
-from meshfit.anatomy.record_known import GlueError, Known, Origin, above, line_of_call, objects_in, storage
+from meshfit.anatomy.record_known import GlueError, Known, Origin, above, line_of_call, storage
 from meshfit.anatomy.record_meta import DEVICES, all_on_meta, on_meta, on_zeros
-from meshfit.anatomy.record_program import Get, Held, Instruction, Ref, Set, current_mode, made, tensors
+from meshfit.anatomy.record_program import Get, Held, Instruction, Ref, Set, current_mode, made, objects_in, tensors
 from meshfit.anatomy.replay import Environment, run
 from meshfit.anatomy.trace import Dynamic
 from meshfit.data import tree

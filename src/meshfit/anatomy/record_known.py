@@ -258,13 +258,3 @@ def _same(one: list[Any], other: list[Any]) -> bool:
         a is b or (type(a) is type(b) and isinstance(a, int | float | str | bytes) and a == b)
         for a, b in zip(one, other, strict=True)
     )
-
-
-def objects_in(tree: Any) -> list[Object]:
-    if isinstance(tree, Object):
-        return [tree]
-    if isinstance(tree, tuple | list):
-        return [found for item in tree for found in objects_in(item)]
-    if type(tree) is dict:
-        return [found for item in tree.values() for found in objects_in(item)]
-    return []

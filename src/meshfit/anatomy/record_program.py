@@ -138,20 +138,24 @@ class Instruction:
         return tuple(dict.fromkeys(r for r in references((self.args, self.kwargs)) if isinstance(r, Held)))
 
 
-def references(tree: Any) -> Iterator[Any]:
-    """Every reference in encoded arguments, in order."""
-    if isinstance(tree, REFERENCES):
+def marks(tree: Any) -> Iterator[Any]:
+    """Every reference and ``Object`` in encoded arguments, in order."""
+    if isinstance(tree, (*REFERENCES, Object)):
         yield tree
-    elif isinstance(tree, Object):
-        yield from tree.references
-    elif isinstance(tree, slice):
-        yield from references((tree.start, tree.stop, tree.step))
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from references(item)
-    elif type(tree) is dict:
-        for item in tree.values():
-            yield from references(item)
+    elif isinstance(tree, tuple | list | dict | slice):
+        items = (tree.start, tree.stop, tree.step) if isinstance(tree, slice) else tree
+        for item in items.values() if isinstance(items, dict) else items:
+            yield from marks(item)
+
+
+def references(tree: Any) -> Iterator[Any]:
+    """Every reference, those in objects too."""
+    for mark in marks(tree):
+        yield from mark.references if isinstance(mark, Object) else (mark,)
+
+
+def objects_in(tree: Any) -> list[Object]:
+    return [mark for mark in marks(tree) if isinstance(mark, Object)]
 
 
 def contents(tree: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:

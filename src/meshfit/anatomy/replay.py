@@ -91,7 +91,7 @@ def replay(recording: Recording, model: nn.Module, inputs: Any) -> Any:
         recorded, now = ("training", "eval") if recording.trace.training else ("eval", "training")
         raise TraceError(f"recorded in {recorded} mode, replayed on a model in {now} mode", "record it again")
     env = Environment(model, bind(recording, inputs))
-    replay_range(recording, 0, len(recording.steps), env)
+    replay_steps(recording.steps, env)
     return decode(recording.outputs, env.resolve)
 
 
@@ -111,15 +111,9 @@ def fact(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def replay_range(recording: Recording, start: int, stop: int, env: Environment) -> Environment:
-    """Run events ``start`` to ``stop`` (not included) on the values in ``env``. Afterwards it holds what later
-    events or the outputs need; the rest has been let go."""
-    replay_steps(recording.steps[start:stop], env)
-    return env
-
-
 def replay_steps(steps: Sequence[Instruction], env: Environment) -> None:
-    """Run ``steps``, those of an activation checkpoint under one."""
+    """Run ``steps`` on the values in ``env``, those of an activation checkpoint under one. Afterwards it holds what
+    later steps or the outputs need; the rest has been let go."""
     for region, group in groupby(steps, key=lambda step: step.checkpoint):
         if region is None or not torch.is_grad_enabled():
             run(list(group), env)

@@ -17,7 +17,7 @@ from itertools import pairwise, zip_longest
 
 from meshfit.anatomy.branches import successors
 from meshfit.anatomy.cuts import StageCut, Stages, stages_at, storage_of
-from meshfit.anatomy.record_known import objects_in
+from meshfit.anatomy.record_program import objects_in
 from meshfit.anatomy.replay import Recording
 from meshfit.anatomy.trace import Event, Trace
 

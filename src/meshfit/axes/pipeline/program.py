@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshfit.anatomy.cuts import Stages, storage_of
 from meshfit.anatomy.record import Recording, record
 from meshfit.anatomy.record_program import decode
-from meshfit.anatomy.replay import Environment, bind, fact, replay_range, run
+from meshfit.anatomy.replay import Environment, bind, fact, replay_steps, run
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.pipeline.cut import Split, decided, stages_like
 from meshfit.axes.shard.units import Whole, _relative
@@ -154,7 +154,7 @@ class StageProgram(Recorded):
         stages, env = self.stages, Environment(root, self.fed(stage, given, received), device)
         run([self.recording.steps[i] for i in stages.recomputed[stage]], env)
         events = stages.ranges[stage]
-        replay_range(self.recording, events.start, events.stop, env)
+        replay_steps(self.recording.steps[events.start : events.stop], env)
         if stage < len(stages.ranges) - 1:
             return Ran([env.values[id] for id in self.crossing(stage)])
         return Ran([], decode(self.recording.outputs, env.resolve))
@@ -231,5 +231,5 @@ class Replayed:
         with ThreadPoolExecutor(1) as outside:  # of the modes of torch that the caller is in
             recording = outside.submit(find).result().recording
         env = Environment(whole, bind(recording, (content,)), device)
-        replay_range(recording, 0, len(recording.steps), env)
+        replay_steps(recording.steps, env)
         return decode(recording.outputs, env.resolve)
