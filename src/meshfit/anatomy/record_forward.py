@@ -107,9 +107,8 @@ class Recorder(TorchFunctionMode, Known):
     ) -> Any:
         """Run ``call``, and keep it if it made or changed a tensor."""
         self.check_draws()
-        step = Instruction(kind, target, name, self.inside, line_of_call(), self.encode(args), self.encode(kwargs))
+        step = self._instruction(kind, target, name, args, kwargs)
         step.within = tuple(self.stack)
-        self._place(step)
         given = tensors((args, kwargs))
         owned = [] if module is None else [*module.parameters(), *module.buffers()]
         before = [(tensor, version(tensor), tensor.requires_grad) for tensor in (*given, *owned)]
@@ -128,11 +127,14 @@ class Recorder(TorchFunctionMode, Known):
             self._keep(step, found, changed, owned)
         return result
 
-    def _place(self, step: Instruction) -> None:
-        """Where in the forward a step stands."""
-        mode = current_mode()
-        step.number, step.checkpoint = len(self.steps), self._region()
-        step.mode = None if mode == self.start_mode else mode
+    def _instruction(self, kind: str, target: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Instruction:
+        step = Instruction(kind, target, name, self.inside, line_of_call(), self.encode(args), self.encode(kwargs))
+        mode, pack = current_mode(), checkpoint_now()
+        if pack is not None:
+            self.kept.append(pack)
+            step.checkpoint = id(pack)
+        step.number, step.mode = len(self.steps), None if mode == self.start_mode else mode
+        return step
 
     def _keep(self, step: Instruction, found: list[Tensor], changed: list[Tensor], owned: list[Tensor]) -> None:
         source = self.sources_of(step) | self.seen
@@ -217,9 +219,8 @@ class Recorder(TorchFunctionMode, Known):
             self.fail(f"{path}.{name} is set to another {type(value).__name__}")
         with self.unwatched():
             held = Held("buffer" if name in own_buffers(module) else "attribute", path, name)
-            step = Instruction("assign", held, held.name, self.inside, line_of_call(), (self.encode(value),))
+            step = self._instruction("assign", held, held.name, (value,), {})
             step.changes = (held.name,)
-            self._place(step)
             self.steps.append(step)
             self.note(f"{held.name} is set in the forward")
 
@@ -244,9 +245,7 @@ class Recorder(TorchFunctionMode, Known):
         """The value, if it can be known to hold at replay; and a step that checks it, if it may not."""
         with self.unwatched():
             self.check_draws()
-            step = Instruction(
-                "guard", function, what, self.inside, line_of_call(), self.encode(args), self.encode(kwargs)
-            )
+            step = self._instruction("guard", function, what, args, kwargs)
             source = self.sources_of(step)
             depends = _depends_on(source)
             self.dynamic[Dynamic(self.inside, step.line, what, depends)] = None
@@ -260,12 +259,11 @@ class Recorder(TorchFunctionMode, Known):
 
     def _guard(self, step: Instruction, value: Any) -> None:
         step.expected = value
-        self._place(step)
         self.steps.append(step)
 
     def _check_size(self, function: Callable, name: str, args: tuple, kwargs: dict[str, Any], size: Any) -> None:
         """A size that depends on values is baked into what follows: replay must find the same."""
-        step = Instruction("guard", function, name, self.inside, line_of_call(), self.encode(args), self.encode(kwargs))
+        step = self._instruction("guard", function, name, args, kwargs)
         source = self.sources_of(step)
         if Origin.RAGGED in source:
             self.dynamic[Dynamic(self.inside, step.line, f"size of a tensor ({name})", _depends_on(source))] = None
@@ -348,13 +346,6 @@ class Recorder(TorchFunctionMode, Known):
 
     def note(self, text: str) -> None:
         self.notes[text] = None
-
-    def _region(self) -> int | None:
-        """Number of the activation checkpoint in which the forward is, if it is in one."""
-        if (pack := checkpoint_now()) is None:
-            return None
-        self.kept.append(pack)
-        return id(pack)
 
 
 def _depends_on(source: Origin) -> str:
