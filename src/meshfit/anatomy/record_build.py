@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.record_forward import Recorder
 from meshfit.anatomy.record_known import Origin, storage
-from meshfit.anatomy.record_program import Instruction, ModuleRef, Ref, objects_in, references
+from meshfit.anatomy.record_program import Instruction, ModuleRef, ValueRef, objects_in, references
 from meshfit.anatomy.replay import Recording, fact
 from meshfit.anatomy.trace import Dynamic, Event, EventCost, Parameter, Trace, Value
 from meshfit.data import tree
@@ -36,7 +36,7 @@ def built(
     notes: tuple[str, ...],
 ) -> Recording:
     steps, ties = recorder.steps, tied(model)
-    wanted = tuple(dict.fromkeys(r.id for r in references(outputs) if isinstance(r, Ref)))
+    wanted = tuple(dict.fromkeys(r.id for r in references(outputs) if isinstance(r, ValueRef)))
     trace = Trace(
         events=tuple(_event(model, index, step, ties, costs) for index, step in enumerate(steps)),
         values=_values(recorder, steps),

@@ -16,7 +16,17 @@ from torch.overrides import TorchFunctionMode
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.record_known import GlueError, Known, Origin, above, line_of_call, storage
 from meshfit.anatomy.record_meta import DEVICES, all_on_meta, on_meta, on_zeros
-from meshfit.anatomy.record_program import Get, Held, Instruction, Ref, Set, current_mode, made, objects_in, tensors
+from meshfit.anatomy.record_program import (
+    AttributeRef,
+    Get,
+    Instruction,
+    Set,
+    ValueRef,
+    current_mode,
+    made,
+    objects_in,
+    tensors,
+)
 from meshfit.anatomy.replay import Environment, run
 from meshfit.anatomy.trace import Dynamic
 from meshfit.data import tree
@@ -196,16 +206,16 @@ class Recorder(TorchFunctionMode, Known):
 
     # State that the glue leaves in the model
 
-    def attributes(self) -> dict[Held, Tensor]:
+    def attributes(self) -> dict[AttributeRef, Tensor]:
         """Tensors in the attributes of open modules."""
-        found: dict[Held, Tensor] = {}
+        found: dict[AttributeRef, Tensor] = {}
         for path, module in self.model.named_modules():
             if any(outer in self.atoms for outer in above(path)):
                 continue  # replayed by the module itself
             for kind, owned in (("buffer", own_buffers(module)), ("attribute", vars(module))):
                 for name, thing in owned.items():
                     if isinstance(thing, Tensor):
-                        found[Held(kind, path, name)] = thing
+                        found[AttributeRef(kind, path, name)] = thing
         return found
 
     def set(self, path: str, name: str, value: Any) -> None:
@@ -218,13 +228,13 @@ class Recorder(TorchFunctionMode, Known):
         if isinstance(value, nn.Module | nn.Parameter):
             self.fail(f"{path}.{name} is set to another {type(value).__name__}")
         with self.unwatched():
-            held = Held("buffer" if name in own_buffers(module) else "attribute", path, name)
+            held = AttributeRef("buffer" if name in own_buffers(module) else "attribute", path, name)
             step = self._instruction("assign", held, held.name, (value,), {})
             step.changes = (held.name,)
             self.steps.append(step)
             self.note(f"{held.name} is set in the forward")
 
-    def assigned(self, before: dict[Held, Tensor]) -> None:
+    def assigned(self, before: dict[AttributeRef, Tensor]) -> None:
         """Add a step for every tensor that came into an open module in another way, next to the step that made it."""
         done = {step.target for step in self.steps if step.kind == "assign"}
         for held, tensor in self.attributes().items():
@@ -232,7 +242,7 @@ class Recorder(TorchFunctionMode, Known):
                 continue
             self.stack = [held.path]
             value = self.find(tensor)
-            makers = [i for i, step in enumerate(self.steps) if isinstance(value, Ref) and value.id in step.outs]
+            makers = [i for i, step in enumerate(self.steps) if isinstance(value, ValueRef) and value.id in step.outs]
             step = Instruction("assign", held, held.name, held.path, "", (value,), changes=(held.name,))
             step.line = self.steps[makers[-1]].line if makers else ""
             self.steps.insert(makers[-1] + 1 if makers else len(self.steps), step)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from meshfit import patches
 from meshfit.anatomy.record_program import (
     PLAIN,
+    AttributeRef,
     Device,
-    Held,
     Instruction,
     ModuleRef,
     Object,
-    Ref,
+    ValueRef,
     contents,
     rebuilt,
 )
@@ -67,7 +67,7 @@ class Known:
         """Whether autograd followed a value when its step was done; by number, too."""
         self.numbers: dict[int, int] = {}
         """Numbers of values, by identity of the tensor."""
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, AttributeRef] = {}
         self.constants: set[int] = set()
         self.objects: dict[int, tuple[Object, list[Any]]] = {}
         self.storages: set[int] = set()
@@ -92,12 +92,12 @@ class Known:
             for kind, owned in (("parameter", own_parameters(module)), ("buffer", own_buffers(module))):
                 for name, tensor in owned.items():
                     if tensor is not None:
-                        self._hold(tensor, Held(kind, path, name))
+                        self._hold(tensor, AttributeRef(kind, path, name))
             for name, thing in vars(module).items():
                 if isinstance(thing, Tensor | torch.Generator):
-                    self._hold(thing, Held("attribute", path, name))
+                    self._hold(thing, AttributeRef("attribute", path, name))
 
-    def _hold(self, thing: Any, held: Held) -> None:
+    def _hold(self, thing: Any, held: AttributeRef) -> None:
         if id(thing) not in self.held and id(thing) not in self.numbers:
             self.held[id(thing)] = held
             self.kept.append(thing)
@@ -118,7 +118,7 @@ class Known:
         if number is not None:
             if tensor.requires_grad and not self.tracked[number]:
                 self.fail("code that cannot be watched gave a tensor its gradient")
-            return Ref(number)
+            return ValueRef(number)
         if id(tensor) in self.held:
             return self.held[id(tensor)]
         if id(tensor) in self.constants:
@@ -134,14 +134,14 @@ class Known:
         self.constants.add(id(tensor))
         return tensor
 
-    def _left_behind(self, held: Held, tensor: Tensor) -> Any:
+    def _left_behind(self, held: AttributeRef, tensor: Tensor) -> Any:
         """A tensor that a module left in an attribute during this forward: one more thing its step made."""
         path = next((path for path in above(held.path) if path in self.atoms), None)
         step = next((step for step in reversed(self.steps) if step.kind == "module" and step.target == path), None)
         if step is None:
             return held
         del self.held[id(tensor)]
-        ref = Ref(self.new(tensor, self.sources_of(step) | Origin.PARAMETER))
+        ref = ValueRef(self.new(tensor, self.sources_of(step) | Origin.PARAMETER))
         step.attributes.append((held, ref.id))
         return ref
 

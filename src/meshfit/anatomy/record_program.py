@@ -2,12 +2,12 @@
 
 A step is one call. Its arguments stand as they were given, except for what belongs to one run only:
 
-    Ref      a value: an input, or what an earlier step made
-    Held     a parameter, buffer or other attribute of the model, read when the step runs
-    Part     a module of the model
-    Device   the device of the recording: at replay, the model's own
-    Object   an instance of some class that holds tensors: built again from a snapshot, once per replay,
-             so that what one step does to it the next step sees
+    ValueRef      a value: an input, or what an earlier step made
+    AttributeRef  a parameter, buffer or other attribute of the model, read when the step runs
+    ModuleRef     a module of the model
+    Device        the device of the recording: at replay, the model's own
+    Object        an instance of some class that holds tensors: built again from a snapshot, once per replay,
+                  so that what one step does to it the next step sees
 
 Everything else (numbers, shapes, dtypes, tensors that the code made of numpy arrays) is taken as it was.
 """
@@ -31,12 +31,12 @@ class TraceError(MeshfitError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class ValueRef:
     id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class AttributeRef:
     kind: str
     """ "parameter", "buffer" or "attribute"."""
     path: str
@@ -68,7 +68,7 @@ class Object:
     """Those in it, in order."""
 
 
-REFERENCES = (Ref, Held, ModuleRef, Device)
+REFERENCES = (ValueRef, AttributeRef, ModuleRef, Device)
 
 PLAIN = (
     *(int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, enum.Enum),
@@ -95,7 +95,7 @@ class Instruction:
     """ "module", "glue", "guard" (a value that Python read must be what it was) or "assign" (set an attribute)."""
 
     target: Any
-    """The module's path; the function; what a guard calls; the ``Held`` that is assigned."""
+    """The module's path; the function; what a guard calls; the ``AttributeRef`` that is assigned."""
 
     name: str
     inside: str
@@ -105,7 +105,7 @@ class Instruction:
     outs: list[int] = field(default_factory=list)
     """Ids of the tensors in what it returns, each once; then of those it adds to its arguments; -1: of no use."""
 
-    attributes: list[tuple[Held, int]] = field(default_factory=list)
+    attributes: list[tuple[AttributeRef, int]] = field(default_factory=list)
     """Tensors the module leaves in its attributes and later steps read."""
 
     mutates: tuple[int, ...] = ()
@@ -131,11 +131,11 @@ class Instruction:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(r.id for r in references((self.args, self.kwargs)) if isinstance(r, Ref)))
+        return tuple(dict.fromkeys(r.id for r in references((self.args, self.kwargs)) if isinstance(r, ValueRef)))
 
     @property
-    def held(self) -> tuple[Held, ...]:
-        return tuple(dict.fromkeys(r for r in references((self.args, self.kwargs)) if isinstance(r, Held)))
+    def held(self) -> tuple[AttributeRef, ...]:
+        return tuple(dict.fromkeys(r for r in references((self.args, self.kwargs)) if isinstance(r, AttributeRef)))
 
 
 def marks(tree: Any) -> Iterator[Any]:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshfit.anatomy.record_program import (
+    AttributeRef,
     Device,
-    Held,
     Instruction,
     Mode,
     ModuleRef,
     Object,
-    Ref,
     TraceError,
+    ValueRef,
     build,
     decode,
     made,
@@ -63,9 +63,9 @@ class Environment:
 
     def resolve(self, reference: Any) -> Any:
         match reference:
-            case Ref():
+            case ValueRef():
                 return self.values[reference.id]
-            case Held():
+            case AttributeRef():
                 return getattr(self.model.get_submodule(reference.path), reference.attribute)
             case ModuleRef():
                 return self.model.get_submodule(reference.path)

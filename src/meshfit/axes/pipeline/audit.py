@@ -13,7 +13,7 @@ from torch import nn
 from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cuts import storage_of
 from meshfit.anatomy.record import Recording, TraceError, record
-from meshfit.anatomy.record_program import Instruction, Ref, decode, references, tensors
+from meshfit.anatomy.record_program import Instruction, ValueRef, decode, references, tensors
 from meshfit.anatomy.replay import Environment, bind, run
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.pipeline.cut import learnt
@@ -141,6 +141,6 @@ def _rows_by(step: Instruction, event: Event, trace: Trace) -> tuple[int, ...]:
         return tuple(
             r.id
             for r in references(step.args[1:])
-            if isinstance(r, Ref) and r.id in trace.values and trace.values[r.id].dtype in ("bool", "uint8")
+            if isinstance(r, ValueRef) and r.id in trace.values and trace.values[r.id].dtype in ("bool", "uint8")
         )
     return event.reads
