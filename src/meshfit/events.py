@@ -57,7 +57,7 @@ class Ended(NamedTuple):
     seconds: dict[str, float]
 
 
-class Held(NamedTuple):
+class HeldSpan(NamedTuple):
     """A span that is not written yet."""
 
     name: str
@@ -91,7 +91,7 @@ class Events:
         self._reported = Ended(self.start, 0, {})
         """Where the last line of totals ended."""
         self._reported_traffic: dict[str, list[int]] = {}
-        self._held: deque[Held | dict[str, Any]] = deque()
+        self._held: deque[HeldSpan | dict[str, Any]] = deque()
         self._reading = threading.Lock()  # many threads may add, one at a time takes away
         self._gpu: _GpuClock | None = None
         self._aside = False
@@ -152,7 +152,7 @@ class Events:
         detailed = self._detailed if self._gpu is None or name in PHASES else self._deep
         written = self._file is not None and (detailed or took > LONG_SECONDS)
         if marks is not None or written:
-            self._held.append(Held(name, self._step, began - self.start, took, about, marks, written))
+            self._held.append(HeldSpan(name, self._step, began - self.start, took, about, marks, written))
         if self.own_flushes and ended - self._flushed > FLUSH_SECONDS:
             self.flush()
 
@@ -275,11 +275,11 @@ class Events:
         while not last and passed and not gpu.passed(held[passed - 1]):  # those before a passed one have passed, too
             passed -= 1
         if not last:  # whole steps only
-            later = (i for i, e in enumerate(held[:passed]) if isinstance(e, Held) and e.step > until)
+            later = (i for i, e in enumerate(held[:passed]) if isinstance(e, HeldSpan) and e.step > until)
             passed = next(later, passed)
         settled = []
         for entry in held[:passed]:
-            if isinstance(entry, Held) and entry.marks is not None:
+            if isinstance(entry, HeldSpan) and entry.marks is not None:
                 at, took = gpu.read(*entry.marks)
                 self.gpu_seconds[entry.name] += took * (1.0 if entry.name in PHASES else _stands_for(entry.step))
                 entry = entry._replace(about={**entry.about, "gpu_at": at, "gpu_for": took}, marks=None)
@@ -318,7 +318,7 @@ def _stands_for(step: int) -> float:
     return max(1.0, (1 << (step.bit_length() - 1)) / FULL_STEPS) if step > FULL_STEPS else float(MARKED)
 
 
-def _text(span: Held) -> str:
+def _text(span: HeldSpan) -> str:
     """As JSON; json.dumps would take longer."""
     more = "".join(
         f', "{key}": {value:.6f}'
@@ -381,7 +381,7 @@ class _GpuClock:
         self._last, self._made = mark, time.perf_counter()
         return mark
 
-    def passed(self, entry: Held | dict[str, Any]) -> bool:
+    def passed(self, entry: HeldSpan | dict[str, Any]) -> bool:
         """Whether the device has passed the end of a span; False where it has no marks."""
         if isinstance(entry, dict) or entry.marks is None:
             return False

@@ -11,6 +11,7 @@ from rich.text import Text
 from torch import nn
 
 from meshfit.axes.data.batchnorm import batch_norms
+from meshfit.cli.script import Which
 from meshfit.cli.script import run as run_script
 from meshfit.drive import begin
 from meshfit.errors import JobError, MeshfitError
@@ -29,7 +30,7 @@ def compare(
     steps: Annotated[int, typer.Option(help="Steps to train under each plan.")] = 30,
     devices: Annotated[str | None, typer.Option(help='"auto", 4, "cpu:4" or "cuda:0,2".')] = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs and the picture.")] = Path("runs/compare"),
-    fit: Annotated[int, typer.Option(help="Which of the script's calls of fit to act on.")] = 1,
+    fit: Which = 1,
 ) -> None:
     """Compare plans, or runs: losses, speed, memory, traffic, waiting. One table, one picture.
 

@@ -25,7 +25,7 @@ from meshfit.anatomy.pairs import Pairs, find_pairs
 from meshfit.anatomy.record import SHARE, TraceError, record
 from meshfit.anatomy.trace import Trace
 from meshfit.cli import tell
-from meshfit.cli.screen import show, tell_of
+from meshfit.cli.screen import show
 from meshfit.cli.script import run
 from meshfit.data import tree
 from meshfit.data.datasets import open_source
@@ -103,8 +103,7 @@ def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_
         if as_json:
             print(json.dumps({**asdict(found), "tensor": split}, indent=1))
         else:
-            show(found)
-            tell_of("tensor=2", split)
+            show(found, split)
 
     if target.endswith(".py"):
         _inspect_script(Path(target), arguments, specs, which, tell_about, quiet=as_json)

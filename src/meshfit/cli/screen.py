@@ -15,28 +15,19 @@ from meshfit.units import flop, quantity, size
 WIDTH = 100
 
 
-def _console() -> Console:
+def show(found: Description, tensor: list[str]) -> None:
+    """``tensor``: the splits of tensor=2, in words."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=WIDTH)
-    return console
-
-
-def show(found: Description) -> None:
-    console = _console()
     for part in (_facts(found), _modules_table(found), _stages_table(found), _axes_table(found)):
         console.print()
         console.print(part)
     console.print("\n [dim]forward, kept and sent: for one sample. time: by flops and bytes, with the backward[/]")
-
-
-def tell_of(title: str, lines: list[str]) -> None:
-    """Some lines under a title."""
-    if lines:
-        console = _console()
-        console.print(f"\n [bold]{title}[/bold]")
-        for line in lines:
-            console.print(f" {line}", markup=False, highlight=False)
+    if tensor:
+        console.print("\n [bold]tensor=2[/bold]")
+    for line in tensor:
+        console.print(f" {line}", markup=False)
 
 
 def _facts(found: Description) -> Table:

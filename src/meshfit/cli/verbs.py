@@ -8,7 +8,6 @@ from rich.console import Console
 from meshfit.cli import checkpoint, tell
 from meshfit.cli.compare import compare
 from meshfit.cli.data import data
-from meshfit.cli.join import KeyFile, join
 from meshfit.cli.page import report, watch
 from meshfit.cli.script import Arguments, Script, Which, run
 from meshfit.errors import MeshfitError
@@ -21,12 +20,13 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 PlanText = Annotated[str | None, typer.Option("--plan", help='Instead of the script\'s: "data=4", say.')]
 DeviceText = Annotated[str | None, typer.Option("--devices", help='"auto", 4, "cpu:4" or "cuda:0,2".')]
+KeyFile = Annotated[str | None, typer.Option("--key-file", help="A file with the key, readable by its owner only.")]
 
 FAILED = 2
 """Exit code of a verb whose other exit codes are answers."""
 
 app.add_typer(checkpoint.app, name="checkpoint")
-for verb in (join, report, watch, compare, data):
+for verb in (report, watch, compare, data):
     app.command()(verb)
 
 
@@ -52,6 +52,24 @@ def train(
     key.read_from(key_file)
     changes: dict[str, Any] = _given(plan=plan, devices=devices, out=out, checkpoint=checkpoint, listen=listen)
     changes |= {"resume": True} if resume else {}
+    run(script, arguments or [], lambda asked: {**asked, **changes}, fit)
+
+
+@app.command()
+def join(
+    at: Annotated[str, typer.Argument(help="Where the run listens: 10.0.0.5:7000.", show_default=False)],
+    script: Script,
+    arguments: Arguments = None,
+    workers: Annotated[int | None, typer.Option(help="How many; by default one for each GPU, or one.")] = None,
+    devices: Annotated[str | None, typer.Option("--devices", help='Instead: "cpu:2" or "cuda:0,2".')] = None,
+    key_file: KeyFile = None,
+    fit: Which = 1,
+) -> None:
+    """Join a run that "meshfit train --listen" began, as workers, until it ends."""
+    key.read_from(key_file)
+    changes: dict[str, Any] = {"join": at, "listen": None}
+    if workers is not None or devices is not None:
+        changes["devices"] = workers if devices is None else devices
     run(script, arguments or [], lambda asked: {**asked, **changes}, fit)
 
 

@@ -24,8 +24,9 @@ class Sampler:
 
     def __init__(self, events: Events, device: torch.device, *, first: bool, seconds: float = SECONDS):
         self.events, self.seconds = events, seconds
-        self.process, self.machine = _Process(), _Machine() if first else None
-        self.gpu = _Gpu(device) if device.type == "cuda" else None
+        self._of: list[_Process | _Machine | _Gpu] = [_Process()]
+        self._of += [_Machine()] if first else []
+        self._of += [_Gpu(device)] if device.type == "cuda" else []
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._work, name="meshfit-observe", daemon=True)
 
@@ -52,12 +53,7 @@ class Sampler:
                 self.events.flush()
 
     def look(self) -> dict[str, Any]:
-        found = self.process.look()
-        if self.machine is not None:
-            found |= self.machine.look()
-        if self.gpu is not None:
-            found |= self.gpu.look()
-        return found
+        return {name: value for each in self._of for name, value in each.look().items()}
 
 
 class _Rates:

@@ -19,7 +19,7 @@ from meshfit.observe.kinds import PHASES, kind_of
 from meshfit.observe.reading import Rank, RecordedRun, RecordedSpan
 from meshfit.observe.svg import animated, document, lane, legend, names_between
 
-LANE, GAP, LEFT, TOP, RIGHT = 30, 8, 92, 34, 12
+WIDTH, LANE, GAP, LEFT, TOP, RIGHT = 1100, 30, 8, 92, 34, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,20 +155,13 @@ def step_bounds(run: RecordedRun) -> dict[int, tuple[float, float]]:
     return {step: ends for step, ends in found.items() if step in made}
 
 
-def picture(
-    run: RecordedRun,
-    window: StepRange | None = None,
-    *,
-    width: int = 1100,
-    title: str | None = None,
-    moving: float = 0.0,
-) -> str:
+def picture(run: RecordedRun, window: StepRange | None = None, *, title: str | None = None, moving: float = 0.0) -> str:
     """An SVG of ``window``: by default of some usual steps. ``moving``: seconds in which it is revealed from left to
     right, again and again."""
     window = window or next(iter(windows(run)), None)
     if window is None:
         return ""
-    start, end, right = window.start, window.end, width - RIGHT
+    start, end, right = window.start, window.end, WIDTH - RIGHT
     scale = (right - LEFT) / max(end - start, 1e-9)
     labels, boxes, names = [], [], dict[str, None]()
     for row, (label, rank) in enumerate(lanes(run)):
@@ -191,7 +184,7 @@ def picture(
     to = f" to {window.last}" if window.last > window.first else ""
     heading = escape(title or f"{run.plan}   step {window.first}{to}")
     head = f'<text class="head" x="{LEFT}" y="20">{heading}</text>'
-    return document(head + "".join(labels) + _axis(end - start, scale, bottom) + colours + shown, names, width, height)
+    return document(head + "".join(labels) + _axis(end - start, scale, bottom) + colours + shown, names, WIDTH, height)
 
 
 def passed(run: RecordedRun, window: StepRange) -> list[tuple[int, float, int, float]]:

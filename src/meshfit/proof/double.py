@@ -1,4 +1,4 @@
-"""A job in fp64: model, optimizer state, loss and floating data cast to double. Whole numbers stay as they are."""
+"""A job in fp64: model, optimizer state, loss and floating-point data cast to double. Integers stay as they are."""
 
 import copy
 import functools
@@ -21,9 +21,9 @@ from meshfit.torch_private import map_tensors_in_place
 
 
 def doubled(job: Job) -> Job:
-    """``job`` in fp64; the job it is made of is left as it is. The plan must not name a lower precision."""
+    """A copy of ``job`` in fp64. The plan must not name a lower precision."""
     model, optimizer, loss = copy.deepcopy((job.build(), job.optimizer, _cast_loss(job.loss)))
-    map_tensors_in_place(model, _double)  # parameters stay the objects they are: an optimizer keeps them
+    map_tensors_in_place(model, _double)  # parameters stay the same objects, which an optimizer refers to
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
@@ -40,8 +40,14 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
+def _double_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, np.floating | np.ndarray) and leaf.dtype.kind == "f":
+        return np.asarray(leaf, np.float64)
+    return _double(leaf) if isinstance(leaf, Tensor) else leaf
+
+
 def _cast_loss(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """With the weights that a loss may hold."""
+    """With the tensors that a loss holds."""
     if isinstance(loss, functools.partial):
         keywords = {key: _double(v) if isinstance(v, Tensor) else v for key, v in loss.keywords.items()}
         return functools.partial(_cast_loss(loss.func) or loss.func, *loss.args, **keywords)
@@ -50,7 +56,7 @@ def _cast_loss(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True)
 class DoubleData:
-    """A job's data with floats in fp64, opened in the process that reads it."""
+    """A job's data with floats in fp64; opened in the process that reads it."""
 
     data: Any
 
@@ -73,16 +79,8 @@ class DoubleStream(SampleStream):
             yield [tree.map_leaves(_double_leaf, sample) for sample in samples]
 
 
-def _double_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return _double(leaf)
-    return (
-        np.asarray(leaf, np.float64) if isinstance(leaf, np.floating | np.ndarray) and leaf.dtype.kind == "f" else leaf
-    )
-
-
 class LowerPrecision(TorchFunctionMode):
-    """Notices activations of less than fp64 that are computed below it: a model may cast them itself."""
+    """Notes activations of less than fp64, since a model may cast them itself."""
 
     def __init__(self) -> None:
         super().__init__()
