@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.comm.group import from_first_rank
 from meshfit.data import tree
 from meshfit.errors import DataError, JobError
 
@@ -114,21 +115,7 @@ class Metrics:
             every = {name: merged.metric for name, merged in self.merged.items()} | self.gathered
             return {k: v for name, metric in every.items() for k, v in _numbers(name, metric.compute()).items()}
 
-        return self._broadcast(None if found is None else computed)
-
-    def _broadcast(self, find: Callable[[], Any] | None) -> Any:
-        """What the first rank finds, or raises, on every rank."""
-        found: list[Any] = [None]
-        if find is not None:
-            try:
-                found = [find()]
-            except Exception as error:  # the others wait for an answer
-                found = [error]
-        if self.group is not None:
-            dist.broadcast_object_list(found, group=self.group, group_src=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
+        return from_first_rank(computed, self.group)
 
     def _gather(self, mine: Any) -> list[Any] | None:
         """What ranks have, where it is not None, on the first rank; None on the others."""
@@ -146,7 +133,7 @@ class Metrics:
             batch = _joined(parts or [], self.device)
             return {name: is_mean(name, metric, *batch) for name, metric in self._untried.items()}
 
-        mean = self._broadcast(None if parts is None else probed)
+        mean = from_first_rank(probed, self.group)
         for name, metric in self._untried.items():
             if mean[name]:
                 self.means[name] = Mean(name, metric)
@@ -185,23 +172,22 @@ class Merged:
         self._at.append(at)
 
     def state(self) -> "State":
-        values = {name: _on_cpu(getattr(self.metric, name)) for name in self.reductions}
-        return self._at, self.metric._update_count, values
+        return self._at, {name: _on_cpu(getattr(self.metric, name)) for name in self.reductions}
 
     def merge(self, states: "list[State]") -> None:
         for name, reduction in self.reductions.items():
             if reduction != "dim_zero_cat":
-                stacked = torch.stack([state[name] for _, _, state in states])
+                stacked = torch.stack([state[name] for _, state in states])
                 merged: Any = REDUCTIONS[reduction](stacked).to(self.metric.device)
             else:  # one entry an update, in the order of the samples
-                entries = [(at, value) for ats, _, state in states for at, value in _entries(ats, state[name])]
+                entries = [(at, value) for ats, state in states for at, value in _entries(ats, state[name])]
                 merged = [value.to(self.metric.device) for _, value in sorted(entries, key=lambda entry: entry[0])]
             setattr(self.metric, name, merged)
-        self.metric._update_count = sum(count for _, count, _ in states)  # 0 would make it warn
+        self.metric._update_count = sum(len(ats) for ats, _ in states)  # 0 would make it warn
 
 
-State = tuple[list[tuple[int, int]], int, dict[str, Any]]
-"""(batch, share) of each update; their number; tensors, and lists of them, by name."""
+State = tuple[list[tuple[int, int]], dict[str, Any]]
+"""(batch, share) of each update; tensors, and lists of them, by name."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from meshfit.axes.precision import Precision
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.tensor.axis import splits_sequence
 from meshfit.axes.tensors import check_ties
-from meshfit.comm.group import Group
+from meshfit.comm.group import Group, from_first_rank
 from meshfit.plan import Plan
 
 L = TypeVar("L", bound=Applied)
@@ -231,11 +231,13 @@ def place(
     if trains and (plan.devices > 1 or plan.server or plan.microbatches > 1 or drops):
         arithmetic = lambda: Precision(plan.precision).arithmetic(device)
         asks = plan.buffers == "exact"
-        written = _agreed(lambda: find_written(model, objective, few, device, arithmetic, tries=asks), mesh)
+        written = from_first_rank(
+            lambda: find_written(model, objective, few, device, arithmetic, tries=asks), mesh.world
+        )
         check_buffers.check(plan, written, by_rows=splits_sequence(plan, device.type), joins=joins)
     if any(type(axis).find is not Axis.find for axis in used):
         kept = [writer.path for writer in written.writers if check_buffers.splits(plan)]
-        found = _agreed(lambda: find(plan, model, objective, few(), device.type, kept), mesh)
+        found = from_first_rank(lambda: find(plan, model, objective, few(), device.type, kept), mesh.world)
     if not stays:
         model.to(device)
     if not same:
@@ -272,22 +274,3 @@ def _without_caches(model: nn.Module) -> list[Any]:
     for config in found:
         config.use_cache = False
     return found
-
-
-F = TypeVar("F")
-
-
-def _agreed(find: Callable[[], F], mesh: Mesh) -> F:
-    """What the first rank finds, on all ranks; its error too."""
-    if mesh.world is None:
-        return find()
-    found: Any = [None]
-    if mesh.rank == 0:
-        try:
-            found[0] = find()
-        except Exception as error:
-            found[0] = error
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
