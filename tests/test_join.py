@@ -28,7 +28,7 @@ from meshfit.errors import JobError, MeshfitError, PlanError, RankError
 from meshfit.job import Job
 from meshfit.server import join as joined
 from meshfit.server.fingerprint import differences, facts_of
-from meshfit.server.listen import addresses
+from meshfit.server.join import addresses
 from meshfit.server.wire import connect
 from meshfit.step import Step
 

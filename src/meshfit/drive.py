@@ -34,9 +34,9 @@ from meshfit.launch.world import World, connect, from_environment
 from meshfit.observe.folder import new_folder
 from meshfit.plan import Plan, renamed
 from meshfit.run import Run
-from meshfit.server import join, listen
+from meshfit.server import join
 from meshfit.server import process as serve
-from meshfit.server.coordination import worker_run
+from meshfit.server.coordination import joined_run, worker_run
 from meshfit.step import Step
 from meshfit.torch_private import COMPILER
 from meshfit.turns import Turn, alone, in_one_turn, in_turns
@@ -65,7 +65,7 @@ def _begun(job: Job, lockstep: bool, tap: Tap | None) -> "Training":
         serve.refuse_torchrun(job)
         return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
     settled = job.settled()
-    listen.check(settled.listen, _plan(settled))
+    join.check(settled.listen, _plan(settled))
     alone = _plan(settled).devices == 1 and not _plan(settled).server
     training = (Here if alone else Ranked)(settled, lockstep, tap)
     training.said += renamed(str(job.plan))
@@ -239,7 +239,7 @@ class Ranked(Training):
             return
         from meshfit.server.launch import Servers
 
-        key = None if job.listen is None else listen.announced(job.listen)
+        key = None if job.listen is None else join.announced(job.listen)
         secret = secrets.token_bytes(32)  # by which the processes of this run know each other
         work = replace(work, make=partial(worker_run, secret=secret, folder=folder))
         expendable = [w * plan.worker_size + i for w in serve.expendable(job) for i in range(plan.worker_size)]
@@ -273,7 +273,7 @@ class Joined(Ranked):
 
         assert isinstance(self.job.devices, Devices)
         count = self.job.devices.count or 1
-        work = Work(self.job, self._lockstep, None, self._tap, partial(join.joined_run, key=self.key))
+        work = Work(self.job, self._lockstep, None, self._tap, partial(joined_run, key=self.key))
         how: dict[str, Any] = {"devices": self.job.devices, "timeout": self.job.timeout}
         with LocalRanks(work, size=count, joined=False, expendable=range(count), **how) as ranks:
             yield ranks

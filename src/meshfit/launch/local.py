@@ -147,22 +147,26 @@ class LocalRanks:
                     elif suspect is None:
                         suspect, until = (rank, message), time.monotonic() + SECOND_THOUGHT
             for rank in dead - self._returned.keys():  # now that all has been heard that it said
-                headline, fact = _death(f"{self._role} {rank}", code := self._exited[rank])
-                peers = self._group_of(rank)
-                if rank in self._ending:
-                    headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
-                elif rank not in self._expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
-                    if code == -signal.SIGABRT:  # NCCL ends a process that has waited too long for another
-                        self._blame(headline)
-                    raise Died(headline, fact, *self._printed(rank))
-                self.lost[rank] = headline
-                self._open.discard(rank)
-                if suspect is not None and suspect[0] in peers:
+                self._lose(rank)
+                if suspect is not None and suspect[0] in self._group_of(rank):
                     suspect = None
-                if waiting := peers - self._exited.keys() - self._returned.keys() - self._ending.keys():
-                    self._ending |= dict.fromkeys(waiting, rank)
-                    with suppress(ConnectionError):
-                        self._run.send(("kill", sorted(waiting)))
+
+    def _lose(self, rank: int) -> None:
+        """Go on without a rank that died, and end those of its worker group; ``Died`` where others cannot go on."""
+        headline, fact = _death(f"{self._role} {rank}", code := self._exited[rank])
+        peers = self._group_of(rank)
+        if rank in self._ending:
+            headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
+        elif rank not in self._expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
+            if code == -signal.SIGABRT:  # NCCL ends a process that has waited too long for another
+                self._blame(headline)
+            raise Died(headline, fact, *self._printed(rank))
+        self.lost[rank] = headline
+        self._open.discard(rank)
+        if waiting := peers - self._exited.keys() - self._returned.keys() - self._ending.keys():
+            self._ending |= dict.fromkeys(waiting, rank)
+            with suppress(ConnectionError):
+                self._run.send(("kill", sorted(waiting)))
 
     def watch(self) -> None:
         """Report those that stand still; now and then, and of those beside too."""

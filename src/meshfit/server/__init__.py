@@ -5,7 +5,6 @@ A run (the process that is asked for one, and its workers)
     server_state          the servers' state, fetched for a checkpoint
     worker_world          the process groups of a worker that is several ranks
     join, fingerprint     workers that join from other hosts; what their job must have in common with the run's
-    listen                the addresses at which they join, and what they are answered
 A worker
     worker, connection    its exchange, and its connection to each server
     worker_group          a worker that is several ranks; shared_model: the memory they share

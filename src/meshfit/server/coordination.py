@@ -28,8 +28,10 @@ from meshfit.data.loader import Batch, Loader
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.server_cost import Payload
 from meshfit.job import Job
-from meshfit.launch.world import World
+from meshfit.launch.world import World, cores
 from meshfit.run import Run
+from meshfit.server.fingerprint import facts_of
+from meshfit.server.join import addresses, ask
 from meshfit.server.leader import Leader
 from meshfit.server.process import last_ticket, own_batch, patience_of, plan_of
 from meshfit.server.server_state import ServerState
@@ -51,6 +53,25 @@ def worker_run(job: Job, world: World, secret: bytes, *, folder: Path | None) ->
         own,
         folder=folder,
         coordinate=lambda run: ServerCoordination(run, addresses, secret, worker=worker, peers=peers, batch=batch),
+    )
+
+
+def joined_run(job: Job, world: World, key: bytes) -> Run:
+    """The run of worker ``world.rank`` of those on this host."""
+    if world.device.type == "cpu":
+        torch.set_num_threads(max(1, cores() // world.size))
+    at, servers = job.join, plan_of(job).server
+    assert at is not None
+
+    def register(run: Run) -> int:
+        return ask(at, key, facts_of(job, run.model, run.loader.source))["worker"]
+
+    return Run(
+        job,
+        World(0, 1, world.device, world.folder),
+        coordinate=lambda run: ServerCoordination(
+            run, addresses(at, servers), key, worker=world.rank, register=register
+        ),
     )
 
 

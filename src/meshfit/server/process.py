@@ -25,8 +25,8 @@ from meshfit.launch.world import World
 from meshfit.plan import Plan
 from meshfit.run import Run
 from meshfit.server.fingerprint import facts_of
+from meshfit.server.join import Invitation, addresses
 from meshfit.server.keeper import Keeper
-from meshfit.server.listen import Invitation, addresses
 from meshfit.server.server import Server
 from meshfit.server.settings import ServerSettings
 from meshfit.server.snapshot import common

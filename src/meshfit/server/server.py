@@ -37,8 +37,8 @@ from meshfit.events import current
 from meshfit.exchange.compress import Codec
 from meshfit.server.asynchronous import AsynchronousCoordinator
 from meshfit.server.client import Client, ClientRecord, Push, ReadWriteLock
+from meshfit.server.join import Invitation
 from meshfit.server.keeper import Keeper
-from meshfit.server.listen import Invitation
 from meshfit.server.messages import check as check_words
 from meshfit.server.settings import ServerSettings
 from meshfit.server.shared_memory import SharedMemory, view

@@ -77,11 +77,15 @@ class SynchronousCoordinator:
         if self.settings.lost == "redo" or left:
             if self.server.coordinates and not left and not round.dead:
                 self.server.note(f"step {self.server.version + 1} is done again by those left")
-            round.dead = True
-            self._begin()
+            self._void(round)
         else:
             round.lost.add(worker)
             self._complete(round)
+
+    def _void(self, round: Round) -> None:
+        """Have the batch done again, by those that are here now."""
+        round.dead = True
+        self._begin()
 
     def _begin(self) -> None:
         here = tuple(sorted(self.server.clients))
@@ -120,8 +124,7 @@ class SynchronousCoordinator:
         if not absent():
             return {"all": [meeting[id] for id in round.members]}
         if not round.dead:
-            round.dead = True
-            self._begin()
+            self._void(round)
         return None
 
     def push(self, client: Client, message: Message) -> dict[str, Any] | None:
@@ -147,13 +150,11 @@ class SynchronousCoordinator:
         """Be in the round that the first server has begun."""
         if self.round is None or self.round.name != words["round"]:
             if self.round is not None:
-                self.round.dead = True
-                self.server.lock.notify_all()
+                self._void(self.round)
             self.round = Round(words["round"], words["ticket"], tuple(words["members"]))
         gone = {id for id in self.round.missing if id not in self.server.clients}
         if gone and self.settings.lost == "redo":
-            self.round.dead = True
-            self.server.lock.notify_all()
+            self._void(self.round)
         self.round.lost |= gone
 
     def _hung(self, round: Round, missing: set[int], since: float) -> None:
@@ -217,8 +218,7 @@ class SynchronousCoordinator:
             round.dead = True
         push = None if round is None else round.pushes.get(client.id)
         if round is not None and push is not None and push.message.sequence == message.sequence:
-            round.dead = True
-            self._begin() if self.server.coordinates else None
+            self._void(round)
         self.server.lock.notify_all()
 
     def facts(self) -> dict[str, Any]:
