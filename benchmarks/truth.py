@@ -392,7 +392,7 @@ ITEMS: tuple[tuple[str, str, str, list[str]], ...] = (
     (
         "B hang",
         "a stopped or sleeping rank: 604 s of silence, then a healthy rank is blamed",
-        "reported within a minute with its stack; the final error names the rank that stood still, also under torchrun",
+        "reported within a minute with its stack; the final error names the rank that stalled, also under torchrun",
         ["tests/test_stalls.py"],
     ),
     (

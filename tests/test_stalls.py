@@ -1,4 +1,4 @@
-"""A rank that stands still is named with its stack, and not the healthy one that waited for it."""
+"""A rank that has stalled is named with its stack, and not the healthy one that waited for it."""
 
 import gc
 import itertools
@@ -47,7 +47,7 @@ def test_the_one_behind_is_found_not_those_that_wait() -> None:
 
 
 def test_those_that_get_on_are_left_alone() -> None:
-    assert not found(("waits", 50, 1), ("busy", 9, 1))  # it does not stand still for so long
+    assert not found(("waits", 50, 1), ("busy", 9, 1))  # it has not stalled for so long
     assert not found(("waits", 50, 1), ("excused", 50, 1))  # the caller holds it, or it saves, or compiles
     assert not found(("waits", 50, 1), ("works", 0, 1))
     assert not found(("waits", 50, 1), ("waits", 50, 1), together=False)  # for a server
@@ -135,12 +135,12 @@ def test_a_rank_that_stands_still_is_named(how, says: str, capfd: pytest.Capture
     with LocalRanks(work, size=2, devices=CPU, timeout=4, log=tmp_path) as ranks, pytest.raises(RankError) as caught:
         for _ in ranks.messages():
             pass
-    assert caught.value.headline == "rank 1 stood still, and the others waited for it for 4 s"
+    assert caught.value.headline == "rank 1 stalled, and the others waited for it for 4 s"
     assert says in str(caught.value)
     assert "so they gave up: rank 0 raised RuntimeError" in str(caught.value)
     told = capfd.readouterr().err
-    assert "meshfit: rank 1 has stood still for" in told
-    assert "rank 0 has stood still" not in told
+    assert "meshfit: rank 1 has stalled for" in told
+    assert "rank 0 has stalled" not in told
     assert says in (tmp_path / "logs" / "rank1.log").read_text()
     if how is sleep_long:
         assert "time.sleep(60)" in caught.value.trace
@@ -162,7 +162,7 @@ def test_one_that_aborts_for_another_is_not_blamed() -> None:
     with LocalRanks(work, size=2, devices=CPU, timeout=4) as ranks, pytest.raises(RankError) as caught:
         for _ in ranks.messages():
             pass
-    assert caught.value.headline == "rank 1 stood still, and the others waited for it for 4 s"
+    assert caught.value.headline == "rank 1 stalled, and the others waited for it for 4 s"
     assert "rank 0 was killed by signal 6 (SIGABRT)" in str(caught.value)
 
 
@@ -193,7 +193,7 @@ def fit(model: nn.Module, **asked):
 def test_the_line_of_the_model_is_in_the_error() -> None:
     with pytest.raises(RankError) as caught:
         fit(Slow(60), plan="data=2", timeout=4)
-    assert caught.value.headline == "rank 1 stood still, and the others waited for it for 4 s"
+    assert caught.value.headline == "rank 1 stalled, and the others waited for it for 4 s"
     assert "in forward\n    time.sleep(self.seconds)" in caught.value.trace
 
 
@@ -216,9 +216,9 @@ def test_a_stopped_worker_of_a_server_is_named(
     with pytest.raises(RankError) as caught:
         fit(Slow(60), plan="server=1 data=2", timeout=4)
     told = capfd.readouterr().err
-    assert "rank 1 has stood still" in told
-    assert "rank 0 has stood still" not in told
-    assert "server 0 has stood still" not in told
+    assert "rank 1 has stalled" in told
+    assert "rank 0 has stalled" not in told
+    assert "server 0 has stalled" not in told
     assert "rank 1" in str(caught.value) or "worker 1" in str(caught.value)  # whoever comes first to say it
 
 
@@ -238,7 +238,7 @@ def test_under_torchrun_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert ended.returncode != 0
-    assert "meshfit: rank 1 has stood still for" in ended.stderr
+    assert "meshfit: rank 1 has stalled for" in ended.stderr
     assert "time.sleep(self.seconds)" in ended.stderr
-    assert "RankError: rank 1 stood still, and the others waited for it for 5 s" in ended.stderr
-    assert "rank 0 has stood still" not in ended.stderr
+    assert "RankError: rank 1 stalled, and the others waited for it for 5 s" in ended.stderr
+    assert "rank 0 has stalled" not in ended.stderr

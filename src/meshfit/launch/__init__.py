@@ -6,7 +6,7 @@
     world.py      who a rank is, and its process group; torchrun's ranks are read here
     rank.py       what a rank does from its first breath to its last
     heartbeat.py  what each rank says of itself every few seconds
-    stalls.py     who stands still, found from that and reported
+    stalls.py     which ranks have stalled, found from that and reported
     warm.py       the caller's hold on the template
     template.py   the template: a process with torch imported, from which ranks are forked
     channel.py    messages between the caller and one rank

@@ -1,4 +1,4 @@
-"""What each rank says of itself every few seconds, so that one that stands still can be named: see stalls.py.
+"""What each rank says of itself every few seconds, so that one that has stalled can be named: see stalls.py.
 
 A thread of the rank looks whether it got on since its last look: a step or a span of events.py has ended, or, where
 neither has, the process and those below it have used the CPU or read and written files. So compiling, planning,

@@ -169,7 +169,7 @@ class LocalRanks:
                 self._run.send(("kill", sorted(waiting)))
 
     def watch(self) -> None:
-        """Report those that stand still; now and then, and of those beside too."""
+        """Report those that have stalled; now and then, and of those beside too."""
         if self._folder:  # else they are not there yet
             self._stalls.together = self._joined and self.beside is None
             self._stalls.look(gone=self._exited.keys() | self._returned.keys())
@@ -286,7 +286,7 @@ class LocalRanks:
         raise RankError(f"{self._role} {rank} raised {raised.headline}", *self._printed(rank), trace=raised.trace)
 
     def _blame(self, gave_up: str) -> None:
-        """Raise on behalf of who stood still, if one did, where another gave up waiting for it."""
+        """Raise on behalf of who stalled, if one did, where another gave up waiting for it."""
         error = self._stalls.blame(gave_up, self._timeout, gone=self._exited.keys())
         if error is not None:
             raise error

@@ -46,7 +46,7 @@ class Start:
     joined: bool = True
     """Whether it is in a process group with the others."""
     silence: float = SILENCE
-    """Seconds after which it would be reported as standing still."""
+    """Seconds after which it would be reported as stalled."""
     path: list[str] = field(default_factory=lambda: list(sys.path))
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     folder: str = field(default_factory=os.getcwd)

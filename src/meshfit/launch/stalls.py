@@ -1,4 +1,4 @@
-"""Who stands still: found from the heartbeats of all ranks, reported, and remembered for the error that may follow.
+"""Which ranks have stalled: found from the heartbeats of all, reported, and remembered for the error that may follow.
 
 When one rank stops, all others wait for it, and the first of them to lose patience would be blamed. So ranks are held
 against each other: one that is not heard from (stopped, or in C code that keeps Python's lock), or that neither works
@@ -23,7 +23,7 @@ TIMED_OUT = ("timed out", "timeout", "has not answered for")
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A rank that stands still."""
+    """A rank that has stalled."""
 
     rank: int
     why: str
@@ -38,7 +38,7 @@ class Stall:
     def says(self, role: str = "rank") -> str:
         """One line."""
         step = f", in step {self.beat.step}" if self.beat is not None and self.beat.step else ""
-        begin = f"{role} {self.rank} has stood still for {self.seconds:.0f} s{step}"
+        begin = f"{role} {self.rank} has stalled for {self.seconds:.0f} s{step}"
         told = {
             "stopped": f"{begin}: it is stopped (by SIGSTOP, or a debugger); {self.process}: kill -CONT lets it go on",
             "unheard": f"{begin}: it is not heard from; {self.process or 'nor has it ever been'}",
@@ -57,8 +57,8 @@ class Stall:
 
 
 def judge(heard: dict[int, tuple[Beat | None, float]], silence: float, *, together: bool = True) -> list[Stall]:
-    """Who stands still. ``heard``: by rank, its last beat, and how many seconds ago it came; ``together``: whether they
-    wait for each other alone."""
+    """Which ranks have stalled. ``heard``: by rank, its last beat, and how many seconds ago it came; ``together``:
+    whether they wait for each other alone."""
     unheard = [
         Stall(rank, "stopped" if _stopped(beat) else "unheard", ago, beat)
         for rank, (beat, ago) in heard.items()
@@ -99,7 +99,7 @@ class Stalls:
         silence: float,
         role: str = "rank",
     ):
-        """``tell``: is given a rank that stands still, and what to say of it; None with what is said of one that does
+        """``tell``: is given a rank that has stalled, and what to say of it; None with what is said of one that does
         no longer."""
         self.board, self.size, self.tell, self.silence, self.role = board, size, tell, silence, role
         self.together = True
@@ -139,7 +139,7 @@ class Stalls:
         return 0 if told is None else told.step
 
     def now(self, gone: Collection[int] = ()) -> list[Stall]:
-        """Who stands still."""
+        """Which ranks have stalled."""
         now = time.monotonic()
         for rank in range(self.size):
             if rank in gone:
@@ -154,7 +154,7 @@ class Stalls:
         )
 
     def blame(self, gave_up: str, timeout: float, *, gone: Collection[int] = ()) -> RankError | None:
-        """The error of a collective that took too long, as that of who stood still, if that is known."""
+        """The error of a collective that took too long, as that of who stalled, if that is known."""
         try:
             found = [*self.now(gone), *self._told.values()]
         except Exception:  # the store may be gone, too
@@ -164,7 +164,7 @@ class Stalls:
             return None
         first = causes[0]
         return RankError(
-            f"{self.role} {first.rank} stood still, and the others waited for it for {timeout:g} s",
+            f"{self.role} {first.rank} stalled, and the others waited for it for {timeout:g} s",
             first.says(self.role),
             *(also.says(self.role) for also in causes[1:] if also.rank != first.rank),
             f"so they gave up: {gave_up}",
@@ -180,7 +180,7 @@ def timed_out(error: BaseException) -> bool:
 
 @contextmanager
 def watched(rank: int, size: int, timeout: float) -> Iterator[None]:
-    """Around the work of one of torchrun's ranks: those that stand still are reported, and named where others lose
+    """Around the work of one of torchrun's ranks: those that have stalled are reported, and named where others lose
     patience with them. There is no caller that looks, so the first two ranks do."""
     if size == 1:
         yield

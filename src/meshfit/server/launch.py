@@ -42,7 +42,7 @@ class Servers:
         return self._ranks.fds
 
     def watch(self) -> None:
-        """Report those that stand still."""
+        """Report those that have stalled."""
         self._ranks.watch()
 
     def look(self) -> None:

@@ -136,7 +136,7 @@ class Server:
     def _serve(self, wire: Wire) -> None:
         client = None
         try:
-            client = self._meet(wire)
+            client = self._greet(wire)
             if client is None:
                 return
             while self._answer(client, client.wire.recv(self._into(client), check=lambda m: self._check(client, m))):
@@ -176,7 +176,7 @@ class Server:
         with suppress(ConnectionLost):
             wire.send("error", words={"headline": error.headline, "facts": list(error.facts)})
 
-    def _meet(self, wire: Wire) -> Client | None:
+    def _greet(self, wire: Wire) -> Client | None:
         hello = wire.recv(timeout=GREETING_SECONDS, check=check_words)
         words = hello.words
         if hello.kind == "join" and self.invitation is not None:
