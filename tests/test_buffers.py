@@ -240,6 +240,7 @@ class Refused(nn.Module):
         self.how = how
         self.register_buffer("held", torch.ones(4))
         self.register_buffer("queue", torch.zeros(64, 4))
+        self.turn = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -250,6 +251,9 @@ class Refused(nn.Module):
                 self.held.mul_(0.9).add_(0.1 * x.var(0))
             elif self.how == "queue":
                 self.queue.copy_(torch.cat([x, self.queue])[:64])
+            elif self.how == "turn":
+                self.turn += 1
+                self.queue[self.turn % 64].copy_(mean)
             elif self.how == "random":
                 self.held.lerp_(mean, 0.1).add_(torch.randn_like(self.held))
             elif self.how == "median":
@@ -295,6 +299,7 @@ def test_a_module_with_two_names_is_one() -> None:
 REFUSED = {
     "variance": "neither a sum nor a mean",
     "queue": "neither a sum nor a mean",
+    "turn": "depends on the samples, or on the calls before",
     "random": "random numbers",
     "median": "neither a sum nor a mean",
     "decides": "depends on values that it has just written",
@@ -307,7 +312,7 @@ REFUSED = {
 def test_what_cannot_be_combined_is_known_before(how: str) -> None:
     written = found(Net(Refused(how)))
     (name,) = written.refused
-    assert name == ("middle.0.queue" if how == "queue" else "middle.0.held")
+    assert name == ("middle.0.queue" if how in ("queue", "turn") else "middle.0.held")
     assert REFUSED[how] in written.refused[name]
 
 

@@ -133,10 +133,11 @@ class Buffers:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._samples is None or not module.training:
                 return forward(*args, **kwargs)
-            with Collect(writer.updates).watching() as collect:
+            mine = [state for state in self.states if state.name in writer.states]
+            with Collect(writer.updates, {state.name: state.now for state in mine}).watching() as collect:
                 result = forward(*args, **kwargs)
             try:
-                done = collect.done
+                done = collect.done({state.name: state.now for state in mine})
             except Differs:
                 raise _differs(writer) from None
             totals = self._totals.setdefault(writer.path, Totals(done.update))

@@ -23,6 +23,7 @@ from meshfit.anatomy.aten import StridedView
 from meshfit.torch_private import (
     ThreadValue,
     TorchDispatchMode,
+    storage_id,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -158,8 +159,9 @@ class Collect(Opaque, TorchDispatchMode):
     """Within ``watching`` a module is called once; ``done`` is what its update needs. Which of ``updates`` it is shows
     as it goes."""
 
-    def __init__(self, updates: Iterable[BufferUpdate], *, dropout: bool = True):
+    def __init__(self, updates: Iterable[BufferUpdate], states: Mapping[str, Tensor], *, dropout: bool = True):
         super().__init__()
+        self._offsets = {storage_id(t): t.storage_offset() for t in states.values()}
         self._dropout = dropout
         self._open = [Collected(update) for update in updates]
         self._at = 0
@@ -175,6 +177,10 @@ class Collect(Opaque, TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs)) if wanted else ([], None)
         for place, found in wanted:
             given, statistic = found.update.steps[at].arguments, found.update.statistics.get(at)
+            views = [(a, leaf) for a, leaf in zip(given, flat, strict=False) if isinstance(a, StridedView)]
+            if not all(self._is_view(leaf, view) for view, leaf in views):
+                self._open = [other for other in self._open if other is not found]
+                continue
             if statistic is None:
                 kept = [None if isinstance(a, StridedView) else leaf for a, leaf in zip(given, flat, strict=True)]
                 found.calls[at] = (func, kept, spec)
@@ -188,12 +194,20 @@ class Collect(Opaque, TorchDispatchMode):
                 found.statistics[at] = made - bases[place] if place in bases else made.clone()
         return out
 
-    @property
-    def done(self) -> Collected:
-        whole = [found for found in self._open if len(found.update.names) == self._at]
-        if not whole:
-            raise Differs
-        return whole[0]
+    def _is_view(self, tensor: Any, view: StridedView) -> bool:
+        """Whether an operation met the same elements as when it was tried: a row by a number of Python's may differ."""
+        offset = tensor.storage_offset() - self._offsets.get(storage_id(tensor), 0)
+        if (tuple(tensor.shape), offset) != (view.size, view.offset):
+            return False
+        return all(n < 2 or a == b for n, a, b in zip(view.size, view.stride, tensor.stride(), strict=True))
+
+    def done(self, states: Mapping[str, Tensor]) -> Collected:
+        """``states`` as they are after the call."""
+        for found in self._open:
+            alike = all(self._is_view(states[name], view) for name, view in found.update.results.items())
+            if len(found.update.names) == self._at and alike:
+                return found
+        raise Differs
 
 
 @torch.no_grad()

@@ -100,7 +100,7 @@ class Trial:
     def updates(self) -> tuple[BufferUpdate, ...]:
         try:
             proven = self._tried(torch.float64)
-        except (Uncombined, Differs):
+        except Uncombined:
             raise
         except Exception:  # not every code runs in double precision
             proven = None
@@ -140,9 +140,12 @@ class Trial:
                 totals = Totals(update)
                 for some in rows.split(sizes):
                     self._set(start)
-                    collect = Collect([update], dropout=False)
+                    collect = Collect([update], self._named(), dropout=False)
                     self._run(self.given.rows(some, dtype, self.device, noise), collect)
-                    totals.add(collect.done, len(some))
+                    try:
+                        totals.add(collect.done(self._named()), len(some))
+                    except Differs:
+                        raise Uncombined("what it does depends on the samples, or on the calls before") from None
                 self._compare(totals.made({name: t.clone() for name, t in start.items()}), whole, limit)
         return update, {name: t.clone() for name, t in groups[0][0].final_states().items()}
 
