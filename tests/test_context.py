@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshfit.axes.context import local, mix, shapes  # noqa: F401  # register their rules
-from meshfit.axes.context.piece import Piece, gathered, gathered_output, guarded
-from meshfit.axes.context.span import Span
+from meshfit.axes.context.piece import Piece, gathered, guarded
+from meshfit.axes.context.span import SplitDim
+from meshfit.axes.spec import whole_output
 from meshfit.comm.group import ThreadGroup, in_threads
 
 SAMPLES, LENGTH, WIDTH, RANKS = 2, 7, 6, 3  # 7 positions over 3 ranks: 2, 2 and 3
@@ -150,12 +151,12 @@ def derived(f: Callable[[Tensor], Any], x: Tensor, scale: Tensor, group: ThreadG
     x, scale = x.clone().requires_grad_(), scale.clone().requires_grad_()
     given = x * scale
     if group is not None:
-        span = Span.even(1, LENGTH, group.size)
+        span = SplitDim.even(1, LENGTH, group.size)
         given = Piece(span.of(given, group.rank), span, group)
     out = f(given)
     loss = number(out) + scale.square().sum()
     (loss / (1 if group is None else group.size)).backward()
-    made = gathered_output(out)
+    made = whole_output(out)
     return [t.detach() for t in (made if isinstance(made, list | tuple) else [made])], x.grad, scale.grad, out
 
 

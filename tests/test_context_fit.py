@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import meshfit
 from benchmarks import parity, zoo
 from meshfit.axes.context import find
-from meshfit.axes.context.axis import Context, plan_context
+from meshfit.axes.context.axis import context_cost, plan_context
 from meshfit.axes.context.find import ContextPlan, begin
-from meshfit.axes.context.piece import RULES, Piece, whole
-from meshfit.axes.context.span import Span
+from meshfit.axes.context.piece import RULES, Piece
+from meshfit.axes.context.span import SplitDim
 from meshfit.axes.find import as_number
 from meshfit.axes.prove import Refused
 from meshfit.axes.shard.units import traced
@@ -131,9 +131,9 @@ def test_dropout_trains_and_is_the_same_twice() -> None:
 
 @distributed(world=2)
 def test_each_rank_draws_for_its_own_positions() -> None:
-    group, span = RankGroup(dist.group.WORLD), Span.even(1, 64, 2)  # type: ignore[arg-type]
+    group, span = RankGroup(dist.group.WORLD), SplitDim.even(1, 64, 2)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    dropped = whole(F.dropout(Piece(torch.ones(4, 32), span, group)))
+    dropped = F.dropout(Piece(torch.ones(4, 32), span, group)).whole()
     left, right = dropped.chunk(2, 1)
     assert not torch.equal(left, right)
     assert 0.3 < (dropped == 0).float().mean() < 0.7
@@ -183,7 +183,7 @@ def planned(degree: int) -> ContextPlan:
 
 def forgets_the_offset(func: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
     """A rank's queries as if they were the first positions."""
-    return Piece(F.scaled_dot_product_attention(q.local, whole(k), whole(v), is_causal=True), q.span, q.group)
+    return Piece(F.scaled_dot_product_attention(q.local, k.whole(), v.whole(), is_causal=True), q.span, q.group)
 
 
 def has_no_gradient(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +249,6 @@ def test_ranks_say_what_the_cost_says(monkeypatch: pytest.MonkeyPatch, positions
     assert plan.kept < 0.55
     trace = traced(built(), Objective(loss=loss), batch, device="cpu")
     assert not isinstance(trace, Exception)
-    after, cost = Context(degree=2, plan=plan).cost(trace)
+    after, cost = context_cost(trace, plan)
     assert after.cost.kept == pytest.approx(plan.kept * trace.cost.kept, rel=1e-2)
     assert_said(plan=plan, calls=cost.calls, moved=cost.moved)

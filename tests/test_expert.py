@@ -21,7 +21,7 @@ from meshfit import plan_cost as costs
 from meshfit.anatomy import trace
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.expert import balance, spread
-from meshfit.axes.expert.axis import Expert
+from meshfit.axes.expert.axis import expert_cost, spread_experts
 from meshfit.axes.expert.find import plan_experts
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.pipeline.axis import pipeline_of
@@ -191,7 +191,6 @@ def fit_list(plan: str, **asked: Any) -> meshfit.Result:
     ("plan", "says"),
     [
         ("expert=3", ["4 experts do not divide by 3", "expert=2 or expert=4"]),
-        ("expert=2 branch=2", ["branch= does not go together with expert=2", "branch=2 works"]),
         ("expert=2 offload=parameters", ["offload=optimizer expert=2 works"]),
         ("expert=2 compile=whole", ["sends them to experts"]),
         ("expert=2 compile=block", ["compile"]),
@@ -474,7 +473,7 @@ def assert_cost(jobs: dict[str, tuple]) -> None:
     for name, (plan, after, cost) in jobs.items():
         case = case_of(name)
         model, batch = case.build().train(), case.data(SAMPLES)
-        owned = Expert(degree=2, plan=plan).apply(model, dist.group.WORLD)
+        owned = spread_experts(model, plan, dist.group.WORLD)
         events = Events()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -497,7 +496,7 @@ def test_cost_is_what_is_counted() -> None:
     for name in ("mixtral", "qwen-moe", "expert-list"):
         case = case_of(name)
         plan, data = plan_of(name), case.data(SAMPLES)
-        after, cost = Expert(degree=2, plan=plan).cost(trace(case.build(), data if case.loss is None else data[0]))
+        after, cost = expert_cost(trace(case.build(), data if case.loss is None else data[0]), plan)
         jobs[name] = plan, after.parameter_bytes, cost
     assert_cost(jobs=jobs)
 

@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.anatomy.trace import Parameter, Trace
 from meshfit.axes import offload
-from meshfit.axes.offload import SMALL, Offload, Offloaded, cut
+from meshfit.axes.offload import SMALL, Offloaded, cut, offload_cost
 from meshfit.axes.precision import LossScale
+from meshfit.axes.refuse import check_optimizer
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.exchange.update import Update
+from meshfit.plan import Plan
 from tests.test_probe_optimizer import (
     CountsInGroup,
     CountsInItself,
@@ -338,10 +340,10 @@ def test_what_fused_kernels_are_told_reaches_every_chunk() -> None:
 
 
 def test_refuses_what_cannot_be_stepped_in_parts() -> None:
-    with pytest.raises(PlanError, match="Distance cannot be stepped one part after another") as error:
-        Offload(word="optimizer").apply(Distance(parameters()), CPU)
+    with pytest.raises(PlanError, match="Distance cannot have its state in host memory") as error:
+        check_optimizer(Plan.parse("offload=optimizer"), Distance(parameters()))
     assert "in two turns" in str(error.value)
-    assert len(Offload(word="optimizer", chunk=CHUNK).apply(torch.optim.AdamW(parameters()), CPU).chunks) > 3
+    assert len(Offloaded(torch.optim.AdamW(parameters()), CPU, chunk=CHUNK).chunks) > 3
 
 
 def test_cut() -> None:
@@ -419,8 +421,7 @@ def test_costs_what_it_says(name: str) -> None:
     ps[3].requires_grad_(False)
     optimizer = OPTIMIZERS[name](ps)
     trace = trace_of(ps)
-    same, cost = Offload(chunk=CHUNK, state=state_bytes(optimizer)).cost(trace)
-    assert same is trace
+    cost = offload_cost(trace, state_bytes(optimizer), chunk=CHUNK)
     optimizer.state.pop(ps[3], None)  # Adagrad has state for what is not trained too
     offloaded = Offloaded(optimizer, CPU, chunk=CHUNK, move=True)
     give_gradients(ps, 0)
@@ -443,7 +444,7 @@ def test_costs_what_it_says(name: str) -> None:
 def test_adamw_costs_eight_bytes_an_element() -> None:
     weight = nn.Parameter(torch.zeros(1000, 1000))
     state = state_bytes(torch.optim.AdamW([weight]))
-    _, cost = Offload(state=state).cost(trace_of([weight]))
+    cost = offload_cost(trace_of([weight]), state)
     assert cost.host == {"optimizer": 8_000_000}
     assert cost.moved == {"host_to_device": 8_000_000, "device_to_host": 8_000_000}
     assert cost.calls == {"host_to_device": 2, "device_to_host": 2}

@@ -20,7 +20,7 @@ from meshfit.anatomy import trace
 from meshfit.anatomy.copies import study
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor import plan as tensor_plan
-from meshfit.axes.tensor.axis import Parts, Tensor
+from meshfit.axes.tensor.axis import Parts, split_model, tensor_cost
 from meshfit.axes.tensor.check import check, reference
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import VOCABULARY, Cut, Region, TensorPlan
@@ -67,7 +67,7 @@ def plan_of(case: Case, degree: int) -> TensorPlan:
 
 
 def spread(model: nn.Module, plan: TensorPlan) -> Parts:
-    return Tensor(degree=plan.degree, plan=plan).apply(model, dist.group.WORLD)
+    return split_model(model, plan, dist.group.WORLD)
 
 
 def trained(case: Case, plan: TensorPlan) -> tuple[list[float], dict[str, Array], nn.Module]:
@@ -487,7 +487,7 @@ def test_cost_is_what_is_counted() -> None:
         case = ZOO[name]
         data = case.data(SAMPLES)
         plan = plan_of(case, 2)
-        after, cost = Tensor(degree=2, plan=plan).cost(trace(case.build(), data if case.loss is None else data[0]))
+        after, cost = tensor_cost(trace(case.build(), data if case.loss is None else data[0]), plan)
         jobs[name] = plan, after.parameter_bytes, cost
     assert_cost(jobs=jobs)
 

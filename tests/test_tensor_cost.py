@@ -11,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.anatomy_live import LiveBytes
 from benchmarks.zoo import ZOO, mean_loss
 from meshfit.anatomy import trace
-from meshfit.axes.tensor.axis import Tensor
+from meshfit.axes.tensor.axis import split_model, tensor_cost
 from meshfit.axes.tensor.plan import plan_tensor
 from tests.distributed import distributed
 
@@ -26,7 +26,7 @@ def assert_kept(jobs: dict[str, tuple[bytes, int]]) -> None:
     for name, (plan, said) in jobs.items():
         case = ZOO[name]
         model, batch = case.build().train(), case.data(4)
-        Tensor(degree=2, plan=pickle.loads(plan)).apply(model, dist.group.WORLD)
+        split_model(model, pickle.loads(plan), dist.group.WORLD)
         with warnings.catch_warnings(), LiveBytes() as live:
             warnings.simplefilter("ignore")
             loss = mean_loss(case, model, batch)
@@ -51,7 +51,7 @@ def test_activations_of_a_rank(by_rows: bool) -> None:
                 case.build(), lambda m, case=case, batch=batch: mean_loss(case, m, batch), 2, by_rows=by_rows
             )
             full = trace(case.build(), batch if case.loss is None else batch[0])
-        after, _ = Tensor(degree=2, plan=plan).cost(full)
+        after, _ = tensor_cost(full, plan)
         jobs[name] = pickle.dumps(plan), after.cost.kept
         assert after.cost.flops < 0.62 * full.cost.flops, name
     assert_kept(jobs=jobs)

@@ -14,6 +14,7 @@ from benchmarks.zoo import ZOO, mean_loss
 from meshfit.axes.tensor import find as tensor_find
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import Cut, TensorPlan
+from meshfit.comm.group import ThreadGroup, in_threads
 from tests.odd_blocks import NormedHeads
 
 
@@ -107,4 +108,5 @@ def test_a_cut_with_copies() -> None:
     whole = torch.arange(12.0).view(4, 3)
     parts = [cut.of(whole, rank) for rank in range(4)]
     assert (cut.copies, cut.size, cut.own) == (2, 4, 2)
-    assert torch.equal(cut.joined(parts), whole)
+    every = in_threads(ThreadGroup.make(4), lambda group: cut.whole(parts[group.rank], group))
+    assert all(torch.equal(found, whole) for found in every)

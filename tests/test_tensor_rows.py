@@ -14,10 +14,10 @@ from torch import nn
 import meshfit
 from benchmarks.zoo import ZOO, mean_loss
 from meshfit.axes.tensor import plan as planning
-from meshfit.axes.tensor.axis import Parts, Tensor
+from meshfit.axes.tensor.axis import Parts, split_model
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import TensorPlan
-from meshfit.axes.tensor.vocabulary import Slice
+from meshfit.axes.tensor.vocabulary import SlicedTensor
 from meshfit.comm import collectives
 from meshfit.comm.group import RankGroup
 from meshfit.errors import PlanError
@@ -41,7 +41,7 @@ def spread(model: nn.Module) -> Parts:
         warnings.simplefilter("ignore")
         plan = plan_tensor(model, lambda m: loss_of(m, text()), 2, by_rows=True)
     assert any(region.rows for region in plan.regions), plan.notes
-    return Tensor(degree=2, plan=plan).apply(model, dist.group.WORLD)
+    return split_model(model, plan, dist.group.WORLD)
 
 
 def cut_by_rows(plan: TensorPlan) -> set[str]:
@@ -123,7 +123,7 @@ def test_a_step_is_that_of_one_device() -> None:
 
 
 def _local(x: Array) -> tuple[int, ...]:
-    assert isinstance(x, Slice)
+    assert isinstance(x, SlicedTensor)
     with torch._C.DisableTorchFunctionSubclass():
         return tuple(x.shape)
 

@@ -12,9 +12,10 @@ from torch import Tensor as Array
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshfit.axes.tensor.axis import Parts, Tensor
+from meshfit.axes.spec import whole_output
+from meshfit.axes.tensor.axis import Parts, split_model
 from meshfit.axes.tensor.plan import plan_tensor
-from meshfit.axes.tensor.vocabulary import Slice, whole_output
+from meshfit.axes.tensor.vocabulary import SlicedTensor
 from tests import odd_blocks
 from tests.distributed import distributed
 
@@ -74,7 +75,7 @@ def spread(model: nn.Module) -> Parts:
         warnings.simplefilter("ignore")
         plan = plan_tensor(model, lambda m: loss_of(m, text()), 2)
     assert {region.kind for region in plan.regions} >= {"attention", "mlp"}
-    return Tensor(degree=2, plan=plan).apply(model, dist.group.WORLD)
+    return split_model(model, plan, dist.group.WORLD)
 
 
 def gradients(model: nn.Module, parts: Parts | None = None, **auto: Any) -> tuple[float, dict[str, Array]]:
@@ -156,7 +157,7 @@ def test_predictions_are_made_whole_and_undo_gives_all_back() -> None:
         assert (model.head.weight is model.token.weight) == tie
         with torch.no_grad():
             out = model.eval()(text())
-            assert isinstance(out, Slice)
+            assert isinstance(out, SlicedTensor)
             plain = whole_output({"logits": [out], "other": 1})["logits"][0]
             assert type(plain) is Array
             torch.testing.assert_close(plain, alone.eval()(text()))
@@ -192,7 +193,7 @@ def test_shares_held_by_several_ranks_count_once_in_the_norm() -> None:
         warnings.simplefilter("ignore")
         plan = plan_tensor(model, lambda m: m(x).square().mean(), 4)
     assert [region.kind for region in plan.regions] == ["attention"] * 2, plan.explain()
-    parts = Tensor(degree=4, plan=plan).apply(model, dist.group.WORLD)
+    parts = split_model(model, plan, dist.group.WORLD)
     assert sum(cut.copies == 2 for cut in parts.cuts.values()) == 8
     for each in (alone, model):
         each(x).square().mean().backward()

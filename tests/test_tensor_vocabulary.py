@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshfit.axes.tensor.vocabulary import Slice, whole_output
+from meshfit.axes.spec import whole_output
+from meshfit.axes.tensor.vocabulary import SlicedTensor
 from meshfit.comm.collectives import copy
 from meshfit.comm.group import ThreadGroup, in_threads
 
@@ -29,7 +30,7 @@ def assert_same(shape: tuple[int, ...], use: Callable[[Tensor], Tensor], *, gath
     def work(group: ThreadGroup) -> tuple[Tensor, Tensor, bool]:
         own = base.clone().requires_grad_()
         part = shape[-1] // degree
-        cut = Slice.of(copy(own, group).narrow(-1, group.rank * part, part), group)
+        cut = SlicedTensor.of(copy(own, group).narrow(-1, group.rank * part, part), group)
         assert cut.shape == base.shape
         assert cut.size(-1) == shape[-1]
         assert len(cut) == len(base)
@@ -129,7 +130,7 @@ def test_a_learned_scale_gets_all_of_its_gradient() -> None:
 
 def test_wrong_targets_are_told() -> None:
     def work(group: ThreadGroup) -> None:
-        F.cross_entropy(Slice.of(torch.randn(2, 6), group), torch.tensor([3, 12]))
+        F.cross_entropy(SlicedTensor.of(torch.randn(2, 6), group), torch.tensor([3, 12]))
 
     with pytest.raises(IndexError, match="Target 12 is out of bounds"):
         on_threads(work)
@@ -137,7 +138,7 @@ def test_wrong_targets_are_told() -> None:
 
 def test_a_view_is_not_changed_in_place() -> None:
     def work(group: ThreadGroup) -> None:
-        Slice.of(torch.randn(2, 3, 6), group).view(-1, 12)[0] = 0.0
+        SlicedTensor.of(torch.randn(2, 3, 6), group).view(-1, 12)[0] = 0.0
 
     with pytest.raises(RuntimeError, match="cut over ranks"):
         on_threads(work)
@@ -145,7 +146,7 @@ def test_a_view_is_not_changed_in_place() -> None:
 
 def test_nothing_is_said_for_a_look() -> None:
     def work(group: ThreadGroup) -> None:
-        x = Slice.of(torch.randn(2, 3, 6), group)
+        x = SlicedTensor.of(torch.randn(2, 3, 6), group)
         assert "rank" in repr(x)
         assert (x.shape, x.dtype, x.ndim, x.numel(), x.stride(0)) == ((2, 3, 12), torch.float32, 3, 72, 36)
         assert {x: 1}[x] == 1
@@ -167,7 +168,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
         def work(group: ThreadGroup, auto: bool = auto) -> tuple[Tensor, Tensor]:
             own = base[:, group.rank * 24 :][:, :24].clone().requires_grad_()
             with torch.autocast("cpu", torch.bfloat16, enabled=auto):
-                out = F.cross_entropy(Slice.of(own, group), y)
+                out = F.cross_entropy(SlicedTensor.of(own, group), y)
             return out.detach(), torch.autograd.grad(out, own)[0]
 
         found = on_threads(work)

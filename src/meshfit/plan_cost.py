@@ -19,7 +19,7 @@ from meshfit.anatomy.trace import Parameter, Trace
 from meshfit.axes.context.find import ContextPlan, begin
 from meshfit.axes.context.piece import guarded
 from meshfit.axes.data import batchnorm
-from meshfit.axes.offload import Offload
+from meshfit.axes.offload import offload_cost
 from meshfit.axes.order import ORDER
 from meshfit.axes.pipeline.axis import StageCut
 from meshfit.axes.pipeline.traffic import StageTraffic, count
@@ -164,7 +164,7 @@ def stage_traffic(
 def _optimizer(plan: Plan, trace: Trace, optimizer: torch.optim.Optimizer) -> Cost:
     state = state_bytes(optimizer)
     if plan.offload == "optimizer":
-        return Offload(state=state).cost(trace)[1]
+        return offload_cost(trace, state)
     kept = sum(sum(state.of(p.shape, p.dtype)) for p in trace.parameters.values() if p.trained and prod(p.shape))
     return Cost(host={"optimizer": kept}) if plan.offload == "parameters" else Cost(held={"optimizer": kept})
 

@@ -21,7 +21,7 @@ from meshfit.axes.compile import Compile, expected_step_seconds
 from meshfit.axes.data import batchnorm
 from meshfit.axes.expert.balance import balanced, is_apart
 from meshfit.axes.mesh import Mesh
-from meshfit.axes.offload import Offload
+from meshfit.axes.offload import Offloaded
 from meshfit.axes.place import place
 from meshfit.axes.precision import LossScale, Precision
 from meshfit.best import Best
@@ -160,7 +160,7 @@ class Run:
             scale=scale,
             average=None if job.ema is None else Average(self.model, job.ema),
             may_fuse=not (theirs or sparse),
-            offload=Offload().apply(self.optimizer, self.world.device) if self.plan.offload == "optimizer" else None,
+            offload=Offloaded(self.optimizer, self.world.device) if self.plan.offload == "optimizer" else None,
         )
 
     def make_exchange(self) -> AllReduce | Scatter | Across:

@@ -26,53 +26,31 @@ from meshfit.anatomy.probe_optimizer import (
     StateBytes,
     bare_copy,
     own,
-    probe_optimizer,
     state_bytes,
 )
 from meshfit.anatomy.trace import Trace
 from meshfit.cost import Cost
 from meshfit.data import tree
-from meshfit.errors import PlanError
 from meshfit.torch_private import called_step, step_hooks, storage_id, version
 
 CHUNK = 256 * 2**20
 SMALL = 4096
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offload:
-    word: str = "optimizer"
-
-    chunk: int = CHUNK
-    """Bytes of state that are stepped at a time; a parameter with more is a chunk of its own."""
-
-    state: StateBytes | None = None
-    """What the optimizer keeps for a parameter; ``cost`` needs it."""
-
-    def apply(self, optimizer: torch.optim.Optimizer, device: torch.device) -> "Offloaded":
-        """Send what state there is to the host. From then on ``Offloaded.step`` steps the optimizer."""
-        if not (found := probe_optimizer(optimizer)).separate:
-            raise PlanError(
-                f"offload={self.word}: {type(optimizer).__name__} cannot be stepped one part after another",
-                found.why,
-                "offload=none works; so does an optimizer that treats each parameter by itself (AdamW, say)",
-            )
-        return Offloaded(optimizer, device, chunk=self.chunk)
-
-    def cost(self, trace: Trace) -> tuple[Trace, Cost]:
-        assert self.state is not None, "cost needs Offload(state=state_bytes(optimizer))"
-        sizes = [self.state.of(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
-        away = [[size for size in each if size >= SMALL] for each in sizes]
-        chunks = [sum(sum(away[i]) for i in part) for part in cut([sum(each) for each in away], self.chunk)]
-        here = max((sum(chunks[i : i + 3]) for i in range(len(chunks))), default=0)
-        stays = sum(size for each in sizes for size in each if size < SMALL)
-        copies, moved = sum(map(len, away)), sum(map(sum, away))
-        return trace, Cost(
-            held={"optimizer": stays + here},
-            host={"optimizer": moved},
-            calls={"host_to_device": copies, "device_to_host": copies},
-            moved={"host_to_device": moved, "device_to_host": moved},
-        )
+def offload_cost(trace: Trace, state: StateBytes, *, chunk: int = CHUNK) -> Cost:
+    """``state``: what the optimizer keeps for a parameter."""
+    sizes = [state.of(p.shape, p.dtype) for p in trace.parameters.values() if p.trained]
+    away = [[size for size in each if size >= SMALL] for each in sizes]
+    chunks = [sum(sum(away[i]) for i in part) for part in cut([sum(each) for each in away], chunk)]
+    here = max((sum(chunks[i : i + 3]) for i in range(len(chunks))), default=0)
+    stays = sum(size for each in sizes for size in each if size < SMALL)
+    copies, moved = sum(map(len, away)), sum(map(sum, away))
+    return Cost(
+        held={"optimizer": stays + here},
+        host={"optimizer": moved},
+        calls={"host_to_device": copies, "device_to_host": copies},
+        moved={"host_to_device": moved, "device_to_host": moved},
+    )
 
 
 def cut(sizes: list[int], limit: int) -> list[range]:
@@ -98,7 +76,9 @@ class Offloaded:
         chunk: int = CHUNK,
         move: bool | None = None,
     ):
-        """``move``: whether state really goes away. On CPUs there is nowhere to go, but tests ask for it."""
+        """Sends what state there is to the host. ``chunk``: bytes of state that are stepped at a time; a parameter
+        with more is a chunk of its own. ``move``: whether state really goes away; on CPUs there is nowhere to go, but
+        tests ask for it."""
         self.optimizer = optimizer
         self.move = device.type == "cuda" if move is None else move
         self._kind = device.type
@@ -227,7 +207,7 @@ class _Away:
     """Its bytes."""
 
 
-class _Mark:
+class _CopyEvent:
     """A point in the work of a lane. On CPUs work is done when it is called, and there is nothing to wait for."""
 
     def __init__(self, event: torch.cuda.Event | None = None):
@@ -251,17 +231,17 @@ class _Lane:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
-    def copying(self, after: _Mark | None = None) -> Iterator[_Mark]:
+    def copying(self, after: _CopyEvent | None = None) -> Iterator[_CopyEvent]:
         """Within it, copies run in this lane, after all that the device was given until now. Yields their end."""
         if self.stream is None:
-            yield _Mark()
+            yield _CopyEvent()
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         end = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
             if after is not None:
                 after.wait()
-            yield _Mark(end)
+            yield _CopyEvent(end)
             end.record()
 
     def uses(self, tensor: Tensor) -> None:
@@ -284,7 +264,7 @@ class _Chunk:
         """By storage."""
         self.spare: list[Tensor] = []
         """Host memory for what goes away next."""
-        self.fetched, self.sent = _Mark(), _Mark()
+        self.fetched, self.sent = _CopyEvent(), _CopyEvent()
 
     def host(self, storage: torch.UntypedStorage) -> Tensor:
         """Room for ``storage`` in host memory: what it had before, as a rule."""

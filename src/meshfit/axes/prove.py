@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfit.anatomy.copies import sharing
-from meshfit.axes.tensor.vocabulary import whole_output
+from meshfit.axes.spec import whole_output
 from meshfit.comm.group import ThreadGroup, in_threads
 from meshfit.errors import in_short
 from meshfit.torch_private import tree_flatten, tree_unflatten

@@ -4,6 +4,7 @@ So they are sent between stages of a pipeline: the local tensor each time, its s
 index along the same axes, and builds the tensor again over its own group.
 """
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +20,10 @@ class SplitTensor(Tensor):
 
     axis: ClassVar[str]
     """The axis over which it is split."""
+
+    def whole(self) -> Tensor:
+        """All of it, gathered from all ranks, which call it together."""
+        raise NotImplementedError
 
     def to_local(self) -> "tuple[Tensor, Spec | None]":
         """This rank's part, and how it is split; None: the part is the whole."""
@@ -59,3 +64,52 @@ def from_local(local: Tensor, specs: tuple[Spec, ...], groups: Mapping[str, Grou
     for spec in reversed(specs):
         local = spec.kind.from_local(local, groups[spec.kind.axis], spec.how)
     return local
+
+
+def whole_output(tree: Any) -> Any:
+    """``tree``, what a model returned, with every tensor that is split made whole. All ranks call it together."""
+    if isinstance(tree, Tensor):
+        return tree.whole() if isinstance(tree, SplitTensor) else tree
+    if isinstance(tree, Mapping):
+        new = {key: whole_output(item) for key, item in tree.items()}
+        if all(new[key] is tree[key] for key in new):
+            return tree
+        if type(tree) is dict:
+            return new
+        made = copy.copy(tree)
+        for key, item in new.items():
+            made[key] = item  # type: ignore[index]
+        return made
+    if isinstance(tree, (tuple, list)):
+        items = [whole_output(item) for item in tree]
+        if all(a is b for a, b in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if hasattr(tree, "__dict__") and not isinstance(tree, type) and not callable(tree):
+        new = {key: whole_output(item) for key, item in vars(tree).items()}
+        if all(new[key] is item for key, item in vars(tree).items()):
+            return tree
+        made = copy.copy(tree)
+        made.__dict__.update(new)
+        return made
+    return tree
+
+
+# Functions of torch, by name
+
+CHANGES = frozenset(
+    """
+__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__ __ifloordiv__ __imod__
+""".split()  # noqa: SIM905
+)
+
+
+def name_of(func: Any) -> str:
+    """Of an attribute, its own."""
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
+def changes(name: str) -> bool:
+    """Whether the function changes a tensor in place."""
+    return name in CHANGES or (name.endswith("_") and not name.endswith("__"))

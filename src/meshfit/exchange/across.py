@@ -159,5 +159,5 @@ def _lines(line: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[t
 
 def cost(shared: int, shares: int) -> Cost:
     """Of what ranks say to each other beside gradients, a step: for ``shared`` parameters, and ``shares`` of a batch.
-    What the gradients of those take: see ``Tensor.cost`` and ``Pipeline.cost``."""
+    What the gradients of those take: see ``tensor_cost`` and ``Pipeline.cost``."""
     return Cost(calls={"all_reduce": 1}, moved={"all_reduce": 8 * (STEP_SCALARS + shares + shared)})

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit import generators
-from meshfit.axes.context.piece import gathered_output
 from meshfit.axes.data import batchnorm
-from meshfit.axes.tensor.vocabulary import whole_output
 from meshfit.comm.group import Group
 from meshfit.data import tree
 from meshfit.errors import PlanError
@@ -107,11 +105,6 @@ def _joined(parts: tuple[Any, ...], dim: int | None) -> Any:
     if len(parts) == 1 or dim is None or not isinstance(first, Tensor) or not first.dim():
         return first
     return torch.cat(parts, dim)
-
-
-def whole_outputs(made: Any) -> Any:
-    """What a model returned, with what is cut over ranks that share samples put together."""
-    return gathered_output(whole_output(made))
 
 
 def leaves_of(made: Any) -> tuple[Any, list[Tensor]]:

@@ -14,9 +14,8 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-from meshfit.axes.context.piece import gathered_output
 from meshfit.axes.data import batchnorm
-from meshfit.axes.tensor.vocabulary import whole_output
+from meshfit.axes.spec import whole_output
 from meshfit.comm.collectives import gather_rows
 from meshfit.comm.group import Group
 from meshfit.errors import JobError
@@ -60,7 +59,7 @@ def over(group: Group | None) -> Callable[[Tensor], Tensor] | None:
         return None
 
     def act(tensor: Tensor) -> Tensor:
-        mine = gathered_output(whole_output(tensor))
+        mine = whole_output(tensor)
         return gather_rows(mine[: None if batchnorm.counted() else 0], group)
 
     return act

@@ -25,10 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.expert import balance
+from meshfit.axes.spec import whole_output
 from meshfit.data import tree
 from meshfit.errors import in_short
 from meshfit.generators import Generators
-from meshfit.loss.batch_loss import whole_outputs
 from meshfit.loss.draws import Composing, Incomparable, Noting
 from meshfit.loss.gather import gathering
 from meshfit.loss.objective import LossDenominator, Objective, call, check_scalar, finders, split, stated
@@ -227,7 +227,7 @@ class _Trial:
 
     def _outputs(self, cut: slice) -> Any:
         with self.around():
-            return whole_outputs(call(self.model, split(self._part(cut))[0]))
+            return whole_output(call(self.model, split(self._part(cut))[0]))
 
     def _objective(self, cut: slice) -> tuple[Any, Sequence[Tensor]]:
         """The loss of some samples by model and loss together, and what its gradient is compared of."""

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfit.axes.context.piece import gathered_output
 from meshfit.axes.place import Placed
 from meshfit.axes.precision import Precision
-from meshfit.axes.tensor.vocabulary import whole_output
+from meshfit.axes.spec import whole_output
 from meshfit.passes.pipeline import StageForward
 
 
@@ -37,9 +36,9 @@ class PlacedForward:
 
     def __call__(self, content: Any) -> Any:
         if self._stages is not None:
-            return gathered_output(whole_output(self._stages(content)))
+            return whole_output(self._stages(content))
         with self._precision.arithmetic(self._device), self._placed.inside():
-            return gathered_output(whole_output(self._step(self._placed.model, content)))
+            return whole_output(self._step(self._placed.model, content))
 
     def finish(self) -> None:
         """Wait until all that was handed on to other stages has arrived: what is dropped before is lost to them."""

@@ -25,6 +25,7 @@ from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.pipeline.axis import Staged
 from meshfit.axes.pipeline.program import Ran, StageProgram
 from meshfit.axes.precision import Precision
+from meshfit.axes.spec import whole_output
 from meshfit.comm.group import Group
 from meshfit.comm.transport import (
     Layout,
@@ -36,7 +37,7 @@ from meshfit.comm.transport import (
 )
 from meshfit.data.loader import Batch
 from meshfit.data.order import mix
-from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of, whole_outputs
+from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of
 from meshfit.loss.objective import LossDenominator
 from meshfit.passes.backward import Owed, input_gradients
 from meshfit.passes.clock import Clock
@@ -310,7 +311,7 @@ class _BatchOfStages:
             if stage == self.plan.stages - 1 and self.held is None:
                 wanting = [run.loss.add(result, part, self.batch)]
             elif stage == self.plan.stages - 1 and self.held is not None:
-                result = whole_outputs(result)
+                result = whole_output(result)
                 if self.held.gradients is None:
                     self.held.outputs[at] = result
                 else:

@@ -18,10 +18,11 @@ from meshfit.axes.buffers.step import Buffers
 from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.precision import Precision
+from meshfit.axes.spec import whole_output
 from meshfit.data.loader import Batch, Microbatch
 from meshfit.events import current
 from meshfit.generators import Generators
-from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of, whole_outputs
+from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of
 from meshfit.loss.gather import gathering
 from meshfit.passes.loss_sum import LossSum
 
@@ -66,7 +67,7 @@ class Passes:
         span, parts = current().span, batch.microbatches
         if len(parts) == 1:
             with span("forward"), self._around(0, parts[0]):
-                made = whole_outputs(self.objective(self.model, parts[0].content))
+                made = whole_output(self.objective(self.model, parts[0].content))
                 share = self.loss.add_whole(batch_loss([(made, parts[0].content, parts[0].samples > 0)]), batch)
             self._arm(stop)
             with span("backward"):
@@ -77,7 +78,7 @@ class Passes:
             for i, part in enumerate(parts):
                 draws.append(Generators(self.device))
                 with span("forward", microbatch=i), self._around(i, part, counts=False):
-                    firsts.append(leaves_of(whole_outputs(self.objective(self.model, part.content))))
+                    firsts.append(leaves_of(whole_output(self.objective(self.model, part.content))))
         self.buffers.drop()
         with span("forward"), self.precision.arithmetic(self.device):
             given = [(made, part.content, part.samples > 0) for (made, _), part in zip(firsts, parts, strict=True)]
@@ -87,7 +88,7 @@ class Passes:
         for i, part in enumerate(parts):
             draws[i].restore()
             with span("forward", microbatch=i), self._around(i, part):
-                made = whole_outputs(self.objective(self.model, part.content))
+                made = whole_output(self.objective(self.model, part.content))
             if part is parts[-1]:
                 self._arm(stop)
             with span("backward", microbatch=i):

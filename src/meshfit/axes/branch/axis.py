@@ -10,11 +10,10 @@ by all ranks alike, on the same samples; so whatever they compute from what they
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ from meshfit.axes.branch.assign import Dealt, deal
 from meshfit.axes.branch.flow import ALL, Flow, StagePhases, detached
 from meshfit.axes.branch.ops import Line
 from meshfit.axes.branch.order import reordered, side_by_side
-from meshfit.axes.branch.program import Program
+from meshfit.axes.branch.program import BranchProgram
 from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
 from meshfit.axes.pipeline.axis import only, pipeline_of
@@ -41,7 +40,6 @@ from meshfit.axes.pipeline.program import Programs, Replayed, layout_of
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.units import Whole, _relative
 from meshfit.comm.draws import Stream
-from meshfit.comm.group import Group
 from meshfit.comm.transport import Layout, packed_size
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
@@ -70,7 +68,7 @@ class Branch:
     atoms: tuple[str, ...] = ()
     """Paths of modules that must not be opened, since something acts where they are called."""
 
-    def find(self, model: nn.Module, objective: Objective, batch: Any, *, device: str = "cuda") -> "Found":
+    def find(self, model: nn.Module, objective: Objective, batch: Any, *, device: str = "cuda") -> "BranchPlan":
         """Who runs what, from one step recorded on ``batch``: on one rank, for all of them."""
         meter, found, trace = partial(Meter, target=device), [], None
         for share in SHARES:
@@ -81,7 +79,7 @@ class Branch:
             self._check(trace)
             flow = Flow(replace(recording, trace=trace))
             if (dealt := deal(flow, self.degree)) is not None:
-                found.append(Found(dealt, share, atoms, flow))
+                found.append(BranchPlan(dealt, share, atoms, flow))
                 if dealt.time < 1.1 / self.degree:
                     break
         best = min(found, key=lambda each: each.dealt.time, default=None)
@@ -90,18 +88,18 @@ class Branch:
         assert best is not None
         return best
 
-    def deal(self, recording: Recording) -> "Found":
+    def deal(self, recording: Recording) -> "BranchPlan":
         """Who runs what of a recording that is to be cut into stages: its events stand with branches side by side."""
         self._check(recording.trace)
         flow = Flow(recording)
         dealt = deal(flow, self.degree)
-        found = None if dealt is None else Found(dealt, 0.0, (), flow)
+        found = None if dealt is None else BranchPlan(dealt, 0.0, (), flow)
         self._worth(recording.trace, found)
         assert found is not None
         order = side_by_side(flow, found.dealt.when)
         return replace(found, flow=Flow(reordered(recording, order)), order=tuple(order))
 
-    def _worth(self, trace: Trace, best: "Found | None") -> None:
+    def _worth(self, trace: Trace, best: "BranchPlan | None") -> None:
         if best is None or best.dealt.time > WORTH or not all(best.dealt.loads):
             raise self._nothing(trace, best)
 
@@ -119,7 +117,7 @@ class Branch:
             f"data={self.degree} takes the model as it is",
         )
 
-    def _nothing(self, trace: Trace, best: "Found | None") -> PlanError:
+    def _nothing(self, trace: Trace, best: "BranchPlan | None") -> PlanError:
         """The refusal of a model without branches that are worth a device each."""
         groups = [[b for b in branches(trace) if b.group == number] for number in range(3)]
         facts = [
@@ -139,45 +137,26 @@ class Branch:
             f"data={self.degree} shares the samples out; pipeline={self.degree} cuts it into layers",
         )
 
-    def apply(
-        self,
-        model: nn.Module,
-        found: "Found",
-        group: dist.ProcessGroup,
-        device: torch.device,
-        skeleton: nn.Module | None = None,
-        groups: Mapping[str, Group] = MappingProxyType({}),
-    ) -> "Branched":
-        """Keep this rank's part of ``model``, and let go of the rest: those parameters have no elements any more.
-        ``skeleton``: of the whole, where ``model`` is a stage of it; ``groups``: over which tensors are split, by
-        axis."""
-        rank, dealt = dist.get_rank(group), found.dealt
-        skeleton = twin(model, meta=True) if skeleton is None else skeleton
-        parameters = [name for name, _ in model.named_parameters() if rank in dealt.parameters.get(name, (rank,))]
-        buffers = [name for name, _ in model.named_buffers() if dealt.buffers.get(name, rank) == rank]
-        part = part_of(model, parameters, buffers)
-        hollow(model, part)
-        return Branched(self, found, Line(group, device, groups), part, skeleton, model)
 
-    def cost(
-        self, found: "Found", rank: int, *, microbatches: int = 1, stages: Iterable[int] = (0,)
-    ) -> tuple[Trace, Cost]:
-        """What ``rank`` runs of the trace (of one microbatch), and what it says to others in forward and backward; of
-        a pipeline, in ``stages``."""
-        trace, calls, moved = found.trace, {"broadcast": 0, "all_reduce": 0}, {"broadcast": 0, "all_reduce": 0}
-        for phases in (found.phases.phases[stage] for stage in stages):
-            own = {event for phase in phases for some in phase.own for event in some}
-            for phase in phases:
-                for ids in phase.joins:
-                    size = packed_size(layout_of(trace, id) for id in ids)
-                    calls["broadcast"] += bool(size)
-                    moved["broadcast"] += size
-                back = [id for id in phase.enters if trace.values[id].needs_grad and not detached(trace, id, own)]
-                entered = [layout_of(trace, id) for id in back]
-                calls["all_reduce"] += len({layout.dtype for layout in entered})
-                moved["all_reduce"] += sum((_count(layout) + 1) * layout.dtype.itemsize for layout in entered)
-        calls, moved = ({k: n * microbatches for k, n in many.items() if n} for many in (calls, moved))
-        return found.part(rank), Cost(calls=calls, moved=moved)
+def branch_cost(
+    found: "BranchPlan", rank: int, *, microbatches: int = 1, stages: Iterable[int] = (0,)
+) -> tuple[Trace, Cost]:
+    """What ``rank`` runs of the trace (of one microbatch), and what it says to others in forward and backward; of
+    a pipeline, in ``stages``."""
+    trace, calls, moved = found.trace, {"broadcast": 0, "all_reduce": 0}, {"broadcast": 0, "all_reduce": 0}
+    for phases in (found.phases.phases[stage] for stage in stages):
+        own = {event for phase in phases for some in phase.own for event in some}
+        for phase in phases:
+            for ids in phase.joins:
+                size = packed_size(layout_of(trace, id) for id in ids)
+                calls["broadcast"] += bool(size)
+                moved["broadcast"] += size
+            back = [id for id in phase.enters if trace.values[id].needs_grad and not detached(trace, id, own)]
+            entered = [layout_of(trace, id) for id in back]
+            calls["all_reduce"] += len({layout.dtype for layout in entered})
+            moved["all_reduce"] += sum((_count(layout) + 1) * layout.dtype.itemsize for layout in entered)
+    calls, moved = ({k: n * microbatches for k, n in many.items() if n} for many in (calls, moved))
+    return found.part(rank), Cost(calls=calls, moved=moved)
 
 
 def _count(layout: Layout) -> int:
@@ -185,7 +164,7 @@ def _count(layout: Layout) -> int:
 
 
 @dataclass(frozen=True)
-class Found:
+class BranchPlan:
     """Who runs what; ``dealt``, ``share`` and ``atoms`` are what other ranks need of it."""
 
     dealt: Dealt
@@ -199,7 +178,7 @@ class Found:
     cut: Stages | None = None
     """The stages of a pipeline."""
 
-    def to_send(self) -> "Found":
+    def to_send(self) -> "BranchPlan":
         return replace(self, flow=None, order=None, cut=None)
 
     @property
@@ -276,7 +255,7 @@ class BranchAxis(Axis):
     splits = frozenset({Splits.MODULES})
     cost_needs_finding = True
 
-    def find(self, study: "Study") -> Found:
+    def find(self, study: "Study") -> BranchPlan:
         if study.plan.pipeline > 1:
             staged = study.found("pipeline")
             found = replace(staged.inner, cut=staged.cut)
@@ -287,26 +266,31 @@ class BranchAxis(Axis):
         study.notes.append(found.note)
         return found
 
-    def deal(self, plan: Plan, recording: Recording) -> Found:
+    def deal(self, plan: Plan, recording: Recording) -> BranchPlan:
         return Branch(degree=plan.branch).deal(recording)
 
-    def apply(self, placed: "Placed", finding: Found) -> "Branched":
+    def apply(self, placed: "Placed", finding: BranchPlan) -> "Branched":
+        """Keep this rank's part of the model, and let go of the rest: those parameters have no elements any more."""
         group, staged = placed.mesh.over("branch"), placed.staged
         assert group is not None
-        strategy = Branch(degree=placed.plan.branch, atoms=finding.atoms)
-        skeleton = None if staged is None else staged.skeleton
-        branched = strategy.apply(placed.model, finding, group, placed.device, skeleton, placed.groups)
+        rank, dealt, model = dist.get_rank(group), finding.dealt, placed.model
+        skeleton = twin(model, meta=True) if staged is None else staged.skeleton
+        parameters = [name for name, _ in model.named_parameters() if rank in dealt.parameters.get(name, (rank,))]
+        buffers = [name for name, _ in model.named_buffers() if dealt.buffers.get(name, rank) == rank]
+        part = part_of(model, parameters, buffers)
+        hollow(model, part)
+        branched = Branched(finding, Line(group, placed.device, placed.groups), part, skeleton, model)
         if staged is not None:
             staged.model, staged.make = branched.model, partial(branched.program, split=staged.found.split)
         return branched
 
-    def cost(self, costing: "Costing", finding: Found) -> None:
+    def cost(self, costing: "Costing", finding: BranchPlan) -> None:
         plan, rank, dealt = costing.plan, costing.place.get("branch", 0), finding.dealt.parameters
         split = costing.found.get("tensor")
         if plan.context > 1 or (split is not None and (plan.pipeline > 1 or split.traffic)):
             raise ValueError(f"{plan}: how tensors that cross between branches are split is known only when it runs")
         mine = pipeline_of(plan).stages_of(costing.place.get("pipeline", 0))
-        part, added = Branch(degree=plan.branch).cost(finding, rank, microbatches=plan.microbatches, stages=mine)
+        part, added = branch_cost(finding, rank, microbatches=plan.microbatches, stages=mine)
         if plan.pipeline > 1:  # what several branches use is held by all of them, in every stage that uses it
             held = {name for stage in mine for name in finding.part_in_stages(rank)[1].parameters[stage]}
             whole = finding.trace.parameters
@@ -319,22 +303,14 @@ class BranchAxis(Axis):
 class Branched(Partition):
     """The branches of one rank."""
 
-    def __init__(
-        self,
-        branch: Branch,
-        found: Found,
-        line: Line,
-        part: nn.Module,
-        skeleton: nn.Module,
-        whole: nn.Module,
-    ):
+    def __init__(self, found: BranchPlan, line: Line, part: nn.Module, skeleton: nn.Module, whole: nn.Module):
         super().__init__(part, skeleton, whole)
-        self.branch, self.found, self.line = branch, found, line
+        self.found, self.line = found, line
         self.group, self.rank, self.stream = line.ranks.group, line.ranks.rank, Stream(line.ranks)
 
-    def program(self, recording: Recording, split: Split | None = None) -> Program:
+    def program(self, recording: Recording, split: Split | None = None) -> BranchProgram:
         """What this rank runs of a recording; ``split``: of a pipeline."""
-        return Program.dealt(self.found.dealt, split, self.line, self.stream, recording)
+        return BranchProgram.dealt(self.found.dealt, split, self.line, self.stream, recording)
 
     @property
     def owners(self) -> dict[str, int]:
@@ -354,7 +330,7 @@ class Branched(Partition):
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:
         """All ranks hold what the trunk uses, with the same gradient."""
-        own, every = self.found.dealt.parameters, tuple(range(self.branch.degree))
+        own, every = self.found.dealt.parameters, tuple(range(self.line.ranks.size))
         return {name: own.get(name, every) for name, _ in self.skeleton.named_parameters()}
 
     def objective(self, objective: Objective, precision: Precision, device: torch.device) -> Objective:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from meshfit.events import current
 
 
 @dataclass(frozen=True)
-class Turn:
+class RankPhase:
     """A phase, as one rank runs it."""
 
     trunk: list[Instruction]
@@ -37,7 +38,7 @@ class Turn:
 
 
 @dataclass(eq=False)
-class Program(pipeline.StageProgram):
+class BranchProgram(pipeline.StageProgram):
     """A recording, dealt out to the ranks of a branch group, in each stage of a pipeline or in one."""
 
     line: Line = field(kw_only=True)
@@ -51,7 +52,7 @@ class Program(pipeline.StageProgram):
     """What is handed out in each stage, after each phase, with gradients and without, once that is known."""
 
     @classmethod
-    def dealt(cls, dealt: Dealt, split: Split | None, line: Line, stream: Stream, recording: Recording) -> "Program":
+    def dealt(cls, dealt: Dealt, split: Split | None, line: Line, stream: Stream, recording: Recording) -> Self:
         """``recording`` dealt out like ``dealt``, and cut as ``split`` is."""
         flow = Flow(recording)
         owner = owners_like(dealt, flow)
@@ -108,7 +109,9 @@ class Program(pipeline.StageProgram):
                 trunk.values[id] = tie(line, value, token)
         return Ran([], decode(self.recording.outputs, trunk.resolve))
 
-    def _join(self, stage: int, number: int, turn: Turn, own: Environment, trunk: Environment, token: Tensor) -> Tensor:
+    def _join(
+        self, stage: int, number: int, turn: RankPhase, own: Environment, trunk: Environment, token: Tensor
+    ) -> Tensor:
         mine = [own.values[id] for id, _ in turn.joins[self.rank]]
         key = stage, number, torch.is_grad_enabled()
         if key not in self.joined:
@@ -119,7 +122,7 @@ class Program(pipeline.StageProgram):
         return token
 
     @cached_property
-    def _turns(self) -> list[tuple[list[Turn], set[int]]]:
+    def _turns(self) -> list[tuple[list[RankPhase], set[int]]]:
         """By stage: what this rank does, and the values that enter but are only detached there."""
         trace, owner, found = self.recording.trace, self.owner, []
         changers: dict[int, set[int]] = {}
@@ -134,7 +137,7 @@ class Program(pipeline.StageProgram):
             mine = {id for id, m in makers.items() if (owner[m] if m in events else held.get(id, ALL)) == self.rank}
             for number, phase in enumerate(phases):
                 turns.append(
-                    Turn(
+                    RankPhase(
                         trunk=[self._step(event, of_trunk) for event in phase.trunk],
                         enters=[(id, changed(id, False)) for id in phase.enters],
                         keeps=[id for id in phase.enters if id in of_own and id not in mine],

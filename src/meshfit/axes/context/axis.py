@@ -11,7 +11,7 @@ gathered where it is needed, and computed on the whole where nothing else is kno
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -62,46 +62,29 @@ def quiet(model: nn.Module) -> nn.Module:
     return model
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Context:
-    """Spread sequences over the ``context`` axis."""
+def context_cost(trace: Trace, plan: ContextPlan, *, microbatches: int = 1) -> tuple[Trace, Cost]:
+    """Of a step on one rank, beside the sum of the gradients. Collectives are those counted when the plan was made;
+    activations are its share of those of one device."""
 
-    degree: int
-    plan: ContextPlan
+    def less(number: int) -> int:
+        return round(number * plan.kept)
 
-    def apply(self, model: nn.Module, group: dist.ProcessGroup) -> RankGroup:
-        """In place: from the beginnings on, what ``model`` computes is cut. Parameters stay whole. Returns the ranks
-        over which activations are cut."""
-        ranks = RankGroup(group)
-        if ranks.size != self.degree or self.plan.degree != self.degree:
-            raise ValueError(f"a plan for {self.plan.degree} ranks, context={self.degree} and a group of {ranks.size}")
-        begin(model, self.plan, ranks)
-        return ranks
-
-    def cost(self, trace: Trace, *, microbatches: int = 1) -> tuple[Trace, Cost]:
-        """Of a step on one rank, beside the sum of the gradients. Collectives are those counted when the plan was made,
-        for a batch of the size of the trace's; activations are its share of those of one device."""
-        part = self.plan.kept
-
-        def less(number: int) -> int:
-            return round(number * part)
-
-        events = tuple(
-            replace(
-                event,
-                cost=replace(
-                    event.cost,
-                    flops=event.cost.flops // self.degree,
-                    flops_backward=event.cost.flops_backward // self.degree,
-                    kept=less(event.cost.kept),
-                    uses=tuple(replace(use, bytes=less(use.bytes)) for use in event.cost.uses),
-                ),
-            )
-            for event in trace.events
+    events = tuple(
+        replace(
+            event,
+            cost=replace(
+                event.cost,
+                flops=event.cost.flops // plan.degree,
+                flops_backward=event.cost.flops_backward // plan.degree,
+                kept=less(event.cost.kept),
+                uses=tuple(replace(use, bytes=less(use.bytes)) for use in event.cost.uses),
+            ),
         )
-        traffic = ((1, each) for each in self.plan.traffic)
-        added = counted_cost(traffic, trace, samples=self.plan.samples, microbatches=microbatches)
-        return replace(trace, events=events), added
+        for event in trace.events
+    )
+    traffic = ((1, each) for each in plan.traffic)
+    added = counted_cost(traffic, trace, samples=plan.samples, microbatches=microbatches)
+    return replace(trace, events=events), added
 
 
 class ContextAxis(Axis):
@@ -138,14 +121,13 @@ class ContextAxis(Axis):
     def apply(self, placed: "Placed", finding: ContextPlan) -> "Positions":
         group = placed.mesh.over("context")
         assert group is not None
-        strategy = Context(degree=placed.plan.context, plan=finding)
-        placed.groups["context"] = strategy.apply(placed.model, group)
+        placed.groups["context"] = ranks = RankGroup(group)
+        begin(placed.model, finding, ranks)
         return Positions(placed.model, group)
 
     def cost(self, costing: "Costing", finding: ContextPlan) -> None:
         plan = finding if costing.stages is None else replace(finding, traffic=())
-        strategy = Context(degree=costing.plan.context, plan=plan)
-        costing.add(strategy.cost(costing.trace, microbatches=costing.plan.microbatches))
+        costing.add(context_cost(costing.trace, plan, microbatches=costing.plan.microbatches))
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from meshfit.anatomy.copies import converted, to_precision
 from meshfit.axes.context.find import ContextPlan, Step, begin, length_of, shortened, some
-from meshfit.axes.context.piece import Piece, guarded, name_of, whole
+from meshfit.axes.context.piece import Piece, guarded
 from meshfit.axes.prove import DRAWS, Refused, in_parts, in_precision, summed
+from meshfit.axes.spec import name_of
 from meshfit.comm.group import ThreadGroup
 from meshfit.data import tree
 from meshfit.torch_private import tree_map
@@ -163,7 +164,7 @@ class _Alike(TorchFunctionMode):
         self.draws += 1
         kwargs["generator"] = torch.Generator().manual_seed(self.draws)
         if args and isinstance(x := args[0], Piece):  # of the whole's, those of a rank's positions
-            own = x.span.of(func(whole(x).detach().clone(), *args[1:], **kwargs), x.group.rank)
+            own = x.span.of(func(x.whole().detach().clone(), *args[1:], **kwargs), x.group.rank)
             return x.copy_(own) if name.endswith("_") else Piece(own, x.span, x.group)
         return func(*args, **kwargs)
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.axes.context import local, mix, shapes  # noqa: F401  # register their rules
-from meshfit.axes.context.piece import Piece, gathered, gathered_output, guarded
+from meshfit.axes.context.piece import Piece, gathered, guarded
 from meshfit.axes.context.recurrence import recurrences
-from meshfit.axes.context.span import Span
+from meshfit.axes.context.span import SplitDim
 from meshfit.axes.forward import unwrap, wrap
+from meshfit.axes.spec import whole_output
 from meshfit.comm.group import CountingGroup, Group, Traffic
 from meshfit.data import tree
 from meshfit.torch_private import storage_id
@@ -127,7 +128,7 @@ def begin(model: nn.Module, plan: ContextPlan, group: Group) -> None:
 
 
 def _on_wholes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: forward(*gathered_output(args), **gathered_output(kwargs))
+    return lambda *args, **kwargs: forward(*whole_output(args), **whole_output(kwargs))
 
 
 def _cutting(forward: Callable[..., Any], dim: int, group: Group) -> Callable[..., Any]:
@@ -141,7 +142,7 @@ def _first_cut(out: Any, dim: int, group: Group) -> Any:
     if isinstance(out, Tensor):
         if isinstance(out, Piece) or out.dim() <= dim or out.shape[dim] < group.size:
             return out  # shorter than there are ranks: all compute it whole
-        span = Span.even(dim, out.shape[dim], group.size)
+        span = SplitDim.even(dim, out.shape[dim], group.size)
         return Piece(span.of(out, group.rank), span, group)
     if isinstance(out, tuple | list) and out and not hasattr(out, "_fields"):
         return type(out)([_first_cut(out[0], dim, group), *out[1:]])
@@ -298,7 +299,7 @@ def _tried(
 
     if watch:
         hooks = [module.register_forward_hook(look(path)) for path, module in model.named_modules()]
-    kept = Kept(model)
+    kept = SavedBytes(model)
     try:
         with guarded(), kept:
             loss = step(model, copy.copy(batch))
@@ -312,7 +313,7 @@ def _tried(
     return kept.bytes, group.log, seen
 
 
-class Kept(saved_tensors_hooks):
+class SavedBytes(saved_tensors_hooks):
     """Bytes that autograd keeps for backward within, beyond parameters and buffers."""
 
     def __init__(self, model: nn.Module):

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.axes.context.piece import Piece, changes, name_of, pieces, rule, whole
-from meshfit.axes.context.span import Span
+from meshfit.axes.context.piece import Piece, pieces, rule
+from meshfit.axes.context.span import SplitDim
+from meshfit.axes.spec import changes, name_of
 from meshfit.comm.draws import own_draws
 from meshfit.torch_private import tree_leaves, tree_map
 
@@ -47,7 +48,7 @@ exponential_ rrelu
 NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
 
-def aligned(given: Any) -> tuple[Span, int, Any] | None:
+def aligned(given: Any) -> tuple[SplitDim, int, Any] | None:
     """Tensors that are broadcast: how the result is cut, how many dims it has, and ``given`` with what this rank has of
     each. None if they do not fit together."""
     tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
@@ -63,7 +64,7 @@ def aligned(given: Any) -> tuple[Span, int, Any] | None:
         if isinstance(x, Piece):
             if x.span == span.at(dim):
                 return x.local
-            x = whole(x)
+            x = x.whole()
         if dim < 0 or x.shape[dim] == 1:
             return x
         if x.shape[dim] != span.size:
@@ -134,7 +135,7 @@ def new(func: Any, x: Piece, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented if pieces((args, kwargs)) else func(x.local, *args, **kwargs)
 
 
-def mapped(made: Any, span: Span, group: Any) -> Any:
+def mapped(made: Any, span: SplitDim, group: Any) -> Any:
     """What came of a piece, one tensor or several, all cut alike."""
     if isinstance(made, Tensor):
         return Piece(made, span, group)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from meshfit.axes.context.local import argument, mapped, pointwise
-from meshfit.axes.context.piece import Piece, name_of, pieces, rule, whole, wholes
+from meshfit.axes.context.piece import Piece, pieces, rule, wholes
 from meshfit.axes.context.saved import noted
-from meshfit.axes.context.span import Span
+from meshfit.axes.context.span import SplitDim
+from meshfit.axes.spec import name_of
 from meshfit.comm.collectives import all_reduce
 from meshfit.comm.draws import own_draws
 
@@ -128,40 +129,25 @@ def attention(
     return Piece(made, span.at(made.dim() - 2), q.group)
 
 
-def _rows(mask: Tensor, span: Span, rank: int) -> Tensor:
+def _rows(mask: Tensor, span: SplitDim, rank: int) -> Tensor:
     """Of a mask by queries and keys, this rank's queries."""
     if isinstance(mask, Piece):
         if mask.span == span.at(mask.dim() - 2):
             return mask.local
-        mask = whole(mask)
+        mask = mask.whole()
     return mask if mask.dim() < 2 or mask.shape[-2] == 1 else span.at(mask.dim() - 2).of(mask, rank)
 
 
 # Sums
 
 
-@rule(
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "logsumexp",
-    "any",
-    "all",
-    "prod",
-    "var",
-    "std",
-    "var_mean",
-    "std_mean",
-    "count_nonzero",
-    "norm",
-    "max",
-    "min",
-    "argmax",
-    "argmin",
-    "median",
-    "nansum",
-)
+REDUCTIONS = """
+sum mean amax amin logsumexp any all prod var std var_mean std_mean count_nonzero norm max min argmax argmin median
+nansum
+""".split()  # noqa: SIM905
+
+
+@rule(*REDUCTIONS)
 def reduced(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     name = name_of(func)
     place = 1 if name == "norm" else 0
@@ -219,17 +205,13 @@ def by_classes(func: Any, *args: Any, **kwargs: Any) -> Any:
     return made / (kept.sum() if weight is None else (weight[target.clamp(min=0)] * kept).sum())
 
 
-@rule(
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "soft_margin_loss",
-    "poisson_nll_loss",
-)
+LOSSES = """
+mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+soft_margin_loss poisson_nll_loss
+""".split()  # noqa: SIM905
+
+
+@rule(*LOSSES)
 def by_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     reduction = given.pop("reduction", "mean")

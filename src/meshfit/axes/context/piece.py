@@ -19,9 +19,8 @@ import torch.functional
 import torch.nn.functional
 from torch import Tensor
 
-from meshfit.axes.context.span import Span
-from meshfit.axes.spec import Spec, SplitTensor
-from meshfit.axes.tensor.vocabulary import with_wholes
+from meshfit.axes.context.span import SplitDim
+from meshfit.axes.spec import Spec, SplitTensor, changes, name_of
 from meshfit.comm.collectives import Collective, all_gather
 from meshfit.comm.group import Group
 from meshfit.torch_private import tree_leaves, tree_map, version, watched_functions, without_subclasses, wrapper_of
@@ -29,62 +28,34 @@ from meshfit.torch_private import tree_leaves, tree_map, version, watched_functi
 RULES: dict[str, Callable[..., Any]] = {}
 """By the name of a function: given it and its arguments, what it makes of pieces; NotImplemented: gather."""
 
-OF_THE_WHOLE = {
-    "shape",
-    "size",
-    "dim",
-    "ndim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "__len__",
-    "dtype",
-    "device",
-}
-OF_THE_WHOLE |= {
-    "is_floating_point",
-    "is_complex",
-    "element_size",
-    "itemsize",
-    "nbytes",
-    "get_device",
-    "layout",
-    "names",
-}
-OF_THE_WHOLE |= {
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-    "is_mkldnn",
-    "is_mps",
-    "is_xpu",
-}
-OF_THE_WHOLE |= {"is_signed", "is_conj", "is_neg", "is_inference", "is_same_size", "is_contiguous", "__hash__"}
+OF_THE_WHOLE = set(
+    """
+shape size dim ndim ndimension numel nelement stride __len__ dtype device is_floating_point is_complex element_size
+itemsize nbytes get_device layout names is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mkldnn is_mps
+is_xpu is_signed is_conj is_neg is_inference is_same_size is_contiguous __hash__
+""".split()  # noqa: SIM905
+)
 """Asked of a piece, and answered for the whole."""
 
-OF_THE_LOCAL = {"requires_grad", "grad_fn", "is_leaf", "register_hook", "retain_grad", "grad", "_version", "output_nr"}
-OF_THE_LOCAL |= {"requires_grad_", "_backward_hooks", "retains_grad"}
-
-CHANGES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__"}
-CHANGES |= {"__ior__", "__ixor__", "__ifloordiv__", "__imod__"}
-"""Functions that change a tensor in place, beside those whose names end with "_"."""
+OF_THE_LOCAL = set(
+    """
+requires_grad grad_fn is_leaf register_hook retain_grad grad _version output_nr requires_grad_ _backward_hooks
+retains_grad
+""".split()  # noqa: SIM905
+)
 
 
 class Piece(SplitTensor):
     axis = "context"
     local: Tensor
     """What this rank has: a plain tensor, which autograd knows."""
-    span: Span
+    span: SplitDim
     group: Group
     known: tuple[Tensor, int] | None
     """The whole, once it was gathered, and of which version."""
 
     @staticmethod
-    def __new__(cls, local: Tensor, span: Span, group: Group) -> "Piece":
+    def __new__(cls, local: Tensor, span: SplitDim, group: Group) -> "Piece":
         shape = [span.size if dim == span.dim else size for dim, size in enumerate(local.shape)]
         out = wrapper_of(cls, shape, local)
         out.local, out.span, out.group, out.known = local, span, group, None
@@ -94,7 +65,7 @@ class Piece(SplitTensor):
         return self.local, Spec(Piece, self.span)
 
     @classmethod
-    def from_local(cls, local: Tensor, group: Group, how: Span) -> "Piece":
+    def from_local(cls, local: Tensor, group: Group, how: SplitDim) -> "Piece":
         return Piece(local, how, group)
 
     @classmethod
@@ -119,18 +90,23 @@ class Piece(SplitTensor):
             return inside(*args, **kwargs)
         return on_wholes(func, name, args, kwargs)
 
+    def whole(self) -> Tensor:
+        """All positions, gathered from all ranks. All ranks call it together."""
+        if self.known is not None and self.known[1] == version(self.local):
+            known = self.known[0]
+            if known.requires_grad or not (torch.is_grad_enabled() and self.local.requires_grad):
+                return known
+        made = gather(self.local, self.span, self.group)
+        self.known = made, version(self.local)
+        return made
+
     def as_subclass(self, cls: Any) -> Any:
         """Which torch asks nobody about: a whole."""
-        return whole(self).as_subclass(cls)
+        return self.whole().as_subclass(cls)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError(f"{func} was called on a tensor that is cut over ranks, past the functions of torch")
-
-
-def name_of(func: Any) -> str:
-    name = getattr(func, "__name__", "")
-    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
 def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -143,18 +119,7 @@ def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return put
 
 
-def whole(x: Piece) -> Tensor:
-    """All positions, gathered from all ranks. All ranks call it together."""
-    if x.known is not None and x.known[1] == version(x.local):
-        known = x.known[0]
-        if known.requires_grad or not (torch.is_grad_enabled() and x.local.requires_grad):
-            return known
-    made = gather(x.local, x.span, x.group)
-    x.known = made, version(x.local)
-    return made
-
-
-def gather(x: Tensor, span: Span, group: Group) -> Tensor:
+def gather(x: Tensor, span: SplitDim, group: Group) -> Tensor:
     """The whole of which ``x`` is this rank's part. Every rank goes backward from its part of the loss, 1/n of it: the
     gradient of a tensor that all ranks hold is then the sum over the ranks, whatever each does with its copy."""
     if span.plain:
@@ -173,8 +138,8 @@ def on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     target = args[0] if args and isinstance(args[0], Piece) else kwargs.get("out")
     if not isinstance(target, Piece) or not (changes(name) or kwargs.get("out") is not None):
         return func(*wholes(args), **wholes(kwargs))
-    fresh = whole(target).clone()
-    swap = lambda x: fresh if x is target else whole(x) if isinstance(x, Piece) else x
+    fresh = target.whole().clone()
+    swap = lambda x: fresh if x is target else x.whole() if isinstance(x, Piece) else x
     func(*tree_map(swap, args), **tree_map(swap, kwargs))
     if fresh.shape != target.shape:
         raise TypeError(f"{name} gave a tensor that is cut over ranks another shape in place")
@@ -182,17 +147,8 @@ def on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return target
 
 
-def changes(name: str) -> bool:
-    return name in CHANGES or (name.endswith("_") and not name.endswith("__"))
-
-
 def wholes(tree: Any) -> Any:
-    return tree_map(lambda x: whole(x) if isinstance(x, Piece) else x, tree)
-
-
-def gathered_output(tree: Any) -> Any:
-    """``tree``, what a model returned, with every piece made whole. All ranks call it together."""
-    return with_wholes(tree, Piece, whole)
+    return tree_map(lambda x: x.whole() if isinstance(x, Piece) else x, tree)
 
 
 def pieces(tree: Any) -> list[Piece]:
@@ -236,7 +192,7 @@ def guarded() -> Iterator[None]:
             return Piece(apply(x.local, *rest, **kwargs), x.span, x.group)
         if any(isinstance(x, Piece) for x in args):
             gathered[cls.__name__] += 1
-            args = tuple(whole(x) if isinstance(x, Piece) else x for x in args)
+            args = tuple(x.whole() if isinstance(x, Piece) else x for x in args)
         return apply(*args, **kwargs)
 
     with watched_functions(applied, everywhere=True):

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.axes.context.piece import Piece, gather, whole
-from meshfit.axes.context.span import Span
+from meshfit.axes.context.piece import Piece, gather
+from meshfit.axes.context.span import SplitDim
 from meshfit.comm.group import Group
 from meshfit.torch_private import checkpoint_now, saved_tensors_hooks_now, storage_id, version
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _SavedGather:
     """In place of a whole that was gathered, or of a view of it."""
 
     local: Any
-    where: tuple[Span, Group]
+    where: tuple[SplitDim, Group]
     version: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -35,7 +35,7 @@ def noted(*given: Any) -> Iterator[None]:
     """For what is saved within of the wholes of those that are pieces."""
     hooks = saved_tensors_hooks_now()
     again = checkpoint_now(again=True) is not None  # what is computed again is not saved at all
-    found = {storage_id(whole(x)): x for x in given if isinstance(x, Piece)}
+    found = {storage_id(x.whole()): x for x in given if isinstance(x, Piece)}
     if again or not found or not torch.is_grad_enabled():
         yield
         return
@@ -47,10 +47,10 @@ def noted(*given: Any) -> Iterator[None]:
             return keep(x)
         local = piece.local.detach()
         where = piece.span, piece.group
-        return _Note(keep(local), where, version(local), x.size(), x.stride(), int(x.storage_offset()))
+        return _SavedGather(keep(local), where, version(local), x.size(), x.stride(), int(x.storage_offset()))
 
     def unpack(packed: Any) -> Tensor:
-        if not isinstance(packed, _Note):
+        if not isinstance(packed, _SavedGather):
             return fetch(packed)
         local = fetch(packed.local)
         if version(local) != packed.version:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from meshfit.axes.context.local import aligned, argument, mapped
-from meshfit.axes.context.piece import Piece, name_of, pieces, rule
-from meshfit.axes.context.span import Span
+from meshfit.axes.context.piece import Piece, pieces, rule
+from meshfit.axes.context.span import SplitDim
+from meshfit.axes.spec import name_of
 from meshfit.comm.collectives import all_reduce
 from meshfit.torch_private import tree_map
 
@@ -92,7 +93,7 @@ def other_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def some_of(x: Piece, start: int, stop: int) -> Piece | None:
     """Positions ``start`` to ``stop``; None where a rank would have none of them."""
     ends = tuple(min(max(end, start), stop) - start for end in x.span.ends)
-    span, rank = Span(x.span.dim, ends), x.group.rank
+    span, rank = SplitDim(x.span.dim, ends), x.group.rank
     if not x.span.plain or min(span.counts) < 1:
         return None
     skipped = max(start - x.span.ends[rank], 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Span:
+class SplitDim:
     """How a dim is cut: seen as (outer, positions, inner), of which each rank has a range of positions.
 
     Samples and positions that were flattened into one dim are ``outer`` and positions: a rank then has some of each.
@@ -22,8 +22,8 @@ class Span:
     inner: int = 1
 
     @staticmethod
-    def even(dim: int, length: int, ranks: int) -> "Span":
-        return Span(dim, tuple(length * r // ranks for r in range(ranks + 1)))
+    def even(dim: int, length: int, ranks: int) -> "SplitDim":
+        return SplitDim(dim, tuple(length * r // ranks for r in range(ranks + 1)))
 
     @property
     def length(self) -> int:
@@ -46,7 +46,7 @@ class Span:
     def size_of(self, rank: int) -> int:
         return self.outer * self.counts[rank] * self.inner
 
-    def at(self, dim: int) -> "Span":
+    def at(self, dim: int) -> "SplitDim":
         """The same cut of another dim."""
         return replace(self, dim=dim)
 
@@ -62,14 +62,14 @@ class Span:
         """What ``shape``, of a whole that is cut like this, is on a rank."""
         return [self.size_of(rank) if dim == self.dim else size for dim, size in enumerate(shape)]
 
-    def through(self, old: tuple[int, ...], new: tuple[int, ...]) -> "Span | None":
+    def through(self, old: tuple[int, ...], new: tuple[int, ...]) -> "SplitDim | None":
         """The cut of what is ``old`` seen as ``new``, element after element; None if its positions come apart."""
         before, after = prod(old[: self.dim]) * self.outer, self.inner * prod(old[self.dim + 1 :])
         for dim, size in enumerate(new):
             ahead, behind = prod(new[:dim]), prod(new[dim + 1 :])
             if before % ahead or after % behind:
                 continue
-            found = Span(dim, self.ends, before // ahead, after // behind)
+            found = SplitDim(dim, self.ends, before // ahead, after // behind)
             if found.size == size:
                 return found
         return None

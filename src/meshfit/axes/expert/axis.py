@@ -11,28 +11,27 @@ samples of all n; what is not an expert is summed over them as under ``data``.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.axis import Applied, Axis, Splits
+from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.counted import float_bytes, growth
+from meshfit.axes.cut_parameters import CutParameters
 from meshfit.axes.expert.load import Load
 from meshfit.axes.expert.mixture import ExpertPlan
-from meshfit.axes.expert.spread import bounds, spread
+from meshfit.axes.expert.spread import spread
 from meshfit.axes.expert.travel import HEADER, Travel
-from meshfit.axes.forward import unwrap
 from meshfit.axes.mesh import OWN_EXPERT
 from meshfit.axes.tensor.cut import Undo
-from meshfit.axes.tensor.region import Cut, TensorPlan
+from meshfit.axes.tensor.region import TensorPlan
 from meshfit.axes.tensors import check_ties
 from meshfit.comm.group import RankGroup
 from meshfit.cost import Cost
@@ -47,54 +46,46 @@ if TYPE_CHECKING:
     from meshfit.plan_cost import Costing
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Expert:
-    """Spread the experts of a model over the ``expert`` axis."""
+def spread_experts(model: nn.Module, plan: ExpertPlan, group: dist.ProcessGroup, *, reports: bool = True) -> "Owned":
+    """Cut ``model`` in place. ``reports``: whether this copy's load goes to the events."""
+    ties, ranks = tied(model), RankGroup(group)
+    lengths = {name: len(p) for name, p in model.named_parameters() if p.dim()}
+    plan = plan.only(lengths).fitted(lengths)
+    load = Load([mixture.module for mixture in plan.mixtures], reports and ranks.rank == 0)
+    undo = [
+        step
+        for number, mixture in enumerate(plan.mixtures)
+        for step in spread(model, mixture, Travel(ranks, number, mixture.count, load))
+    ]
+    check_ties(model, ties)
+    return Owned(model, plan, ranks, load, undo)
 
-    degree: int
-    plan: ExpertPlan
 
-    def apply(self, model: nn.Module, group: dist.ProcessGroup, *, reports: bool = True) -> "Owned":
-        """Cut ``model`` in place. ``reports``: whether this copy's load goes to the events."""
-        ties, ranks = tied(model), RankGroup(group)
-        if ranks.size != self.degree or self.plan.degree != self.degree:
-            raise ValueError(f"a plan for {self.plan.degree} ranks, expert={self.degree} and a group of {ranks.size}")
-        lengths = {name: len(p) for name, p in model.named_parameters() if p.dim()}
-        plan = self.plan.only(lengths).fitted(lengths)
-        load = Load([mixture.module for mixture in plan.mixtures], reports and ranks.rank == 0)
-        undo = [
-            step
-            for number, mixture in enumerate(plan.mixtures)
-            for step in spread(model, mixture, Travel(ranks, number, mixture.count, load))
-        ]
-        check_ties(model, ties)
-        return Owned(model, plan, ranks, load, undo)
-
-    def cost(self, trace: Trace, *, microbatches: int = 1, again: Collection[str] = ()) -> tuple[Trace, Cost]:
-        """Of a step on one rank, if as many rows come as are sent: over all ranks that is exact, whatever the router
-        does. ``again``: blocks that are computed again in backward. Auxiliary losses are not in it."""
-        plan = self.plan.only(trace.parameters)
-        cuts = plan.fitted({name: p.shape[0] for name, p in trace.parameters.items() if p.shape}).cuts
-        parameters = {}
-        for name, p in trace.parameters.items():
-            if name in cuts:
-                start, stop = bounds(cuts[name].ranges[0])
-                shape = (stop - start, *p.shape[1:])
-                p = replace(p, shape=shape, bytes=p.bytes * prod(shape) // max(1, prod(p.shape)))
-            parameters[name] = p
-        wide, grown = float_bytes(trace), growth(trace, self.plan.samples)
-        calls: dict[str, int] = defaultdict(int)
-        moved: dict[str, float] = defaultdict(float)
-        for mixture in plan.mixtures:
-            inside = any(f"{mixture.module}.".startswith(f"{path}.") for path in again)
-            times, forwards = mixture.calls * microbatches, 2 if inside else 1
-            calls["all_gather"] += times * forwards
-            moved["all_gather"] += times * forwards * 8 * self.degree * (HEADER + 2 * mixture.count)
-            calls["all_to_all"] += times * 2 * (forwards + 1)
-            moved["all_to_all"] += times * (forwards + 1) * mixture.rows * (mixture.width + mixture.made) * wide * grown
-        return replace(trace, parameters=parameters), Cost(
-            calls=dict(calls), moved={op: round(size) for op, size in moved.items()}
-        )
+def expert_cost(
+    trace: Trace, plan: ExpertPlan, *, microbatches: int = 1, again: Collection[str] = ()
+) -> tuple[Trace, Cost]:
+    """Of a step on one rank, if as many rows come as are sent: over all ranks that is exact, whatever the router does.
+    ``again``: blocks that are computed again in backward. Auxiliary losses are not in it."""
+    plan = plan.only(trace.parameters)
+    cuts = plan.fitted({name: p.shape[0] for name, p in trace.parameters.items() if p.shape}).cuts
+    parameters = {}
+    for name, p in trace.parameters.items():
+        if name in cuts:
+            shape = (cuts[name].own, *p.shape[1:])
+            p = replace(p, shape=shape, bytes=p.bytes * prod(shape) // max(1, prod(p.shape)))
+        parameters[name] = p
+    wide, grown = float_bytes(trace), growth(trace, plan.samples)
+    calls: dict[str, int] = defaultdict(int)
+    moved: dict[str, float] = defaultdict(float)
+    for mixture in plan.mixtures:
+        inside = any(f"{mixture.module}.".startswith(f"{path}.") for path in again)
+        times, forwards = mixture.calls * microbatches, 2 if inside else 1
+        calls["all_gather"] += times * forwards
+        moved["all_gather"] += times * forwards * 8 * plan.degree * (HEADER + 2 * mixture.count)
+        calls["all_to_all"] += times * 2 * (forwards + 1)
+        moved["all_to_all"] += times * (forwards + 1) * mixture.rows * (mixture.width + mixture.made) * wide * grown
+    added = Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
+    return replace(trace, parameters=parameters), added
 
 
 class ExpertAxis(Axis):
@@ -129,18 +120,16 @@ class ExpertAxis(Axis):
     def apply(self, placed: "Placed", finding: ExpertPlan) -> "Owned":
         group, plan = placed.mesh.groups[OWN_EXPERT], placed.plan
         assert group is not None
-        strategy = Expert(degree=plan.expert, plan=finding)
         repeats = placed.mesh.place["tensor"] or placed.mesh.place["context"]  # ranks that send the same rows
         first = placed.mesh.share < plan.expert and not repeats
-        owned = strategy.apply(placed.model, group, reports=first)
+        owned = spread_experts(placed.model, finding, group, reports=first)
         owned.group = placed.mesh.over("expert")
         return owned
 
     def cost(self, costing: "Costing", finding: ExpertPlan) -> None:
         plan = costing.plan
         again = () if plan.recompute == "none" else recomputed_blocks(costing.trace)
-        strategy = Expert(degree=plan.expert, plan=finding)
-        costing.add(strategy.cost(costing.trace, microbatches=plan.microbatches, again=again))
+        costing.add(expert_cost(costing.trace, finding, microbatches=plan.microbatches, again=again))
         own = {name: p for name, p in costing.trace.parameters.items() if name in finding.cuts}
         costing.separate |= own
 
@@ -186,52 +175,14 @@ def _nothing(plan: Plan, experts: ExpertPlan) -> PlanError:
     )
 
 
-class Owned(Applied):
+class Owned(CutParameters):
     """A model whose experts are spread over ranks."""
 
-    spreads = meets = True
+    meets = True
 
     def __init__(self, model: nn.Module, plan: ExpertPlan, ranks: RankGroup, load: Load, undo: list[Undo]):
-        self.model, self.plan, self.ranks, self.load = model, plan, ranks, load
-        self.group, self.rank = ranks.group, ranks.rank
-        named = dict(model.named_parameters())
-        self.cuts: Mapping[Tensor, Cut] = {named[name]: each for name, each in plan.cuts.items()}
-        """Of the parameters of experts, whether they are here or not."""
-        self.shapes = {parameter: parameter.shape for parameter in self.cuts}
-        self._undo = undo
-
-    def weight(self, parameter: Tensor) -> float:
-        return 1.0 if parameter in self.cuts else 1 / self.ranks.size
+        super().__init__(model, plan.cuts, ranks, undo)
+        self.load = load
 
     def stepped(self) -> None:
         self.load.tell(current())
-
-    def whole(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """``tensor``, which belongs to ``parameter``, of all ranks. All ranks call it together."""
-        each = self.cuts.get(parameter)
-        if each is None or tensor.shape != self.shapes[parameter]:
-            return tensor
-        start, stop = bounds(each.ranges[self.ranks.rank])
-        whole = tensor.new_zeros(each.size, *tensor.shape[1:])
-        whole[start:stop] = tensor
-        dist.all_reduce(whole, group=self.ranks.group)
-        return whole
-
-    def part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """This rank's part of ``tensor``, as large as ``parameter`` was: what ``whole`` undoes."""
-        each = self.cuts.get(parameter)
-        if each is None or tensor.dim() != len(self.shapes[parameter]):
-            return tensor
-        start, stop = bounds(each.ranges[self.ranks.rank])
-        return tensor[start:stop].clone()
-
-    def undo(self) -> None:
-        """Give the model its whole weights and its own forwards back."""
-        with torch.no_grad():
-            for parameter in self.cuts:
-                parameter.data = self.whole(parameter, parameter.data)
-                parameter.grad = None
-        for step in reversed(self._undo):
-            step()
-        unwrap(self.model)
-        self.cuts, self._undo = {}, []

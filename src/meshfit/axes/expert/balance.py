@@ -42,7 +42,7 @@ def left_out(model: nn.Module) -> AbstractContextManager[None]:
 def recorded(model: nn.Module, group: Group | None = None) -> AbstractContextManager[None]:
     """Within it, an auxiliary loss of ``model`` is recorded as one step: run again, it is over the samples of
     ``group``."""
-    return _replaced(model, lambda local: partial(_one_step, _Step(local, group)))
+    return _replaced(model, lambda local: partial(_one_step, _AuxLoss(local, group)))
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def _replaced(model: nn.Module, make: Callable[[Callable[..., Any]], Callable[..
         yield
 
 
-class _Step:
+class _AuxLoss:
     """An auxiliary loss over the samples of ``group``; on meta tensors, which nobody else has, of what is given."""
 
     __name__ = NAME
@@ -69,7 +69,12 @@ class _Step:
 
 
 def _one_step(
-    step: _Step, gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None, **more: Any
+    step: _AuxLoss,
+    gate_logits: Any,
+    num_experts: Any = None,
+    top_k: Any = 2,
+    attention_mask: Any = None,
+    **more: Any,
 ) -> Any:
     if not _logits(gate_logits):
         return step.local(gate_logits, num_experts, top_k, attention_mask, **more)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.copies import converted, sharing
 from meshfit.axes.expert.mixture import Mixture
-from meshfit.axes.expert.spread import bounds, spread
+from meshfit.axes.expert.spread import spread
 from meshfit.axes.expert.travel import Travel
 from meshfit.axes.prove import Close, Given, Refused, Result, in_parts, in_precision, run_once, summed
+from meshfit.axes.tensor.region import Cut
 from meshfit.comm.group import ThreadGroup
 from meshfit.torch_private import tree_leaves, tree_map
 
@@ -40,7 +41,7 @@ def check(model: nn.Module, mixture: Mixture, given: Given) -> None:
         lambda module, group: spread(module, mixture, Travel(group, 0, mixture.count)),
         lambda module, group: _run(module, given, dtype, rows, spans[group.rank]),
     )
-    _compare(want, parts, {cut.name: cut.ranges for cut in mixture.cuts}, Close(TOLERANCE[dtype]))
+    _compare(want, parts, {cut.name: cut for cut in mixture.cuts}, Close(TOLERANCE[dtype]))
 
 
 def _run(module: nn.Module, given: Given, dtype: torch.dtype, rows: int, part: tuple[int, int]) -> Result:
@@ -66,7 +67,7 @@ def _met(x: Tensor | None) -> None:
         raise Refused("it draws random numbers, other than for dropout")
 
 
-def _compare(want: Result, parts: list[Result], cuts: dict[str, tuple], close: Close) -> None:
+def _compare(want: Result, parts: list[Result], cuts: dict[str, Cut], close: Close) -> None:
     if any(len(part.outputs) != len(want.outputs) for part in parts) or not any(x.dim() for x in want.outputs):
         raise Refused("it returns nothing by rows that could be compared")
     for i, right in enumerate(want.outputs):
@@ -80,8 +81,7 @@ def _compare(want: Result, parts: list[Result], cuts: dict[str, tuple], close: C
     for name, right in want.parameters.items():
         grads = [part.parameters[name] for part in parts]
         if name in cuts and right is not None:
-            spans = [bounds(each) for each in cuts[name]]
-            fine = all(close.gradient(grad, right[a:b]) for grad, (a, b) in zip(grads, spans, strict=True))
+            fine = all(close.gradient(grad, cuts[name].part(right, rank)) for rank, grad in enumerate(grads))
         else:
             fine = close.gradient(summed(grads), right)
         if not fine:

@@ -22,7 +22,7 @@ from meshfit.axes.expert.check import check
 from meshfit.axes.expert.mixture import ExpertPlan, Mixture
 from meshfit.axes.expert.spread import roles
 from meshfit.axes.prove import Given, Refused
-from meshfit.axes.tensor.region import Cut
+from meshfit.axes.tensor.region import Cut, even_ranges
 from meshfit.axes.tensor.twin import kinds_of
 from meshfit.axes.tensor.watch import Uses
 from meshfit.torch_private import base_of, has_forward_hooks, own_modules, tree_leaves, tree_map
@@ -43,7 +43,6 @@ class _Seen:
     made: dict[str, int] = field(default_factory=dict)
     readers: dict[str, frozenset[str]] = field(default_factory=dict)
     """Of each parameter, the modules under way whenever something read it."""
-    uses: dict[int, int] = field(default_factory=dict)
     batched: dict[str, None] = field(default_factory=dict)
     """Parameters of which one product uses all slices at once, and what product that is."""
 
@@ -137,9 +136,10 @@ def _watched(twin: nn.Module, step: Step) -> _Seen:
                 module.register_forward_hook(after),
             ):
                 stack.callback(hook.remove)
-        stack.enter_context(Uses(twin, (), seen, under_way))
+        met = stack.enter_context(Uses(twin, (), under_way))
         stack.enter_context(_Batched(twin, seen))
         step(twin)
+    seen.readers = met.readers
     return seen
 
 
@@ -161,7 +161,7 @@ def _slices(twin: nn.Module, seen: _Seen, degree: int) -> list[Mixture]:
                 module=path,
                 count=count,
                 numbers=tuple(numbers),
-                cuts=tuple(Cut(f"{prefix}{name}", 0, _even(count, degree)) for name in own),
+                cuts=tuple(Cut(f"{prefix}{name}", 0, even_ranges(count, degree)) for name in own),
                 rows=given[places[1]].numel(),
                 width=given[places[0]].shape[1],
                 made=given[places[0]].shape[1],
@@ -179,10 +179,6 @@ def _repeats(module: nn.Module) -> bool:
     """Whether a list holds one module several times."""
     there = [each for each in own_modules(module).values() if each is not None]
     return len({id(each) for each in there}) < len(there)
-
-
-def _even(count: int, degree: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    return tuple(((rank * count // degree, (rank + 1) * count // degree),) for rank in range(degree))
 
 
 def _lists(twin: nn.Module, seen: _Seen, degree: int, kinds: dict[str, int]) -> list[Mixture]:

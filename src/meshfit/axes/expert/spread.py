@@ -31,8 +31,7 @@ def spread(model: nn.Module, mixture: Mixture, travel: Travel) -> list[Undo]:
     named = dict(model.named_parameters())
     for cut in mixture.cuts:
         parameter = named[cut.name]
-        start, stop = bounds(cut.ranges[rank])
-        parameter.data = parameter.data[start:stop].clone(memory_format=torch.contiguous_format)
+        parameter.data = cut.of(parameter.data, rank)
         parameter.grad = None
     for name in mixture.numbers:
         undo.append(partial(setattr, module, name, getattr(module, name)))
@@ -44,10 +43,6 @@ def spread(model: nn.Module, mixture: Mixture, travel: Travel) -> list[Undo]:
         around = lambda forward: partial(_fused, forward, travel, own)
         wrap(module, around, innermost=True)  # where channels are cut too, sums over those ranks are of fewer rows
     return undo
-
-
-def bounds(ranges: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    return ranges[0] if ranges else (0, 0)
 
 
 # Slices of one module

@@ -31,7 +31,7 @@ from torch import nn
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Axis, Splits
-from meshfit.axes.branch.axis import Found as FoundBranches
+from meshfit.axes.branch.axis import BranchPlan
 from meshfit.axes.forward import wrap
 from meshfit.axes.pipeline.axis import Pipeline, only, part_of_trace, pipeline_of
 from meshfit.axes.pipeline.cut import Split
@@ -269,14 +269,14 @@ def units_of_part(trace: Trace, tied: Collection[str], trunk: Collection[str] = 
     return tuple(found.values())
 
 
-def _units_of_branch(found: FoundBranches, rank: int) -> tuple[Unit, ...]:
+def _units_of_branch(found: BranchPlan, rank: int) -> tuple[Unit, ...]:
     """Units of what ``rank`` of a branch group runs."""
     part, own = found.part(rank), found.dealt.parameters
     tied = [name for name, ranks in own.items() if len(ranks) > 1]
     return units_of_part(part, tied, trunk=[name for name in part.parameters if name not in own])
 
 
-def _units_in_stage(pipe: Pipeline, split: Split, found: FoundBranches, stage: int, rank: int) -> tuple[Unit, ...]:
+def _units_in_stage(pipe: Pipeline, split: Split, found: BranchPlan, stage: int, rank: int) -> tuple[Unit, ...]:
     """Units of what ``rank`` of the branch group runs at place ``stage`` along the pipeline."""
     own, mine = found.dealt.parameters, pipe.stages_of(stage)
     trace, stages = found.part_in_stages(rank)

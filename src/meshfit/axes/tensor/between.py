@@ -20,7 +20,7 @@ from meshfit.axes.tensor.check import Reference, check, reference, undrawn
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import SEQUENCE, Region, joined
 from meshfit.axes.tensor.twin import blocks_of
-from meshfit.axes.tensor.watch import Watched
+from meshfit.axes.tensor.watch import Observed
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup, Traffic
 
@@ -30,7 +30,7 @@ class Between:
     """A model whose regions are known."""
 
     model: nn.Module
-    seen: Watched
+    seen: Observed
     kinds: dict[str, int]
     regions: Sequence[Region]
     degree: int

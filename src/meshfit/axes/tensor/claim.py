@@ -6,6 +6,7 @@ Weights that no layer holds are met at the border of the lowest module around th
 
 from collections.abc import Iterator
 from dataclasses import replace
+from posixpath import commonpath
 
 import torch
 from torch import nn
@@ -13,10 +14,9 @@ from torch import nn
 from meshfit.anatomy.pair_finder import Pair
 from meshfit.anatomy.pairs import LAYERS, Pairs
 from meshfit.anatomy.record_build import tied
-from meshfit.anatomy.shares import as_ranges
 from meshfit.axes.prove import Refused
-from meshfit.axes.tensor.region import Cut, Leave, Patch, Raw, Region, joined
-from meshfit.axes.tensor.watch import Watched
+from meshfit.axes.tensor.region import Cut, Leave, Patch, Raw, Region, even_ranges, joined
+from meshfit.axes.tensor.watch import Observed
 from meshfit.torch_private import Convolution, RunningNorm
 
 NORMS = (RunningNorm, nn.GroupNorm)
@@ -25,7 +25,7 @@ NORMS = (RunningNorm, nn.GroupNorm)
 class Claims:
     """What was seen of a model, and what follows for its pairs and layers."""
 
-    def __init__(self, model: nn.Module, seen: Watched, degree: int):
+    def __init__(self, model: nn.Module, seen: Observed, degree: int):
         self.modules, self.seen, self.degree = dict(model.named_modules()), seen, degree
         ties = tied(model)
         self.tied = {*ties, *ties.values()}
@@ -93,8 +93,7 @@ class Claims:
 
     def _layer(self, path: str, module: nn.Module) -> Region:
         dim = _output_dim(module)
-        part = _weight(module).shape[dim] // self.degree
-        ranges = tuple(as_ranges(range(rank * part, (rank + 1) * part)) for rank in range(self.degree))
+        ranges = even_ranges(_weight(module).shape[dim], self.degree)
         cuts = [Cut("weight", dim, ranges)]
         if getattr(module, "bias", None) is not None:
             cuts.append(Cut("bias", 0, ranges))
@@ -169,12 +168,7 @@ def _channel(layer: nn.Module) -> int:
 
 def around(paths: list[str]) -> str:
     """The lowest module that holds all of ``paths``."""
-    common = []
-    for parts in zip(*(path.split(".") for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    return commonpath([path.replace(".", "/") for path in paths]).replace("/", ".")
 
 
 def merged(home: str, claims: list[Region]) -> Region:

@@ -1,6 +1,6 @@
 """Cut a region of a model, in place: parameters keep their objects and names, forwards are wrapped.
 
-The check does this to copies of one module, with threads for ranks; ``Tensor.apply`` does the same to the model.
+The check does this to copies of one module, with threads for ranks; ``split_model`` does the same to the model.
 """
 
 import copy
@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.axes.forward import wrap
+from meshfit.axes.spec import whole_output
 from meshfit.axes.tensor.raw import Products
 from meshfit.axes.tensor.region import SEQUENCE, Leave, Raw, Region
-from meshfit.axes.tensor.vocabulary import Slice, local_of, whole_output
+from meshfit.axes.tensor.vocabulary import SlicedTensor, local_of
 from meshfit.comm import collectives
 from meshfit.comm.collectives import even
 from meshfit.comm.draws import Stream
@@ -136,7 +137,7 @@ class Crossing:
         return around
 
     def slicing(self, forward: Forward) -> Forward:
-        return lambda *args, **kwargs: Slice.of(forward(*args, **kwargs), self.group)
+        return lambda *args, **kwargs: SlicedTensor.of(forward(*args, **kwargs), self.group)
 
     def multiplying(self, home: nn.Module, raw: Raw) -> Callable[[Forward], Forward]:
         columns = [_tensor(home, name) for name in raw.columns]
@@ -166,7 +167,7 @@ class Crossing:
                     self._left()
                     length = leaves[first].shape[SEQUENCE]
                     own = collectives.reduce_scatter(leaves[first], SEQUENCE, even(length, self.group.size), self.group)
-                    leaves[first] = Slice.rows(added(own), length, self.group)
+                    leaves[first] = SlicedTensor.rows(added(own), length, self.group)
                 else:
                     leaves[first] = added(self.leave(leaves[first]))
                 return tree_unflatten(leaves, spec)
@@ -182,13 +183,13 @@ class Crossing:
             if self.stream is not None:
                 self.stream.own(self, x.device)
             length = x.shape[SEQUENCE]
-            if isinstance(x, Slice) and not x.changed:
+            if isinstance(x, SlicedTensor) and not x.changed:
                 mine = local_of(x)
             else:
                 mine = collectives.split(whole_output(x), SEQUENCE, even(length, self.group.size), self.group)
             mine = forward(mine, *args, **kwargs)
             self._left()
-            return Slice.rows(mine, length, self.group)
+            return SlicedTensor.rows(mine, length, self.group)
 
         return run
 
@@ -208,7 +209,7 @@ class Crossing:
         return collectives.reduce(x, self.group)
 
     def _entered_once(self, x: Any) -> Any:
-        if isinstance(x, Slice) and x.length:
+        if isinstance(x, SlicedTensor) and x.length:
             return x.entered()
         if not _real(x) or not x.requires_grad or not torch.is_grad_enabled():
             return x

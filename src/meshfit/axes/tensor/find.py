@@ -20,7 +20,7 @@ from meshfit.anatomy.shares import divisors
 from meshfit.axes.tensor.explain import as_degrees, numberless
 from meshfit.axes.tensor.region import joined
 from meshfit.axes.tensor.twin import blocks_of
-from meshfit.axes.tensor.watch import Watched
+from meshfit.axes.tensor.watch import Observed
 from meshfit.torch_private import tree_leaves, tree_map
 
 SMALL = 2**24
@@ -34,7 +34,7 @@ WORTH_A_LOOK = 0.01
 
 
 def find(
-    model: nn.Module, seen: Watched, kinds: dict[str, int], degree: int, apart: Collection[str] = ()
+    model: nn.Module, seen: Observed, kinds: dict[str, int], degree: int, apart: Collection[str] = ()
 ) -> tuple[Pairs, list[str]]:
     """What can be split, and notes. Modules at ``apart`` are known already."""
     total = sum(p.numel() for p in model.parameters())

@@ -14,13 +14,18 @@ from torch import Tensor
 
 from meshfit.anatomy.shares import Ranges
 from meshfit.anatomy.trace import Trace
-from meshfit.comm.group import Traffic
+from meshfit.comm.group import Group, Traffic
 
 VOCABULARY = ("embedding", "head", "tied")
 """Kinds of regions that are cut along the vocabulary: their traffic is that of a whole forward."""
 
 SEQUENCE = -2
 """The dim of tokens, of which sequence=split gives each rank some between regions."""
+
+
+def even_ranges(size: int, degree: int) -> tuple[Ranges, ...]:
+    """By rank, its share of ``size`` indices."""
+    return tuple(((rank * size // degree, (rank + 1) * size // degree),) for rank in range(degree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,8 @@ class Cut:
     @property
     def copies(self) -> int:
         """How many ranks hold each share. If more than one, each has part of its gradient."""
-        return len(self.ranges) // len(set(self.ranges))
+        held = [ranges for ranges in self.ranges if ranges]
+        return len(held) // len(set(held))
 
     @property
     def size(self) -> int:
@@ -50,7 +56,7 @@ class Cut:
         return sum(stop - start for start, stop in self.ranges[0])
 
     def index(self, rank: int) -> Tensor:
-        return torch.cat([torch.arange(start, stop) for start, stop in self.ranges[rank]])
+        return torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in self.ranges[rank])])
 
     def part(self, tensor: Tensor, rank: int) -> Tensor:
         """The rank's share of ``tensor``: a view, where that is possible."""
@@ -64,14 +70,14 @@ class Cut:
         share = self.part(tensor, rank)
         return share.clone(memory_format=torch.contiguous_format) if len(self.ranges[rank]) == 1 else share
 
-    def joined(self, parts: list[Tensor]) -> Tensor:
-        """The whole that ``parts``, one of each rank, are the shares of."""
-        size = list(parts[0].shape)
+    def whole(self, part: Tensor, group: Group) -> Tensor:
+        """What the parts of all ranks make together: each index is from the first rank that holds it. All call it."""
+        size = list(part.shape)
         size[self.dim] = self.size
-        whole = parts[0].new_empty(size)
-        for rank, part in enumerate(parts):
-            whole.index_copy_(self.dim, self.index(rank).to(whole.device), part)
-        return whole
+        whole = part.new_zeros(size)
+        if self.ranges.index(self.ranges[group.rank]) == group.rank:
+            whole.index_copy_(self.dim, self.index(group.rank).to(whole.device), part)
+        return group.all_reduce_(whole.view(torch.uint8) if whole.dtype == torch.bool else whole).view(whole.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,12 @@
 """Logits that no rank holds whole: a slice of the classes on each, which shows the shape of all of them.
 
-The head of a model is cut by its output channels and returns a ``Slice``. What keeps the classes apart (other types and
-shapes, scaling, tanh) is done to the slice. ``F.cross_entropy`` is computed from slices: see ``vocabulary_loss``.
+The head of a model is cut by its output channels and returns a ``SlicedTensor``. What keeps the classes apart (other
+types and shapes, scaling, tanh) is done to the slice. ``F.cross_entropy`` is computed from slices: see vocabulary_loss.
 Whatever else reads it gets the whole, gathered from all ranks: exact, differentiable, and a collective, so that all
 ranks have to come by. ``whole_output`` does that for what leaves a step.
 """
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshfit.axes.spec import Spec, SplitTensor
+from meshfit.axes.spec import Spec, SplitTensor, changes, name_of
 from meshfit.axes.tensor.region import SEQUENCE
 from meshfit.axes.tensor.vocabulary_loss import cross_entropy
 from meshfit.comm import collectives
@@ -23,39 +22,29 @@ from meshfit.comm.collectives import even
 from meshfit.comm.group import Group
 from meshfit.torch_private import tree_leaves, tree_map, without_subclasses
 
-OF_THE_SLICE = {"dtype", "device", "requires_grad", "is_cuda", "is_cpu", "layout", "is_leaf", "grad_fn", "is_sparse"}
-OF_THE_SLICE |= {"is_meta", "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu", "_version", "ndim", "dim"}
-OF_THE_SLICE |= {"is_floating_point", "is_complex", "element_size", "get_device", "is_contiguous", "is_inference"}
-OF_THE_SLICE |= {"names", "itemsize", "ndimension", "is_signed", "is_conj", "is_neg", "output_nr", "_backward_hooks"}
+OF_THE_SLICE = set(
+    """
+dtype device requires_grad is_cuda is_cpu layout is_leaf grad_fn is_sparse is_meta is_quantized is_mkldnn is_nested
+is_mps is_xpu _version ndim dim is_floating_point is_complex element_size get_device is_contiguous is_inference names
+itemsize ndimension is_signed is_conj is_neg output_nr _backward_hooks
+""".split()  # noqa: SIM905
+)
 """Asked of a slice, the answer is that of the whole."""
 
-POINTWISE = {
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "to",
-    "type",
-    "clone",
-    "contiguous",
-    "detach",
-    "cpu",
-    "cuda",
-    "data",
-}
-POINTWISE |= {"tanh", "sigmoid", "exp", "relu", "gelu", "silu", "abs", "neg", "square", "clamp", "softplus"}
-POINTWISE |= {"mul", "div", "add", "sub", "multiply", "divide", "true_divide", "subtract", "nan_to_num"}
-POINTWISE |= {"__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__div__"}
+POINTWISE = set(
+    """
+float double half bfloat16 to type clone contiguous detach cpu cuda data tanh sigmoid exp relu gelu silu abs neg
+square clamp softplus mul div add sub multiply divide true_divide subtract nan_to_num __mul__ __rmul__ __truediv__
+__add__ __radd__ __sub__ __rsub__ __neg__ __div__
+""".split()  # noqa: SIM905
+)
 """Functions of each element by itself, and of tensors that say nothing of single classes."""
 
 MOVES = {"transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis", "unsqueeze"}
 """Functions that put dims elsewhere, whatever their sizes."""
 
-CHANGES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__"}
-"""Functions that change a tensor in place, beside those whose names end with "_"."""
 
-
-class Slice(SplitTensor):
+class SlicedTensor(SplitTensor):
     """A rank's share of one dim of a tensor; every rank has another one, of the same size."""
 
     axis = "tensor"
@@ -75,38 +64,46 @@ class Slice(SplitTensor):
     """It is a view of another slice."""
 
     @staticmethod
-    def of(local: Tensor, group: Group, at: int = -1, *, view: bool = False) -> "Slice":
-        out = local.as_subclass(Slice)
+    def of(local: Tensor, group: Group, at: int = -1, *, view: bool = False) -> "SlicedTensor":
+        out = local.as_subclass(SlicedTensor)
         out.group, out.at, out.gathered, out.changed, out.shown = group, at, None, False, view
         out.length, out.put_together = 0, None
         return out
 
     @staticmethod
-    def rows(local: Tensor, length: int, group: Group, *, view: bool = False) -> "Slice":
+    def rows(local: Tensor, length: int, group: Group, *, view: bool = False) -> "SlicedTensor":
         """A rank's rows (tokens): ``length`` in parts that are even up to one."""
-        out = Slice.of(local, group, SEQUENCE, view=view)
+        out = SlicedTensor.of(local, group, SEQUENCE, view=view)
         out.length = length
         return out
 
-    def like(self, local: Tensor, *, view: bool = False) -> "Slice":
+    def like(self, local: Tensor, *, view: bool = False) -> "SlicedTensor":
         """Another, cut as this one is."""
-        out = Slice.of(local, self.group, self.at, view=view)
+        out = SlicedTensor.of(local, self.group, self.at, view=view)
         out.length = self.length
         return out
 
     def to_local(self) -> tuple[Tensor, Spec | None]:
-        return (whole(self), None) if self.changed else (local_of(self), Spec(Slice, (self.at, self.length)))
+        return (self.whole(), None) if self.changed else (local_of(self), Spec(SlicedTensor, (self.at, self.length)))
 
     @classmethod
-    def from_local(cls, local: Tensor, group: Group, how: tuple[int, int]) -> "Slice":
+    def from_local(cls, local: Tensor, group: Group, how: tuple[int, int]) -> "SlicedTensor":
         at, length = how
-        return Slice.rows(local, length, group) if length else Slice.of(local, group, at)
+        return SlicedTensor.rows(local, length, group) if length else SlicedTensor.of(local, group, at)
+
+    def whole(self) -> Tensor:
+        """All classes, or rows, gathered from all ranks. All ranks call it together."""
+        local, known, size = local_of(self), self.gathered, self.group.size
+        if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
+            counts = even(self.length, size) if self.length else [local.shape[self.at]] * size
+            known = self.gathered = collectives.gather(local, self.at, counts, self.group)
+        return known
 
     def entered(self) -> Tensor:
         """All rows, for a region: each rank has part of the gradient. Put together once, however many ask."""
         local, known = local_of(self), self.put_together
         if self.changed:
-            return collectives.copy(whole(self), self.group)
+            return collectives.copy(self.whole(), self.group)
         if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
             known = self.put_together = collectives.all_gather(
                 local, SEQUENCE, even(self.length, self.group.size), self.group
@@ -115,11 +112,8 @@ class Slice(SplitTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Slice)]
+        kwargs, name = kwargs or {}, name_of(func)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SlicedTensor)]
         if not given:
             with without_subclasses():
                 return func(*args, **kwargs)
@@ -131,7 +125,7 @@ class Slice(SplitTensor):
             return ANSWERS[name](first, *args[1:], **kwargs)
         if name == "__set__" or "out" in kwargs:
             raise TypeError("logits that are cut over ranks cannot be written to like this")
-        if name in CHANGES or (name.endswith("_") and not name.endswith("__")):
+        if changes(name):
             return _change(func, name, args, kwargs)
         if not any(x.changed for x in given):
             made = _kept(func, name, args, kwargs, given)
@@ -140,73 +134,27 @@ class Slice(SplitTensor):
         return func(*_wholes(args), **_wholes(kwargs))
 
 
-def shape_of(x: Slice) -> torch.Size:
+def shape_of(x: SlicedTensor) -> torch.Size:
     """Of the whole."""
     size = list(local_of(x).shape)
     size[x.at] = x.length or size[x.at] * x.group.size
     return torch.Size(size)
 
 
-def local_of(x: Slice) -> Tensor:
+def local_of(x: SlicedTensor) -> Tensor:
     """What this rank holds, as a plain tensor."""
     with without_subclasses():
         return x.as_subclass(Tensor)
 
 
-def whole(x: Slice) -> Tensor:
-    """All classes, gathered from all ranks. All ranks call it together."""
-    local = local_of(x)
-    known = x.gathered
-    if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
-        size = x.group.size
-        counts = even(x.length, size) if x.length else [local.shape[x.at]] * size
-        known = collectives.gather(local, x.at, counts, x.group)
-        x.gathered = known
-    return known
-
-
-def whole_output(tree: Any) -> Any:
-    """``tree``, what a model returned, with every slice made whole. All ranks call it together."""
-    return with_wholes(tree, Slice, whole)
-
-
-def with_wholes(tree: Any, kind: type, whole: Callable[[Any], Tensor]) -> Any:
-    """``tree`` with ``whole`` of every tensor of that kind in it."""
-    if isinstance(tree, Tensor):
-        return whole(tree) if isinstance(tree, kind) else tree
-    if isinstance(tree, Mapping):
-        new = {key: with_wholes(item, kind, whole) for key, item in tree.items()}
-        if all(new[key] is tree[key] for key in new):
-            return tree
-        if type(tree) is dict:
-            return new
-        made = copy.copy(tree)
-        for key, item in new.items():
-            made[key] = item  # type: ignore[index]
-        return made
-    if isinstance(tree, (tuple, list)):
-        items = [with_wholes(item, kind, whole) for item in tree]
-        if all(a is b for a, b in zip(items, tree, strict=True)):
-            return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if hasattr(tree, "__dict__") and not isinstance(tree, type) and not callable(tree):
-        new = {key: with_wholes(item, kind, whole) for key, item in vars(tree).items()}
-        if all(new[key] is item for key, item in vars(tree).items()):
-            return tree
-        made = copy.copy(tree)
-        made.__dict__.update(new)
-        return made
-    return tree
-
-
 def _wholes(tree: Any) -> Any:
-    return tree_map(lambda x: whole(x) if isinstance(x, Slice) else x, tree)
+    return tree_map(lambda x: x.whole() if isinstance(x, SlicedTensor) else x, tree)
 
 
 def _change(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """A change in place: the whole is gathered and changed, and stands for the slice from then on."""
     target = args[0]
-    if not isinstance(target, Slice):  # a plain tensor takes something from a slice
+    if not isinstance(target, SlicedTensor):  # a plain tensor takes something from a slice
         return func(*_wholes(args), **_wholes(kwargs))
     if target.shown:
         raise RuntimeError(
@@ -214,12 +162,12 @@ def _change(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             "change a copy (.clone()), or the logits themselves"
         )
     if not target.changed:
-        target.gathered, target.changed = whole(target).clone(), True
+        target.gathered, target.changed = target.whole().clone(), True
     func(*_wholes(args), **_wholes(kwargs))
     return target
 
 
-def _kept(func: Any, name: str, args: Any, kwargs: Any, given: list[Slice]) -> Any:
+def _kept(func: Any, name: str, args: Any, kwargs: Any, given: list[SlicedTensor]) -> Any:
     """What ``func`` makes of the slice alone, where that is a slice of what it makes of the whole; else None."""
     first = given[0]
     if func is F.cross_entropy:
@@ -235,7 +183,7 @@ def _kept(func: Any, name: str, args: Any, kwargs: Any, given: list[Slice]) -> A
         sizes = [2 * i + 3 for i in range(first.dim())]
         tried = func(torch.empty(sizes, device="meta"), *rest, **kwargs)
         at = list(tried.shape).index(sizes[first.at]) - tried.dim()
-        return Slice.of(func(local_of(first), *rest, **kwargs), first.group, at, view=True)
+        return SlicedTensor.of(func(local_of(first), *rest, **kwargs), first.group, at, view=True)
     if first.length and name in SAME and SAME[name](first, *args[1:], **kwargs):
         return first.like(local_of(first).view_as(local_of(first)), view=True)
     if name in SHAPES and first.at == -1:
@@ -243,11 +191,11 @@ def _kept(func: Any, name: str, args: Any, kwargs: Any, given: list[Slice]) -> A
     return None
 
 
-def _pointwise(func: Any, args: Any, kwargs: Any, first: Slice) -> Slice | None:
+def _pointwise(func: Any, args: Any, kwargs: Any, first: SlicedTensor) -> SlicedTensor | None:
     shape = shape_of(first)
 
     def fits(x: Any) -> bool:
-        if isinstance(x, Slice):
+        if isinstance(x, SlicedTensor):
             return x.group is first.group and x.at == first.at and shape_of(x) == shape
         return not isinstance(x, Tensor) or x.dim() < -first.at or x.shape[first.at] == 1 or of_rows(x)
 
@@ -255,7 +203,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any, first: Slice) -> Slice | None:
         return bool(first.length) and x.shape[first.at] == first.length
 
     def own(x: Any) -> Any:
-        if isinstance(x, Slice):
+        if isinstance(x, SlicedTensor):
             return local_of(x)
         if isinstance(x, Tensor) and x.dim() >= -first.at and of_rows(x):
             return collectives.split(x, SEQUENCE, even(first.length, first.group.size), first.group)
@@ -280,10 +228,10 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    if not isinstance(input, Slice) or not isinstance(target, Tensor) or isinstance(target, Slice):
+    if not isinstance(input, SlicedTensor) or not isinstance(target, Tensor) or isinstance(target, SlicedTensor):
         return None
     old = size_average is not None or reduce is not None
-    if old or isinstance(weight, Slice) or (weight is not None and weight.requires_grad):
+    if old or isinstance(weight, SlicedTensor) or (weight is not None and weight.requires_grad):
         return None
     shape = shape_of(input)
     expected = 0 if len(shape) == 1 else 1  # where cross entropy looks for classes
@@ -305,7 +253,7 @@ def _sizes(given: tuple, kwargs: dict) -> list[int] | None:
     return [int(size) for size in sizes] if sizes and not any(isinstance(s, torch.dtype) for s in sizes) else None
 
 
-def _viewed(x: Slice, *given: Any, **kwargs: Any) -> Slice | None:
+def _viewed(x: SlicedTensor, *given: Any, **kwargs: Any) -> SlicedTensor | None:
     sizes = _sizes(given, kwargs)
     if sizes is None:
         return None
@@ -318,16 +266,16 @@ def _viewed(x: Slice, *given: Any, **kwargs: Any) -> Slice | None:
     if prod(sizes) != prod(shape) or sizes[-1] != shape[-1] or (not prod(shape)):
         return None
     local = local_of(x)
-    return Slice.of(local.reshape(*sizes[:-1], local.shape[-1]), x.group, view=True)
+    return SlicedTensor.of(local.reshape(*sizes[:-1], local.shape[-1]), x.group, view=True)
 
 
-def _flattened(x: Slice, start_dim: int = 0, end_dim: int = -1) -> Slice | None:
+def _flattened(x: SlicedTensor, start_dim: int = 0, end_dim: int = -1) -> SlicedTensor | None:
     last = x.dim() - 1
     end = end_dim % (last + 1)
-    return None if end == last else Slice.of(local_of(x).flatten(start_dim, end), x.group, view=True)
+    return None if end == last else SlicedTensor.of(local_of(x).flatten(start_dim, end), x.group, view=True)
 
 
-def _indexed(x: Slice, index: Any) -> Slice | None:
+def _indexed(x: SlicedTensor, index: Any) -> SlicedTensor | None:
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, list) for i in index):
         return None
@@ -339,15 +287,15 @@ def _indexed(x: Slice, index: Any) -> Slice | None:
         return None
     if Ellipsis in index and not reaches and count >= dims:
         return None
-    if any(isinstance(i, Slice) for i in index) or (index and index[-1] is None):
+    if any(isinstance(i, SlicedTensor) for i in index) or (index and index[-1] is None):
         return None
-    return Slice.of(local_of(x)[index], x.group, view=True)
+    return SlicedTensor.of(local_of(x)[index], x.group, view=True)
 
 
 def _along(func: Callable[..., Any], default: int | None = None) -> Callable[..., Any]:
     """A function of one dim, where that is not the last."""
 
-    def act(x: Slice, *args: Any, **kwargs: Any) -> Any:
+    def act(x: SlicedTensor, *args: Any, **kwargs: Any) -> Any:
         names = {"select": ("dim", "index"), "narrow": ("dim", "start", "length"), "index_select": ("dim", "index")}
         order = names.get(func.__name__, ("parts", "dim") if func.__name__ != "unbind" else ("dim",))
         given = dict(zip(order, args, strict=False)) | kwargs
@@ -356,8 +304,8 @@ def _along(func: Callable[..., Any], default: int | None = None) -> Callable[...
             return None
         made = func(local_of(x), *args, **kwargs)
         if isinstance(made, Tensor):
-            return Slice.of(made, x.group, view=True)
-        return tuple(Slice.of(part, x.group, view=True) for part in made)
+            return SlicedTensor.of(made, x.group, view=True)
+        return tuple(SlicedTensor.of(part, x.group, view=True) for part in made)
 
     return act
 
@@ -376,13 +324,13 @@ SHAPES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _keeps_shape(x: Slice, *given: Any, **kwargs: Any) -> bool:
+def _keeps_shape(x: SlicedTensor, *given: Any, **kwargs: Any) -> bool:
     sizes, shape = _sizes(given, kwargs), shape_of(x)
     same = sizes is not None and len(sizes) == len(shape) and sizes.count(-1) < 2
     return same and all(size in (-1, there) for size, there in zip(sizes or (), shape, strict=True))
 
 
-def _takes_all(x: Slice, index: Any) -> bool:
+def _takes_all(x: SlicedTensor, index: Any) -> bool:
     index = index if isinstance(index, tuple) else (index,)
     return all(i is Ellipsis or (isinstance(i, slice) and i in (slice(None), slice(0, None))) for i in index)
 
@@ -391,7 +339,7 @@ SAME: dict[str, Callable[..., bool]] = {"view": _keeps_shape, "reshape": _keeps_
 """Functions of shapes that may leave a tensor as it is."""
 
 
-def _size(x: Slice, dim: int | None = None) -> Any:
+def _size(x: SlicedTensor, dim: int | None = None) -> Any:
     return shape_of(x) if dim is None else shape_of(x)[dim]
 
 
@@ -403,6 +351,6 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "__len__": lambda x: shape_of(x)[0],
     "stride": lambda x, *dim: torch.empty(shape_of(x), device="meta").stride(*dim),
     "__hash__": id,
-    "__repr__": lambda x, **_: f"Slice({tuple(shape_of(x))}, rank {x.group.rank} of {x.group.size}, {x.dtype})",
+    "__repr__": lambda x, **_: f"SlicedTensor({tuple(shape_of(x))}, rank {x.group.rank} of {x.group.size}, {x.dtype})",
 }
 """What is asked of a slice and answered for the whole."""

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshfit.anatomy.shares import as_ranges, divisors
-from meshfit.axes.tensor.check import Call, check, reference
+from meshfit.anatomy.shares import divisors
+from meshfit.axes.tensor.check import ModuleCall, check, reference
+from meshfit.axes.tensor.claim import around
 from meshfit.axes.tensor.explain import as_degrees
-from meshfit.axes.tensor.region import Cut, Patch, Region, joined
-from meshfit.axes.tensor.watch import Watched
+from meshfit.axes.tensor.region import Cut, Patch, Region, even_ranges, joined
+from meshfit.axes.tensor.watch import Observed
 from meshfit.comm.group import Traffic
 from meshfit.torch_private import tree_map
 
@@ -62,7 +63,7 @@ def candidates(model: nn.Module, kinds: dict[str, int], least: float) -> Candida
 
 
 def of_vocabulary(
-    model: nn.Module, found: Candidates, seen: Watched, degree: int
+    model: nn.Module, found: Candidates, seen: Observed, degree: int
 ) -> tuple[list[Region], dict[str, str]]:
     """Regions to be checked; and of weights that cannot be cut along the vocabulary, why not."""
     layers: dict[int, list[str]] = {}
@@ -92,7 +93,7 @@ def of_vocabulary(
     return regions, why
 
 
-def _gathered(seen: Watched, path: str) -> bool:
+def _gathered(seen: Observed, path: str) -> bool:
     said = seen.said.get(path, ())
     return not said or any(each.op == "all_gather" for each in said)
 
@@ -102,9 +103,9 @@ def _holds(model: nn.Module, path: str, parameter: int) -> bool:
 
 
 def _region(
-    model: nn.Module, names: list[str], paths: list[str], heads: list[str], seen: Watched, degree: int
+    model: nn.Module, names: list[str], paths: list[str], heads: list[str], seen: Observed, degree: int
 ) -> Region:
-    home = _around([*paths, *(name.rpartition(".")[0] for name in names)])
+    home = around([*paths, *(name.rpartition(".")[0] for name in names)])
     rest = len(home) + 1 if home else 0
     size, width = next(p.shape for p in map(model.get_parameter, names) if p.dim() == 2)
     lookups = [path for path in paths if path not in heads]
@@ -121,7 +122,7 @@ def _region(
     return Region(
         module=home,
         kind="tied" if lookups and heads else "head" if heads else "embedding",
-        cuts=tuple(Cut(name[rest:], 0, even(size, degree)) for name in names),
+        cuts=tuple(Cut(name[rest:], 0, even_ranges(size, degree)) for name in names),
         enters=tuple(path[rest:] for path in heads),
         lookups=tuple(path[rest:] for path in lookups),
         slices=tuple(path[rest:] for path in heads),
@@ -130,28 +131,14 @@ def _region(
     )
 
 
-def even(size: int, degree: int) -> tuple:
-    part = size // degree
-    return tuple(as_ranges(range(rank * part, (rank + 1) * part)) for rank in range(degree))
-
-
-def _around(paths: list[str]) -> str:
-    common = []
-    for parts in zip(*(path.split(".") for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
-
-
-def verify(model: nn.Module, region: Region, seen: Watched, degree: int) -> None:
+def verify(model: nn.Module, region: Region, seen: Observed, degree: int) -> None:
     """Raises ``Refused`` if embedding, head and loss differ from those of one device."""
     size = ENTRIES * degree
     paths = [joined(region.module, path) for path in (*region.lookups, *region.slices)]
     uses = _Uses([(model.get_submodule(path), seen.calls[path].inputs) for path in paths], size)
     place = {path: f"layers.{i}" for i, path in enumerate((*region.lookups, *region.slices))}
     names = {id(p): name for name, p in uses.named_parameters()}
-    cuts = tuple(Cut(name, 0, even(size, degree)) for name in names.values())
+    cuts = tuple(Cut(name, 0, even_ranges(size, degree)) for name in names.values())
     small = replace(
         region,
         module="",
@@ -161,7 +148,7 @@ def verify(model: nn.Module, region: Region, seen: Watched, degree: int) -> None
         slices=tuple(place[path] for path in region.slices),
         patches=tuple(replace(p, module=place[p.module], value=ENTRIES) for p in region.patches),
     )
-    check(reference(uses, Call((tuple(uses.given), {}), uses.used)), (small,), degree)
+    check(reference(uses, ModuleCall((tuple(uses.given), {}), uses.used)), (small,), degree)
 
 
 class _Uses(nn.Module):

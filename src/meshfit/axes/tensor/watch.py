@@ -6,7 +6,7 @@ No backward is run: the graph of the loss says what is used.
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,15 @@ from torch.overrides import TorchFunctionMode
 
 from meshfit.anatomy.dataflow import Arguments
 from meshfit.axes.prove import tensors_of
-from meshfit.axes.tensor.check import Call, alias
-from meshfit.axes.tensor.vocabulary import Slice
+from meshfit.axes.tensor.check import ModuleCall, alias
+from meshfit.axes.tensor.vocabulary import SlicedTensor
 from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.errors import JobError
 from meshfit.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 @dataclass(eq=False)
-class Watched:
+class Observed:
     inputs: Any
     """Of the model: a tuple of arguments, or a dict of keyword arguments."""
 
@@ -38,7 +38,7 @@ class Watched:
     readers: dict[str, frozenset[str]] = field(default_factory=dict)
     """Of each parameter, the modules under way whenever something read it."""
 
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, ModuleCall] = field(default_factory=dict)
     """The first call of each module that was asked for."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -68,10 +68,10 @@ def watch(
     kinds: Mapping[str, int] | None = None,
     heads: Collection[str] = (),
     counted: Collection[Tensor] = (),
-) -> Watched:
+) -> Observed:
     """Run ``model``, a copy to look into, and keep what the modules at ``paths`` are given; of modules of one of the
     ``kinds``, given tensors of the same shapes, the first."""
-    seen = Watched(None)
+    seen = Observed(None)
     under_way: list[str] = []
     given: list[Any] = []
     nodes: dict[str, list[Any]] = {}
@@ -89,7 +89,7 @@ def watch(
         if path == "" and not given:
             given.append(_as_inputs(module, args, kwargs))
         if path in wanted and path not in seen.calls:
-            seen.calls[path] = Call(_kept((args, kwargs)))
+            seen.calls[path] = ModuleCall(_kept((args, kwargs)))
 
     def after(path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         del under_way[len(under_way) - 1 - under_way[::-1].index(path) :]
@@ -99,7 +99,7 @@ def watch(
                 nodes[path] = [t.grad_fn for t in tensors_of(out)]
                 seen.outputs[path] = tree_map(lambda t: t.detach() if type(t) is Tensor else t, out)
         if path in groups and isinstance(out, Tensor):
-            return Slice.of(out, groups[path])  # type: ignore[arg-type]
+            return SlicedTensor.of(out, groups[path])  # type: ignore[arg-type]
         return out
 
     hooks = []
@@ -107,7 +107,7 @@ def watch(
         hooks.append(module.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True))
         hooks.append(module.register_forward_hook(lambda m, a, k, o, p=path: after(p, m, a, k, o), with_kwargs=True))
     try:
-        with torch.enable_grad(), Uses(model, counted, seen, under_way):
+        with torch.enable_grad(), Uses(model, counted, under_way) as met:
             loss = run(model)
     finally:
         for hook in hooks:
@@ -120,55 +120,44 @@ def watch(
     reached = _reached([t.grad_fn for t in tree_leaves(loss) if isinstance(t, Tensor)][:1])
     for path, call in seen.calls.items():
         call.used = tuple(node is None or node in reached for node in nodes[path])
-    seen.inputs = given[0]
+    seen.inputs, seen.readers, seen.uses = given[0], met.readers, met.uses
     seen.said = {path: tuple(group.log) for path, group in groups.items()}
     return seen
 
 
-class Seen(Protocol):
-    """See ``Watched``."""
-
-    readers: dict[str, frozenset[str]]
-    uses: dict[int, int]
+QUESTIONS = set(
+    """
+shape dtype device requires_grad ndim is_cuda is_meta grad layout _version size dim numel is_floating_point element_size
+__hash__ is_contiguous data_ptr
+""".split()  # noqa: SIM905
+)
 
 
 class Uses(TorchFunctionMode):
     """Notes functions that take a parameter, other than to ask what it is like: where; and of some, how many."""
 
-    QUESTIONS = (
-        "shape",
-        "dtype",
-        "device",
-        "requires_grad",
-        "ndim",
-        "is_cuda",
-        "is_meta",
-        "grad",
-        "layout",
-        "_version",
-    )
-    QUESTIONS += ("size", "dim", "numel", "is_floating_point", "element_size", "__hash__", "is_contiguous", "data_ptr")
-
-    def __init__(self, model: nn.Module, counted: Collection[Tensor], seen: "Seen", under_way: list[str]):
+    def __init__(self, model: nn.Module, counted: Collection[Tensor], under_way: list[str]):
         super().__init__()
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.counted, self.seen, self.under_way = {id(x) for x in counted}, seen, under_way
+        self.counted, self.under_way = {id(x) for x in counted}, under_way
+        self.readers: dict[str, frozenset[str]] = {}
+        self.uses: dict[int, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seen, here = self.seen, None
+        here = None
         for x in tree_leaves((args, kwargs)):
             if id(x) in self.names and not self._asks(func):
                 here = here or frozenset(self.under_way)
                 name = self.names[id(x)]
-                seen.readers[name] = seen.readers.get(name, here) & here
+                self.readers[name] = self.readers.get(name, here) & here
                 if id(x) in self.counted:
-                    seen.uses[id(x)] = seen.uses.get(id(x), 0) + 1
+                    self.uses[id(x)] = self.uses.get(id(x), 0) + 1
         return func(*args, **(kwargs or {}))
 
     def _asks(self, func: Any) -> bool:
         name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-        return name in self.QUESTIONS
+        return name in QUESTIONS
 
 
 def _reached(nodes: list[Any]) -> set[Any]:
