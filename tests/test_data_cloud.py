@@ -186,7 +186,7 @@ def test_what_is_not_there_or_not_allowed_is_said_at_once(s3: S3, tmp_path: Path
     start = time.monotonic()
     with pytest.raises(meshfit.DataError, match=r"s3://bucket/data/none\.csv: is not there"):
         meshfit.data.open("s3://bucket/data/none.csv", **how)
-    with pytest.raises(meshfit.DataError, match=r"(?s)nothing lies at s3://bucket/data/\*\.xyz"):
+    with pytest.raises(meshfit.DataError, match=r"(?s)there is nothing at s3://bucket/data/\*\.xyz"):
         meshfit.data.csv("s3://bucket/data/*.xyz", **how)
     how["storage"] = {**how["storage"], "secret_access_key": "wr0ng-secret"}
     with pytest.raises(meshfit.DataError) as caught:

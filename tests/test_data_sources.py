@@ -308,7 +308,10 @@ def _broken(folder: Path) -> dict[str, tuple[Any, str]]:
     (folder / "bad.tar").write_bytes(b"x" * 2000)
     data = meshfit.data
     return {
-        "missing": (lambda: data.open(folder / "train.csv"), r"train\.csv' is a path, but nothing lies there.*holds"),
+        "missing": (
+            lambda: data.open(folder / "train.csv"),
+            r"train\.csv' is a path, but there is nothing there.*holds",
+        ),
         "parquet": (lambda: data.open(folder / "bad.parquet").few(), r"bad\.parquet"),
         "json": (lambda: data.open(folder / "bad.jsonl").few(), r"line 2 of .*bad\.jsonl is not JSON"),
         "object": (lambda: data.open(folder / "list.jsonl").few(), r"line 1 of .* is no object"),
@@ -319,12 +322,12 @@ def _broken(folder: Path) -> dict[str, tuple[Any, str]]:
         "no length": (lambda: data.open(folder / "odd.bin"), "length"),
         "cut": (lambda: data.open(folder / "short.npy"), "cut short"),
         "mixed": (lambda: data.open(folder / "mixed"), "arrays and csv"),
-        "no class": (lambda: data.folder(folder / "flat"), "lies in no class"),
+        "no class": (lambda: data.folder(folder / "flat"), "is in no class"),
         "tar": (lambda: data.open(folder / "bad.tar"), r"bad\.tar is no tar"),
         "cifar": (lambda: data.cifar(folder / "flat"), "does not hold data_batch_1.*it holds a.png"),
         "option": (lambda: data.open(folder / "x.npy", colour="red"), "colour"),
         "database": (lambda: data.open("postgresql://u:pw@h/d"), "is a database"),
-        "unknown": (lambda: data.open(folder / "x.npy.xyz"), "nothing lies there"),
+        "unknown": (lambda: data.open(folder / "x.npy.xyz"), "there is nothing there"),
     }
 
 

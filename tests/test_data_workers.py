@@ -70,7 +70,7 @@ def test_a_worker_that_dies_is_named_with_its_samples():
     one = replace(loader(made(), workers=2, kind="processes"), batch_size=4)
     batches = one.epoch(0)  # of 15, of which 4 are on their way
     next(batches)
-    process = one._kept["ring"].workers[1][0]
+    process = one._ring.workers[1][0]
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(meshfit.DataError, match=rf"(?s)worker 1 \(process {process.pid}\) ended with code -9.*samples"):
         list(batches)

@@ -28,7 +28,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def inside(outer: Box, inner: Box) -> tuple[slice, ...]:
-    """Where ``inner`` lies in a tensor that holds ``outer``."""
+    """Where ``inner`` is in a tensor that holds ``outer``."""
     return tuple(slice(a - first, b - first) for (first, _), (a, b) in zip(outer, inner, strict=True))
 
 

@@ -72,9 +72,9 @@ class Bucket(Files):
         self._said(upload)
         return size
 
-    def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, chunks: Iterable[Any]) -> None:
         self.about("rename", name)
-        self._said(lambda: self.obs.put(self.store, name, content))
+        self._said(lambda: self.obs.put(self.store, name, b"".join(chunks)))
 
     def sync(self, name: str = "") -> None: ...
 

@@ -12,7 +12,7 @@ from meshfit.checkpoint.box import sizes, slabs, whole
 from meshfit.checkpoint.manifest import Manifest, Stored
 from meshfit.checkpoint.read import AT_ONCE, OnDisk
 
-UNTOLD = ("format", "files", "tensors", "block", "state", "time")
+UNTOLD = ("format", "files", "tensors", "block", "time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _values(
 
 def _facts(one: dict[str, Any], other: dict[str, Any], at: str = "") -> Iterator[Difference]:
     for key in {**one, **other}:
-        if not at and key in UNTOLD and key != "state":
+        if not at and key in UNTOLD:
             continue
         a, b, name = one.get(key), other.get(key), f"{at}{key}"
         if isinstance(a, dict) and isinstance(b, dict):

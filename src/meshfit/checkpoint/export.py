@@ -3,7 +3,6 @@ parts of some MiB, whatever the size of the model. Tied weights are there once; 
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from meshfit.arguments import check_local
 from meshfit.checkpoint.box import sizes, slabs, whole
-from meshfit.checkpoint.files import PART, Files
+from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.manifest import Stored
 from meshfit.checkpoint.outside import INDEX, open_weights
 from meshfit.checkpoint.read import AT_ONCE, Tensors
@@ -58,7 +57,7 @@ def export(
         index |= dict.fromkeys(keys, name)
     total = sum(_size(each, dtype) for each in stored.values())
     content = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
-    Files(target).put(INDEX, content.encode())
+    Files(target).put(INDEX, [content.encode()])
     return [*written, target / INDEX]
 
 
@@ -95,16 +94,7 @@ def _write(
         raise CheckpointError(f"{path} is there already", "nothing is overwritten: remove it, or give another name")
     ordered = sorted(keys, key=lambda key: -_as(tensors.stored[key], dtype).itemsize)
     begin, _ = header({key: (_as(tensors.stored[key], dtype), tensors.stored[key].shape) for key in ordered}, metadata)
-    part = path.with_name(path.name + PART)
-    files = Files(path.parent)
-    part.unlink(missing_ok=True)
-    try:
-        files.write(part.name, _bytes(tensors, ordered, begin, dtype, told))
-        os.replace(part, path)
-        files.sync()
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    Files(path.parent).put(path.name, _bytes(tensors, ordered, begin, dtype, told))
 
 
 def _bytes(

@@ -5,6 +5,7 @@ A save is, in order: a new folder; each rank's file written and synced, then its
 synced, renamed, and the folder synced); the manifest likewise, last; and the folder above synced.
 """
 
+import contextlib
 import errno
 import os
 import shutil
@@ -68,11 +69,18 @@ class Files:
             os.close(fd)
         return size
 
-    def put(self, name: str, content: bytes) -> None:
-        """A small file that appears whole, and is on disk when this returns."""
-        self.write(name + PART, [content])
-        self.about("rename", name)
-        os.replace(self.path(name + PART), self.path(name))
+    def put(self, name: str, chunks: Iterable[Any]) -> None:
+        """A file that appears whole, and is on disk when this returns."""
+        part = self.path(name + PART)
+        part.unlink(missing_ok=True)
+        try:
+            self.write(name + PART, chunks)
+            self.about("rename", name)
+            os.replace(part, self.path(name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
         self.sync(os.path.dirname(name))
 
     def sync(self, name: str = "") -> None:

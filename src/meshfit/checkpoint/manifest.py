@@ -1,4 +1,4 @@
-"""A checkpoint's manifest: what tensors there are, in which file and where each box of them lies, the CRC-32 and
+"""A checkpoint's manifest: what tensors there are, the file and offset of each box of them, the CRC-32 and
 SHA-256 of every block of every file, and all that is small. It is written last: a folder without one is no checkpoint.
 
     0007-step-120/manifest.json       {"sha256": of the rest, "manifest": {...}}
@@ -58,7 +58,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One complete checkpoint, as its manifest tells it."""
+    """One complete checkpoint, as its manifest describes it."""
 
     files: Files
     name: str

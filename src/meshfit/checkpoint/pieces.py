@@ -3,7 +3,7 @@ tensor, each with the view of the rank's memory that holds it.
 
     replicated    one box, all of it, on several ranks: one of them is chosen to write it
     tensor        the rank's index ranges of one dim, a box each
-    shard         a range of the elements as they lie in memory: up to 2n - 1 boxes of an n-dim tensor
+    shard         a range of the elements in memory order: up to 2n - 1 boxes of an n-dim tensor
     both          the boxes of that range, within the rank's index ranges
 
 A pipeline's rank holds some names and not others; a server holds state and no model. Neither needs more than this.
@@ -21,17 +21,17 @@ from meshfit.checkpoint.box import Box, runs, whole
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """A box of a tensor, and where it lies in the memory of the rank's own part of that tensor."""
+    """A box of a tensor, and where it is in the memory of the rank's own part of that tensor."""
 
     box: Box
     part: tuple[slice, ...]
-    """Where it lies in the part, or in the run below."""
+    """Where it is in the part, or in the run below."""
 
     start: int = -1
     """Of the run that holds it, in a part that is one row; -1 where parts have dims of their own."""
 
     shape: tuple[int, ...] = ()
-    """Of the run, dims as they lie in memory."""
+    """Of the run, dims in memory order."""
 
     order: tuple[int, ...] = ()
     """For each dim, its place in memory."""
@@ -46,7 +46,7 @@ class LocalBox:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a tensor lies over the ranks, as one of them sees it."""
+    """What one rank holds of a tensor that may be sharded over several."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -55,11 +55,11 @@ class ShardLayout:
     """Of this rank; none if it has nothing of it."""
 
 
-def lie(placed: Placed, tensor: Tensor) -> ShardLayout:
-    """How ``tensor``, a parameter or buffer of the placed model, lies."""
+def layout_of(placed: Placed, tensor: Tensor) -> ShardLayout:
+    """The layout of ``tensor``, a parameter or buffer of the placed model."""
     found = placed.shards.place.get(tensor) if placed.shards is not None else None  # type: ignore[arg-type]
     if found is None or found[0].degree == 1:
-        shape, pieces = tuple(tensor.shape), [LocalBox(whole(tensor.shape), tuple(slice(0, n) for n in tensor.shape))]
+        shape, pieces = tuple(tensor.shape), list(uncut(tensor).pieces)
     else:
         flat, i = found
         shape, taken = tuple(flat.shapes[i]), flat.slices(i)[1]
@@ -72,7 +72,7 @@ def lie(placed: Placed, tensor: Tensor) -> ShardLayout:
 
 
 def uncut(tensor: Tensor) -> ShardLayout:
-    """How a tensor lies that no strategy knows of."""
+    """The layout of a tensor that every rank has whole."""
     shape = tuple(tensor.shape)
     return ShardLayout(shape, (LocalBox(whole(shape), tuple(slice(0, n) for n in shape)),))
 

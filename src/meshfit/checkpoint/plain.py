@@ -20,11 +20,13 @@ LARGEST = 1 << 16
 
 def encode(value: Any, where: str = "") -> Any:
     """``value`` for JSON; ``where`` names it if it cannot be."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int) and not isinstance(value, np.generic):
+    if isinstance(value, int):
         return int(value)
-    if isinstance(value, float) and not isinstance(value, np.generic):
+    if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"=float": repr(float(value))}
     if isinstance(value, dict):
         if type(value) in (dict, OrderedDict, defaultdict) and all(
@@ -42,8 +44,6 @@ def encode(value: Any, where: str = "") -> Any:
         return {"=bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
         return {"=dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, np.generic):
-        return encode(value.item(), where)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"=array": [str(value.dtype), list(value.shape), base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, Tensor) and value.numel() <= LARGEST and value.layout is torch.strided:
@@ -75,14 +75,8 @@ def _pairs(held: Any) -> dict[Any, Any]:
 
 def _tensor(held: Any) -> Tensor:
     kind, shape, raw = held
-    dtype = dtype_named(kind)
-    return (
-        torch.frombuffer(bytearray(base64.b64decode(raw)) or bytearray(1), dtype=torch.uint8)[
-            : math.prod(shape) * dtype.itemsize
-        ]
-        .view(dtype)
-        .reshape(shape)
-    )
+    content = np.frombuffer(bytearray(base64.b64decode(raw)), np.uint8)
+    return torch.from_numpy(content).view(dtype_named(kind)).reshape(shape)
 
 
 def _array(held: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Tensors as they lie somewhere on disk, read box by box: only the bytes that a box needs, each block checked against
+"""Tensors on disk, read box by box: only the bytes that a box needs, each block checked against
 its CRC-32 on the way where there is one, never a whole model at once. ``verify`` checks SHA-256, at a third of the
 speed: what a disk or a wire does to a block, either finds."""
 
@@ -33,7 +33,7 @@ class Tensors(ABC):
     @abstractmethod
     def rows(self, stored: Stored, part: StoredBox, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of a part, counted row by row, as one row. Valid until the next call in the
-        same thread."""
+        same thread, and not to be written to."""
 
     def fill(self, room: Tensor, box: Box, stored: Stored) -> None:
         """Put ``box`` of a tensor into ``room``."""
@@ -61,13 +61,6 @@ class Tensors(ABC):
             first = start - at[0].start
             room[first : first + stop - start].copy_(read[(slice(None), *at[1:])])
 
-    def tensor(self, key: str) -> Tensor:
-        """All of a tensor."""
-        stored = self.stored[key]
-        room = torch.empty(stored.shape, dtype=stored.dtype)
-        self.fill(room, tuple((0, n) for n in stored.shape), stored)
-        return room
-
 
 class OnDisk(Tensors):
     """In files, at offsets: a checkpoint of meshfit's, or safetensors files (without hashes)."""
@@ -89,11 +82,12 @@ class OnDisk(Tensors):
 
     def rows(self, stored: Stored, part: StoredBox, start: int, stop: int) -> Tensor:
         item = stored.dtype.itemsize
-        first, last = part.offset + start * item, part.offset + stop * item
-        return self._read(part.file, first, last).view(stored.dtype)
+        room = torch.empty((stop - start) * item, dtype=torch.uint8)
+        self._into(part.file, part.offset + start * item, room)
+        return room.view(stored.dtype)
 
     def _copy(self, room: Tensor, common: Box, stored: Stored, part: StoredBox) -> None:
-        """As it is for all; but where the bytes lie as they are wanted, they are read to where they are wanted."""
+        """As for all; but where the bytes on disk are in the order of ``room``, they are read straight into it."""
         at, size = inside(part.box, common), sizes(part.box)
         alike = all((s.start, s.stop) == (0, n) for s, n in zip(at[1:], size[1:], strict=True))
         if not alike or not room.is_contiguous() or room.device.type != "cpu" or room.dtype != stored.dtype:
@@ -104,52 +98,32 @@ class OnDisk(Tensors):
         self._into(part.file, part.offset + first, row.view(torch.uint8))
 
     def _into(self, file: str, first: int, room: Tensor) -> None:
-        """Fill ``room`` with a file's bytes from ``first`` on. Blocks that go in whole are checked there."""
+        """Fill ``room`` with a file's bytes from ``first`` on. Blocks that go in whole are read and checked there."""
         hashes, at, last = self.hashes.get(file), first, first + room.numel()
         view = memoryview(room.numpy())  # type: ignore[arg-type]
         while at < last:
             low, high = (at, last) if hashes is None else hashes.around(at)
+            stop = min(high, last)
             if low == at and high <= last:
-                self._fetch_into(file, low, view[at - first : high - first])
+                self._fetch(file, low, view[at - first : stop - first])
             else:
-                high = min(high, last)
-                room[at - first : high - first] = self._read(file, at, high)
-            at = high
+                view[at - first : stop - first] = self._block(file, low, high)[at - low : stop - low]
+            at = stop
 
-    def _fetch_into(self, file: str, start: int, view: memoryview) -> None:
+    def _block(self, file: str, low: int, high: int) -> memoryview:
+        """A block of a file. Each thread keeps its last one: two tensors may share it."""
+        if getattr(self._local, "block", None) != (file, low):
+            self._local.block, self._local.memory = None, memoryview(bytearray(high - low))
+            self._fetch(file, low, self._local.memory)
+            self._local.block = (file, low)
+        return self._local.memory
+
+    def _fetch(self, file: str, start: int, view: memoryview) -> None:
         got = self.files.read_into(os.path.join(self.folder, file), start, view)
         if got != len(view):
             raise Damaged(f"{self.where} is damaged", f"{file} ends at byte {start + got}")
         if (hashes := self.hashes.get(file)) is not None:
             hashes.check(view, start, f"{file} of {self.where}")
-
-    def _read(self, file: str, first: int, last: int) -> Tensor:
-        """Bytes of a file, in memory that the next read of this thread uses again."""
-        hashes = self.hashes.get(file)
-        if hashes is None:
-            low, high = first, last
-        else:
-            low, high = hashes.around(first)[0], hashes.around(max(first, last - 1))[1]
-        known = getattr(self._local, "range", ("", 0, 0))
-        if known[0] != file or not known[1] <= low <= high <= known[2]:
-            self._fetch(file, low, high)
-            known = self._local.range
-        return self._local.memory[first - known[1] : last - known[1]]
-
-    def _fetch(self, file: str, low: int, high: int) -> None:
-        """Have bytes ``low`` to ``high`` of a file in this thread's memory. What is there of them already, as where two
-        tensors share a block, is neither read nor checked again."""
-        known = getattr(self._local, "range", ("", 0, 0))
-        old = getattr(self._local, "memory", torch.empty(0, dtype=torch.uint8))
-        memory = old if old.numel() >= high - low else torch.empty(high - low, dtype=torch.uint8)
-        kept = 0
-        if known[0] == file and known[1] <= low < known[2]:
-            kept = known[2] - low
-            memory[:kept] = old[low - known[1] : known[2] - known[1]].clone()
-        self._local.memory, self._local.range = memory, ("", 0, 0)
-        view = memoryview(memory.numpy())[kept : high - low]  # type: ignore[arg-type]
-        self._fetch_into(file, low + kept, view)
-        self._local.range = (file, low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +159,7 @@ class Wanted:
 
 
 def fill_all(tensors: Tensors, wanted: list[Wanted], threads: int = 1) -> None:
-    """Read everything that is wanted, in the order it lies in, so that no block is read twice."""
+    """Read everything that is wanted, in the order of the files, so that no block is read twice."""
 
     def place(want: Wanted) -> tuple[str, int]:
         for part in tensors.stored[want.key].parts:

@@ -25,66 +25,65 @@ def saved(run: "Run", folder: Path | None) -> Iterator[Callable[[], bool] | None
     """Restore ``run`` if the job resumes. Yields what to call after every step, which saves when it is due and says
     whether to end there (None: the job saves nothing). A training that comes to its end is saved once more. All ranks
     do this together."""
-    job = run.job
-    if job.resume is True:
-        assert folder is not None
-        if manifest.folders(open_files(folder / manifest.INSIDE)):
-            restore(run, folder)
-            run.coordination.resumed()
-        else:
-            run.notes.append(f"resume: there is no checkpoint in {folder} yet: from the beginning")
-    elif job.resume:
-        restore(run, job.resume)
+    path = folder if run.job.resume is True else run.job.resume
+    if run.job.resume is True and folder is not None and not manifest.folders(open_files(folder / manifest.INSIDE)):
+        run.notes.append(f"resume: there is no checkpoint in {folder} yet: from the beginning")
+    elif path:
+        restore(run, path)
         run.coordination.resumed()
-    if job.checkpoint is None:
+    if run.job.checkpoint is None:
         yield None
         return
     assert folder is not None
-    saver, last = Saver(folder / manifest.INSIDE, every=job.checkpoint), run.step
-    asked = Asked(folder, Ranks(run.world.rank, run.world.size))
-    saving = False
+    saving = _Saving(run, folder)
+    try:
+        saving.begin(patience=0.0)
+        yield saving.after
+        saving.end()
+    finally:
+        saving.saver.close()
+        run.notes.extend(saving.saver.notes)
 
-    def begin(*, first: bool) -> None:
-        """Be one that saves: from the beginning, or from when the one that did is gone."""
-        nonlocal asked, saving
-        until = time.monotonic() + (0.0 if first else HANDED_OVER_SECONDS)
-        while not saving:
+
+class _Saving:
+    """The saves of one training. A rank that does not save (a worker of a server) may have to take over."""
+
+    def __init__(self, run: "Run", folder: Path):
+        self.run, self.folder, self.last = run, folder, run.step
+        self.saver = Saver(folder / manifest.INSIDE, every=run.job.checkpoint)
+        self.asked = Asked(folder, Ranks(run.world.rank, run.world.size))
+        self.saves = False
+
+    def begin(self, patience: float = HANDED_OVER_SECONDS) -> None:
+        """Take the folder, if this rank saves; for ``patience`` seconds another that is gone may still hold it."""
+        until = time.monotonic() + patience
+        while self.run.coordination.saves and not self.saves:
             try:
-                saver.begin(run)
-                saving = True
+                self.saver.begin(self.run)
+                self.saves, self.asked = True, Asked(self.folder, self.saver.ranks)
             except CheckpointError:
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.05)
-        asked = Asked(folder, saver.ranks)
 
-    def after() -> bool:
-        nonlocal last
-        if run.coordination.saves and not saving:
-            begin(first=False)
-        if not saving:
-            return asked.now(run.step)
-        with run.events.span("checkpoint"):
-            if saver.after(run):
-                last = run.step
-        if asked.now(run.step):
-            run.notes.append(f"ended after step {run.step}, as asked; resume=True goes on from there")
-            return True
-        return False
+    def after(self) -> bool:
+        self.begin()
+        if self.saves:
+            with self.run.events.span("checkpoint"):
+                if self.saver.after(self.run):
+                    self.last = self.run.step
+        if not self.asked.now(self.run.step):
+            return False
+        if self.saves:
+            self.run.notes.append(f"ended after step {self.run.step}, as asked; resume=True goes on from there")
+        return True
 
-    try:
-        if run.coordination.saves:
-            begin(first=True)
-        yield after
-        if run.coordination.saves and not saving:
-            begin(first=False)
-        if saving and run.step > last:
-            saver.save(run, wait=True)
-        if saving:
-            asked.answered()
-    finally:
-        saver.close()
-        run.notes.extend(saver.notes)
+    def end(self) -> None:
+        self.begin()
+        if self.saves:
+            if self.run.step > self.last:
+                self.saver.save(self.run, wait=True)
+            self.asked.answered()
 
 
 def folder_to_resume(out: Path | str) -> Path:

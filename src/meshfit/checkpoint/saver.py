@@ -28,7 +28,7 @@ from meshfit.checkpoint.cadence import Cadence, Due
 from meshfit.checkpoint.files import Files, open_files, refused
 from meshfit.checkpoint.lock import Lock
 from meshfit.checkpoint.manifest import prune, sweep
-from meshfit.checkpoint.pieces import lie
+from meshfit.checkpoint.pieces import layout_of
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
 from meshfit.checkpoint.write import Described, RankSave, assign, copied, describe
@@ -49,7 +49,6 @@ class Saver:
         every: Any = None,
         keep: int = 2,
         on_error: str = "stop",
-        background: bool = True,
         block: int = manifest.BLOCK,
     ):
         """``every``: see ``Cadence.of``. ``keep``: complete checkpoints that stay, the oldest go. ``on_error``: "stop"
@@ -59,14 +58,12 @@ class Saver:
         if on_error not in ("stop", "continue"):
             raise JobError(f"on_error={on_error!r} is not understood", 'write "stop" or "continue"')
         self.files, self.cadence = open_files(folder), Cadence.of(every)
-        self.keep, self.on_error, self.background, self.block = keep, on_error, background, block
+        self.keep, self.on_error, self.block = keep, on_error, block
         self.newest: str | None = None
         """The last checkpoint that this run wrote and that is on disk; known to the first rank."""
         self.notes: list[str] = []
         self.seconds: dict[str, float] = {}
         """Of the last save: blocked, of that copy; write, complete."""
-        self.metrics: Any = None
-        """What goes with the next save: plain values."""
         self._lock: Lock | None = None
         self._host: Tensor | None = None
         self._thread: threading.Thread | None = None
@@ -147,7 +144,7 @@ class Saver:
         self._raise()
         with run.coordination.whole():
             part = self._part(run, metrics)
-        if self.background and not wait:
+        if not wait:
             self._thread = threading.Thread(target=self._write, args=(part,), name="meshfit-checkpoint", daemon=True)
             self._thread.start()
         else:
@@ -163,7 +160,8 @@ class Saver:
         items = items_of(run)
         described, own = describe(items), own_facts(run)
         folder, number = self._agreed(run, described, own)
-        mine = [items[i] for i in self._chosen(described)[run.world.rank]]
+        assert self._assigned is not None
+        mine = [items[i] for i in self._assigned[1][run.world.rank]]
         copying = time.perf_counter()
         begin, host, tensors, self._host = copied(mine, self._host, pinned=run.world.device.type == "cuda")
         first = run.world.rank == 0
@@ -177,7 +175,7 @@ class Saver:
             host=host,
             tensors=tensors,
             own=own if self._tells else None,
-            common=common_facts(run, self.metrics if metrics is None else metrics) if first else None,
+            common=common_facts(run, metrics) if first else None,
             block=self.block,
             kept=self.newest or "",
         )
@@ -209,10 +207,6 @@ class Saver:
         if self._assigned is None or self._assigned[0] != layouts:
             self._assigned = layouts, assign(self._ranks.gather(described))
         return said[0][0]
-
-    def _chosen(self, described: list[Described]) -> list[list[int]]:
-        assert self._assigned is not None
-        return self._assigned[1]
 
     def _write(self, part: RankSave) -> None:
         try:
@@ -265,7 +259,7 @@ def expected_bytes(run: "Run") -> int:
         kept = None
     total = 0
     for p in run.model.parameters():
-        shape = lie(run.placed, p).shape
+        shape = layout_of(run.placed, p).shape
         nbytes = prod(shape) * p.dtype.itemsize
         total += nbytes
         if p.requires_grad:
@@ -275,7 +269,7 @@ def expected_bytes(run: "Run") -> int:
 
 def save(run: "Run", folder: Files | Path | str, metrics: Any = None, *, keep: int = 2) -> str:
     """Save ``run`` as it is now into a new folder within ``folder``; on disk when this returns. All ranks call it."""
-    saver = Saver(folder, keep=keep, background=False)
+    saver = Saver(folder, keep=keep)
     try:
         return os.path.join(str(saver.files), saver.save(run, metrics, wait=True))
     finally:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshfit.anatomy.record_build import tied
 from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import Box, whole
-from meshfit.checkpoint.pieces import ShardLayout, lie, uncut
+from meshfit.checkpoint.pieces import ShardLayout, layout_of, uncut
 from meshfit.errors import CheckpointError
 from meshfit.torch_private import non_persistent_buffers
 from meshfit.version import VERSION
@@ -56,25 +56,25 @@ class Item:
 
 def items_of(run: "Run") -> list[Item]:
     """Everything that this rank holds. Views: to be copied before the next step."""
-    parameters, lies = canonical(run)
+    parameters, layouts = canonical(run)
     found = []
     for name, p in parameters.items():
-        found += _items(f"model/{name}", lies[name], p)
+        found += _items(f"model/{name}", layouts[name], p)
     for kind, name, buffer in buffers(run.model):
-        found += _items(f"{kind}/{name}", lie(run.placed, buffer), buffer, first=True)
+        found += _items(f"{kind}/{name}", layout_of(run.placed, buffer), buffer, first=True)
     for name, p in parameters.items():
         for key, value in flattened(optimizer_state(run, p)).items():
             if isinstance(value, Tensor):
-                lies_alike = alike(key, value, p)
-                found += _items(f"optimizer/{key}/{name}", lies[name] if lies_alike else uncut(value), value)
+                moment = value.shape == p.shape and key.rpartition("/")[2] != "step"  # laid out as its parameter
+                found += _items(f"optimizer/{key}/{name}", layouts[name] if moment else uncut(value), value)
     average = run.update.average
     if average is not None:
         for name, mine in zip(parameters, average.weights, strict=True):
-            found += _items(f"average/{name}", lies[name], mine)
+            found += _items(f"average/{name}", layouts[name], mine)
     if run.best is not None and run.best.weights:
         held = {**parameters, **{name: buffer for _, name, buffer in buffers(run.model)}}
         for name, tensor in held.items():
-            found += _items(f"best/{name}", lie(run.placed, tensor), run.best.weights[name], first=True)
+            found += _items(f"best/{name}", layout_of(run.placed, tensor), run.best.weights[name], first=True)
     scale = run.update.scale
     if scale is not None:
         found += _items("scale/value", uncut(scale.value), scale.value)
@@ -85,9 +85,9 @@ def items_of(run: "Run") -> list[Item]:
 
 
 def canonical(run: "Run") -> tuple[dict[str, nn.Parameter], dict[str, ShardLayout]]:
-    """Parameters by the name they are first known by, and how each lies."""
+    """Parameters by the name they are first known by, and the layout of each."""
     parameters = dict(run.model.named_parameters())
-    return parameters, {name: lie(run.placed, p) for name, p in parameters.items()}
+    return parameters, {name: layout_of(run.placed, p) for name, p in parameters.items()}
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -101,16 +101,16 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         yield "extra" if name in extra else "model", name, buffer
 
 
-def _items(key: str, lies: ShardLayout, mine: Tensor, *, first: bool = False) -> list[Item]:
+def _items(key: str, layout: ShardLayout, mine: Tensor, *, first: bool = False) -> list[Item]:
     if type(mine) not in (Tensor, nn.Parameter, nn.Buffer) or mine.layout is not torch.strided:
         raise CheckpointError(
             f"{key} cannot be saved: it is a {type(mine).__name__} of layout {mine.layout}".replace("torch.", ""),
             "checkpoints hold plain, dense tensors",
         )
     mine = mine.detach()
-    if prod(lies.shape) == 0:
-        return [Item(key, mine.dtype, lies.shape, whole(lies.shape), mine.new_empty(lies.shape), first)]
-    return [Item(key, mine.dtype, lies.shape, piece.box, piece.of(mine), first) for piece in lies.pieces]
+    if prod(layout.shape) == 0:
+        return [Item(key, mine.dtype, layout.shape, whole(layout.shape), mine.new_empty(layout.shape), first)]
+    return [Item(key, mine.dtype, layout.shape, piece.box, piece.of(mine), first) for piece in layout.pieces]
 
 
 # The optimizer
@@ -125,11 +125,6 @@ def optimizer_state(run: "Run", p: nn.Parameter) -> dict[Any, Any]:
     if offload is not None and offload.move:
         return offload.read(p)
     return run.optimizer.state.get(p, {})
-
-
-def alike(key: str, value: Tensor, p: Tensor) -> bool:
-    """Whether a tensor of the optimizer lies as its parameter does: moments do, counters do not."""
-    return value.shape == p.shape and key.rpartition("/")[2] != "step"
 
 
 def flattened(state: dict[Any, Any], at: str = "") -> dict[str, Any]:
@@ -180,7 +175,6 @@ def own_facts(run: "Run") -> dict[str, Any]:
 
 def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
     """What all ranks agree on; the first rank's are written."""
-
     update, job = run.update, run.job
     update.settle()
     groups = [

@@ -1,6 +1,6 @@
 """safetensors files, as bytes: an 8-byte length, a JSON header, then the tensors one after another.
 
-Written here and not by the library, so that tensors can be copied from devices straight to where they will lie in the
+Written here and not by the library, so that tensors can be copied from devices straight to their place in the
 file, hashed as they are written, and synced; read here so that a rank reads the ranges it needs.
 """
 
@@ -75,7 +75,7 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Stored], dict[str, s
             box = StoredBox(name, 8 + length + int(first), whole(shape))
             found[key] = stored = Stored(DTYPES[about["dtype"]], shape, (box,))
             if not 0 <= first <= last <= size - 8 - length or last - first != stored.nbytes:
-                raise ValueError(f"{key} does not lie within the file")
+                raise ValueError(f"{key} is not within the file")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{where} is no safetensors file", f"its header is damaged: {error}") from None
     return found, metadata

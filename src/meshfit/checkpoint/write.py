@@ -48,22 +48,18 @@ def describe(items: list[Item]) -> list[Described]:
 def assign(ranks: list[list[Described]]) -> list[list[int]]:
     """Which of its items each rank writes: every box once, and about as much for every rank."""
     holders: dict[tuple[str, Box], list[tuple[int, int]]] = defaultdict(list)
+    facts: dict[tuple[str, Box], tuple[bool, int]] = {}
     for rank, items in enumerate(ranks):
-        for i, (key, _, _, box, _, _) in enumerate(items):
+        for i, (key, _, _, box, first, size) in enumerate(items):
             holders[key, box].append((rank, i))
+            facts.setdefault((key, box), (first, size))
     chosen: list[list[int]] = [[] for _ in ranks]
     load = [0] * len(ranks)
-
-    def size(each: list[tuple[int, int]]) -> int:
-        rank, i = each[0]
-        return ranks[rank][i][5]
-
-    for each in sorted(holders.values(), key=lambda each: (len(each) > 1, -size(each))):  # those without a choice first
-        rank, i = each[0]
-        if not ranks[rank][i][4]:
-            rank, i = min(each, key=lambda at: (load[at[0]], at[0]))
+    for at in sorted(holders, key=lambda at: (len(holders[at]) > 1, -facts[at][1])):  # those without a choice first
+        first, size = facts[at]
+        rank, i = holders[at][0] if first else min(holders[at], key=lambda held: (load[held[0]], held[0]))
         chosen[rank].append(i)
-        load[rank] += size(each)
+        load[rank] += size
     return [sorted(indices) for indices in chosen]
 
 
@@ -77,7 +73,7 @@ def _hashed(block: list[memoryview]) -> tuple[int, str]:
 
 @dataclass
 class RankSave:
-    """What one rank writes in one save: already in host memory, as it will lie in the file."""
+    """What one rank writes in one save: already in host memory, laid out as in the file."""
 
     files: Files
     folder: str
@@ -120,7 +116,7 @@ class RankSave:
             size = self.files.write(name, chain.from_iterable(blocks))
             hashes = dict(zip(("crc32", "sha256"), map(list, zip(*found, strict=True)), strict=True))
             said = {"number": self.number, "file": {"size": size, **hashes}, "tensors": self.tensors, "own": self.own}
-            self.files.put(os.path.join(self.folder, f"rank{self.rank}.json"), json.dumps(said).encode())
+            self.files.put(os.path.join(self.folder, f"rank{self.rank}.json"), [json.dumps(said).encode()])
         except BaseException as error:
             self._fail(name, error)
             if isinstance(error, OSError):
@@ -155,7 +151,7 @@ class RankSave:
             body = self._body(said)
             for rank in range(self.ranks):
                 self.files.remove(os.path.join(self.folder, f"rank{rank}.json"))
-            self.files.put(os.path.join(self.folder, manifest.NAME), manifest.render(body))
+            self.files.put(os.path.join(self.folder, manifest.NAME), [manifest.render(body)])
             self.files.sync()
         except BaseException as error:
             with contextlib.suppress(OSError):

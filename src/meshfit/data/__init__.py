@@ -1,4 +1,4 @@
-"""The CPU's side: source (where samples lie) -> transform -> order (which come next) -> loader (this rank's share, on
+"""The CPU's side: source (where samples are) -> transform -> order (which come next) -> loader (this rank's share, on
 its device). Randomness follows the sample, never the worker: DESIGN rule 7.
 
     import meshfit
@@ -15,7 +15,7 @@ from meshfit.data.cache import Cache
 from meshfit.data.classics import cifar, mnist
 from meshfit.data.datasets import SampleStream
 from meshfit.data.datasets import open_source as memory
-from meshfit.data.folder import folder
+from meshfit.data.images import folder
 from meshfit.data.mixture import mixture
 from meshfit.data.opening import open
 from meshfit.data.source import BadSample, Source

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from meshfit.data import tree
 from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.remote import BLOCK
@@ -57,7 +58,7 @@ class Rows:
             assert isinstance(self.blob, LocalFile)
             whole = np.asarray(self.blob.bytes)
             if self.offset % self.dtype.itemsize or self.stride % self.dtype.itemsize:
-                raise DataError(f"the numbers of {self.blob.name} do not lie at multiples of their size")
+                raise DataError(f"the numbers of {self.blob.name} are not at multiples of their size")
             inner = np.empty(self.shape[1:], self.dtype).strides
             flat = whole[self.offset :]
             flat = flat[: len(flat) // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
@@ -69,10 +70,7 @@ class Arrays(Source):
     """Files of rows side by side: one tensor, or a tuple or dict of them."""
 
     def __init__(self, rows: Mapping[str, Rows] | tuple[Rows, ...] | Rows):
-        self.rows = rows
-        self._all = (
-            list(rows.values()) if isinstance(rows, Mapping) else list(rows) if isinstance(rows, tuple) else [rows]
-        )
+        self.rows, self._all = rows, list(tree.leaves(rows))
         if len({len(r) for r in self._all}) != 1:
             found = ", ".join(f"{r.blob.name} {r.shape}" for r in self._all)
             raise DataError("the arrays differ in length", found, "the first dim is the sample")
@@ -83,10 +81,11 @@ class Arrays(Source):
         return len(self._all[0])
 
     def fetch(self, ids: NDArray[np.int64]) -> Any:
-        found = [torch.from_numpy(_own(rows.gather(ids))) for rows in self._all]
-        if isinstance(self.rows, Mapping):
-            return dict(zip(self.rows, found, strict=True))
-        return tuple(found) if isinstance(self.rows, tuple) else found[0]
+        def gathered(rows: Rows) -> torch.Tensor:
+            found = rows.gather(ids)
+            return torch.from_numpy(found.astype(found.dtype.newbyteorder("="), copy=False))
+
+        return tree.map_leaves(gathered, self.rows)
 
     def name_of(self, i: int) -> str:
         return f"row {i} of {self._all[0].blob.name}"
@@ -94,13 +93,6 @@ class Arrays(Source):
     @property
     def fingerprint(self) -> str:
         return f"arrays {tag_of([r.blob for r in self._all])} {len(self)}"
-
-
-def _own(array: NDArray[Any]) -> NDArray[Any]:
-    """What torch can hold: native byte order, a dtype it knows."""
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("="))
-    return array
 
 
 def arrays(

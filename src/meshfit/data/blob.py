@@ -1,4 +1,4 @@
-"""Files, wherever they lie: a size, a tag that changes when the content does, and ranges of bytes.
+"""Files, here or far away: a size, a tag that changes when the content does, and ranges of bytes.
 
 Every format on disk reads through this, so every format is readable in the cloud too (remote.py).
 """
@@ -95,7 +95,7 @@ def find(
         start = _before_pattern(path)
         files = [f for f in start.rglob("*") if fnmatchcase(str(f), str(path)) and f.is_file()] if start else []
         if not files:
-            raise DataError(f"{str(url)!r} is a path, but nothing lies there", _nearby(path))
+            raise DataError(f"{str(url)!r} is a path, but there is nothing there", _nearby(path))
     return [LocalFile(file) for file in sorted(files)]
 
 
@@ -122,6 +122,6 @@ def _nearby(path: Path) -> str:
 
 
 def tag_of(blobs: Sequence[Blob]) -> str:
-    """One tag for many files: changes when any of them does. Where they lie does not matter, their names do."""
+    """One tag for many files: changes when any of them does. Their folder does not matter, their names do."""
     text = "\n".join(f"{blob.name} {blob.size} {blob.tag}" for blob in blobs)
     return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,27 +58,26 @@ class Cache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
 
+    def _path(self, kind: str, key: str) -> Path:
+        return self.path / kind / hashlib.sha256(key.encode()).hexdigest()[:40]
+
     def get(self, key: str, size: int, make: Callable[[], bytes]) -> NDArray[np.uint8]:
         """The ``size`` bytes of ``key``; made where they are not here yet."""
         if (found := self._maps.get(key)) is not None:
             return found
-        file = self.path / "blocks" / hashlib.sha256(key.encode()).hexdigest()[:40]
+        file = self._path("blocks", key)
         block = _opened(file, size)
         if block is None:
             data = make()
             self._write(file, data)
-            block = np.frombuffer(data, np.uint8)
-        else:
-            with contextlib.suppress(OSError):
-                os.utime(file)
-            self._maps[key] = block
-            while len(self._maps) > _OPEN:
-                with contextlib.suppress(KeyError):
-                    self._maps.popitem(last=False)
+            return np.frombuffer(data, np.uint8)
+        with contextlib.suppress(OSError):
+            os.utime(file)
+        self._maps[key] = block
+        while len(self._maps) > _OPEN:
+            with contextlib.suppress(KeyError):
+                self._maps.popitem(last=False)
         return block
-
-    def has(self, key: str) -> bool:
-        return key in self._maps or (self.path / "blocks" / hashlib.sha256(key.encode()).hexdigest()[:40]).exists()
 
     def _write(self, file: Path, data: bytes) -> None:
         for last in (False, True):
@@ -93,41 +92,39 @@ class Cache:
         with self._counting:
             self._written += len(data) + 4
             if self._held is None or self._held + self._written > self.most or self._written > self.most / 16:
-                self._shrink()
+                self._held, self._written = self._evict("blocks", 0.9), 0
 
-    def _files(self) -> list[tuple[float, int, Path]]:
-        """The blocks, longest unused first. What others are writing is none, but for what a dead one left."""
-        found = []
-        old = time.time() - ABANDONED
-        for file in (self.path / "blocks").glob("*"):
+    def _evict(self, kind: str, share: float = 1.0) -> int:
+        """If there is more than ``most``, remove what was not used for longest until a ``share`` of that is left. The
+        bytes that stay. What others are writing is not touched, but for what a dead one left."""
+        found, old = [], time.time() - ABANDONED
+        for place in (self.path / kind).glob("*"):
+            with contextlib.suppress(OSError):  # another removes it just now
+                used = place.stat().st_mtime
+                files = list(place.iterdir()) if place.is_dir() else [place]
+                if place.suffix != ".lock" and (not place.name.startswith(".") or (used < old and place.is_file())):
+                    found.append((used, sum(file.stat().st_size for file in files), place))
+        held = sum(size for _, size, _ in found)
+        limit = self.most if held <= self.most else share * self.most
+        for _, size, place in sorted(found):
+            if held <= limit:
+                break
             with contextlib.suppress(OSError):
-                stat = file.stat()
-                if not file.name.startswith(".") or stat.st_mtime < old:
-                    found.append((stat.st_mtime, stat.st_size, file))
-        return sorted(found)
-
-    def _shrink(self) -> None:
-        files = self._files()
-        held = sum(size for _, size, _ in files)
-        if held > self.most:
-            for _, size, file in files:
-                if held <= 0.9 * self.most:
-                    break
-                with contextlib.suppress(OSError):
-                    file.unlink()
-                held -= size
-        self._held, self._written = held, 0
+                shutil.rmtree(place) if place.is_dir() else place.unlink()
+            held -= size
+        return held
 
     def folder(self, key: str, make: Callable[[Path], None]) -> Path:
         """A folder that ``make`` fills, once, whoever asks first; the others wait."""
-        place = self.path / "tables" / hashlib.sha256(key.encode()).hexdigest()[:40]
+        place = self._path("tables", key)
         with contextlib.suppress(FileNotFoundError):
             os.utime(place)
             return place
         place.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(place.with_suffix(".lock")):
+        with place.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not place.is_dir():
-                self._room()
+                self._evict("tables")
                 temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix="."))
                 try:
                     make(temporary)
@@ -136,20 +133,6 @@ class Cache:
                     shutil.rmtree(temporary, ignore_errors=True)
                     raise
         return place
-
-    def _room(self) -> None:
-        """Remove the longest unused folders above ``most``."""
-        folders = [p for p in (self.path / "tables").iterdir() if p.is_dir() and not p.name.startswith(".")]
-        sizes, used = {}, {}
-        for place in folders:
-            with contextlib.suppress(OSError):  # another removes it just now
-                used[place] = place.stat().st_mtime
-                sizes[place] = sum(file.stat().st_size for file in place.iterdir())
-        for place in sorted(sizes, key=lambda p: used[p]):
-            if sum(sizes.values()) <= self.most:
-                return
-            shutil.rmtree(place, ignore_errors=True)
-            del sizes[place]
 
 
 def _put(file: Path, data: bytes) -> None:
@@ -176,10 +159,3 @@ def _opened(file: Path, size: int) -> NDArray[np.uint8] | None:
     if len(block) != size + 4 or zlib.crc32(block[:-4].data) != int.from_bytes(bytes(block[-4:]), "little"):
         return None
     return block[:-4]
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

@@ -36,7 +36,7 @@ from meshfit.errors import DataError
 
 
 class Mapped(DerivedSource):
-    """``source`` with every batch passed through ``function``; ``place`` tells its random numbers from others'."""
+    """``source`` with every batch passed through ``function``; ``place`` sets its random numbers apart."""
 
     def __init__(self, source: Source, function: Callable[..., Any], *, each: bool, device: bool, place: int):
         super().__init__(source)
@@ -59,23 +59,18 @@ class Mapped(DerivedSource):
         return self._applied(self.source.finish(content, ids, key), ids, key) if self.device else content
 
     def _applied(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
-        with stage("transform"):
-            return self._run(content, ids, key)
-
-    def _run(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
         draw = SampleRandom(ids, key.at(self.place))
-        if self.each:
-            return self._one_by_one(content, draw)
-        try:
-            if self.draws:
-                return self.function(content, draw)
-            if self._tried:
-                return self.function(content)
-            return self._first(content)
-        except DataError:
-            raise
-        except Exception as error:
-            raise self._blamed(error, content, ids, key) from error
+        with stage("transform"):
+            if self.each:
+                return self._one_by_one(content, draw)
+            try:
+                if self.draws:
+                    return self.function(content, draw)
+                return self.function(content) if self._tried else self._first(content)
+            except DataError:
+                raise
+            except Exception as error:
+                raise self._blamed(error, content, ids, key) from error
 
     def _one_by_one(self, content: Any, draw: SampleRandom) -> Any:
         def run(i: int, *more: Any) -> Any:

@@ -66,15 +66,13 @@ class Columns:
         return Ragged(torch.from_numpy(np.array(x)) for x in cut)
 
     def _mapped(self, name: str, part: str) -> NDArray[Any]:
-        file = f"{self.kinds[name]['file']}.{part}"
-        if file not in self._open:
-            kind = self.kinds[name]
-            dtype = np.dtype(np.int64) if part == "offsets" else np.dtype(kind["dtype"])
-            path = self.folder / file
-            shape = (-1, *kind["shape"]) if part == "values" else (-1,)
+        kind = self.kinds[name]
+        path = self.folder / f"{kind['file']}.{part}"
+        if path.name not in self._open:
+            dtype, shape = (np.dtype(kind["dtype"]), kind["shape"]) if part == "values" else (np.dtype(np.int64), ())
             flat = np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
-            self._open[file] = np.asarray(flat).reshape(shape if flat.size else (0, *shape[1:]))
-        return self._open[file]
+            self._open[path.name] = np.asarray(flat).reshape(-1 if flat.size else 0, *shape)
+        return self._open[path.name]
 
 
 class ColumnWriter:
@@ -130,23 +128,21 @@ class ColumnWriter:
         """``arrays``, in which no value is missing but those of floats (NaN)."""
         import pyarrow as pa
 
-        good: NDArray[np.bool_] | None = None
+        good = np.ones(len(next(iter(arrays.values()), ())), bool)
         for column, array in arrays.items():
             if not array.null_count or pa.types.is_floating(array.type):
                 continue
             missing = array.is_null().to_numpy(zero_copy_only=False)
-            row = seen + int(np.flatnonzero(missing)[0])
+            found = {seen + i: column for i in np.flatnonzero(missing & good).tolist()}
             if not self.skips:
                 raise DataError(
-                    f"column {column!r} has no value in row {row} of {file}",
+                    f"column {column!r} has no value in row {min(found)} of {file}",
                     "fill it, leave the column out with columns=, or store it as a float (a missing one is NaN)",
                 )
-            known = missing if good is None else missing & good
-            found = {seen + i: column for i in np.flatnonzero(known).tolist()}
             self.missing |= found
             self.bad += [f"row {i} of {file} has no {column!r}" for i in found]
-            good = ~missing if good is None else good & ~missing
-        return arrays if good is None else {column: array.filter(pa.array(good)) for column, array in arrays.items()}
+            good &= ~missing
+        return arrays if good.all() else {column: array.filter(pa.array(good)) for column, array in arrays.items()}
 
     def _add(self, column: str, array: Any, file: str) -> None:
         import pyarrow as pa
@@ -283,15 +279,12 @@ def _flat(array: Any) -> tuple[dict[str, Any], NDArray[Any], NDArray[Any] | None
         width = kind.byte_width
         raw = raw[array.offset * width : (array.offset + len(array)) * width]
         return _about("numbers", "uint8", (width,)), raw, None
-    if pa.types.is_binary(kind) or pa.types.is_string(kind):
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         array = array.cast(pa.large_binary())
-    if pa.types.is_large_binary(kind) or pa.types.is_large_string(kind) or pa.types.is_large_binary(array.type):
-        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         offsets = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
         data = array.buffers()[2]
         values = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
-        if not len(offsets):
-            offsets = np.zeros(1, np.int64)
         return _about("text" if text else "bytes", "uint8", (), True), values[offsets[0] : offsets[-1]], offsets
     shape: list[int] = []
     while pa.types.is_fixed_size_list(array.type):

@@ -21,15 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from meshfit.data import tree
 from meshfit.data.draw import Key, SampleRandom
-from meshfit.data.seeding import (
-    CodeGenerators,
-    beside_training,
-    exclusive,
-    global_state,
-    one_at_a_time,
-    put_back,
-    set_global_state,
-)
+from meshfit.data.seeding import CodeGenerators, beside_training, exclusive, global_generators, put_back, reading
 from meshfit.data.source import Memory, Source, hashed, spread
 from meshfit.errors import DataError
 
@@ -79,7 +71,7 @@ class Map(Source):
         if not self.own_code or (beside_training() and not self.draws):
             return self._collated(ids)
         first = self._searched is None
-        with exclusive() if first or self.draws else one_at_a_time():
+        with exclusive() if first or self.draws else reading:
             if self._searched != key.epoch:
                 self.generators.search_again()
                 self._searched = key.epoch
@@ -140,14 +132,14 @@ class SampleStream:
         samples, state = None, None
         while True:
             with exclusive():
-                if samples is None:
+                if samples is None or state is None:
                     self.generators.search_again()
                     self.generators.seed(SampleRandom(np.zeros(1, np.int64), key).seeds()[0])
                     samples = iter(self.start())
                 else:
-                    set_global_state(state)
+                    state.restore()
                 held = list(islice(samples, size))
-                state = global_state()
+                state = global_generators()
             if not held:
                 return
             yield held

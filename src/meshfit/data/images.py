@@ -1,16 +1,21 @@
 """Images out of their files' bytes: JPEG by simplejpeg where it is installed (6 times PIL on 32 x 32 pixels, the same
-bytes), all else by PIL. Many at once; libjpeg runs without the GIL, so threads decode side by side."""
+bytes), all else by PIL. Many at once; libjpeg runs without the GIL, so threads decode side by side.
+
+``folder``: images by class, folder/cat/1.jpg, folder/dog/2.png. A sample is (image uint8, class)."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from meshfit.data import tree
+from meshfit.data.blob import Blob, LocalFile, Url, find, is_remote, tag_of
+from meshfit.data.cache import Cache
 from meshfit.data.extra import needed
-from meshfit.data.source import BadSample, stage
+from meshfit.data.source import BadSample, Source, stage
 from meshfit.errors import DataError
 
 STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
@@ -29,31 +34,19 @@ def looks_like_image(data: Any) -> bool:
 
 def decode(files: Sequence[Any], name_of: Callable[[int], str], channels: int = 3) -> Any:
     """(n, channels, height, width) uint8, or ``Ragged`` where sizes differ. The i-th is called ``name_of(i)``."""
+    images = []
     with stage("decode"):
-        return _all(files, name_of, channels)
-
-
-def _all(files: Sequence[Any], name_of: Callable[[int], str], channels: int) -> Any:
-    out: np.ndarray | None = None
-    ragged: list[np.ndarray] = []
-    for i, data in enumerate(files):
-        try:
-            image = _decoded(data, channels)
-        except DataError:  # nothing is wrong with the image: there is nobody to read it
-            raise
-        except Exception as error:
-            raise BadSample(f"{name_of(i)} is no image that can be read", f"{type(error).__name__}: {error}") from error
-        if out is None and not ragged:
-            out = np.empty((len(files), *image.shape), np.uint8)
-        if out is not None and out.shape[1:] == image.shape:
-            out[i] = image
-            continue
-        if out is not None:
-            ragged, out = [out[k] for k in range(i)], None
-        ragged.append(image)
-    if out is not None:
-        return torch.from_numpy(np.ascontiguousarray(out.transpose(0, 3, 1, 2)))
-    return tree.Ragged(torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))) for image in ragged)
+        for i, data in enumerate(files):
+            try:
+                images.append(_decoded(data, channels))
+            except DataError:  # nothing is wrong with the image: there is nobody to read it
+                raise
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                raise BadSample(f"{name_of(i)} is no image that can be read", why) from error
+        if len({image.shape for image in images}) == 1:
+            return torch.from_numpy(np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2)))
+        return tree.Ragged(torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))) for image in images)
 
 
 def _decoded(data: Any, channels: int) -> np.ndarray:
@@ -70,3 +63,62 @@ def _decoded(data: Any, channels: int) -> np.ndarray:
     with Image.open(io.BytesIO(data)) as image:
         pixels = np.asarray(image.convert("RGB" if channels == 3 else "L"))
     return pixels if pixels.ndim == 3 else pixels[:, :, None]
+
+
+class ImageFolder(Source):
+    """Image files by folder. ``classes`` are the folders' names, in order."""
+
+    def __init__(self, blobs: list[Blob], classes: list[str], labels: NDArray[np.int64], channels: int):
+        self.blobs, self.classes, self.labels, self.channels = blobs, classes, labels, channels
+        self.waits = not isinstance(blobs[0], LocalFile)
+
+    def __len__(self) -> int:
+        return len(self.blobs)
+
+    def fetch(self, ids: NDArray[np.int64]) -> Any:
+        wanted = ids.tolist()
+        images = decode([self._bytes(i) for i in wanted], lambda k: self.name_of(wanted[k]), self.channels)
+        return images, torch.from_numpy(self.labels[ids])
+
+    def _bytes(self, i: int) -> Any:
+        blob = self.blobs[i]
+        if not isinstance(blob, LocalFile):
+            return bytes(blob.read())
+        try:
+            return blob.path.read_bytes()
+        except OSError as error:
+            raise BadSample(f"{blob.name} cannot be read", str(error)) from error
+
+    def name_of(self, i: int) -> str:
+        return self.blobs[i].name
+
+    @property
+    def fingerprint(self) -> str:
+        return f"folder {tag_of(self.blobs)}"
+
+
+def folder(
+    url: Url,
+    *,
+    channels: int = 3,
+    storage: Mapping[str, Any] | None = None,
+    cache: Cache | Url | None = None,
+    on_bad: str = "stop",
+) -> Source:
+    """Images in folders named by their class. ``channels`` 1 reads them as grey. Images of different sizes need a
+    ``resize`` or ``crop_any_size`` (see transform.py) before they make a batch."""
+    where = f"{url.rstrip('/')}/" if isinstance(url, str) and is_remote(url) else url
+    blobs = find(where, ENDINGS, storage=storage, cache=Cache.of(cache))
+    root = str(url).rstrip("/").removeprefix("file://")
+    inside = [blob.name.split("?")[0] for blob in blobs]
+    if not is_remote(url):
+        inside = [name.removeprefix(root).lstrip("/") for name in inside]
+    else:
+        inside = [name.partition(root.rpartition("/")[2] + "/")[2] for name in inside]
+    kinds = [name.partition("/")[0] if "/" in name else "" for name in inside]
+    if "" in kinds:
+        stray = blobs[kinds.index("")].name
+        raise DataError(f"{stray} is in no class", f"folders are classes: {root}/cat/1.jpg")
+    classes = sorted(set(kinds))
+    labels = np.array([classes.index(kind) for kind in kinds], np.int64)
+    return ImageFolder(blobs, classes, labels, channels).on_bad(on_bad)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -27,8 +27,6 @@ from meshfit.data.reading import ReaderChoice, check_repeatable, decide, pool_of
 from meshfit.data.ring import Ring
 from meshfit.data.source import Source, StageTimer, handed, stage
 from meshfit.errors import DataError
-
-Job = tuple[Key, int, NDArray[np.int64], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +95,6 @@ class Loader:
     clock: StageTimer = field(default_factory=StageTimer)
     """Where the time went; of processes, only the waiting."""
 
-    _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
     @property
     def batches_per_epoch(self) -> int | None:
         """None for a stream, whose end is not known before it comes."""
@@ -106,42 +102,47 @@ class Loader:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from batch ``start`` on, each on the device when it is handed over."""
-        how = self.reading
-        if isinstance(self.source, SampleStream):
-            batches = islice(self._stream(epoch), start, None)
-            made: Iterator[Callable[[], Batch | None]] = repeat(lambda: self._pinned(next(batches, None)))
-        elif how.kind == "processes":
-            ready = self._from_ring(self.source, epoch, start)
-            made = repeat(lambda: next(ready, None))
+        source, kind, cpu = self.source, self.reading.kind, self.device.type == "cpu"
+        if isinstance(source, SampleStream) or kind == "processes":
+            if isinstance(source, SampleStream):
+                host = islice(self._stream(source, epoch), start, None)
+            else:
+                host = self._from_ring(source, epoch, start)
+            if kind == "threads" or (kind == "processes" and not cpu):  # a thread takes them while the device works
+                host = self._ahead(repeat(partial(next, host, None)), 1)
         else:
-            made = (partial(self._made, self.source, *job) for job in self._jobs(self.source, epoch, start))
-        if how.kind == "threads":
-            host = self._threads(made, how.workers)
-        elif how.kind == "processes" and self.device.type != "cpu":
-            host = self._threads(made, 1)  # takes batches out of the ring while the device works
-        else:
-            host = _each(made)
-        return self._waited_for(host if self.device.type == "cpu" else self._moved(host))
+            reads = (partial(self._read, source, batch) for batch in self._planned(source, epoch, start))
+            host = self._ahead(reads, self.reading.workers) if kind == "threads" else (read() for read in reads)
+        return self._waited_for(host if cpu else self._moved(host))
+
+    @cached_property
+    def _decided(self) -> tuple[ReaderChoice, list[str]]:
+        reading = decide(self)
+        return reading, [str(reading)] * (reading.kind != "inline") + check_repeatable(self, reading)
 
     @property
     def reading(self) -> ReaderChoice:
         """Who reads: decided once."""
-        if "reading" not in self._kept:
-            self._kept["reading"] = reading = decide(self)
-            self._kept["notes"] = [str(reading)] * (reading.kind != "inline") + check_repeatable(self, reading)
-        return self._kept["reading"]
+        return self._decided[0]
 
     @property
     def notes(self) -> list[str]:
         """What the user should know of the data and who reads it."""
-        assert self.reading
         out = [] if isinstance(self.source, SampleStream) else self.source.left_out
         left = f"data: {len(out)} rows could not be converted and were left out: {out[0]}, ..." if out else ""
-        return [*self._kept["notes"], *filter(None, [left])]
+        return [*self._decided[1], *filter(None, [left])]
+
+    @cached_property
+    def _ring(self) -> Ring:
+        """The processes that read."""
+        assert isinstance(self.source, Source)
+        first = self.source.read(self.mine(np.arange(min(self.batch_size, len(self.source))))[0], Key())
+        size = sum(t.numel() * t.element_size() + 64 for t in tree.tensors(first))
+        return Ring(self.source, self.reading.workers, (size + size // 8) * self.microbatches)
 
     def close(self) -> None:
         """End the processes that read, if there are."""
-        if (ring := getattr(self, "_kept", {}).pop("ring", None)) is not None:
+        if (ring := vars(self).pop("_ring", None)) is not None:
             ring.close()
 
     def __del__(self) -> None:
@@ -156,13 +157,11 @@ class Loader:
             return place
         return {**place, "samples": len(source), "fingerprint": self._fingerprint, "source": source.state()}
 
-    @property
+    @cached_property
     def _fingerprint(self) -> str:
         """Found once: it may take some seconds."""
-        assert not isinstance(self.source, SampleStream)
-        if "fingerprint" not in self._kept:
-            self._kept["fingerprint"] = self.source.fingerprint
-        return self._kept["fingerprint"]
+        assert isinstance(self.source, Source)
+        return self.source.fingerprint
 
     def resume(self, state: dict[str, Any]) -> tuple[int, int]:
         """(epoch, batch) to go on from; refused where the samples would not be the same."""
@@ -188,54 +187,58 @@ class Loader:
             source.load_state(state.get("source", {}))
         return state["epoch"], batch
 
-    def _jobs(self, source: Source, epoch: int, start: int) -> Iterator[Job]:
-        """Key, position, samples of all ranks, and whether it is the last, of every batch."""
+    def _planned(self, source: Source, epoch: int, start: int) -> Iterator[Batch]:
+        """Which samples each batch holds; nothing is read yet."""
         ids_of = Ids(len(source), self.batch_size, seed=self.seed, shuffle=self.shuffle, blocks=source.blocks)
         for index in range(start, ids_of.batches):
-            yield Key(self.seed, epoch), index, ids_of(epoch, index), index == ids_of.batches - 1
+            yield Batch(epoch, index, ids_of(epoch, index), index == ids_of.batches - 1, [])
 
     def mine(self, ids: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """What this rank reads of a batch, by microbatches; where it has no share, a stand-in."""
         parts = [ids[at] for at in self._shares(len(ids))]
         return [part if len(part) else ids[[0, 0]] for part in parts]
 
-    def _made(self, source: Source, key: Key, index: int, ids: NDArray[np.int64], last: bool) -> Batch:
+    def _read(self, source: Source, batch: Batch) -> Batch:
         with self.clock.reading(), stage("read"):
-            contents = [source.read(part, key) for part in self.mine(ids)]
-            if self.device.type == "cuda":
-                with stage("transfer"):
-                    contents = tree.map_tensors(lambda t: t.pin_memory(), contents)
-            return self._batch(source, contents, key, index, ids, last)
+            contents = [source.read(part, Key(self.seed, batch.epoch)) for part in self.mine(batch.ids)]
+            return self._filled(batch, self._pinned(contents))
 
-    def _batch(
-        self, source: Source, contents: list[Any], key: Key, index: int, ids: NDArray[np.int64], last: bool
-    ) -> Batch:
-        if self.device.type == "cpu":
-            both = zip(contents, self.mine(ids), strict=True)
-            contents = [handed(source.finish(content, part, key)) for content, part in both]
-        counts = [at.stop - at.start for at in self._shares(len(ids))]
-        return Batch(key.epoch, index, ids, last, [Microbatch(*part) for part in zip(contents, counts, strict=True)])
+    def _filled(self, batch: Batch, contents: list[Any]) -> Batch:
+        counts = [at.stop - at.start for at in self._shares(len(batch.ids))]
+        filled = replace(batch, microbatches=[Microbatch(*part) for part in zip(contents, counts, strict=True)])
+        return self._finished(filled) if self.device.type == "cpu" else filled
+
+    def _finished(self, batch: Batch) -> Batch:
+        """``batch`` on the device, with what its source has left to do done there."""
+        parts = []
+        for ids, part in zip(self.mine(batch.ids), batch.microbatches, strict=True):
+            content = tree.to_device(part.content, self.device)
+            if isinstance(self.source, Source):
+                content = self.source.finish(content, ids, Key(self.seed, batch.epoch))
+            parts.append(replace(part, content=handed(content)))
+        return replace(batch, microbatches=parts)
+
+    def _pinned(self, content: Any) -> Any:
+        if self.device.type != "cuda":
+            return content
+        with stage("transfer"):
+            return tree.map_tensors(lambda t: t.pin_memory(), content)
 
     def _from_ring(self, source: Source, epoch: int, start: int) -> Iterator[Batch]:
         """Batches that processes read."""
-        if "ring" not in self._kept:
-            first = source.read(self.mine(np.arange(min(self.batch_size, len(source))))[0], Key())
-            size = sum(t.numel() * t.element_size() + 64 for t in tree.tensors(first))
-            self._kept["ring"] = Ring(source, self.reading.workers, (size + size // 8) * self.microbatches)
-        jobs: deque[Job] = deque()
+        asked: deque[Batch] = deque()
 
         def asks() -> Iterator[Any]:
-            for job in self._jobs(source, epoch, start):
-                jobs.append(job)
-                yield self.mine(job[2]), job[0]
+            for batch in self._planned(source, epoch, start):
+                asked.append(batch)
+                yield self.mine(batch.ids), Key(self.seed, epoch)
 
         own = (lambda t: t.pin_memory()) if self.device.type == "cuda" else torch.clone
-        for contents in self._kept["ring"].batches(asks(), own):
-            yield self._batch(source, contents, *jobs.popleft())
+        for contents in self._ring.batches(asks(), own):
+            yield self._filled(asked.popleft(), contents)
 
-    def _stream(self, epoch: int) -> Iterator[Batch]:
-        assert isinstance(self.source, SampleStream)
-        batches = self.source.batches(self.batch_size, Key(self.seed, epoch))
+    def _stream(self, source: SampleStream, epoch: int) -> Iterator[Batch]:
+        batches = source.batches(self.batch_size, Key(self.seed, epoch))
         seen = 0
         held = next(batches, None)
         for index, following in enumerate(chain(batches, [None])):
@@ -244,27 +247,21 @@ class Loader:
             parts = []
             for at in self._shares(len(held)):
                 mine = held[at]
-                parts.append(Microbatch(default_collate(mine or [held[0], held[0]]), len(mine)))
+                parts.append(Microbatch(self._pinned(default_collate(mine or [held[0], held[0]])), len(mine)))
             yield Batch(epoch, index, np.arange(seen, seen + len(held)), following is None, parts)
             seen += len(held)
             held = following
 
-    def _pinned(self, batch: Batch | None) -> Batch | None:
-        if batch is None or self.device.type != "cuda":
-            return batch
-        pin = lambda content: tree.map_tensors(lambda t: t.pin_memory(), content)
-        return replace(batch, microbatches=[replace(part, content=pin(part.content)) for part in batch.microbatches])
-
     def _shares(self, size: int) -> list[slice]:
         return shares(size, self.rank, self.ranks, self.microbatches)
 
-    def _threads(self, made: Iterator[Callable[[], Batch | None]], workers: int) -> Iterator[Batch]:
-        """Batches in order, a few of them in the making."""
+    def _ahead(self, reads: Iterator[Callable[[], Batch | None]], workers: int) -> Iterator[Batch]:
+        """Batches in order, a few of them read ahead by threads."""
         pool = pool_of(workers)
         try:
-            coming = deque(pool.submit(make) for make in islice(made, workers + 1))
+            coming = deque(pool.submit(read) for read in islice(reads, workers + 1))
             while coming and (batch := coming.popleft().result()) is not None:
-                coming.extend(pool.submit(make) for make in islice(made, 1))
+                coming.extend(pool.submit(read) for read in islice(reads, 1))
                 yield batch
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -278,20 +275,11 @@ class Loader:
             sent = None
             if batch is not None:
                 with torch.cuda.stream(side) if side is not None else nullcontext():
-                    moved = self._sent(batch)
+                    moved = self._finished(batch)
                 sent = moved, side.record_event() if side is not None else None
             if held is not None:
                 yield self._received(*held)
             held = sent
-
-    def _sent(self, batch: Batch) -> Batch:
-        parts = []
-        for ids, part in zip(self.mine(batch.ids), batch.microbatches, strict=True):
-            content = tree.to_device(part.content, self.device)
-            if not isinstance(self.source, SampleStream):
-                content = self.source.finish(content, ids, Key(self.seed, batch.epoch))
-            parts.append(replace(part, content=handed(content)))
-        return replace(batch, microbatches=parts)
 
     def _received(self, batch: Batch, event: Any) -> Batch:
         if event is not None:
@@ -313,15 +301,8 @@ class Loader:
             yield batch
 
 
-def _each(made: Iterator[Callable[[], Batch | None]]) -> Iterator[Batch]:
-    for make in made:
-        if (batch := make()) is None:
-            return
-        yield batch
-
-
 def shares(size: int, rank: int, ranks: int, microbatches: int) -> list[slice]:
-    """Where in a batch of ``size`` a rank's microbatches lie.
+    """Where in a batch of ``size`` a rank's microbatches are.
 
     The batch is cut into microbatches first and each of them over the ranks, so that all ranks' i-th microbatches
     together are the i-th microbatch of one device: BatchNorm sees the same samples together under every plan.

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from meshfit.data import tree
 from meshfit.data.draw import Key
 from meshfit.data.order import Ids
 from meshfit.data.reading import pool_of
-from meshfit.data.source import Source, StageTimer, stage
+from meshfit.data.source import Source, StageTimer, spread, stage
 
 SECONDS = 1.0
 """For which each number of threads reads."""
@@ -58,7 +57,7 @@ class Look:
     columns: tuple[Column, ...]
     sample_bytes: float
     first: str
-    """Where the first sample lies."""
+    """Where the first sample is."""
     batch: int
     speeds: tuple[Speed, ...]
     stages: dict[str, float]
@@ -74,9 +73,8 @@ class Look:
 def look(source: Source, *, batch: int = 256, seconds: float = SECONDS) -> Look:
     """Read some of ``source`` and say what was seen."""
     batch = min(batch, len(source))
-    ids = np.unique(np.linspace(0, len(source) - 1, min(64, len(source))).astype(np.int64))
-    content = source.fetch(ids)
-    named = list(_named(content))
+    ids = spread(len(source), min(64, len(source)))
+    named = list(_named(source.fetch(ids)))
     cores = len(os.sched_getaffinity(0))
     clock = StageTimer()
     counts = [1, *(n for n in (2, 4, 8, 16) if n <= cores)]
@@ -102,15 +100,10 @@ def _speed(source: Source, batch: int, threads: int, seconds: float, clock: Stag
         with clock.reading() if clock is not None else nullcontext(), stage("read"):
             return sum(map(_bytes, tree.leaves(source.read(ids(0, i % count), Key()))))
 
-    if threads == 1:
+    with pool_of(threads) as pool:
         while time.perf_counter() - began < seconds or not done:
-            size += read(done)
-            done += 1
-    else:
-        with pool_of(threads) as pool:
-            while time.perf_counter() - began < seconds or not done:
-                size += sum(pool.map(read, range(done, done + 2 * threads)))
-                done += 2 * threads
+            size += sum(pool.map(read, range(done, done + 2 * threads)))
+            done += 2 * threads
     took = time.perf_counter() - began
     return Speed(threads, done * batch / took, size / took)
 

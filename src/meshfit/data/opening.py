@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from meshfit.data.arrays import arrays
-from meshfit.data.blob import Blob, Url, find, is_remote
+from meshfit.data.blob import Url, find, is_remote
 from meshfit.data.cache import Cache
 from meshfit.data.classics import cifar, mnist
-from meshfit.data.folder import folder
-from meshfit.data.images import ENDINGS
+from meshfit.data.images import ENDINGS, folder
 from meshfit.data.remote import without_secrets
 from meshfit.data.source import Source
 from meshfit.data.sql import sql
@@ -66,8 +65,7 @@ def _function(url: Url, options: dict[str, Any]) -> Callable[..., Source]:
     direct = _by_ending(name)
     if direct is not None:
         return direct
-    storage, cache = options.get("storage"), options.get("cache")
-    inside = find(url, storage=storage, cache=Cache.of(cache))
+    inside = find(url, storage=options.get("storage"), cache=Cache.of(options.get("cache")))
     names = [blob.name.rpartition("/")[2].lower() for blob in inside]
     if any(n.startswith(("data_batch_1", "test_batch")) for n in names):
         return cifar
@@ -82,15 +80,15 @@ def _function(url: Url, options: dict[str, Any]) -> Callable[..., Source]:
     if kinds:
         said = " and ".join(sorted(f.__name__ for f in kinds))
         raise DataError(f"{_shown(url)} holds files of {said}", "name them: meshfit.data.parquet(path), say")
-    raise DataError(f"{_shown(url)} is nothing that is known by its name", _known(inside))
+    has = ", ".join(Path(blob.name).name for blob in inside[:4])
+    raise DataError(
+        f"{_shown(url)} is nothing that is known by its name",
+        f"it holds {has}; known are {' '.join(BY_ENDING)} and images",
+    )
 
 
 def _by_ending(name: str) -> Callable[..., Source] | None:
     return next((made for ending, made in BY_ENDING.items() if name.endswith(ending)), None)
-
-
-def _known(inside: list[Blob]) -> str:
-    return f"it holds {', '.join(Path(b.name).name for b in inside[:4])}; known are {' '.join(BY_ENDING)} and images"
 
 
 def _shown(url: Url) -> str:

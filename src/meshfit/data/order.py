@@ -4,7 +4,7 @@ A Feistel network permutes the integers below 4^b; indices that land outside [0,
 same permutation until they land inside (cycle walking), which keeps it a bijection on [0, n). Six rounds:
 four to eight cannot be told from a random permutation by lag correlation or fixed points, three can.
 
-Where samples lie in blocks of which one costs as much to read as all (row groups far away), order goes by windows: the
+Where samples are in blocks of which one costs as much to read as all (row groups far away), order goes by windows: the
 blocks are permuted, then the samples inside each window of ``WINDOW`` blocks. Each sample still comes once.
 """
 

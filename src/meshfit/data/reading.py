@@ -38,7 +38,7 @@ WORTH = 1.3  # what two threads must gain over one
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Who is asked to read; None: as a short measurement tells."""
+    """Who is asked to read; None: by a short measurement."""
 
     workers: int | None = None
     kind: str | None = None

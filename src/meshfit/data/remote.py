@@ -12,14 +12,14 @@ Errors name the file and never show keys, passwords or the parameters of a URL.
 import os
 import random
 import re
-import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from functools import cached_property, lru_cache
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from meshfit.data.blob import Blob, Bytes, has_pattern
@@ -34,9 +34,6 @@ PAUSE = 0.2  # seconds before the second try; doubles, with jitter
 TIMEOUT = "30s"
 AGAIN = (408, 409, 425, 429)  # answers of 4xx that may be others later
 ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint_url_s3", "aws_endpoint_url", "aws_endpoint")
-
-_pools: dict[int, ThreadPoolExecutor] = {}
-_starting = threading.Lock()
 
 
 class Gone(Exception):
@@ -57,41 +54,38 @@ def retried(act: Callable[[], Any], give_up: Callable[[Exception, bool], DataErr
     raise AssertionError
 
 
-class FileStore(Protocol):
-    """A way to reach files: may raise anything; ``Gone`` is final."""
+class FileStore(ABC):
+    """A bucket, container, host or file system. Picklable: ``client`` is made in the process that reads.
 
-    def head(self, path: str) -> tuple[int, str]: ...
-    def list(self, prefix: str) -> Iterable[tuple[str, int, str]]: ...
-    def get(self, path: str, start: int, stop: int, tag: str) -> bytes: ...
+    ``head``, ``list`` and ``get`` may raise anything; ``Gone`` is final.
+    """
 
-
-@dataclass
-class Place:
-    """A bucket, container, host or file system, and how to get at it. Opened in the process that reads."""
-
-    root: str
-    storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    _store: FileStore | None = field(default=None, repr=False)
+    def __init__(self, root: str, storage: Mapping[str, Any]):
+        self.root, self.storage = root, storage
+        self.shown = without_secrets(root)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "storage": self.storage, "_store": None}
+        return {key: value for key, value in self.__dict__.items() if key != "client"}
 
-    @property
-    def store(self) -> FileStore:
-        if self._store is None:
-            scheme = self.root.partition("://")[0]
-            known = scheme in ("s3", "gs", "az", "http", "https")
-            self._store = Obstore(self.root, self.storage) if known else Fsspec(self.root, self.storage)
-        return self._store
+    @cached_property
+    @abstractmethod
+    def client(self) -> Any: ...
 
-    @property
-    def shown(self) -> str:
-        return without_secrets(self.root)
+    @abstractmethod
+    def head(self, path: str) -> tuple[int, str]:
+        """Size and tag."""
 
-    def tried(self, act: Callable[[FileStore], Any], what: str) -> Any:
-        """``act``, again and again while that may help."""
+    @abstractmethod
+    def list(self, prefix: str) -> Iterable[tuple[str, int, str]]:
+        """Path, size and tag of all below ``prefix``."""
+
+    @abstractmethod
+    def get(self, path: str, start: int, stop: int, tag: str) -> bytes: ...
+
+    def retried(self, act: Callable[[], Any], what: str) -> Any:
+        """``act``, again and again while that may help; ``what`` it is about."""
         try:
-            store = self.store
+            self.client  # noqa: B018
         except (TypeError, ValueError) as error:
             raise DataError(*self._clean(f"{self.shown} cannot be opened: {error}"), "see storage=") from None
 
@@ -103,15 +97,14 @@ class Place:
                 return DataError(f"{what} cannot be read, after {TRIES} tries", first, *rest[:2])
             return None
 
-        return retried(lambda: act(store), give_up)
+        return retried(act, give_up)
 
-    def _clean(self, text: str) -> list[str]:
+    def _clean(self, text: str) -> "list[str]":
         """``text`` in lines, without anything secret."""
-        secrets = [str(value) for key, value in _flat(self.storage) if _is_secret(key)]
         parts = urlsplit(self.root)
-        secrets += [part for part in (parts.password, parts.query) if part]
-        for secret in secrets:
-            text = text.replace(secret, "***")
+        secrets = [str(value) for key, value in _flat(self.storage) if _is_secret(key)]
+        for secret in (*secrets, parts.password, parts.query):
+            text = text.replace(secret, "***") if secret else text
         lines = [line.strip()[:300] for line in text.partition("Debug source")[0].splitlines() if line.strip()]
         return lines[:4]
 
@@ -119,14 +112,14 @@ class Place:
 class Remote(Blob):
     """A file far away, read by blocks through the cache."""
 
-    def __init__(self, place: Place, path: str, size: int, tag: str, cache: Cache):
-        self.place, self.path, self.size, self.tag, self.cache = place, path, size, tag, cache
-        self.name = f"{place.shown.rstrip('/')}/{path}" if path else place.shown
+    def __init__(self, store: FileStore, path: str, size: int, tag: str, cache: Cache):
+        self.store, self.path, self.size, self.tag, self.cache = store, path, size, tag, cache
+        self.name = f"{store.shown.rstrip('/')}/{path}" if path else store.shown
 
     def ranges(self, starts: Sequence[int], stops: Sequence[int]) -> list[Bytes]:
         wanted = sorted({b for a, o in zip(starts, stops, strict=True) for b in range(a // BLOCK, -(-o // BLOCK))})
         if len(wanted) > 1:
-            blocks = dict(zip(wanted, _pool().map(self._block, wanted), strict=True))
+            blocks = dict(zip(wanted, _pool(os.getpid()).map(self._block, wanted), strict=True))
         else:
             blocks = {b: self._block(b) for b in wanted}
         found: list[Bytes] = []
@@ -139,80 +132,81 @@ class Remote(Blob):
     def _block(self, b: int) -> Any:
         start, stop = b * BLOCK, min((b + 1) * BLOCK, self.size)
 
-        def get(store: FileStore) -> bytes:
-            data = store.get(self.path, start, stop, self.tag)
+        def get() -> bytes:
+            data = self.store.get(self.path, start, stop, self.tag)
             if len(data) != stop - start:
                 raise OSError(f"{len(data)} bytes came instead of {stop - start}")
             return data
 
-        make = lambda: self.place.tried(get, self.name)
+        make = lambda: self.store.retried(get, self.name)
         return self.cache.get(f"{self.name} {self.tag} {b}", stop - start, make)
 
 
 def find_remote(url: str, endings: tuple[str, ...], storage: Mapping[str, Any], cache: Cache) -> list[Blob]:
     """The files of ``url``: one, all below a prefix that ends in "/", or those of a pattern."""
     root, path = _split(url)
-    place = Place(root, storage)
+    known = root.partition("://")[0] in ("s3", "gs", "az", "http", "https")
+    store = Obstore(root, storage) if known else Fsspec(root, storage)
     if not has_pattern(path) and not path.endswith("/") and path:
-        size, tag = place.tried(lambda t: t.head(path), without_secrets(url))
-        return [Remote(place, path, size, tag, cache)]
+        size, tag = store.retried(lambda: store.head(path), without_secrets(url))
+        return [Remote(store, path, size, tag, cache)]
     prefix = path if path.endswith("/") or not path else path[: min(path.find(s) for s in "*?[" if s in path)]
     prefix = prefix.rpartition("/")[0]
-    listed = place.tried(lambda t: list(t.list(prefix)), without_secrets(url))
+    listed = list(store.retried(lambda: store.list(prefix), without_secrets(url)))
     found = [entry for entry in listed if fnmatchcase(entry[0], path) or not has_pattern(path)]
     found = [entry for entry in found if not endings or entry[0].lower().endswith(endings)]
     if not found:
         names = ", ".join(name for name, _, _ in listed[:4])
         raise DataError(
-            f"nothing lies at {without_secrets(url)}",
-            f"below {place.shown}/{prefix} lie {names}" if listed else "nothing lies above it either",
+            f"there is nothing at {without_secrets(url)}",
+            f"below {store.shown}/{prefix} are {names}" if listed else "there is nothing above it either",
         )
-    return [Remote(place, name, size, tag, cache) for name, size, tag in sorted(found)]
+    return [Remote(store, name, size, tag, cache) for name, size, tag in sorted(found)]
 
 
-class Obstore:
+class Obstore(FileStore):
     """Amazon S3 and what speaks like it, Google, Azure, and plain HTTP."""
 
-    def __init__(self, root: str, storage: Mapping[str, Any]):
-        self.obs: Any = needed("obstore", "cloud", f"{root.partition('://')[0]}://")
+    whole: tuple[str, str, bytes] = ("", "", b"")
+    """Path, tag and content of the last file of a server that knows no ranges."""
+
+    @cached_property
+    def client(self) -> Any:
+        needed("obstore", "cloud", f"{self.root.partition('://')[0]}://")
         from obstore.store import from_url
 
-        client = {"timeout": TIMEOUT, "connect_timeout": "10s", **storage.get("client_options", {})}
-        config = {key: value for key, value in storage.items() if key != "client_options"}
-        if over_http(root, config):
+        client = {"timeout": TIMEOUT, "connect_timeout": "10s", **self.storage.get("client_options", {})}
+        config = {key: value for key, value in self.storage.items() if key != "client_options"}
+        if over_http(self.root, config):
             client.setdefault("allow_http", True)
-        if root.startswith("s3://") and "endpoint" in config:
+        if self.root.startswith("s3://") and "endpoint" in config:
             config.setdefault("region", "us-east-1")
-        retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}  # Place.tried does that
+        retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}  # ``retried`` does that
         asked: Any = {"client_options": client, "retry_config": retry, **({"config": config} if config else {})}
-        self.store: Any = from_url(root, **asked)
-        self.whole: tuple[str, str, bytes] = ("", "", b"")
+        return from_url(self.root, **asked)
 
     def head(self, path: str) -> tuple[int, str]:
-        found = self._said(lambda: self.obs.head(self.store, path))
+        found = self._said(lambda: self.client.head(path))
         return found["size"], _tag(found)
 
     def list(self, prefix: str) -> Iterable[tuple[str, int, str]]:
-        pages = self._said(lambda: self.obs.list(self.store, prefix or None).collect())
+        pages = self._said(lambda: self.client.list(prefix or None).collect())
         return [(entry["path"], entry["size"], _tag(entry)) for entry in pages]
 
     def get(self, path: str, start: int, stop: int, tag: str) -> bytes:
-        options: dict[str, Any] = {"range": (start, stop)}
-        if tag.startswith("etag "):
-            options["if_match"] = tag[5:]
         if (path, tag) == self.whole[:2]:
             return self.whole[2][start:stop]
+        options: dict[str, Any] = {"if_match": tag[5:]} if tag.startswith("etag ") else {}
         try:
-            return self._got(path, tag, options)
+            return self._got(path, tag, {**options, "range": (start, stop)})
         except Exception as error:
             if type(error).__name__ != "NotSupportedError":
                 raise
-        del options["range"]  # a plain web server that knows no ranges: the last such file is kept
-        self.whole = (path, tag, self._got(path, tag, options))
+        self.whole = (path, tag, self._got(path, tag, options))  # a plain web server that knows no ranges
         return self.whole[2][start:stop]
 
     def _got(self, path: str, tag: str, options: dict[str, Any]) -> bytes:
-        answer = self._said(lambda: self.obs.get(self.store, path, options=options))
+        answer = self._said(lambda: self.client.get(path, options=options))
         if _tag(answer.meta) != tag:
             raise Gone("has changed since it was opened; open it again")
         return bytes(self._said(answer.bytes))
@@ -245,22 +239,24 @@ def over_http(root: str, storage: Mapping[str, Any]) -> bool:
     return str((given or [root])[0]).startswith("http://")
 
 
-class Fsspec:
+class Fsspec(FileStore):
     """Whatever else fsspec knows: sftp, hdfs, memory, ..."""
 
-    def __init__(self, root: str, storage: Mapping[str, Any]):
-        fsspec = needed("fsspec", "cloud", f"{root.partition('://')[0]}://")
+    @cached_property
+    def client(self) -> Any:
+        scheme = self.root.partition("://")[0]
+        fsspec = needed("fsspec", "cloud", f"{scheme}://")
         try:
-            self.files: Any = fsspec.filesystem(root.partition("://")[0], **storage)
+            return fsspec.filesystem(scheme, **self.storage)
         except (ValueError, ImportError) as error:
-            raise DataError(f"{without_secrets(root)} cannot be opened: {error}") from None
-        self.root = root.partition("://")[2]
+            raise DataError(f"{self.shown} cannot be opened: {error}") from None
 
     def _path(self, path: str) -> str:
-        return f"{self.root}/{path}" if self.root else path
+        inside = self.root.partition("://")[2]
+        return f"{inside}/{path}" if inside else path
 
     def head(self, path: str) -> tuple[int, str]:
-        found = self._said(lambda: self.files.info(self._path(path)))
+        found = self._said(lambda: self.client.info(self._path(path)))
         return found["size"], self._tag(found)
 
     @staticmethod
@@ -273,13 +269,14 @@ class Fsspec:
             raise Gone(f"may not be read with these credentials ({error})") from None
 
     def list(self, prefix: str) -> Iterable[tuple[str, int, str]]:
-        found = self._said(lambda: self.files.find(self._path(prefix), detail=True))
-        return [(name.split(self.root + "/", 1)[-1].lstrip("/"), e["size"], self._tag(e)) for name, e in found.items()]
+        found = self._said(lambda: self.client.find(self._path(prefix), detail=True))
+        inside = self.root.partition("://")[2] + "/"
+        return [(name.split(inside, 1)[-1].lstrip("/"), e["size"], self._tag(e)) for name, e in found.items()]
 
     def get(self, path: str, start: int, stop: int, tag: str) -> bytes:
         if self.head(path)[1] != tag:
             raise Gone("has changed since it was opened; open it again")
-        return self._said(lambda: self.files.cat_file(self._path(path), start=start, end=stop))
+        return self._said(lambda: self.client.cat_file(self._path(path), start=start, end=stop))
 
     @staticmethod
     def _tag(info: Mapping[str, Any]) -> str:
@@ -327,8 +324,7 @@ def _is_secret(key: str) -> bool:
     return any(word in key.lower() for word in ("secret", "key", "token", "password", "sas", "credential"))
 
 
-def _pool() -> ThreadPoolExecutor:
-    with _starting:
-        if os.getpid() not in _pools:  # a forked process has none of its parent's threads
-            _pools[os.getpid()] = ThreadPoolExecutor(TOGETHER, thread_name_prefix="meshfit-remote")
-        return _pools[os.getpid()]
+@lru_cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Of one process: a forked one has none of its parent's threads."""
+    return ThreadPoolExecutor(TOGETHER, thread_name_prefix="meshfit-remote")

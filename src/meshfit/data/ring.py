@@ -2,7 +2,7 @@
 
 The ring is made once: a slot a batch in the making, into which a worker writes its tensors; nothing is allocated per
 batch, which is what makes other loaders' workers slow. Workers are fresh interpreters, never forks: a fork after a
-network library was used can hang. They get the source as ranks get a job: what is large lies in memory they share.
+network library was used can hang. They get the source as ranks get a job: what is large is in memory they share.
 
 A worker that dies or is stuck is named, with the samples it was at. What it raises is raised here.
 """
@@ -137,21 +137,16 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
 
 
-class _Place:
-    """A tensor that lies in the ring."""
-
-    __slots__ = ("dtype", "offset", "shape")
+class _InRing:
+    """A tensor in the ring. No dataclass: those are containers to ``tree``."""
 
     def __init__(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype):
         self.offset, self.shape, self.dtype = offset, shape, dtype
 
-    def __reduce__(self) -> Any:
-        return _Place, (self.offset, self.shape, self.dtype)
-
 
 def _out(leaf: Any, memory: mmap.mmap, start: int, own: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of what lies in the ring: its slot is used again."""
-    if not isinstance(leaf, _Place):
+    """A copy of what is in the ring: its slot is used again."""
+    if not isinstance(leaf, _InRing):
         return leaf
     count = int(np.prod(leaf.shape, dtype=np.int64))
     return own(torch.frombuffer(memory, dtype=leaf.dtype, count=count, offset=start + leaf.offset).view(leaf.shape))
@@ -200,7 +195,7 @@ def _in(contents: list[Any], memory: mmap.mmap, start: int, most: int) -> list[A
         at, used = used, used + -(-size // 64) * 64
         room = torch.frombuffer(memory, dtype=leaf.dtype, count=leaf.numel(), offset=start + at)
         room.view(leaf.shape).copy_(leaf)
-        return _Place(at, tuple(leaf.shape), leaf.dtype)
+        return _InRing(at, tuple(leaf.shape), leaf.dtype)
 
     return [tree.map_leaves(move, content) for content in contents]
 

@@ -17,12 +17,15 @@ import threading
 import types
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+
+from meshfit.generators import Generators
 
 KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 DEPTH, ITEMS, OBJECTS = 8, 1000, 20_000  # of the search: levels, of each container, in all
@@ -33,7 +36,8 @@ _MT_BYTES = 625 * 4  # NumPy's mt19937_state: 624 words and a position
 _legacy: Any = np.random
 _plain = str | bytes | int | float | complex | None | torch.Tensor | np.ndarray
 
-_lock = threading.RLock()
+reading = threading.RLock()
+"""Held by who reads what may draw from the global generators."""
 _thread = threading.local()
 
 
@@ -50,17 +54,17 @@ def in_reading_thread() -> None:
 @contextmanager
 def exclusive() -> Iterator[None]:
     """The global generators for us alone; afterwards they are as they were."""
-    with _lock:
-        held = global_state()
+    with reading:
+        held = global_generators()
         try:
             yield
         finally:
-            set_global_state(held)
+            held.restore()
 
 
-def one_at_a_time() -> Any:
-    """Nobody else reads so meanwhile."""
-    return _lock
+def global_generators() -> Generators:
+    """Where Python's, NumPy's and torch's generators stand now."""
+    return Generators(torch.device("cpu"))
 
 
 def put_back(mark: Any) -> None:
@@ -70,16 +74,6 @@ def put_back(mark: Any) -> None:
     bits = _legacy.get_bit_generator()
     if type(bits).__name__ == "MT19937":
         ctypes.memmove(bits.ctypes.state_address, mark[2], _MT_BYTES)
-
-
-def global_state() -> Any:
-    return torch.random.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def set_global_state(state: Any) -> None:
-    torch.random.set_rng_state(state[0])
-    random.setstate(state[1])
-    np.random.set_state(state[2])
 
 
 class CodeGenerators:
@@ -109,9 +103,6 @@ class CodeGenerators:
         torch.default_generator.manual_seed(number)
         random.seed(number)
         np.random.seed(number)
-        self.seed_own(number)
-
-    def seed_own(self, number: int) -> None:
         for place, generator in self.own:
             _seed(generator, number, place)
 
@@ -169,9 +160,7 @@ def find(code: Any) -> list[tuple[str, Any]]:
     keep = []  # ids are of objects that live
     while queue and len(seen) < OBJECTS:
         path, thing, depth = queue.popleft()
-        if id(thing) in seen or isinstance(
-            thing, str | bytes | int | float | complex | None | torch.Tensor | np.ndarray
-        ):
+        if id(thing) in seen or isinstance(thing, _plain):
             continue
         seen.add(id(thing))
         keep.append(thing)
@@ -183,10 +172,10 @@ def find(code: Any) -> list[tuple[str, Any]]:
 
 
 def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, Mapping):
-        yield from ((str(key), value) for (key, value), _ in zip(_items(thing), range(ITEMS), strict=False))
+    if isinstance(thing, dict):  # other mappings may read files
+        yield from ((str(key), value) for key, value in islice(thing.items(), ITEMS))
     if isinstance(thing, list | tuple | set | frozenset | deque):
-        yield from ((str(i), value) for i, value in zip(range(ITEMS), thing, strict=False))
+        yield from ((str(i), value) for i, value in enumerate(islice(thing, ITEMS)))
     elif isinstance(thing, functools.partial):
         yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
     elif isinstance(thing, types.MethodType):
@@ -198,7 +187,7 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, staticmethod | classmethod):
         yield "func", thing.__func__
     elif isinstance(thing, property):
-        yield from (("get", thing.fget),)
+        yield "get", thing.fget
     elif isinstance(thing, type):
         if not _is_library(thing):
             yield from sorted(vars(thing).items())
@@ -209,10 +198,6 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
                 if slot in vars(kind) and hasattr(thing, slot):
                     yield slot, getattr(thing, slot)
             yield kind.__name__, kind
-
-
-def _items(thing: Mapping) -> Any:
-    return thing.items() if isinstance(thing, dict) else ()  # others may read files
 
 
 def _slots(kind: type) -> tuple[str, ...]:

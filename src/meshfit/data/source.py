@@ -76,7 +76,7 @@ class Source(ABC):
         return handed(self.fetch(spread(len(self), most)))
 
     def name_of(self, i: int) -> str:
-        """Where sample ``i`` lies, for people: a file, a row, a key."""
+        """Where sample ``i`` is, for people: a file, a row, a key."""
         return f"sample {i}"
 
     @property
@@ -181,7 +181,7 @@ class DerivedSource(Source):
 
 
 class Memory(Source):
-    """Tensors that lie in memory, nested in tuples and dicts; all of one length."""
+    """Tensors in memory, nested in tuples and dicts; all of one length."""
 
     def __init__(self, arrays: Any, name: str = "data"):
         self.arrays = _as_tensors(arrays)

@@ -4,7 +4,6 @@ A sample is (inputs, targets): row[:-1] and row[1:], int64. Rows follow each oth
 a target once an epoch. The file is mapped: uint16 or uint32, or an .npy of them.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,14 @@ from meshfit.data.draw import Key
 from meshfit.data.source import Source
 from meshfit.errors import DataError
 
+TEXTS = (".txt", ".md", ".text")
+
 
 class Tokens(Source):
-    """Rows of tokens over one or more files; a row lies within one file."""
+    """Rows of tokens over one or more files; a row is within one file."""
 
-    def __init__(self, files: list[Rows], length: int, whole: bool, names: str):
-        self.files, self.length, self.whole, self.names = files, length, whole, names
+    def __init__(self, files: list[Rows], length: int, whole: bool):
+        self.files, self.length, self.whole = files, length, whole
         self.firsts = np.concatenate([[0], np.cumsum([len(rows) for rows in files])])
         self.waits = any(not isinstance(rows.blob, LocalFile) for rows in files)
         far = [rows.blocks for rows in files]
@@ -102,7 +103,7 @@ def _rows(blobs: list[Blob], length: int, dtype: str, whole: bool) -> Tokens:
         raise DataError(
             f"no file holds a row of {length} + 1 tokens", f"the longest has {most}", "choose a smaller length"
         )
-    return Tokens(files, length, whole, "")
+    return Tokens(files, length, whole)
 
 
 Tokenizer = Callable[[str], Iterable[int]]
@@ -124,11 +125,10 @@ def text(
     from a string to token ids; Hugging Face's have .encode, which is taken. ``end`` is put after each file.
     """
     held = Cache.of(cache)
-    blobs = find(url, (".txt", ".md", ".text"), storage=storage, cache=held)
+    blobs = find(url, TEXTS, storage=storage, cache=held)
     encode, name = _encoder(tokenizer, blobs)
 
     def make(folder: Path) -> None:
-        most = 0
         with (folder / "tokens.bin").open("wb") as out:
             for blob in blobs:
                 try:
@@ -137,21 +137,19 @@ def text(
                     raise DataError(f"{blob.name} is not UTF-8 text", str(error)) from error
                 if end is not None:
                     found = np.append(found, end)
-                most = max(most, int(found.max(initial=0)))
                 out.write(found.astype(np.uint32).tobytes())
-        (folder / "about.json").write_text(json.dumps({"most": most}))
 
     folder = held.folder(f"text 1 {tag_of(blobs)} {name} {end}", make)
-    made = _rows([LocalFile(folder / "tokens.bin")], length, "uint32", whole)
-    made.names = " ".join(blob.name for blob in blobs[:3])
-    return made
+    return _rows([LocalFile(folder / "tokens.bin")], length, "uint32", whole)
 
 
 def vocabulary(url: Url | Sequence[Url], **options: Any) -> list[str]:
     """The characters of text files, in order: what ``tokenizer="characters"`` numbers."""
-    return sorted(
-        {sign for blob in find(url, (".txt", ".md", ".text"), **options) for sign in bytes(blob.read()).decode()}
-    )
+    return _characters(find(url, TEXTS, **options))
+
+
+def _characters(blobs: list[Blob]) -> list[str]:
+    return sorted({sign for blob in blobs for sign in bytes(blob.read()).decode()})
 
 
 def _encoder(tokenizer: Any, blobs: list[Blob]) -> tuple[Tokenizer, str]:
@@ -159,7 +157,7 @@ def _encoder(tokenizer: Any, blobs: list[Blob]) -> tuple[Tokenizer, str]:
     if tokenizer == "bytes":
         return lambda words: np.frombuffer(words.encode(), np.uint8), "bytes"
     if tokenizer == "characters":
-        signs = sorted({sign for blob in blobs for sign in bytes(blob.read()).decode()})
+        signs = _characters(blobs)
         number = np.zeros(max(map(ord, signs), default=0) + 1, np.int64)
         number[[ord(sign) for sign in signs]] = np.arange(len(signs))
         return lambda words: number[np.frombuffer(words.encode("utf-32-le"), np.uint32)], "characters"
@@ -173,31 +171,3 @@ def _encoder(tokenizer: Any, blobs: list[Blob]) -> tuple[Tokenizer, str]:
 
     probe = list(run("The quick brown fox jumps over 13 lazy dogs: naïve café 東京!"))
     return run, f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')} {probe}"
-
-
-def pack(length: int, tokenizer: Tokenizer | Any, *, on: str | int | None = None, pad: int = 0) -> Callable[[Any], Any]:
-    """For ``map``: words as rows of ``length`` tokens, cut or filled with ``pad``, one row a sample.
-
-    To pack many short texts into full rows use ``text``: a batch's rows must not depend on who shares it.
-    """
-    encode = _encoder(tokenizer, [])[0] if tokenizer != "characters" else None
-    if encode is None:
-        raise DataError('pack(tokenizer="characters") does not know the characters', "give a function of a string")
-
-    def apply(batch: Any) -> Any:
-        from meshfit.data.transform import at
-        from meshfit.data.tree import Ragged
-
-        def change(leaf: Any) -> Any:
-            if not isinstance(leaf, Ragged) or not leaf or not isinstance(leaf[0], str):
-                return leaf
-            rows = np.full((len(leaf), length), pad, np.int64)
-            for row, words in zip(rows, leaf, strict=True):
-                found = np.asarray(encode(words), np.int64)[:length]
-                row[: len(found)] = found
-            return torch.from_numpy(rows)
-
-        return at(batch, on, change)
-
-    apply.__qualname__ = "pack"
-    return apply

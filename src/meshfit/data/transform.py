@@ -50,7 +50,7 @@ def is_image(leaf: Any) -> bool:
 
 
 def at(batch: Any, on: On, change: Callable[[Any], Any]) -> Any:
-    """``batch`` with every leaf changed; with ``on``, what lies at that key or position."""
+    """``batch`` with every leaf changed; with ``on``, what is at that key or position."""
     if on is None:
         return tree.map_leaves(change, batch)
     try:
@@ -123,7 +123,7 @@ def from_bytes(dtype: str, shape: tuple[int, ...], *, on: On = None) -> Callable
 def one_hot(classes: int, *, smooth: float = 0.0, on: On = None) -> Callable[[Any], Any]:
     """Labels as float32 rows of ``classes`` shares; ``smooth`` of each row is spread over all classes.
 
-    Labels are what lies at ``on``; else the last part of a tuple, or the key label(s), target(s) or y.
+    Labels are what is at ``on``; else the last part of a tuple, or the key label(s), target(s) or y.
     """
 
     def hot(leaf: Any) -> Any:
@@ -273,12 +273,13 @@ def cutout(size: int, *, fill: float = 0.0, on: On = None) -> Transform:
 
     def apply(leaf: Any, draw: SampleRandom) -> Tensor:
         image = _one_size(leaf, "cutout")
-        height, width = image.shape[2:]
-        down, across = draw.integers(0, height).to(image.device), draw.integers(0, width).to(image.device)
-        rows = (torch.arange(height, device=image.device) - down[:, None] + size // 2).ge(0)
-        rows &= (torch.arange(height, device=image.device) - down[:, None] + size // 2).lt(size)
-        cols = (torch.arange(width, device=image.device) - across[:, None] + size // 2).ge(0)
-        cols &= (torch.arange(width, device=image.device) - across[:, None] + size // 2).lt(size)
+
+        def inside(length: int) -> Tensor:
+            centre = draw.integers(0, length).to(image.device)
+            at = torch.arange(length, device=image.device) - centre[:, None] + size // 2
+            return (at >= 0) & (at < size)
+
+        rows, cols = inside(image.shape[2]), inside(image.shape[3])
         return image.masked_fill((rows[:, :, None] & cols[:, None, :])[:, None], fill)
 
     return Transform("cutout", apply, on)

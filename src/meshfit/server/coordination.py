@@ -178,7 +178,7 @@ class ServerCoordination(Coordination):
             run, shares = self.run, self.run.world_plan.shares
             how = {"batch_size": own_batch(run.job), "workers": 0 if run.plan.staleness else run.loader.workers}
             at, of = share[0] * shares + run.mesh.share, share[1] * shares
-            self._loaders[share] = replace(run.loader, rank=at, ranks=of, _kept={}, **how)
+            self._loaders[share] = replace(run.loader, rank=at, ranks=of, **how)
         return self._loaders[share]
 
     def batches(self) -> Iterator[Batch]:

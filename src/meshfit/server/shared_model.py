@@ -12,7 +12,7 @@ from meshfit.anatomy.copies import copied
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import volume
-from meshfit.checkpoint.pieces import LocalBox, lie
+from meshfit.checkpoint.pieces import LocalBox, layout_of
 from meshfit.errors import PlanError, RankError
 
 
@@ -61,7 +61,7 @@ class SharedPart:
 
 def mine(placed: Placed, tensor: Tensor, whole: Tensor) -> Tensor:
     """What a rank that holds ``tensor``, a parameter, holds of ``whole``, which lies alike: a moment, an average."""
-    lies = lie(placed, tensor)
+    lies = layout_of(placed, tensor)
     if tuple(whole.shape) != lies.shape or lies.shape == tuple(tensor.shape):
         return whole
     made = torch.empty_like(tensor, dtype=whole.dtype, device="cpu", requires_grad=False)

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from meshfit.checkpoint.files import PART, Files
+from meshfit.checkpoint.files import Files
 from meshfit.errors import RankError
 
 KEPT = 2
@@ -23,10 +23,10 @@ def write(folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, 
     files, name = Files(folder), f"step-{step:012d}"
     files.make()
     body = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    for before in (f"{name}.json", f"{name}.json{PART}", f"{name}.safetensors"):  # of a server that was killed
+    for before in (f"{name}.json", f"{name}.safetensors"):  # of a server that was killed
         files.remove(before)
     files.write(f"{name}.safetensors", [body])
-    files.put(f"{name}.json", json.dumps(facts | {"sha256": hashlib.sha256(body).hexdigest()}).encode())
+    files.put(f"{name}.json", [json.dumps(facts | {"sha256": hashlib.sha256(body).hexdigest()}).encode()])
     for old in _steps(folder)[:-KEPT]:
         files.remove(f"step-{old:012d}.json")
         files.remove(f"step-{old:012d}.safetensors")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, volume
-from meshfit.checkpoint.pieces import lie
+from meshfit.checkpoint.pieces import layout_of
 from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.events import current
@@ -113,7 +113,7 @@ class WorkerGroup:
         pieces = [
             (name, tensor, piece)
             for name, tensor in held.items()
-            for piece in lie(self.placed, tensor).pieces
+            for piece in layout_of(self.placed, tensor).pieces
             if volume(piece.box)
         ]
         every: list[list[tuple[str, Box]]] = [[]] * self.size
