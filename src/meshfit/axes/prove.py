@@ -33,8 +33,8 @@ class Refused(Exception):
 
 
 @dataclass(eq=False)
-class Result:
-    """Of a forward and backward."""
+class PassResult:
+    """Outputs and gradients of a forward and backward."""
 
     outputs: list[Tensor]
     inputs: list[Tensor | None]
@@ -89,7 +89,7 @@ def run_once(
     dtype: torch.dtype,
     met: Callable[[Tensor | None], None],
     weights: Callable[[int, Tensor], Tensor | None],
-) -> Result:
+) -> PassResult:
     """Forward, and backward from the sum of the outputs times ``weights(index, output)``, if there are outputs. ``met``
     is called with each input of dropout, and with None for other random numbers."""
     leaves, spec = tree_flatten(given)
@@ -116,7 +116,7 @@ def run_once(
                 total = total + (real * weight).sum()
         if total.requires_grad:
             total.backward()
-    return Result(
+    return PassResult(
         [output.detach() for output in outputs],
         [x.grad for x in origin],
         {name: parameter.grad for name, parameter in module.named_parameters()},

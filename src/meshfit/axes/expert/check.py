@@ -14,7 +14,7 @@ from meshfit.anatomy.copies import converted, sharing
 from meshfit.axes.expert.mixture import Mixture
 from meshfit.axes.expert.spread import spread
 from meshfit.axes.expert.travel import Travel
-from meshfit.axes.prove import Close, Given, Refused, Result, in_parts, in_precision, run_once, summed
+from meshfit.axes.prove import Close, Given, PassResult, Refused, in_parts, in_precision, run_once, summed
 from meshfit.axes.tensor.region import Cut
 from meshfit.comm.group import ThreadGroup
 from meshfit.torch_private import tree_leaves, tree_map
@@ -44,7 +44,7 @@ def check(model: nn.Module, mixture: Mixture, given: Given) -> None:
     _compare(want, parts, {cut.name: cut for cut in mixture.cuts}, Close(TOLERANCE[dtype]))
 
 
-def _run(module: nn.Module, given: Given, dtype: torch.dtype, rows: int, part: tuple[int, int]) -> Result:
+def _run(module: nn.Module, given: Given, dtype: torch.dtype, rows: int, part: tuple[int, int]) -> PassResult:
     def own(x: object) -> object:
         if not isinstance(x, Tensor):
             return x
@@ -67,7 +67,7 @@ def _met(x: Tensor | None) -> None:
         raise Refused("it draws random numbers, other than for dropout")
 
 
-def _compare(want: Result, parts: list[Result], cuts: dict[str, Cut], close: Close) -> None:
+def _compare(want: PassResult, parts: list[PassResult], cuts: dict[str, Cut], close: Close) -> None:
     if any(len(part.outputs) != len(want.outputs) for part in parts) or not any(x.dim() for x in want.outputs):
         raise Refused("it returns nothing by rows that could be compared")
     for i, right in enumerate(want.outputs):

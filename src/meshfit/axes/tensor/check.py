@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.copies import converted, sharing
-from meshfit.axes.prove import Close, NoDraws, Refused, Result, in_parts, in_precision, run_once, size_of, summed
+from meshfit.axes.prove import Close, NoDraws, PassResult, Refused, in_parts, in_precision, run_once, size_of, summed
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import Region, joined
 from meshfit.comm.draws import Stream
@@ -48,14 +48,14 @@ class Reference:
     call: ModuleCall
     dtype: torch.dtype
     draws: bool
-    result: Result
+    result: PassResult
 
 
 def reference(module: nn.Module, call: ModuleCall) -> Reference:
     """Run ``module`` on ``call``; raises ``Refused`` if it cannot be run by itself."""
     met: list[Tensor | None] = []
 
-    def run(whole: nn.Module, dtype: torch.dtype) -> Result:
+    def run(whole: nn.Module, dtype: torch.dtype) -> PassResult:
         met.clear()
         before = Generators(torch.device("cpu"))
         result = _run(sharing(whole), call, dtype, met.append)
@@ -83,7 +83,7 @@ def check(whole: Reference, regions: Sequence[Region], degree: int) -> tuple[tup
         except (AttributeError, RuntimeError, TypeError, AssertionError) as error:
             raise Refused(f"cannot be cut: {in_short(error)}") from error
 
-    def run(module: nn.Module, group: ThreadGroup) -> Result:
+    def run(module: nn.Module, group: ThreadGroup) -> PassResult:
         stream = streams[group.rank]
 
         def met(x: Tensor | None) -> None:
@@ -102,7 +102,7 @@ def check(whole: Reference, regions: Sequence[Region], degree: int) -> tuple[tup
     return _compared(whole, regions, results), tuple(groups[0].log)
 
 
-def _run(module: nn.Module, call: ModuleCall, dtype: torch.dtype, met: Any) -> Result:
+def _run(module: nn.Module, call: ModuleCall, dtype: torch.dtype, met: Any) -> PassResult:
     random = torch.Generator().manual_seed(3)
 
     def weights(at: int, output: Tensor) -> Tensor | None:
@@ -112,7 +112,7 @@ def _run(module: nn.Module, call: ModuleCall, dtype: torch.dtype, met: Any) -> R
     return run_once(module, call.inputs, dtype, met, weights)
 
 
-def _compared(whole: Reference, regions: Sequence[Region], parts: list[Result]) -> tuple[str, ...]:
+def _compared(whole: Reference, regions: Sequence[Region], parts: list[PassResult]) -> tuple[str, ...]:
     want, close = whole.result, _close(whole)
     cuts = {joined(region.module, each.name): each for region in regions for each in region.cuts}
     claimed = {joined(region.module, name) for region in regions for name in region.partial}
