@@ -15,7 +15,6 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,18 @@ ABANDONED = 3600.0  # seconds after which a file that is being written is taken 
 _OPEN = 512  # blocks a process keeps mapped
 
 
-@dataclass
 class Cache:
     """A folder of at most ``most`` bytes."""
 
-    path: Path
-    most: int = 50 * 2**30
-    _maps: OrderedDict[str, NDArray[np.uint8]] = field(default_factory=OrderedDict, repr=False)
-    _held: int | None = field(default=None, repr=False)
-    _written: int = field(default=0, repr=False)
-    """Bytes since the folder was last looked at: others write to it too."""
-    _counting: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+    def __init__(self, path: Path, most: int = 50 * 2**30):
+        self.path, self.most = path, most
+        self._maps: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
+        self._held: int | None = None
+        self._written = 0  # bytes since the folder was last looked at: others write to it too
+        self._counting = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return Cache, (self.path, self.most)
 
     @classmethod
     def usual(cls) -> "Cache":
@@ -51,12 +51,6 @@ class Cache:
             return asked or cls.usual()
         check_local("cache", asked)
         return cls(Path(asked))
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"path": self.path, "most": self.most}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
 
     def _path(self, kind: str, key: str) -> Path:
         return self.path / kind / hashlib.sha256(key.encode()).hexdigest()[:40]

@@ -53,6 +53,10 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+def listed(names: list[str]) -> str:
+    return ", ".join(f"q.{quoted(name)}" for name in names)
+
+
 class Postgres(Database):
     """PostgreSQL, and what speaks its protocol."""
 
@@ -68,9 +72,8 @@ class Postgres(Database):
 
     def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
         kind = "bigint" if isinstance(keys[0], int) else "text" if isinstance(keys[0], str) else "uuid"
-        wanted = ", ".join(f"q.{quoted(name)}" for name in names)
         text = (
-            f"select {wanted} from unnest(%s::{kind}[]) with ordinality as k(key, place) "
+            f"select {listed(names)} from unnest(%s::{kind}[]) with ordinality as k(key, place) "
             f"join ({query.replace('%', '%%')}) as q on q.{quoted(key)} = k.key order by k.place"
         )
         with connection.cursor(binary=True) as cursor:
@@ -107,9 +110,8 @@ class Sqlite(Database):
         return connection
 
     def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
-        wanted = ", ".join(f"q.{quoted(name)}" for name in names)
         text = (
-            f"select {wanted} from json_each(?) as k cross join ({query}) as q "
+            f"select {listed(names)} from json_each(?) as k cross join ({query}) as q "
             f"on q.{quoted(key)} = k.value order by k.key"
         )
         return connection.execute(text, (json.dumps(keys),)).fetchall()
@@ -129,9 +131,8 @@ class Dbapi(Database):
 
     def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
         literals = ", ".join(str(k) if isinstance(k, int) else "'" + str(k).replace("'", "''") + "'" for k in set(keys))
-        wanted = ", ".join(f"q.{quoted(name)}" for name in names)
         with contextlib.closing(connection.cursor()) as cursor:
-            cursor.execute(f"select {wanted} from ({query}) as q where q.{quoted(key)} in ({literals})")
+            cursor.execute(f"select {listed(names)} from ({query}) as q where q.{quoted(key)} in ({literals})")
             at = names.index(key)
             found = {row[at]: row for row in cursor.fetchall()}
         return [found[k] for k in keys if k in found]

@@ -14,7 +14,7 @@ import random
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -102,8 +102,7 @@ class FileStore(ABC):
     def _clean(self, text: str) -> "list[str]":
         """``text`` in lines, without anything secret."""
         parts = urlsplit(self.root)
-        secrets = [str(value) for key, value in _flat(self.storage) if _is_secret(key)]
-        for secret in (*secrets, parts.password, parts.query):
+        for secret in (*_secrets(self.storage), parts.password, parts.query):
             text = text.replace(secret, "***") if secret else text
         lines = [line.strip()[:300] for line in text.partition("Debug source")[0].splitlines() if line.strip()]
         return lines[:4]
@@ -313,15 +312,12 @@ def without_secrets(url: str) -> str:
     return f"{parts.scheme}://{user}{host}{port}{parts.path}{mark}"
 
 
-def _flat(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found = []
+def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
     for key, value in options.items():
-        found += _flat(value) if isinstance(value, Mapping) else [(key, value)]
-    return found
-
-
-def _is_secret(key: str) -> bool:
-    return any(word in key.lower() for word in ("secret", "key", "token", "password", "sas", "credential"))
+        if isinstance(value, Mapping):
+            yield from _secrets(value)
+        elif any(word in key.lower() for word in ("secret", "key", "token", "password", "sas", "credential")):
+            yield str(value)
 
 
 @lru_cache

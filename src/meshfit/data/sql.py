@@ -102,7 +102,9 @@ class Sql(ColumnSource):
         def once() -> Any:
             connection = None
             try:
-                connection = self._connection()
+                connection = self._take_idle()
+                if connection is None:
+                    connection = self.base.connect()
                 done = act(connection)
             except BaseException:
                 _close(connection)
@@ -121,20 +123,17 @@ class Sql(ColumnSource):
 
         return remote.retried(once, give_up)
 
-    def _connection(self) -> Any:
+    def _take_idle(self) -> Any:
+        """A connection of this process; None where there is none."""
         with contextlib.suppress(IndexError):
             while True:
                 process, connection = self._idle.pop()
                 if process == os.getpid():
                     return connection
-        return self.base.connect()
 
     def _close_idle(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                process, connection = self._idle.pop()
-                if process == os.getpid():
-                    _close(connection)
+        while (connection := self._take_idle()) is not None:
+            _close(connection)
 
     def __del__(self) -> None:
         if hasattr(self, "_idle"):
