@@ -104,7 +104,13 @@ def cells() -> list[Cell]:
     for beside in ("tensor=2", "context=2", "pipeline=2 microbatches=4", "pipeline=2 schedule=zbv microbatches=4"):
         mixed.append(Cell(f"expert=2 {beside}", "mixture"))
     mixed += [Cell(f"branch=2 {beside}", "ensemble") for beside in ("shard=2", "tensor=2")]
+    mixed += [Cell("branch=2 expert=2", "two-mixtures"), Cell("branch=2 context=2", "tied-heads")]
+    mixed += [Cell("branch=2 tensor=2 sequence=split", "tied-heads")]
+    mixed += [Cell("branch=2 pipeline=2 microbatches=4", "siamese")]
     found += mixed
+    found += [Cell(plan) for plan in ("data=2 tensor=2 pipeline=2 microbatches=4", "data=2 shard=2 tensor=2")]
+    found += [Cell(plan) for plan in ("shard=2 tensor=2 pipeline=2 microbatches=4", "data=2 shard=2 context=2")]
+    found += [Cell(f"expert=2 tensor=2 {beside}", "mixture") for beside in ("shard=2", "pipeline=2 microbatches=4")]
     for cell in mixed:  # pipelines with messages that no buffer of NCCL's can hold: both ends must come
         planned = "tensor" in cell.plan or "context" in cell.plan  # the planning of that takes a minute
         large = "pipeline" in cell.plan and not planned
@@ -130,7 +136,7 @@ def cases() -> dict[str, Any]:
     import torch.nn.functional as F
     from torch import Tensor, nn
 
-    from benchmarks import zoo, zoo_branches, zoo_experts
+    from benchmarks import compose, zoo, zoo_branches, zoo_experts
 
     class Block(nn.Module):
         def __init__(self, width: int, heads: int, mlp: nn.Module):
@@ -200,6 +206,7 @@ def cases() -> dict[str, Any]:
         "wide": zoo.Case(name="wide", build=zoo.seeded(Wide), data=wide, loss=F.mse_loss),
         "contrast": zoo.Case(name="contrast", build=zoo.seeded(deep), data=zoo.points, loss=contrast),
         "ensemble": zoo_branches.BRANCHES["ensemble"],
+        **{name: compose.CASES[name] for name in ("two-mixtures", "tied-heads", "siamese")},
         "batchnorm": zoo.Case(name="batchnorm", build=cnn.build, data=cnn.data, loss=cnn.loss),
     }
 
@@ -209,9 +216,10 @@ def alone(case: Any, device: Any) -> tuple[list[float], dict[str, Any], float]:
     import torch
 
     from benchmarks import zoo
+    from meshfit.data.tree import to_device
 
     model, data = case.build().train().to(device), zoo.take(case.data(SAMPLES), torch.arange(SAMPLES))
-    data = tuple(part.to(device) for part in data)
+    data = to_device(data, device)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), []
     for _, index in zip(range(STEPS), zoo.batches(SAMPLES, BATCH), strict=False):
         loss = zoo.mean_loss(case, model, zoo.take(data, index.to(device)))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _world
 
-from benchmarks import zoo, zoo_branches, zoo_experts
+from benchmarks import compose, zoo, zoo_branches, zoo_experts
 from meshfit.axes.data.axis import broadcast
 from meshfit.axes.mesh import Mesh
 from meshfit.comm.transport import Transport
@@ -112,6 +112,13 @@ def test_operations_sequences_experts_and_branches(plan: str, name: str) -> None
 @distributed(world=8)
 def test_three_axes(plan: str) -> None:
     assert check(recorded(CASES["expert-list"], plan)) == []
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("axes", compose.TRIPLES)
+@distributed(world=8)
+def test_more_triples(axes: str) -> None:
+    assert check(recorded(compose.CASES[compose.TRIPLES[axes]], compose.plan_of(axes.split()))) == []
 
 
 @distributed(world=4)
