@@ -31,7 +31,7 @@ may be beside those of the others, before it is taken for rounding of zero."""
 
 
 @dataclass(eq=False)
-class ModuleCall:
+class ObservedCall:
     """What one call of a module was given, and which of the real tensors that it returned were used."""
 
     inputs: Any
@@ -45,13 +45,13 @@ class Reference:
     """What a module computes as a whole, for one call."""
 
     module: nn.Module
-    call: ModuleCall
+    call: ObservedCall
     dtype: torch.dtype
     draws: bool
     result: PassResult
 
 
-def reference(module: nn.Module, call: ModuleCall) -> Reference:
+def reference(module: nn.Module, call: ObservedCall) -> Reference:
     """Run ``module`` on ``call``; raises ``Refused`` if it cannot be run by itself."""
     met: list[Tensor | None] = []
 
@@ -102,7 +102,7 @@ def check(whole: Reference, regions: Sequence[Region], degree: int) -> tuple[tup
     return _compared(whole, regions, results), tuple(groups[0].log)
 
 
-def _run(module: nn.Module, call: ModuleCall, dtype: torch.dtype, met: Any) -> PassResult:
+def _run(module: nn.Module, call: ObservedCall, dtype: torch.dtype, met: Any) -> PassResult:
     random = torch.Generator().manual_seed(3)
 
     def weights(at: int, output: Tensor) -> Tensor | None:

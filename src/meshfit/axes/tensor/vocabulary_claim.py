@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.anatomy.shares import divisors
-from meshfit.axes.tensor.check import ModuleCall, check, reference
+from meshfit.axes.tensor.check import ObservedCall, check, reference
 from meshfit.axes.tensor.claim import around
 from meshfit.axes.tensor.explain import as_degrees
 from meshfit.axes.tensor.region import Cut, Patch, Region, even_ranges, joined
@@ -148,7 +148,7 @@ def verify(model: nn.Module, region: Region, seen: Observed, degree: int) -> Non
         slices=tuple(place[path] for path in region.slices),
         patches=tuple(replace(p, module=place[p.module], value=ENTRIES) for p in region.patches),
     )
-    check(reference(uses, ModuleCall((tuple(uses.given), {}), uses.used)), (small,), degree)
+    check(reference(uses, ObservedCall((tuple(uses.given), {}), uses.used)), (small,), degree)
 
 
 class _Uses(nn.Module):

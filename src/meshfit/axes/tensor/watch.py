@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshfit.anatomy.dataflow import Arguments
 from meshfit.axes.prove import tensors_of
-from meshfit.axes.tensor.check import ModuleCall, alias
+from meshfit.axes.tensor.check import ObservedCall, alias
 from meshfit.axes.tensor.vocabulary import SlicedTensor
 from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.errors import JobError
@@ -38,7 +38,7 @@ class Observed:
     readers: dict[str, frozenset[str]] = field(default_factory=dict)
     """Of each parameter, the modules under way whenever something read it."""
 
-    calls: dict[str, ModuleCall] = field(default_factory=dict)
+    calls: dict[str, ObservedCall] = field(default_factory=dict)
     """The first call of each module that was asked for."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def watch(
         if path == "" and not given:
             given.append(_as_inputs(module, args, kwargs))
         if path in wanted and path not in seen.calls:
-            seen.calls[path] = ModuleCall(_kept((args, kwargs)))
+            seen.calls[path] = ObservedCall(_kept((args, kwargs)))
 
     def after(path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         del under_way[len(under_way) - 1 - under_way[::-1].index(path) :]
