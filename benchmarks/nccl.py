@@ -113,7 +113,7 @@ def cells() -> list[Cell]:
     found += [Cell(f"expert=2 tensor=2 {beside}", "mixture") for beside in ("shard=2", "pipeline=2 microbatches=4")]
     for cell in mixed:  # pipelines with messages that no buffer of NCCL's can hold: both ends must come
         planned = "tensor" in cell.plan or "context" in cell.plan  # the planning of that takes a minute
-        large = "pipeline" in cell.plan and not planned
+        large = "pipeline" in cell.plan and not planned and cell.model == "gpt"
         found.append(Cell(cell.plan, "wide" if large else cell.model, one_queue=True))
     for how in ("evaluate", "resume"):
         found += [Cell(plan, how=how) for plan in ("data=2", "shard=2", "tensor=2", "pipeline=2 microbatches=4")]

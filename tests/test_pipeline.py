@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import zoo
-from meshfit.axes.data.axis import Replicas
+from meshfit.axes.data.axis import Replicated
 from meshfit.axes.pipeline.axis import Pipeline, Staged
 from meshfit.axes.pipeline.weights import collect, deliver, whole_state
 from meshfit.axes.precision import LossScale, Precision
@@ -129,7 +129,7 @@ def pipelined(
     staged.model.to(device)
     exchange = Across(
         AllReduce(staged.model.parameters(), copies, device),
-        [staged, Replicas(staged.model, copies)],
+        [staged, Replicated(staged.model, copies)],
         staged.model,
         device,
         loss_replicas=1,

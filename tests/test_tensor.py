@@ -20,7 +20,7 @@ from meshfit.anatomy import trace
 from meshfit.anatomy.copies import study
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor import plan as tensor_plan
-from meshfit.axes.tensor.axis import Parts, split_model, tensor_cost
+from meshfit.axes.tensor.axis import TensorSplit, split_model, tensor_cost
 from meshfit.axes.tensor.check import check, reference
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import VOCABULARY, Cut, Region, TensorPlan
@@ -66,7 +66,7 @@ def plan_of(case: Case, degree: int) -> TensorPlan:
     return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), degree)
 
 
-def spread(model: nn.Module, plan: TensorPlan) -> Parts:
+def spread(model: nn.Module, plan: TensorPlan) -> TensorSplit:
     return split_model(model, plan, dist.group.WORLD)
 
 
@@ -91,7 +91,7 @@ def trained(case: Case, plan: TensorPlan) -> tuple[list[float], dict[str, Array]
     return losses, dict(model.state_dict()), model
 
 
-def whole_shapes(parameter: Array, parts: Parts) -> list[torch.Size]:
+def whole_shapes(parameter: Array, parts: TensorSplit) -> list[torch.Size]:
     return [parts.whole(parameter, parameter.data).shape]
 
 

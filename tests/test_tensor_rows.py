@@ -14,7 +14,7 @@ from torch import nn
 import meshfit
 from benchmarks.zoo import ZOO, mean_loss
 from meshfit.axes.tensor import plan as planning
-from meshfit.axes.tensor.axis import Parts, split_model
+from meshfit.axes.tensor.axis import TensorSplit, split_model
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.axes.tensor.vocabulary import SlicedTensor
@@ -36,7 +36,7 @@ def plan_of(name: str, degree: int = 2) -> TensorPlan:
         return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), degree, by_rows=True)
 
 
-def spread(model: nn.Module) -> Parts:
+def spread(model: nn.Module) -> TensorSplit:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = plan_tensor(model, lambda m: loss_of(m, text()), 2, by_rows=True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshfit.axes.spec import whole_output
-from meshfit.axes.tensor.axis import Parts, split_model
+from meshfit.axes.tensor.axis import TensorSplit, split_model
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.vocabulary import SlicedTensor
 from tests import odd_blocks
@@ -70,7 +70,7 @@ def built(drop: float = 0.0, tie: bool = True) -> nn.Module:
     return Model(drop, tie)
 
 
-def spread(model: nn.Module) -> Parts:
+def spread(model: nn.Module) -> TensorSplit:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = plan_tensor(model, lambda m: loss_of(m, text()), 2)
@@ -78,7 +78,7 @@ def spread(model: nn.Module) -> Parts:
     return split_model(model, plan, dist.group.WORLD)
 
 
-def gradients(model: nn.Module, parts: Parts | None = None, **auto: Any) -> tuple[float, dict[str, Array]]:
+def gradients(model: nn.Module, parts: TensorSplit | None = None, **auto: Any) -> tuple[float, dict[str, Array]]:
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(auto)):
         loss = loss_of(model, text())

@@ -20,7 +20,7 @@ from meshfit.axes.buffers.find import Written
 from meshfit.axes.buffers.find import find as find_written
 from meshfit.axes.buffers.step import Buffers, look_away_from
 from meshfit.axes.compile import Blocks
-from meshfit.axes.data.axis import Replicas, broadcast
+from meshfit.axes.data.axis import Replicated, broadcast
 from meshfit.axes.find import Findings, find
 from meshfit.axes.forward import is_wrapped, unwrap
 from meshfit.axes.mesh import Mesh
@@ -82,7 +82,7 @@ class Placed:
 
     @property
     def buffers(self) -> Buffers:
-        found = self.layer(Replicas)
+        found = self.layer(Replicated)
         return Buffers() if found is None else found.buffers
 
     @property

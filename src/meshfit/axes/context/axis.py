@@ -118,12 +118,12 @@ class ContextAxis(Axis):
         with _proven(study.plan):
             prove(study.model, step, study.batch, finding)
 
-    def apply(self, placed: "Placed", finding: ContextPlan) -> "Positions":
+    def apply(self, placed: "Placed", finding: ContextPlan) -> "ContextSplit":
         group = placed.mesh.over("context")
         assert group is not None
         placed.groups["context"] = ranks = RankGroup(group)
         begin(placed.model, finding, ranks)
-        return Positions(placed.model, group)
+        return ContextSplit(placed.model, group)
 
     def cost(self, costing: "Costing", finding: ContextPlan) -> None:
         plan = finding if costing.stages is None else replace(finding, traffic=())
@@ -147,7 +147,7 @@ def _without_context(plan: Plan) -> str:
     return f"{replace(plan, context=1, data=plan.data * plan.context)} works"
 
 
-class Positions(Applied):
+class ContextSplit(Applied):
     """A model that computes some positions of every sequence on this rank."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup):

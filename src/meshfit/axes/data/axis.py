@@ -33,9 +33,9 @@ class DataAxis(Axis):
     def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
         return True
 
-    def apply(self, placed: "Placed", finding: Any) -> "Replicas":
+    def apply(self, placed: "Placed", finding: Any) -> "Replicated":
         plan, mesh, model = placed.plan, placed.mesh, placed.model
-        replicas = Replicas(model, mesh.over("data"))
+        replicas = Replicated(model, mesh.over("data"))
         if mesh.batch is not None and plan.batchnorm == "global" and plan.exchange == "allreduce":
             batchnorm.apply(model, mesh.batch)
         if mesh.batch is not None and plan.in_step and not balance.is_apart(plan):
@@ -49,7 +49,7 @@ class DataAxis(Axis):
         return replicas
 
 
-class Replicas(Applied):
+class Replicated(Applied):
     """One copy of the model, or of its part, among those on other samples."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None):

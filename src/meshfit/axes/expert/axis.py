@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from meshfit.plan_cost import Costing
 
 
-def spread_experts(model: nn.Module, plan: ExpertPlan, group: dist.ProcessGroup, *, reports: bool = True) -> "Owned":
+def spread_experts(
+    model: nn.Module, plan: ExpertPlan, group: dist.ProcessGroup, *, reports: bool = True
+) -> "ExpertSplit":
     """Cut ``model`` in place. ``reports``: whether this copy's load goes to the events."""
     ties, ranks = tied(model), RankGroup(group)
     lengths = {name: len(p) for name, p in model.named_parameters() if p.dim()}
@@ -58,7 +60,7 @@ def spread_experts(model: nn.Module, plan: ExpertPlan, group: dist.ProcessGroup,
         for step in spread(model, mixture, Travel(ranks, number, mixture.count, load))
     ]
     check_ties(model, ties)
-    return Owned(model, plan, ranks, load, undo)
+    return ExpertSplit(model, plan, ranks, load, undo)
 
 
 def expert_cost(
@@ -117,7 +119,7 @@ class ExpertAxis(Axis):
     def closed(self, finding: ExpertPlan) -> Iterable[str]:
         return (mixture.module for mixture in finding.mixtures)
 
-    def apply(self, placed: "Placed", finding: ExpertPlan) -> "Owned":
+    def apply(self, placed: "Placed", finding: ExpertPlan) -> "ExpertSplit":
         group, plan = placed.mesh.groups[OWN_EXPERT], placed.plan
         assert group is not None
         repeats = placed.mesh.place["tensor"] or placed.mesh.place["context"]  # ranks that send the same rows
@@ -175,7 +177,7 @@ def _nothing(plan: Plan, experts: ExpertPlan) -> PlanError:
     )
 
 
-class Owned(CutParameters):
+class ExpertSplit(CutParameters):
     """A model whose experts are spread over ranks."""
 
     meets = True

@@ -43,7 +43,7 @@ SHORT_CUTS = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.Transfor
 """What lets torch's modules take them, if it is not 0."""
 
 
-def split_model(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup) -> "Parts":
+def split_model(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup) -> "TensorSplit":
     """Cut ``model`` in place: the same weights on every rank before, a share of them after. Parameters keep their
     objects, names and ties; what a rank holds is in memory of its own, so the rest is free to go."""
     ties, ranks = tied(model), RankGroup(group)
@@ -51,7 +51,7 @@ def split_model(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup) ->
     undo = [step for region in plan.regions for step in cut(model, region, ranks, stream)]
     undo += _no_short_cuts(model, plan)
     check_ties(model, ties)
-    return Parts(model, plan, ranks, undo)
+    return TensorSplit(model, plan, ranks, undo)
 
 
 def tensor_cost(trace: Trace, plan: TensorPlan, *, microbatches: int = 1) -> tuple[Trace, Cost]:
@@ -105,7 +105,7 @@ class TensorAxis(Axis):
             inner = (*region.lookups, *region.slices, *region.rows)
             yield from filter(None, (joined(region.module, path) for path in inner) if inner else (region.module,))
 
-    def apply(self, placed: "Placed", finding: TensorPlan) -> "Parts":
+    def apply(self, placed: "Placed", finding: TensorPlan) -> "TensorSplit":
         buffers_to(placed.model, placed.device)  # moved after they were cut they would not be known as cut
         group = placed.mesh.over("tensor")
         assert group is not None
@@ -151,7 +151,7 @@ def plan_of_part(plan: TensorPlan, part: nn.Module) -> TensorPlan:
     return plan if regions == list(plan.regions) else replace(plan, regions=tuple(regions))
 
 
-class Parts(CutParameters):
+class TensorSplit(CutParameters):
     """A model that is cut over the ranks of a tensor group.
 
     Gradients of parameters that are cut are complete on the ranks that hold them after ``sum_partial``: they are not
