@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look things up under the name benchmarks.tensor_speed
 
-from meshfit.axes.tensor.axis import Tensor as TensorAxis
+from meshfit.axes.tensor.axis import split_model
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks
@@ -108,7 +108,7 @@ def by_meshfit(model: nn.Sequential, inputs: Tensor, degree: int) -> nn.Module:
         plan = [plan_tensor(model, lambda twin: twin(few).square().mean(), degree)]
     dist.broadcast_object_list(plan)
     assert dist.group.WORLD is not None
-    TensorAxis(degree=degree, plan=plan[0]).apply(model, dist.group.WORLD)
+    split_model(model, plan[0], dist.group.WORLD)
     return model
 
 
