@@ -1,11 +1,7 @@
 """Imports point one way, as docs/README.md draws it."""
 
-from collections import Counter
-
+from benchmarks.house import recurring
 from benchmarks.package import Private, Tree, private_torch
-
-KNOWN = {}
-"""Imports that still point upward. Take out what is mended; add nothing."""
 
 README = """
 ```imports
@@ -20,12 +16,12 @@ def test_imports_point_down() -> None:
     tree = Tree.here()
     assert tree.undrawn == [], "docs/README.md draws every folder and top-level file"
     assert tree.heights.keys() == {tree.drawn(module) for module in tree.modules}, "and nothing else"
-    named = [(f"{tree.drawn(edge.source)} -> {tree.drawn(edge.target)}", edge) for edge in tree.upward]
-    found = Counter(name for name, _ in named)
-    new, gone = found - Counter(KNOWN), Counter(KNOWN) - found
-    where = [f"{edge.source}, line {edge.line}: {edge.target}" for name, edge in named if name in new]
-    assert not new, f"imports against the drawing in docs/README.md: {dict(new)}, among {where}"
-    assert not gone, f"mended, so take them out of KNOWN: {dict(gone)}"
+    upward = [f"{edge.source}, line {edge.line}: {edge.target}" for edge in tree.upward]
+    assert upward == [], "imports against the drawing in docs/README.md"
+
+
+def test_one_class_name_one_class() -> None:
+    assert recurring(Tree.here()) == {}
 
 
 def test_an_import_upward_or_sideways_is_found() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks import zoo
 from meshfit.anatomy.record_build import tied
-from meshfit.axes.pipeline.axis import Pipeline, StageCut, Staged, part_of_trace
+from meshfit.axes.pipeline.axis import FoundStages, Pipeline, Staged, part_of_trace
 from meshfit.axes.pipeline.cut import Shell
 from meshfit.errors import PlanError
 from meshfit.loss.objective import Objective
@@ -71,7 +71,7 @@ class Decides(nn.Module):
         return self.b(hidden) if hidden.sum() > 0 else hidden
 
 
-def found(model: nn.Module, stages: int = 2, batch: Any = None, objective: Any = MSE, **asked: Any) -> StageCut:
+def found(model: nn.Module, stages: int = 2, batch: Any = None, objective: Any = MSE, **asked: Any) -> FoundStages:
     batch = (X, X) if batch is None else batch
     return Pipeline(degree=stages, **asked).find(model, objective, batch, device="cpu")
 

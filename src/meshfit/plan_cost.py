@@ -21,7 +21,7 @@ from meshfit.axes.context.piece import guarded
 from meshfit.axes.data import batchnorm
 from meshfit.axes.offload import offload_cost
 from meshfit.axes.order import ORDER
-from meshfit.axes.pipeline.axis import StageCut
+from meshfit.axes.pipeline.axis import FoundStages
 from meshfit.axes.pipeline.traffic import StageTraffic, count
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import TensorPlan
@@ -132,7 +132,7 @@ def cost(
 
 
 def stage_traffic(
-    found: StageCut,
+    found: FoundStages,
     model: nn.Module,
     objective: Callable[[nn.Module, Any], Any],
     content: Any,

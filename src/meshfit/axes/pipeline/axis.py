@@ -113,11 +113,11 @@ class Pipeline:
         *,
         device: str = "cuda",
         deal: Callable[[Recording], Inner] | None = None,
-    ) -> "StageCut":
+    ) -> "FoundStages":
         """Where to cut ``model``, from one step recorded on ``batch``: on one rank, for all of them. ``deal`` says who
         of several ranks in a stage runs what, and in what order the step is then cut."""
         refused: PlanError | None = None
-        found: list[tuple[float, StageCut]] = []
+        found: list[tuple[float, FoundStages]] = []
         for share in (min(SHARE, 1 / (4 * self.stages)), 0.0):  # finer only if need be: see record_atoms
             atoms, recording = self._record(model, objective, batch, share, device)
             trace, inner, cost = _relative(recording.trace), None, work
@@ -130,7 +130,7 @@ class Pipeline:
             except PlanError as error:
                 refused = error
                 continue
-            found.append((cut.imbalance, StageCut(split, share, atoms, trace, _notes(trace, cut), cut, inner)))
+            found.append((cut.imbalance, FoundStages(split, share, atoms, trace, _notes(trace, cut), cut, inner)))
             if cut.imbalance <= EVEN or self.cut:
                 break
         if not found:
@@ -167,7 +167,7 @@ class Pipeline:
     def apply(
         self,
         model: nn.Module,
-        found: "StageCut",
+        found: "FoundStages",
         rank: int,
         group: dist.ProcessGroup | None = None,
         *,
@@ -282,7 +282,7 @@ def _branches(trace: Trace) -> bool:
 
 
 @dataclass(frozen=True)
-class StageCut:
+class FoundStages:
     """Where a model is cut; ``split`` and ``share`` are what other ranks need of it."""
 
     split: Split
@@ -297,7 +297,7 @@ class StageCut:
     inner: Inner | None = None
     """Who runs what within the stages, where several ranks share one."""
 
-    def to_send(self) -> "StageCut":
+    def to_send(self) -> "FoundStages":
         return replace(self, trace=None, cut=None, inner=None)
 
 
@@ -308,7 +308,7 @@ class PipelineAxis(Axis):
     def refuse(self, plan: Plan, model: nn.Module) -> None:
         schedule(plan.schedule, plan.pipeline, plan.microbatches, plan.chunks or None)  # refuses what it cannot take
 
-    def find(self, study: "Study") -> StageCut:
+    def find(self, study: "Study") -> FoundStages:
         strategy = replace(pipeline_of(study.plan), atoms=study.closed())
         with balance.recorded(study.model):
             found = strategy.find(study.model, study.objective, study.batch, device=study.device, deal=study.deal)
@@ -316,7 +316,7 @@ class PipelineAxis(Axis):
         study.notes += found.notes
         return found
 
-    def apply(self, placed: "Placed", finding: StageCut) -> "Staged":
+    def apply(self, placed: "Placed", finding: FoundStages) -> "Staged":
         group = placed.mesh.over("pipeline")
         assert group is not None
         strategy = replace(pipeline_of(placed.plan), atoms=finding.atoms)
@@ -324,7 +324,7 @@ class PipelineAxis(Axis):
         staged.transport = Transport(group, placed.device, pairs(strategy.schedule))
         return staged
 
-    def cost(self, costing: "Costing", finding: StageCut | None) -> None:
+    def cost(self, costing: "Costing", finding: FoundStages | None) -> None:
         strategy, whole, stage = pipeline_of(costing.plan), costing.trace, costing.place.get("pipeline", 0)
         stages, plan, inner = costing.stages, costing.plan, costing.found.get("branch")
         if stages is None and (plan.tensor > 1 or plan.context > 1):
@@ -360,7 +360,7 @@ class Staged(Partition):
     """To the ranks of other stages."""
 
     def __init__(
-        self, pipeline: Pipeline, found: StageCut, rank: int, part: nn.Module, skeleton: nn.Module, whole: nn.Module
+        self, pipeline: Pipeline, found: FoundStages, rank: int, part: nn.Module, skeleton: nn.Module, whole: nn.Module
     ):
         super().__init__(part, skeleton, whole)
         self.pipeline, self.found, self.rank = pipeline, found, rank

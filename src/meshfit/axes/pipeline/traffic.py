@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.copies import study
-from meshfit.axes.pipeline.axis import StageCut
+from meshfit.axes.pipeline.axis import FoundStages
 from meshfit.axes.pipeline.program import Programs, StageProgram
 from meshfit.axes.shard.units import Whole
 from meshfit.comm.group import CountingGroup, Traffic
@@ -54,7 +54,7 @@ class StageTraffic:
 
 
 def count(
-    found: StageCut, model: nn.Module, objective: Callable[[nn.Module, Any], Any], content: Any, layer: Layer
+    found: FoundStages, model: nn.Module, objective: Callable[[nn.Module, Any], Any], content: Any, layer: Layer
 ) -> StageTraffic:
     """``model`` stays as it is; it is cut as ``found`` says."""
     twin = study(model)
