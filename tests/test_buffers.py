@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import meshfit
 from meshfit.axes.buffers.find import Written, find
+from meshfit.axes.buffers.watch import buffers_kept
+from meshfit.data.source import spread
 from meshfit.errors import PlanError
 from tests.few import more
 
@@ -378,3 +380,67 @@ def test_a_step_that_is_not_taken_leaves_them_too() -> None:
         held = result.model.state_dict()
         assert int(held["middle.1.calls"]) == 2
         assert held["middle.0.embed"].isfinite().all()
+
+
+# What is written in unusual ways
+
+
+class Assigned(nn.Module):
+    """Sets the memory of its buffer, in every mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data = self.mean * 0.5 + x.detach().mean(0)
+        return x
+
+
+def test_forwards_that_are_no_training_do_not_set_buffers() -> None:
+    model = Assigned()
+    with buffers_kept(model):
+        model(torch.ones(3, 4))
+    assert model.mean.tolist() == [0.0] * 4
+
+
+class Odd(nn.Module):
+    """A mean over samples, then over positions, through memory that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.scratch = torch.zeros(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scratch.copy_(x.detach().mean(0).mean(0))
+            self.mean.lerp_(self.scratch, 0.1)
+        return x
+
+
+class Lengths(nn.Module):
+    """Samples of the first half are of three positions, those of the second of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.head = Odd(), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        return self.head(self.odd(x[:, : int(length.max())]).mean(1))
+
+
+def test_a_statistic_may_be_made_of_tensors_of_any_length() -> None:
+    x = torch.randn(512, 4, 6, generator=torch.Generator().manual_seed(0))
+    tried = {int(i) // 8 for count in (4, 8, 13, 16, 32) for i in spread(512, count)}
+    length = torch.tensor([3 if i // 8 in tried else 4 for i in range(512)])
+    ends = []
+    for plan in ("data=1", "microbatches=2"):
+        torch.manual_seed(0)
+        model = Lengths()
+        how = {"loss": F.cross_entropy, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "batch_size": 8, "epochs": 1}
+        data = ((x, length), torch.arange(512) % 2)
+        meshfit.fit(model, data, plan=plan, devices="cpu", shuffle=False, progress=False, **how)
+        ends.append(model.odd.mean)
+    assert length.max() == 4
+    torch.testing.assert_close(ends[0], ends[1])

@@ -7,6 +7,7 @@ import pickle
 import struct
 import sys
 import tarfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import nn
 import meshfit
 from meshfit.data import Source
 from meshfit.data.draw import Key
-from meshfit.data.tree import Ragged
+from meshfit.data.tree import Ragged, stack
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -503,3 +504,16 @@ def test_a_tar_that_is_cut_short_is_told_wherever_it_is_cut(tmp_path: Path):
     path.write_bytes(whole + whole)
     with pytest.raises(meshfit.DataError, match=r"a\.tar goes on after its end"):
         meshfit.data.tars(path)
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    seen: int = field(init=False, default=0)
+
+
+def test_what_does_not_stack_stays_as_it_is() -> None:
+    words = stack([np.str_("a"), np.str_("bc")])
+    assert isinstance(words, Ragged)
+    assert words == ["a", "bc"]
+    assert isinstance(stack([Sample(torch.ones(2)), Sample(torch.ones(2))]), Ragged)

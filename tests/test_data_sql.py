@@ -143,6 +143,17 @@ def test_rows_of_duckdb_and_of_any_connection(tmp_path: Path):
     check(sql(f"duckdb:///{path}", "select * from train", key="id", columns=("image", "y")))
     connect = lambda: __import__("duckdb").connect(path, read_only=True)
     check(sql(connect, "select * from train", key="id", columns=("image", "y")))
+    check(sql(connect, "select * from train", key="id", columns=("image", "y"), copy=True, cache=tmp_path / "cache"))
+
+
+def test_images_that_begin_late_in_a_column_are_decoded(tmp_path: Path):
+    with contextlib.closing(sqlite3.connect(tmp_path / "late.db")) as link, link:
+        link.execute("create table train (id integer primary key, image blob)")
+        for i in range(20):
+            link.execute("insert into train values (?, ?)", (i, encoded(PICTURES[i]) if i > 9 else b"none"))
+    source = sql(f"sqlite:///{tmp_path}/late.db", "select * from train", key="id", columns="image")
+    late = np.array([10, 12])
+    np.testing.assert_array_equal(source.fetch(late).numpy(), PICTURES[late].transpose(0, 3, 1, 2))
 
 
 def test_training_from_a_database_is_training_from_memory(filled: Postgres, lite: str):

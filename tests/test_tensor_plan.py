@@ -12,6 +12,7 @@ from torch import nn
 
 from benchmarks.zoo import ZOO, mean_loss
 from meshfit.axes.tensor import find as tensor_find
+from meshfit.axes.tensor.claim import around
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import Cut, TensorPlan
 from meshfit.comm.group import ThreadGroup, in_threads
@@ -110,3 +111,9 @@ def test_a_cut_with_copies() -> None:
     assert (cut.copies, cut.size, cut.own) == (2, 4, 2)
     every = in_threads(ThreadGroup.make(4), lambda group: cut.whole(parts[group.rank], group))
     assert all(torch.equal(found, whole) for found in every)
+
+
+def test_the_module_around_others_by_whole_names() -> None:
+    assert around(["blocks.enc/dec.fc1", "blocks.enc/dec.fc2"]) == "blocks.enc/dec"
+    assert around(["blocks.10.fc", "blocks.1.fc"]) == "blocks"
+    assert around(["a", "b.c"]) == ""

@@ -493,3 +493,20 @@ def test_a_group_can_be_the_world() -> None:
 def test_private_torch_is_in_its_file_alone() -> None:
     found = private_torch(Tree.here())
     assert found == [], "give it a name in meshfit/torch_private.py, with a test here"
+
+
+def test_values_of_threads_are_counted() -> None:
+    """What is put there lives on, and what is taken away is let go."""
+    value: torch_private.ThreadValue[object] = torch_private.ThreadValue("counted", None)
+    held = [object() for _ in range(3)]
+    before = [sys.getrefcount(each) for each in held]
+    for _ in range(50):
+        with value.set_to(held[0]), value.set_to(held[1]):
+            assert value.get() is held[1]
+            with value.set_to(held[2]):
+                assert value.get() is held[2]
+            assert value.get() is held[1]
+    assert [sys.getrefcount(each) for each in held] == before
+    with value.set_to(frozenset({10**6})):
+        [frozenset({10**6 + i}) for i in range(100)]
+        assert value.get() == frozenset({10**6})

@@ -112,7 +112,8 @@ class Events:
             self._ended = self._now_ended()
             self._first = self._first or self._ended
         else:
-            self._reported = self._reported._replace(step=step - 1)
+            with self._reading:
+                self._reported = self._reported._replace(step=step - 1)
         self._step, self._detailed, self._deep = step, in_detail(step), in_depth(step)
 
     @property

@@ -1,6 +1,7 @@
 """Every private or version-dependent piece of torch that meshfit uses: no other file of the package reaches for one
 (tests/test_torch_private.py holds that, and checks each piece). Supported: torch 2.11 to 2.13."""
 
+import ctypes
 import functools
 import sys
 import threading
@@ -347,11 +348,29 @@ class ThreadValue(Generic[T]):
     @contextmanager
     def set_to(self, value: T) -> Iterator[None]:
         before = self.get()
-        torch._C._stash_obj_in_tls(self._name, value)
+        _stash(self._name, value)
         try:
             yield
         finally:
-            torch._C._stash_obj_in_tls(self._name, before)
+            _stash(self._name, before)
+
+
+def _stash(name: str, value: object) -> None:
+    """torch 2.11 gives back a reference to what it held before, but takes none to what it is given."""
+    if not _stash_counts():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(name, value)
+
+
+@functools.cache
+def _stash_counts() -> bool:
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("meshfit.probe", probe)
+    counts = sys.getrefcount(probe) > before
+    if not counts:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return counts
 
 
 # Compilation

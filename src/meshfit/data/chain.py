@@ -105,7 +105,7 @@ class Mapped(DerivedSource):
     def _blamed(self, error: Exception, content: Any, ids: NDArray[np.int64], key: Key) -> DataError:
         """Which sample it was, found by trying each alone."""
         for i, at in enumerate(ids.tolist()):
-            one = tree.take(content, [i])
+            one = tree.map_leaves(lambda leaf, i=i: _row(leaf, i), content)
             try:
                 self.function(*([one, SampleRandom(ids[i : i + 1], key.at(self.place))] if self.draws else [one]))
             except Exception as alone:
@@ -313,3 +313,10 @@ def _of_a_sample(error: Exception) -> bool:
     return isinstance(error, BadSample) or not isinstance(
         error, DataError | ConnectionError | TimeoutError | MemoryError
     )
+
+
+def _row(leaf: Any, i: int) -> Any:
+    """The sample ``i`` of a leaf of a batch; nothing of one that has fewer rows."""
+    if tree.is_ragged(leaf):
+        return tree.Ragged(leaf[i : i + 1])
+    return leaf[i : i + 1] if isinstance(leaf, Tensor) and leaf.dim() else leaf

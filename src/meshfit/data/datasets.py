@@ -187,8 +187,8 @@ def open_source(data: Any, name: str = "data") -> Source | SampleStream:
         made: Any = data()
         if not isinstance(made, Iterator):
             return open_source(made, name)
-        first = [made]  # of the first epoch; the function is called again for each one after it
-        return SampleStream(lambda: first.pop() if first else data())  # type: ignore[arg-type]
+        function, first = data, [made]  # of the first epoch; the function is called again for each one after it
+        return SampleStream(lambda: first.pop() if first else function())  # type: ignore[arg-type]
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Map(data)
     if isinstance(data, Iterator):

@@ -152,9 +152,9 @@ class Sql(ColumnSource):
         import pyarrow as pa
 
         for start in range(0, len(self), TOGETHER):
-            rows = self._rows(self.keys[start : start + TOGETHER].tolist(), self.used)
-            across = zip(*rows, strict=True)
-            yield pa.record_batch({name: list(column) for name, column in zip(self.used, across, strict=True)})
+            rows = self._rows(self.keys[start : start + TOGETHER].tolist(), self.names)
+            columns = dict(zip(self.names, map(list, zip(*rows, strict=True)), strict=True))
+            yield pa.record_batch({name: columns[name] for name in self.used})
 
     def _hashed(self, names: list[str]) -> str:
         found = hashlib.sha256()

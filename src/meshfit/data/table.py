@@ -94,7 +94,9 @@ class ColumnSource(Source):
             return value
         if name not in self._pictures:
             self._pictures[name] = any(map(looks_like_image, self._first(name)))
-        return decode(value, lambda i: self.name_of(int(ids[i]))) if self._pictures[name] else value
+        if self._pictures[name] or any(map(looks_like_image, value[:8])):
+            return decode(value, lambda i: self.name_of(int(ids[i])))
+        return value
 
     def _first(self, name: str) -> list[Any]:
         """The first values of a column."""

@@ -128,7 +128,12 @@ def take(tree: Any, rows: Sequence[int] | NDArray[np.int64]) -> Any:
 
 def stack(samples: list[Any]) -> Any:
     """A batch of samples, as torch collates them; what does not stack becomes ``Ragged``."""
-    return map_leaves(lambda *leaves: _stacked(list(leaves)), *samples)
+    return map_leaves(lambda *leaves: _stacked(list(leaves)), *samples, is_leaf=lambda t: is_ragged(t) or _is_record(t))
+
+
+def _is_record(tree: Any) -> bool:
+    """A dataclass that is no dict: samples of it are not stacked field by field."""
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, Mapping)
 
 
 def _stacked(samples: list[Any]) -> Any:
@@ -136,6 +141,8 @@ def _stacked(samples: list[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         same = all(s.shape == first.shape and s.dtype == first.dtype for s in samples)
         return torch.stack(samples) if same else Ragged(samples)
+    if isinstance(first, str | bytes):
+        return Ragged(samples)
     if type(first).__module__.startswith("PIL."):
         samples = [np.array(s) for s in samples]
         samples = [s.transpose(2, 0, 1) if s.ndim == 3 else s[None] for s in samples]

@@ -19,7 +19,7 @@ from meshfit.events import current
 from meshfit.exchange.compress import Codec, Feedback
 from meshfit.exchange.parcel import Parcel
 from meshfit.server.shared_memory import SharedMemory, view
-from meshfit.server.wire import ConnectionLost, Message, Wire, WireError, connect
+from meshfit.server.wire import AGAIN_SECONDS, ConnectionLost, Message, Wire, WireError, connect
 
 
 class ServerConnection:
@@ -79,6 +79,7 @@ class ServerConnection:
                 self.close()
                 if time.monotonic() > until:
                     raise ConnectionLost(f"no server at {self.address} for {patience:g} s: {error}") from None
+                time.sleep(AGAIN_SECONDS)
             except WireError:
                 self.close()
                 raise

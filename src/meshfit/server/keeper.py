@@ -1,6 +1,6 @@
 """What a model server owns: some of the weights, their optimizer, and the sum of their gradients.
 
-It knows nothing of workers or connections: gradients are given to it dtype by dtype (see packing.py), and it steps.
+It knows nothing of workers or connections: gradients are given to it dtype by dtype (exchange/parcel.py), and it steps.
 
     memory   weights, one gradient, optimizer state of its share; an averaged copy with ema
 """

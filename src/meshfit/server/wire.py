@@ -179,6 +179,8 @@ def connect(address: str, secret: bytes, *, worker: int = 0, patience: float = 0
     while True:
         try:
             return Wire(_authenticated(address, secret), worker=worker)
+        except TurnedAway:
+            raise
         except ConnectionLost:
             if time.monotonic() >= until:
                 raise

@@ -185,7 +185,7 @@ class Buffers:
 def _differs(writer: BufferWriter) -> JobError:
     return JobError(
         f"{writer.path or 'the model'} updates {', '.join(writer.states)} in another way than when tried",
-        "what it does depends on the samples, on how many there are, or on the steps taken",
+        "what it does depends on the samples, on their shapes, on how many there are, or on the steps taken",
         "if by how many samples there are (a last batch of few?), another batch_size= may do",
         "buffers=local in the plan lets every rank keep its own",
     )

@@ -13,7 +13,7 @@ statistics out of a call, ``replay`` makes the update from those of the whole ba
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Self
 
 import torch
@@ -83,6 +83,13 @@ class BufferUpdate:
     """The value that each buffer has at the start."""
     results: Mapping[str, StridedView]
     """Where its new value is at the end."""
+
+    @cached_property
+    def made(self) -> frozenset[StridedView]:
+        """What its steps make in memory of its own, whole: another call may make it of another shape."""
+        changed = {*self.states.values(), *(new for step in self.steps.values() for new in step.written.values())}
+        outs = (view for step in self.steps.values() for view in step.outs if view is not None)
+        return frozenset(view for view in outs if view.value not in changed)
 
     @property
     def exchanged(self) -> bool:
@@ -178,7 +185,7 @@ class Collect(Opaque, TorchDispatchMode):
         for place, found in wanted:
             given, statistic = found.update.steps[at].arguments, found.update.statistics.get(at)
             views = [(a, leaf) for a, leaf in zip(given, flat, strict=False) if isinstance(a, StridedView)]
-            if not all(self._is_view(leaf, view) for view, leaf in views):
+            if not all(self._is_view(leaf, view) or self._is_made(leaf, view, found.update) for view, leaf in views):
                 self._open = [other for other in self._open if other is not found]
                 continue
             if statistic is None:
@@ -201,6 +208,13 @@ class Collect(Opaque, TorchDispatchMode):
             return False
         return all(n < 2 or a == b for n, a, b in zip(view.size, view.stride, tensor.stride(), strict=True))
 
+    def _is_made(self, tensor: Tensor, view: StridedView, update: BufferUpdate) -> bool:
+        """Whether both are the whole of what a step has made."""
+        whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+        return (
+            whole and view in update.made and tensor.dim() == len(view.size) and storage_id(tensor) not in self._offsets
+        )
+
     def done(self, states: Mapping[str, Tensor]) -> Collected:
         """``states`` as they are after the call."""
         for found in self._open:
@@ -220,10 +234,12 @@ def replay(
 ) -> dict[str, Tensor]:
     """The new values of the buffers; ``states`` holds the old ones, and is changed."""
     memory = {value: states[name].untyped_storage() for name, value in update.states.items()}
+    others: dict[StridedView, Tensor] = {}
+    """What was made of another shape than when it was tried."""
 
     def argument(at: int, place: int, where: Argument, given: Any) -> Any:
         if isinstance(where, StridedView):
-            return where.on(memory[where.value])
+            return others[where] if where in others else where.on(memory[where.value])
         return numbers[at, place] if isinstance(where, Number) else given
 
     for at, step in sorted(update.steps.items()):
@@ -238,9 +254,11 @@ def replay(
         else:
             base = argument(at, statistic.base, step.arguments[statistic.base], None)
             out = base.add_(statistics[at]) if statistic.in_place else base + statistics[at]
-        memory |= {new: memory[old] for old, new in step.written.items()}
+        memory |= {new: memory[old] for old, new in step.written.items() if old in memory}
         for view, made in zip(step.outs, tree_leaves(out), strict=False):
-            if view is not None and view.value not in memory:
+            if view is not None and view in update.made and tuple(made.shape) != view.size:
+                others[view] = made
+            elif view is not None and view.value not in memory:
                 memory[view.value] = _laid_out(made, view)
     return {name: view.on(memory[view.value]).clone() for name, view in update.results.items()}
 

@@ -132,14 +132,14 @@ def buffers_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
     expanded = lambda t: (
         t.layout is torch.strided and any(n > 1 and not s for n, s in zip(t.shape, t.stride(), strict=True))
     )
-    tensors = [tensor.data for _, _, tensor in held if not expanded(tensor)]  # the others cannot be written to
-    values = [tensor.clone() for tensor in tensors]
+    tensors = [tensor for _, _, tensor in held if not expanded(tensor)]  # the others cannot be written to
+    values = [tensor.detach().clone() for tensor in tensors]
 
     def restore() -> None:
         for buffers, name, tensor in held:
             buffers[name] = tensor
         if tensors:
-            foreach_copy_(tensors, values)
+            foreach_copy_([tensor.data for tensor in tensors], values)  # a forward may have set it
 
     try:
         yield restore

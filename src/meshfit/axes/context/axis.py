@@ -97,7 +97,8 @@ class ContextAxis(Axis):
             raise PlanError(
                 f"{plan}: context= and sequence=split both split {Splits.SEQUENCE.value}",
                 "what one of them left to a rank would be taken for all positions by the other",
-                f"{replace(plan, sequence='whole')} works; so does {_without_context(plan)}",
+                f"{replace(plan, sequence='whole')} works",
+                _without_context(plan),
             )
 
     def find(self, study: "Study") -> ContextPlan:

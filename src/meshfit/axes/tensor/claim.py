@@ -6,7 +6,7 @@ Weights that no layer holds are met at the border of the lowest module around th
 
 from collections.abc import Iterator
 from dataclasses import replace
-from posixpath import commonpath
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -168,7 +168,8 @@ def _channel(layer: nn.Module) -> int:
 
 def around(paths: list[str]) -> str:
     """The lowest module that holds all of ``paths``."""
-    return commonpath([path.replace(".", "/") for path in paths]).replace("/", ".")
+    alike = takewhile(lambda words: len(set(words)) == 1, zip(*(path.split(".") for path in paths), strict=False))
+    return ".".join(words[0] for words in alike)
 
 
 def merged(home: str, claims: list[Region]) -> Region:

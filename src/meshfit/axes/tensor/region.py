@@ -71,13 +71,13 @@ class Cut:
         return share.clone(memory_format=torch.contiguous_format) if len(self.ranges[rank]) == 1 else share
 
     def whole(self, part: Tensor, group: Group) -> Tensor:
-        """What the parts of all ranks make together: each index is from the first rank that holds it. All call it."""
+        """What the parts of all ranks, which are of one size, make together. All ranks call it."""
         size = list(part.shape)
         size[self.dim] = self.size
-        whole = part.new_zeros(size)
-        if self.ranges.index(self.ranges[group.rank]) == group.rank:
-            whole.index_copy_(self.dim, self.index(group.rank).to(whole.device), part)
-        return group.all_reduce_(whole.view(torch.uint8) if whole.dtype == torch.bool else whole).view(whole.dtype)
+        whole = part.new_empty(size)
+        for rank, each in enumerate(group.all_gather(part)):
+            whole.index_copy_(self.dim, self.index(rank).to(whole.device), each)
+        return whole
 
 
 @dataclass(frozen=True, slots=True)
