@@ -71,13 +71,18 @@ class Cut:
         return share.clone(memory_format=torch.contiguous_format) if len(self.ranges[rank]) == 1 else share
 
     def whole(self, part: Tensor, group: Group) -> Tensor:
-        """What the parts of all ranks, which are of one size, make together. All ranks call it."""
+        """What the parts of all ranks make together: gathered where they are of one size, else summed. All call it."""
         size = list(part.shape)
         size[self.dim] = self.size
-        whole = part.new_empty(size)
-        for rank, each in enumerate(group.all_gather(part)):
-            whole.index_copy_(self.dim, self.index(rank).to(whole.device), each)
-        return whole
+        whole = part.new_zeros(size)
+        indices = [self.index(rank).to(whole.device) for rank in range(group.size)]
+        if len({len(index) for index in indices}) == 1:
+            for index, each in zip(indices, group.all_gather(part), strict=True):
+                whole.index_copy_(self.dim, index, each)
+            return whole
+        if self.ranges.index(self.ranges[group.rank]) == group.rank:
+            whole.index_copy_(self.dim, indices[group.rank], part)
+        return group.all_reduce_(whole.view(torch.uint8) if whole.dtype == torch.bool else whole).view(whole.dtype)
 
 
 @dataclass(frozen=True, slots=True)
