@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import meshfit
 from benchmarks.zoo import ZOO
-from meshfit.axes.compile import compilable
+from meshfit.axes.compile import pieces
+from meshfit.axes.compile.axis import compilable
+from meshfit.axes.compile.pieces import InPieces
 from meshfit.axes.shard.units import traced
+from meshfit.exchange import allreduce
+from meshfit.exchange.allreduce import AllReduce
 from meshfit.loss.objective import Objective
+from tests.distributed import distributed
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at what it warns of itself
@@ -42,3 +50,109 @@ def test_blocks_with_a_global_batchnorm_are_left_alone() -> None:
     alone, spread = (compilable(trace, global_batchnorm=spread) for spread in (False, True))
     assert any(norm.startswith(path) for path in alone for norm in norms)
     assert not any(norm.startswith(path) for path in spread for norm in norms)
+
+
+# In pieces, so that gradients are summed while backward runs
+
+
+class Layer(nn.Module):
+    """With something changed in place, a buffer that a forward writes, and a wide inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.up(x)
+        hidden += 1
+        hidden = F.relu(hidden, inplace=True)
+        return x + self.down(hidden)
+
+
+class Deep(nn.Module):
+    """Embeddings tied to the last layer, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(200, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(F.linear(x, self.table.weight).flatten(0, 1), targets.flatten())
+
+
+LAYER_BYTES = 4 * (2 * 16 * 64 + 64 + 16)
+
+
+def test_graphs_are_cut_between_layers_and_not_before_the_loss() -> None:
+    torch.manual_seed(0)
+    found: list[tuple[list[str], list[int | None]]] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+        handed_on, starts = pieces._handed_on(graph, nodes), pieces.cuts(graph, LAYER_BYTES)
+        found.append(([str(node.target) for node in starts], [handed_on[nodes.index(node)] for node in starts]))
+        return graph
+
+    tokens = torch.randint(200, (2, 8))
+    torch.compile(Deep().forward, backend=look)(tokens, tokens)
+    ((starts, handed_on),) = found
+    assert 3 <= len(starts) <= 5
+    assert all("linear" in start or "iadd" in start for start in starts)  # where a layer begins
+    assert handed_on == [4 * 2 * 8 * 16] * len(starts)  # one narrow activation
+
+
+@pytest.mark.filterwarnings("ignore")
+@distributed(world=2, timeout=240)
+def test_sums_start_while_a_compiled_backward_runs() -> None:
+    """And gradients are those of the plain model, through tied weights, writes in place and a second step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, alone = Deep(), Deep()
+    alone.load_state_dict(model.state_dict())
+    tokens, targets = torch.randint(200, (2, 2, 8)), torch.randint(200, (2, 2, 8))
+    rank = dist.get_rank()
+    allreduce.BUCKET_BYTES = allreduce.FIRST_BUCKET_BYTES = LAYER_BYTES
+    exchange, happened = AllReduce(model.parameters(), dist.group.WORLD, torch.device("cpu")), []
+    run = torch.compile(model.forward, backend=InPieces(LAYER_BYTES, "aot_eager"))
+    plain = dist.all_reduce
+    for step in range(2):
+        alone.zero_grad()
+        sum(alone(tokens[r], targets[r]) for r in range(2)).backward()
+        exchange.arm(0.0, 0.0, stop=False, broken=False)
+        loss = run(tokens[rank], targets[rank])
+        dist.all_reduce = lambda tensor, **kwargs: happened.append("sum") or plain(tensor, **kwargs)
+        hook = model.layers[0].up.weight.register_hook(lambda grad: happened.append("first layer"))
+        loss.backward()
+        exchange.finish()
+        hook.remove()
+        dist.all_reduce = plain
+        for want, got in zip(alone.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad)
+        assert model.layers[0].calls == step + 1
+        exchange.clear()
+    assert happened[: happened.index("first layer")].count("sum") >= 3
+
+
+def test_a_graph_that_cannot_be_cut_is_compiled_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    plain = pieces.compiled_at
+
+    def fails_in_pieces(starts: Any, *args: Any) -> Any:
+        tried.append(len(starts))
+        if starts:
+            raise NotImplementedError("a cut")
+        return plain(starts, *args)
+
+    monkeypatch.setattr(pieces, "compiled_at", fails_in_pieces)
+    torch._dynamo.reset()
+    model, tokens = Deep(), torch.randint(200, (2, 8))
+    loss = torch.compile(model.forward, backend=InPieces(LAYER_BYTES, "aot_eager"))(tokens, tokens)
+    torch.testing.assert_close(loss, model(tokens, tokens))
+    assert tried[0] > 1
+    assert tried[1:] == [0]

@@ -457,6 +457,23 @@ def test_the_limit_of_recompiles_is_given_back() -> None:
     assert config.recompile_limit == found
 
 
+def test_graphs_are_compiled_in_pieces_that_begin_where_they_are_told() -> None:
+    pieces: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        functions = [node for node in graph.graph.nodes if node.op == "call_function"]
+        assert torch_private.size_hint(functions[0].meta["example_value"].shape[0]) == 3
+        run = torch_private.compiled_at([functions[1], functions[3]], graph, inputs, "aot_eager")
+        pieces.append(sum(1 for _ in run.children()))  # type: ignore[attr-defined]
+        return run
+
+    x = torch.ones(3, requires_grad=True)
+    y = torch.compile(lambda x: ((x.sin() * 2).cos() + 1) * 3 / 2, backend=backend)(x)
+    y.sum().backward()
+    assert pieces == [3]
+    torch.testing.assert_close(x.grad, -3 * (2 * torch.ones(3).sin()).sin() * torch.ones(3).cos())
+
+
 def test_a_node_knows_whether_backward_will_come_to_another() -> None:
     said = []
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)

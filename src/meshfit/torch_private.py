@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -402,6 +402,33 @@ def recompile_limit(least: int) -> Iterator[None]:
             config.recompile_limit = max(_limits)
             if len(_limits) == 1:
                 _limits.clear()
+
+
+def size_hint(size: Any) -> int:
+    """The size of a dim that a captured graph knows, or what it was when the graph was captured."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
+def compiled_at(starts: Sequence[Any], graph: Any, inputs: Any, backend: str) -> Callable[..., Any]:
+    """A captured graph compiled in pieces, each beginning with one of the nodes ``starts``, calls of functions all.
+    Strides that a piece gives its results are those that the next is compiled for."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiler = lookup_backend(backend)
+    if not starts:
+        return compiler(graph, inputs)
+    computing = (node for node in graph.graph.nodes if node.op == "call_function")
+    marks = {*starts, next(computing)}
+
+    class AtNodes(DDPOptimizer):  # it begins a piece where the one behind has bytes enough
+        def add_param(self, bucket: Any, param: Any, name: str) -> None:
+            pass
+
+        def add_param_args(self, bucket: Any, node: Any) -> None:
+            bucket.size += node in marks
+
+    return AtNodes(1, compiler, 1).compile_fn(graph, inputs)
 
 
 # Process groups

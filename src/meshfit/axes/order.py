@@ -2,7 +2,7 @@
 
 from meshfit.axes.axis import Axis
 from meshfit.axes.branch.axis import BranchAxis
-from meshfit.axes.compile import CompileAxis
+from meshfit.axes.compile.axis import CompileAxis
 from meshfit.axes.context.axis import ContextAxis
 from meshfit.axes.data.axis import DataAxis
 from meshfit.axes.expert.axis import ExpertAxis

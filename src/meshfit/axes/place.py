@@ -19,7 +19,7 @@ from meshfit.axes.buffers import check as check_buffers
 from meshfit.axes.buffers.find import Written
 from meshfit.axes.buffers.find import find as find_written
 from meshfit.axes.buffers.step import Buffers, look_away_from
-from meshfit.axes.compile import Blocks
+from meshfit.axes.compile.axis import Blocks
 from meshfit.axes.data.axis import Replicated, broadcast
 from meshfit.axes.find import Findings, find
 from meshfit.axes.forward import is_wrapped, unwrap

@@ -19,6 +19,7 @@ from torch import nn
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis
+from meshfit.axes.compile.pieces import InPieces
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.forward import wrap
 from meshfit.errors import PlanError
@@ -64,8 +65,11 @@ class Compile:
         )
 
     @staticmethod
-    def apply(objective: Callable) -> Callable:
-        return torch.compile(objective.__call__)
+    def apply(objective: Callable, piece_bytes: int | None = None) -> Callable:
+        """Model and loss together; in pieces of so many bytes of weights, where gradients are awaited."""
+        if piece_bytes is None:
+            return torch.compile(objective.__call__)
+        return torch.compile(objective.__call__, backend=InPieces(piece_bytes))
 
 
 class CompileAxis(Axis):
