@@ -16,18 +16,9 @@ Exits with 0 if every cell is equal, 1 if one is not, 4 if there is no GPU: then
 """
 
 import argparse
-import contextlib
-import faulthandler
 import json
 import math
-import os
-import queue
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -36,20 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-CELL_SECONDS, START_SECONDS, GRACE_SECONDS = 60.0, 120.0, 10.0
+from benchmarks.nccl_ranks import NOT_RUN, World, at_work, failure, gpu
+
+CELL_SECONDS = 60.0
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4  # as in parity.py
 STEPS, SAMPLES, BATCH, LEARNING_RATE = 6, 22, 8, 1e-3  # batches of 8, 8 and 6: the last has fewer microbatches
-NOT_RUN = 4
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
-RIG = {
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MAX_NCHANNELS": "2",
-    "NCCL_BUFFSIZE": str(2**19),
-}
 
 
 @dataclass(frozen=True)
@@ -274,135 +257,21 @@ def compared(cell: Cell, case: Any, folder: Path, wanted: tuple[list[float], dic
 
 
 def rank() -> None:
-    """Cells come by standard input, one a line; what they came to goes back."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print goes with the errors
-    import torch
+    """Cells come one after the other; what each came to goes back."""
+    with at_work() as (world, asked):
+        known, references = cases(), {}
 
-    from meshfit.launch.world import connect, from_environment
-
-    world = from_environment()
-    assert world is not None
-    connect(world)
-    known, references = cases(), {}
-    print(json.dumps({"ready": world.rank}), file=answers, flush=True)
-    for line in sys.stdin:
-        said = json.loads(line)
-        cell, start = Cell(**said["cell"]), time.perf_counter()
-        case = known[cell.model]
-        try:
+        def train_cell(said: dict[str, Any]) -> dict[str, Any]:
+            cell = Cell(**said["cell"])
+            case = known[cell.model]
             if cell.model not in references:
                 references[cell.model] = alone(case, world.device)
-            answer = compared(cell, case, Path(said["folder"]), references[cell.model])
-        except BaseException as error:
-            lines = f"{type(error).__name__}: {error}".strip().splitlines()
-            answer = {"error": " | ".join(lines[:6]), "trace": _where(error)}
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        answer["seconds"] = time.perf_counter() - start
-        print(json.dumps(answer), file=answers, flush=True)
+            return compared(cell, case, Path(said["folder"]), references[cell.model])
 
-
-def _where(error: BaseException) -> list[str]:
-    import traceback
-
-    return [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)][-6:]
+        asked(train_cell)
 
 
 # In the caller
-
-
-class World:
-    """Ranks that wait for cells."""
-
-    def __init__(self, size: int, backend: str, one_queue: bool):
-        self.size, self.folder = size, Path(tempfile.mkdtemp(prefix="nccl-"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        self.answers: queue.Queue[tuple[int, str | None]] = queue.Queue()
-        self.ranks: list[subprocess.Popen[str]] = []
-        for r in range(size):
-            place = {"RANK": str(r), "WORLD_SIZE": str(size), "LOCAL_RANK": str(r), "LOCAL_WORLD_SIZE": str(size)}
-            meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-            rig = {"NCCL_HOSTID": f"host{r}", **RIG} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
-            if one_queue:
-                rig["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-            process = subprocess.Popen(
-                [sys.executable, "-u", __file__, "--rank"],
-                env={**os.environ, **place, **meet, **rig, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=open(self.folder / f"rank{r}.txt", "w"),  # noqa: SIM115
-                text=True,
-            )
-            self.ranks.append(process)
-            threading.Thread(target=self._listen, args=(r, process), daemon=True).start()
-
-    def _listen(self, rank: int, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self.answers.put((rank, line))
-        self.answers.put((rank, None))
-
-    def run(self, cell: Cell | None, seconds: float) -> tuple[dict[str, Any], bool]:
-        """What a cell came to, and whether the ranks can take another. None: they are ready."""
-        if cell is not None:
-            said = json.dumps({"cell": asdict(cell), "folder": tempfile.mkdtemp(dir=self.folder)})
-            for process in self.ranks:
-                with contextlib.suppress(OSError):
-                    process.stdin.write(said + "\n")  # type: ignore[union-attr]
-                    process.stdin.flush()  # type: ignore[union-attr]
-        heard: dict[int, dict[str, Any]] = {}
-        until = time.monotonic() + seconds
-        while len(heard) < self.size:
-            try:
-                rank, line = self.answers.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                return self._cut(heard, f"cut after {seconds:.0f} s"), False
-            if line is None:
-                return self._cut(heard, f"rank {rank} is gone"), False
-            heard[rank] = json.loads(line)
-            if "error" in heard[rank]:  # the others may wait for it
-                until = min(until, time.monotonic() + GRACE_SECONDS)
-        errors = {rank: answer for rank, answer in heard.items() if "error" in answer}
-        if errors:
-            return next(iter(errors.values())), len(errors) == self.size
-        return {**heard[0], "weights": max((a["weights"] for a in heard.values() if "weights" in a), default=0.0)}, True
-
-    def _cut(self, heard: dict[int, dict[str, Any]], why: str) -> dict[str, Any]:
-        at = {}
-        for rank, process in enumerate(self.ranks):
-            if rank in heard:
-                said = heard[rank]
-                at[rank] = [said["error"], *said["trace"][-3:]] if "error" in said else ["done"]
-                continue
-            said = self.folder / f"rank{rank}.txt"
-            before = said.stat().st_size
-            if process.poll() is None:
-                process.send_signal(signal.SIGUSR1)
-                time.sleep(0.5)
-                at[rank] = _stood(said.read_text(errors="replace")[before:])
-            else:
-                at[rank] = _stood(said.read_text(errors="replace")[-2000:])
-        errors = [said["error"] for said in heard.values() if "error" in said]
-        return {"error": "; ".join([*errors[:1], why]), "stood": at}
-
-    def close(self) -> None:
-        for process in self.ranks:
-            process.kill()
-            process.wait()
-
-
-def _stood(stack: str) -> list[str]:
-    """The innermost frames of the main thread, which is the last that faulthandler writes."""
-    lines = [line.strip() for line in stack.splitlines() if line.strip()]
-    if not any(line.startswith("File") for line in lines):
-        return lines[-4:]
-    last = max((i for i, line in enumerate(lines) if "most recent call first" in line), default=-1)
-    frames = [line for line in lines[last + 1 :] if line.startswith("File")]
-    return [frame.replace(str(Path(__file__).parents[1]) + "/", "") for frame in frames][:5]
 
 
 def measure(chosen: list[Cell], backend: str, seconds: float) -> Iterator[dict[str, Any]]:
@@ -413,15 +282,16 @@ def measure(chosen: list[Cell], backend: str, seconds: float) -> Iterator[dict[s
             if world is not None:
                 world.close()
             kind = (cell.world, cell.one_queue)
-            world = World(cell.world, backend, cell.one_queue)
-            begun, ready = world.run(None, START_SECONDS)
+            world = World(__file__, cell.world, backend, one_queue=cell.one_queue)
+            heard, ready = world.ready()
             if not ready:
                 world.close()
                 world = None
-                yield {**asdict(cell), "world": cell.world, "backend": backend, **begun}
+                yield {**asdict(cell), "world": cell.world, "backend": backend, **heard[0]}
                 continue
         start = time.perf_counter()
-        answer, goes_on = world.run(cell, seconds)
+        heard, goes_on = world.run({"cell": asdict(cell), "folder": world.new_folder()}, seconds)
+        answer = heard[0] | {"weights": max(said["weights"] for said in heard)} if "error" not in heard[0] else heard[0]
         answer.setdefault("seconds", time.perf_counter() - start)
         if not goes_on:
             world.close()
@@ -439,9 +309,7 @@ def shown(row: dict[str, Any]) -> str:
     cell = Cell(**{key: row[key] for key in ("plan", "model", "how", "one_queue")})
     text = f"{cell.world} ranks  {cell!s:<78}"
     if "error" in row:
-        stood = [f"\n    rank {rank}: {' < '.join(lines)}" for rank, lines in row.get("stood", {}).items()]
-        trace = [f"\n    {' < '.join(row['trace'][::-1])}"] if row.get("trace") else []
-        return f"{text}  FAIL  {row['error']}{''.join(stood)}{''.join(trace)}"
+        return f"{text}  FAIL  {failure(row)}"
     return f"{text}  {row['loss']:.0e}  {row['weights']:.0e}  {row['seconds']:5.1f} s  {'ok' if equal(row) else 'FAIL'}"
 
 
@@ -478,7 +346,7 @@ def main() -> int:
     chosen = [cell for cell in chosen if not options.only or options.only in str(cell)]
     i, n = map(int, options.part.split("/"))
     chosen = chosen[len(chosen) * (i - 1) // n : len(chosen) * i // n]
-    if options.backend == "nccl" and not _gpu():
+    if options.backend == "nccl" and not gpu():
         print(f"NOT RUN: {len(chosen)} cells need a GPU, and there is none here (--backend gloo: on CPU ranks)")
         return NOT_RUN
     if options.backend == "gloo":
@@ -492,12 +360,6 @@ def main() -> int:
                 file.write(json.dumps(row) + "\n")
     print(summary(rows, options.backend))
     return 0 if rows and all(map(equal, rows)) else 1
-
-
-def _gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":
