@@ -17,11 +17,12 @@ part of the gradient. Each is linear, and its backward its transpose: gradients 
 Parts are along ``dim``; ``counts`` are their lengths, by rank. Uneven ones are padded to the longest on their way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from meshfit.comm.group import Group
 from meshfit.errors import DataError
@@ -37,8 +38,9 @@ def copy(x: Tensor, group: Group) -> Tensor:
     return Collective.apply(x, "copy", group)  # type: ignore[return-value]
 
 
-def reduce(x: Tensor, group: Group) -> Tensor:
-    return Collective.apply(x, "reduce", group)  # type: ignore[return-value]
+def reduce(x: Tensor, group: Group, *, alone: bool = False) -> Tensor:
+    """``alone``: nothing else reads the memory of ``x``, so the sum may take its place."""
+    return Collective.apply(x, "reduce", group, *([alone] if alone else ()))  # type: ignore[return-value]
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -110,15 +112,41 @@ class AllToAll(torch.autograd.Function):
         return all_to_all(grad, ctx.taken, ctx.sent, ctx.group, empty), None, None, None, None
 
 
+def start(name: str, x: Tensor, group: Group, *parts: Any) -> tuple[Tensor, Callable[[], object]]:
+    """Start "reduce" or "reduce_scatter", without a derivative: where the result will be, and what waits for it.
+    ``x`` belongs to it from now on."""
+    if name == "reduce":
+        return group.start_all_reduce(x.detach())
+    dim, counts = parts
+    own, wait = group.start_reduce_scatter(_by_rank(x, group, dim, counts))
+    return own.narrow(dim, 0, counts[group.rank]), wait
+
+
+def _summed(x: Tensor, group: Group, alone: bool = False) -> Tensor:
+    if not alone:
+        return group.all_reduce(x)
+    increment_version(x)  # should autograd have saved it after all, backward will say so
+    return group.all_reduce_(x.detach().contiguous())
+
+
 def _gathered(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
     every = group.all_gather(_padded(x, dim, _longest(counts, group)))
-    return torch.cat([part.narrow(dim, 0, count) for part, count in zip(every, counts, strict=True)], dim)
+    if len(counts) * every.shape[1:][dim] > sum(counts):
+        return torch.cat([part.narrow(dim, 0, count) for part, count in zip(every, counts, strict=True)], dim)
+    dim %= x.dim()
+    return every.movedim(0, dim).flatten(dim, dim + 1)  # no copy where the dims before it are of size 1
 
 
 def _scattered(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
+    return group.reduce_scatter(_by_rank(x, group, dim, counts)).narrow(dim, 0, counts[group.rank])
+
+
+def _by_rank(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
+    """The parts of ``x`` for each rank, padded to the longest: [ranks, ...]."""
     longest = _longest(counts, group)
-    rows = torch.stack([_padded(part, dim, longest) for part in x.split(list(counts), dim)])
-    return group.reduce_scatter(rows).narrow(dim, 0, counts[group.rank])
+    if longest * len(counts) == sum(counts):
+        return x.unflatten(dim, (len(counts), longest)).movedim(dim % x.dim(), 0)
+    return torch.stack([_padded(part, dim, longest) for part in x.split(list(counts), dim)])
 
 
 def _own(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
@@ -126,8 +154,8 @@ def _own(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
 
 
 FORWARD = {
-    "copy": lambda x, group: x.view_as(x),
-    "reduce": lambda x, group: group.all_reduce(x),
+    "copy": lambda x, group, *_: x.view_as(x),
+    "reduce": _summed,
     "all_reduce": lambda x, group: group.all_reduce(x),
     "gather": _gathered,
     "split": _own,

@@ -22,6 +22,8 @@ from meshfit.torch_private import all_gather_single, in_backward, reduce_scatter
 
 R = TypeVar("R")
 
+Wait = Callable[[], object]
+
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
@@ -50,6 +52,14 @@ class Group(ABC):
         """This rank's row of the sum over all ranks; ``x`` has a row for each: [ranks, ...]."""
         return self.all_gather(x)[:, self.rank].sum(0)
 
+    def start_all_reduce(self, x: Tensor) -> tuple[Tensor, Wait]:
+        """``all_reduce_`` under way: where the sum will be, and what waits for it."""
+        return self.all_reduce_(x), _done
+
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Wait]:
+        """Likewise."""
+        return self.reduce_scatter(x), _done
+
     def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
         """``sent[r]`` of ``rows`` to each rank, in order; returns the ``taken[r]`` that came from each."""
         raise NotImplementedError
@@ -61,6 +71,10 @@ class Group(ABC):
     def exchange(self, numbers: Tensor) -> list[list[int]]:
         """The integers of all ranks."""
         return self.all_gather(numbers).tolist()
+
+
+def _done() -> None:
+    """What there is to wait for where a collective was not put off."""
 
 
 class RankGroup(Group):
@@ -88,6 +102,10 @@ class RankGroup(Group):
             dist.all_reduce(x, op=op, group=self.group)
         return x
 
+    def start_all_reduce(self, x: Tensor) -> tuple[Tensor, Wait]:
+        current().moved("all_reduce", x.nbytes)
+        return x, _waiting(dist.all_reduce(x, group=self.group, async_op=True))
+
     def all_gather(self, x: Tensor) -> Tensor:
         x = x.detach().contiguous()
         every = x.new_empty(self.size, *x.shape)
@@ -97,12 +115,14 @@ class RankGroup(Group):
         return every
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        x = x.detach().contiguous()
-        own = torch.empty_like(x[0])
-        current().moved("reduce_scatter", x.nbytes)
+        own, x = _to_scatter(x)
         with current().waiting("meet"):
             reduce_scatter_single(_plain(own), _plain(x), group=self.group)
         return own
+
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Wait]:
+        own, x = _to_scatter(x)
+        return own, _waiting(reduce_scatter_single(_plain(own), _plain(x), group=self.group, async_op=True))
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
         found = rows.new_empty(sum(taken), *rows.shape[1:])
@@ -119,6 +139,21 @@ class RankGroup(Group):
                 works.append(dist.broadcast(buffer, group=self.group, group_src=rank, async_op=True))
         for work in works:
             work.wait()
+
+
+def _to_scatter(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for a row of ``x``, and ``x`` as it is sent."""
+    x = x.detach().contiguous()
+    current().moved("reduce_scatter", x.nbytes)
+    return torch.empty_like(x[0]), x
+
+
+def _waiting(work: Any) -> Wait:
+    def wait() -> None:
+        with current().waiting("meet"):
+            work.wait()
+
+    return wait
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ left to the first half:
 
     weights that come in at several operations of a stage (shared layers): going on from one would pass by the others
     weights that come in elsewhere: at norms they cost next to nothing (and torch's kernel of GroupNorm may crash when
-    asked for them alone), and recurrent layers and ``autograd.Function`` compute all their gradients at once
+    asked for them alone), and recurrent layers and most ``autograd.Function`` compute all their gradients at once
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from meshfit.axes.tensor.column import ColumnProduct
 from meshfit.torch_private import PRODUCT_NODES
 
 Node = Any
+
+PRODUCTS = PRODUCT_NODES | {f"{ColumnProduct.__name__}Backward"}
 
 
 @dataclass(eq=False)
@@ -93,7 +96,7 @@ def _divided(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Owed,
     later: dict[Node, list[Tensor]] = {}
     for weight, where in enters.items():
         (node, *more) = where
-        if more or node is None or node.name() not in PRODUCT_NODES:
+        if more or node is None or node.name() not in PRODUCTS:
             now.append(weight.variable)
         else:
             later.setdefault(node, []).append(weight.variable)

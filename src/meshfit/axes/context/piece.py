@@ -187,7 +187,8 @@ def guarded() -> Iterator[None]:
     known, and gradients of pieces would pass it by."""
 
     def applied(cls: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Piece) and cls is Collective and args[1] in ALIKE:
+        rowwise = getattr(cls, "rowwise", False) or (cls is Collective and args[1] in ALIKE)
+        if args and isinstance(args[0], Piece) and rowwise:
             x, *rest = args
             return Piece(apply(x.local, *rest, **kwargs), x.span, x.group)
         if any(isinstance(x, Piece) for x in args):

@@ -4,7 +4,7 @@ The check does this to copies of one module, with threads for ranks; ``split_mod
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.forward import wrap
 from meshfit.axes.spec import whole_output
+from meshfit.axes.tensor.column import Entrance, is_product
 from meshfit.axes.tensor.raw import Products
 from meshfit.axes.tensor.region import SEQUENCE, Leave, Raw, Region
 from meshfit.axes.tensor.vocabulary import SlicedTensor, local_of
@@ -43,21 +44,25 @@ def cut(model: nn.Module, region: Region, group: Group, stream: Stream) -> list[
             setattr(value, inner[0], patch.value)
         undo.append(partial(setattr, where, name, found))
         setattr(where, name, value if inner else patch.value)
-    crossing = Crossing(group, stream if region.draws else None)
+    entered = [home.get_submodule(path) for path in region.enters]
+    columns = [layer for layer in entered if is_product(layer)]
+    alone = len(columns) == len(entered) and not region.raw and not region.sources
+    crossing = Crossing(group, stream if region.draws else None, columns, alone=alone)
     for path in region.heads:
         wrap(home.get_submodule(path), _local_heads(home.get_submodule(path)))  # type: ignore[arg-type]
     for path in region.lookups:
         module = home.get_submodule(path)
         undo.append(partial(setattr, module, "padding_idx", module.padding_idx))
         wrap(module, crossing.looking_up(module))  # type: ignore[arg-type]
-    for path in region.enters:
-        wrap(home.get_submodule(path), crossing.entering)
+    for layer in entered:
+        wrap(layer, crossing.column(layer) if layer in columns else crossing.entering)
     for path, dim in region.gathers:
         wrap(home.get_submodule(path), crossing.gathering(dim))
     for path in region.slices:
         wrap(home.get_submodule(path), crossing.slicing)
     for each in region.leaves:
-        wrap(home.get_submodule(each.module), crossing.leaving(home, each))
+        layer = home.get_submodule(each.module)
+        wrap(layer, crossing.leaving(home, each, alone=is_product(layer)))
     for each in region.raw:
         wrap(home.get_submodule(each.module), crossing.multiplying(home, each))
     for path in region.sources:
@@ -75,11 +80,11 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 class Crossing:
-    """The border of one region, while it runs."""
+    """The border of one region, while it runs. ``columns``: products that are entered; ``alone``: nothing else is."""
 
-    def __init__(self, group: Group, stream: Stream | None):
-        self.group, self.stream = group, stream
-        self._entered: dict[int, tuple[Tensor, int, Tensor]] | None = None  # during a call of the region's module
+    def __init__(self, group: Group, stream: Stream | None, columns: Sequence[nn.Module], *, alone: bool):
+        self.group, self.stream, self.columns, self.alone = group, stream, columns, alone
+        self._entered: dict[int, tuple[Tensor, int, Entrance]] | None = None  # during a call of the region's module
 
     def around(self, forward: Forward) -> Forward:
         """Tensors that enter several times in one call do so once: their gradients are summed in one go."""
@@ -100,6 +105,22 @@ class Crossing:
             return forward(*args, **kwargs)
 
         return run
+
+    def column(self, layer: nn.Module) -> Callable[[Forward], Forward]:
+        """Likewise, of a layer that is a product with its weight."""
+
+        def around(forward: Forward) -> Forward:
+            def run(*args: Any, **kwargs: Any) -> Tensor:
+                (x,) = (*args, *kwargs.values())
+                x = x.whole() if isinstance(x, SlicedTensor) and not x.length else x
+                if self.stream is not None:
+                    self.stream.own(self, x.device)
+                entrance = self._entrance(x)
+                return forward(self._entered_once(x)) if entrance is None else entrance.product(layer)
+
+            return run
+
+        return around
 
     def sourcing(self, forward: Forward) -> Forward:
         return lambda *args, **kwargs: tree_map(self._entered_once, forward(*args, **kwargs))
@@ -130,7 +151,7 @@ class Crossing:
                 _in_range(input, total)
                 here = (input >= start) & (input < start + size)
                 found = forward(torch.where(here, input - start, 0))
-                return collectives.reduce(found.masked_fill(~here.unsqueeze(-1), 0.0), self.group)
+                return collectives.reduce(found.masked_fill(~here.unsqueeze(-1), 0.0), self.group, alone=True)
 
             return run
 
@@ -152,7 +173,8 @@ class Crossing:
 
         return around
 
-    def leaving(self, home: nn.Module, border: Leave) -> Callable[[Forward], Forward]:
+    def leaving(self, home: nn.Module, border: Leave, *, alone: bool = False) -> Callable[[Forward], Forward]:
+        """``alone``: nothing else reads the memory that the module returns."""
         path, _, name = border.bias.rpartition(".")
         holder = home.get_submodule(path) if border.bias else None
 
@@ -169,7 +191,7 @@ class Crossing:
                     own = collectives.reduce_scatter(leaves[first], SEQUENCE, even(length, self.group.size), self.group)
                     leaves[first] = SlicedTensor.rows(added(own), length, self.group)
                 else:
-                    leaves[first] = added(self.leave(leaves[first]))
+                    leaves[first] = added(self.leave(leaves[first], alone=alone))
                 return tree_unflatten(leaves, spec)
 
             return run
@@ -203,25 +225,31 @@ class Crossing:
             self.stream.own(self, x.device)
         return self._entered_once(x)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def leave(self, x: Tensor, *, alone: bool = True) -> Tensor:
         """The sum of all ranks' ``x``, on its way out."""
         self._left()
-        return collectives.reduce(x, self.group)
+        return collectives.reduce(x, self.group, alone=alone)
 
     def _entered_once(self, x: Any) -> Any:
-        if isinstance(x, SlicedTensor) and x.length:
-            return x.entered()
+        entrance = self._entrance(x)
+        if entrance is not None:
+            return entrance.x
+        return x.entered() if isinstance(x, SlicedTensor) and x.length else x
+
+    def _entrance(self, x: Any) -> Entrance | None:
+        """Where ``x`` enters, if it gets a gradient; the same one for all that it enters in one call."""
         if not _real(x) or not x.requires_grad or not torch.is_grad_enabled():
-            return x
-        if self._entered is None:
-            return collectives.copy(x, self.group)
-        known = self._entered.get(id(x))
+            return None
+        if isinstance(x, SlicedTensor) and x.length:
+            return x.entrance(self.columns, alone=self.alone)
+        known = None if self._entered is None else self._entered.get(id(x))
         if known is not None and known[1] == version(x):
             return known[2]
-        own = collectives.copy(x, self.group)
-        self._entered[id(x)] = x, version(x), own  # x is kept: its id must not be used again
-        self._entered[id(own)] = own, version(own), own
-        return own
+        made = Entrance(x, self.columns, self.group, alone=self.alone)
+        if self._entered is not None:
+            self._entered[id(x)] = x, version(x), made  # x is kept: its id must not be used again
+            self._entered[id(made.x)] = made.x, version(made.x), made
+        return made
 
 
 def _in_range(index: Tensor, size: int) -> None:

@@ -6,15 +6,16 @@ Whatever else reads it gets the whole, gathered from all ranks: exact, different
 ranks have to come by. ``whole_output`` does that for what leaves a step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshfit.axes.spec import Spec, SplitTensor, changes, name_of
+from meshfit.axes.tensor.column import Entrance
 from meshfit.axes.tensor.region import SEQUENCE
 from meshfit.axes.tensor.vocabulary_loss import cross_entropy
 from meshfit.comm import collectives
@@ -57,6 +58,7 @@ class SlicedTensor(SplitTensor):
 
     gathered: Tensor | None
     put_together: Tensor | None
+    entrances: dict[bool, Entrance]
     changed: bool
     """The whole was changed in place: the slice no longer counts."""
 
@@ -67,7 +69,7 @@ class SlicedTensor(SplitTensor):
     def of(local: Tensor, group: Group, at: int = -1, *, view: bool = False) -> "SlicedTensor":
         out = local.as_subclass(SlicedTensor)
         out.group, out.at, out.gathered, out.changed, out.shown = group, at, None, False, view
-        out.length, out.put_together = 0, None
+        out.length, out.put_together, out.entrances = 0, None, {}
         return out
 
     @staticmethod
@@ -100,15 +102,20 @@ class SlicedTensor(SplitTensor):
         return known
 
     def entered(self) -> Tensor:
-        """All rows, for a region: each rank has part of the gradient. Put together once, however many ask."""
-        local, known = local_of(self), self.put_together
+        """All rows, for a region, where they get no gradient."""
         if self.changed:
-            return collectives.copy(self.whole(), self.group)
-        if known is None or (torch.is_grad_enabled() and local.requires_grad and not known.requires_grad):
-            known = self.put_together = collectives.all_gather(
-                local, SEQUENCE, even(self.length, self.group.size), self.group
-            )
-        return known
+            return self.whole()
+        if self.put_together is None:
+            counts = even(self.length, self.group.size)
+            self.put_together = collectives.all_gather(local_of(self), SEQUENCE, counts, self.group)
+        return self.put_together
+
+    def entrance(self, columns: Sequence[nn.Module], *, alone: bool) -> Entrance:
+        """The same where each rank has part of their gradient. Put together once, however many ask."""
+        if alone not in self.entrances:
+            x, length = (self.whole(), 0) if self.changed else (local_of(self), self.length)
+            self.entrances[alone] = Entrance(x, columns, self.group, length, alone=alone)
+        return self.entrances[alone]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,0 +1,178 @@
+"""Layers that are cut by output channels: the gradient of their input is summed over the ranks while their weights get
+theirs.
+
+Autograd takes what is ready in the reverse order of forward, so what is put between two nodes there runs between them:
+
+    forward    arrive(x), then the weights of all layers that x enters, then enter(x), then the products
+    backward   products: the gradient of x alone; enter: its sum over ranks is started; weights: their gradients;
+               arrive: the sum is waited for
+
+Where it enters nothing else, x does so in the dtype that autocast gives to products: that is what travels.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshfit.axes.forward import is_wrapped
+from meshfit.axes.tensor.region import SEQUENCE
+from meshfit.comm import collectives
+from meshfit.comm.collectives import Collective, even
+from meshfit.comm.group import Group
+from meshfit.torch_private import storage_id, will_run
+
+
+def is_product(layer: nn.Module) -> bool:
+    """Whether it is a plain product with its weight, as nn.Linear or the Conv1D of Hugging Face, and nothing more."""
+    plain = type(layer) is nn.Linear or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
+    return plain and not is_wrapped(layer) and "forward" not in vars(layer)
+
+
+class Entrance:
+    """``x`` on its way into ``layers``, or also elsewhere if these are not ``alone``. ``length``: it is a rank's rows
+    of so many, and what enters is all of them, gathered."""
+
+    def __init__(self, x: Tensor, layers: Iterable[nn.Module], group: Group, length: int = 0, *, alone: bool = False):
+        self._sum = _Sum(alone)
+        x = Arrive.apply(in_autocast(x) if alone else x, self._sum)  # type: ignore[assignment]
+        self._weights = {layer: _Weights(layer) for layer in layers}
+        self.x: Tensor = Enter.apply(x, self._sum, group, length)  # type: ignore[assignment]
+
+    def product(self, layer: nn.Module) -> Tensor:
+        weights = self._weights.get(layer) or _Weights(layer)
+        return ColumnProduct.apply(in_autocast(self.x), *weights.tensors, weights)  # type: ignore[return-value]
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """``x`` in the dtype that autocast gives to products."""
+    kind = x.device.type
+    casts = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if casts else x
+
+
+class _Sum:
+    """The sum of a gradient, under way."""
+
+    def __init__(self, alone: bool):
+        self.alone = alone
+        """Products alone make the gradient, so its memory is free to hold the sum."""
+        self.wait: Callable[[], object] | None = None
+
+
+class _Weights:
+    """Of one layer, for one entrance."""
+
+    def __init__(self, layer: nn.Module):
+        self.turned = not isinstance(layer, nn.Linear)
+        """[in, out], as in Conv1D."""
+        self.owed: list[tuple[Tensor, Tensor]] = []
+        """Gradients of the output, with the input: what the gradients of the weights are to be computed from."""
+        self.tensors: tuple[Tensor, Tensor | None] = Weights.apply(self, layer.weight, layer.bias)  # type: ignore
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Of the weight and the bias."""
+        owed, self.owed = self.owed, []
+        pairs = [(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])) for grad, x in owed]
+        weights = [x.t().mm(grad) if self.turned else grad.t().mm(x) for grad, x in pairs]
+        biases = [grad.sum(0) for grad, _ in pairs]
+        return sum(weights[1:], weights[0]), sum(biases[1:], biases[0])
+
+
+class Arrive(torch.autograd.Function):
+    rowwise = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: _Sum) -> Tensor:
+        ctx.total = total
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.total.wait is not None:
+            ctx.total.wait()
+            ctx.total.wait = None
+        return grad, None
+
+
+class Enter(torch.autograd.Function):
+    rowwise = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: _Sum, group: Group, length: int) -> Tensor:
+        ctx.total, ctx.group = total, group
+        ctx.parts = (SEQUENCE, even(length, group.size)) if length else ()
+        return collectives.FORWARD["all_gather"](x, group, *ctx.parts) if length else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        name = "reduce_scatter" if ctx.parts else "reduce"
+        if torch.is_grad_enabled():
+            return Collective.apply(grad, name, ctx.group, *ctx.parts), None, None, None
+        if not ctx.parts:
+            grad = grad.contiguous() if ctx.total.alone else grad.clone(memory_format=torch.contiguous_format)
+        found, ctx.total.wait = collectives.start(name, grad, ctx.group, *ctx.parts)
+        return found, None, None, None
+
+
+class Weights(torch.autograd.Function):
+    """The weight and the bias of a layer. Their gradients are computed when autograd comes here."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: _Weights, weight: Tensor, bias: Tensor | None) -> Any:
+        ctx.weights = weights
+        return weight.view_as(weight), None if bias is None else bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.weights.owed:
+            grads = tuple(map(_with, grads, ctx.weights.gradients()))
+        return None, *grads
+
+
+def _with(grad: Tensor | None, owed: Tensor) -> Tensor | None:
+    """``owed``, and what came beside: where a gradient is differentiated, weights have other uses than in products."""
+    if grad is None:
+        return None
+    owed = owed.to(grad.dtype)
+    return owed if storage_id(grad) == storage_id(_nothing(grad.device, grad.dtype)) else owed + grad
+
+
+class ColumnProduct(torch.autograd.Function):
+    rowwise = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: _Weights) -> Tensor:
+        ctx.weights, ctx.bias = weights, None if bias is None else (bias.shape, bias.dtype)
+        ctx.save_for_backward(x, weight)
+        own = weight.to(x.dtype)
+        return F.linear(x, own.t() if weights.turned else own, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        weights, flat = ctx.weights, grad.reshape(-1, grad.shape[-1])
+        of_input, *of_weights = (node is not None and will_run(node) for node, _ in ctx.next_functions)
+        own = weight.to(grad.dtype)
+        found = flat.mm(own.t() if weights.turned else own).view(x.shape) if of_input else None
+        if not any(of_weights):
+            return found, None, None, None
+        weights.owed.append((flat, x))
+        if torch.is_grad_enabled():  # it may be differentiated again: nothing is put off
+            of_weight, of_bias = weights.gradients()
+            return found, of_weight.to(weight.dtype), of_bias if ctx.bias else None, None
+        later = [_nothing(grad.device, weight.dtype).expand(weight.shape), None]
+        if ctx.bias is not None:
+            shape, dtype = ctx.bias
+            later[1] = _nothing(grad.device, dtype).expand(shape)
+        return found, *later, None
+
+
+@cache
+def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """In place of a gradient that is computed later. There must be one: autograd runs a node without any in another
+    thread."""
+    return torch.zeros((), device=device, dtype=dtype)
