@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import meshfit
 from benchmarks.zoo import ZOO
 from meshfit.axes.compile import pieces
-from meshfit.axes.compile.axis import compilable
+from meshfit.axes.compile.axis import Blocks, compilable, own_numbers
 from meshfit.axes.compile.pieces import InPieces
+from meshfit.axes.forward import unwrap
 from meshfit.axes.shard.units import traced
 from meshfit.exchange import allreduce
 from meshfit.exchange.allreduce import AllReduce
@@ -50,6 +51,69 @@ def test_blocks_with_a_global_batchnorm_are_left_alone() -> None:
     alone, spread = (compilable(trace, global_batchnorm=spread) for spread in (False, True))
     assert any(norm.startswith(path) for path in alone for norm in norms)
     assert not any(norm.startswith(path) for path in spread for norm in norms)
+
+
+# A block that knows its number
+
+
+class Numbered(nn.Module):
+    """Scales by its number, and does something else in the first place."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner: Any = nn.Linear(8, 8)
+        self.inner.number, self.heads, self.number = number, 2, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (self.heads, -1)).flatten(-2) / float(self.number + 1)
+        return x + self.inner(x * self.inner.number if self.number else x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_that_know_their_number_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all places in which they do the same: here, the first and the others."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Numbered(i) for i in range(8))), torch.randn(3, 8)
+    want = model(x)
+    blocks = Blocks(model, tuple(str(i) for i in range(8)))
+    blocks.compile()
+    try:
+        counters.clear()
+        torch.testing.assert_close(model(x), want)
+        assert counters["stats"]["unique_graphs"] == 2
+    finally:
+        blocks.undo()
+        unwrap(model)
+    assert own_numbers(model) == {"number"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_layers_of_transformers_are_compiled_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    case = ZOO[name]
+    model = case.build()
+    found = compilable(traced(model, Objective(case.loss), case.data(4), device="cpu"), global_batchnorm=False)  # type: ignore[arg-type]
+    layers = [path for path in found if path.rpartition(".")[2].isdigit()]
+    assert len(layers) > 1
+    batch = case.data(4) | {"use_cache": False}
+    want = model(**batch).loss
+    blocks = Blocks(model, tuple(layers))
+    blocks.compile()
+    try:
+        counters.clear()
+        torch.testing.assert_close(model(**batch).loss, want)
+        assert counters["stats"]["unique_graphs"] == 1
+    finally:
+        blocks.undo()
+        unwrap(model)
 
 
 # In pieces, so that gradients are summed while backward runs
@@ -123,11 +187,11 @@ def test_sums_start_while_a_compiled_backward_runs() -> None:
     plain = dist.all_reduce
     for step in range(2):
         alone.zero_grad()
-        sum(alone(tokens[r], targets[r]) for r in range(2)).backward()
+        torch.stack([alone(tokens[r], targets[r]) for r in range(2)]).sum().backward()
         exchange.arm(0.0, 0.0, stop=False, broken=False)
         loss = run(tokens[rank], targets[rank])
         dist.all_reduce = lambda tensor, **kwargs: happened.append("sum") or plain(tensor, **kwargs)
-        hook = model.layers[0].up.weight.register_hook(lambda grad: happened.append("first layer"))
+        hook = model.layers[0].get_parameter("up.weight").register_hook(lambda grad: happened.append("first layer"))
         loss.backward()
         exchange.finish()
         hook.remove()

@@ -444,17 +444,20 @@ def test_threads_of_autograd_have_the_values_of_their_caller() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_limit_of_recompiles_is_given_back() -> None:
+def test_settings_of_the_compiler_are_given_back() -> None:
     from torch._dynamo import config
 
-    found = config.recompile_limit
-    first, second = torch_private.recompile_limit(found + 5), torch_private.recompile_limit(found + 9)
+    found, sources = config.recompile_limit, torch.compiler.config.dynamic_sources
+    first, second = torch_private.compiling_alike(found + 5, ["a"]), torch_private.compiling_alike(found + 9, ["b"])
     with first:
         second.__enter__()
         assert config.recompile_limit == found + 9
+        assert torch.compiler.config.dynamic_sources.endswith(r".*\.a$,.*\.b$")
     assert config.recompile_limit == found + 9
+    assert torch.compiler.config.dynamic_sources.endswith(r".*\.b$")
     second.__exit__(None, None, None)
     assert config.recompile_limit == found
+    assert torch.compiler.config.dynamic_sources == sources
 
 
 def test_graphs_are_compiled_in_pieces_that_begin_where_they_are_told() -> None:

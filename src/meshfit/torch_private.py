@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -379,29 +379,42 @@ COMPILER = "torch._dynamo"
 """Takes a second to import, and building an optimizer imports it."""
 
 
-_limits: list[int] = []
-_limiting = threading.Lock()
+_compiling: list[tuple[int, frozenset[str]]] = []
+_as_found: tuple[int, str] = (0, "")
+_changing = threading.Lock()
 
 
 @contextmanager
-def recompile_limit(least: int) -> Iterator[None]:
-    """Within it code is compiled anew ``least`` times if need be, in all threads: past its limit torch silently leaves
-    code as it is."""
-    from torch._dynamo import config
-
-    with _limiting:
-        if not _limits:
-            _limits.append(config.recompile_limit)  # as it was found
-        _limits.append(least)
-        config.recompile_limit = max(_limits)
+def compiling_alike(times: int, numbers: Iterable[str] = ()) -> Iterator[None]:
+    """Within it, in all threads, code is compiled anew ``times`` times if need be (past its limit torch silently leaves
+    code as it is), and what is compiled holds for any value of the integers that modules have under the names
+    ``numbers``, unless their code decides by it."""
+    mine = times, frozenset(numbers)
+    with _changing:
+        _compiling.append(mine)
+        _set_compiling()
     try:
         yield
     finally:
-        with _limiting:
-            _limits.remove(least)
-            config.recompile_limit = max(_limits)
-            if len(_limits) == 1:
-                _limits.clear()
+        with _changing:
+            _compiling.remove(mine)
+            _set_compiling()
+
+
+def _set_compiling() -> None:
+    global _as_found
+    from torch._dynamo import config
+
+    if len(_compiling) == 1 and not _as_found[0]:
+        _as_found = config.recompile_limit, torch.compiler.config.dynamic_sources
+    limit, sources = _as_found
+    numbers = sorted(frozenset().union(*(names for _, names in _compiling)))
+    config.recompile_limit = max(limit, *(times for times, _ in _compiling)) if _compiling else limit
+    torch.compiler.config.dynamic_sources = ",".join(
+        [*([sources] if sources else []), *(rf".*\.{name}$" for name in numbers)]
+    )
+    if not _compiling:
+        _as_found = 0, ""
 
 
 def size_hint(size: Any) -> int:

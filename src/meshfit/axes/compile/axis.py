@@ -8,7 +8,7 @@ Where something acts inside the model (units are gathered, blocks computed again
 ranks) the whole cannot be compiled, but its blocks can: those without such a BatchNorm.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from meshfit.axes.forward import wrap
 from meshfit.errors import PlanError
 from meshfit.launch.peak import peak_flops
 from meshfit.plan import Plan
-from meshfit.torch_private import recompile_limit
+from meshfit.torch_private import compiling_alike
 
 if TYPE_CHECKING:
     from meshfit.axes.find import Study
@@ -131,16 +131,15 @@ class Blocks(Applied):
 
     def __init__(self, model: nn.Module, paths: tuple[str, ...]):
         """Wraps the blocks' own forwards, so it comes before all other wrappers."""
-        self.count, self._until = len(paths), ExitStack()
+        self._blocks, self._until = [model.get_submodule(path) for path in paths], ExitStack()
         self._compiled = False
-        for path in paths:
-            wrap(model.get_submodule(path), self._around)
+        for block in self._blocks:
+            wrap(block, self._around)
 
     def compile(self) -> None:
         """From now on. Nothing is compiled before a block is called."""
-        # Blocks share their code, and torch recompiles it for each that differs in a constant (its index, say); past
-        # the limit it would silently run the rest eagerly.
-        self._until.enter_context(recompile_limit(self.count + 8))
+        # Blocks share their code, and torch recompiles it for each that differs in a constant.
+        self._until.enter_context(compiling_alike(len(self._blocks) + 8, own_numbers(self._blocks)))
         self._compiled = True
 
     def undo(self) -> None:
@@ -157,6 +156,18 @@ class Blocks(Applied):
             return compiled(*args, **kwargs)
 
         return run
+
+
+def own_numbers(blocks: Iterable[nn.Module]) -> set[str]:
+    """Names of integers that differ between blocks of one class: a block's place in the model, above all."""
+    first: dict[tuple[type, str, str], int] = {}
+    found: set[str] = set()
+    for block in blocks:
+        for path, module in block.named_modules():
+            for name, value in vars(module).items():
+                if type(value) is int and first.setdefault((type(block), path, name), value) != value:
+                    found.add(name)
+    return found
 
 
 def compilable(trace: Trace, *, global_batchnorm: bool) -> tuple[str, ...]:
