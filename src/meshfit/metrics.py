@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.comm.group import from_first_rank
+from meshfit.comm.first import from_first_rank
 from meshfit.data import tree
 from meshfit.errors import DataError, JobError
 

@@ -465,6 +465,14 @@ def become_world(group: dist.ProcessGroup, *outside: dist.ProcessGroup) -> None:
     c10d._update_default_pg(group)
 
 
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store in which the ranks of a group found each other, under a prefix of its own."""
+    from torch.distributed import distributed_c10d as c10d
+
+    found = c10d._world.pg_map.get(group)
+    return None if found is None else found[1]
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """How long a collective of ``group`` may wait."""
     for kind in ("cpu", "cuda"):

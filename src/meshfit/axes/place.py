@@ -32,7 +32,8 @@ from meshfit.axes.precision import Precision
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.tensor.axis import splits_sequence
 from meshfit.axes.tensors import check_ties
-from meshfit.comm.group import Group, from_first_rank
+from meshfit.comm.first import from_first_rank
+from meshfit.comm.group import Group
 from meshfit.plan import Plan
 
 L = TypeVar("L", bound=Applied)

@@ -311,22 +311,6 @@ def groups(wanted: Iterable[tuple[int, ...]], *, fresh: bool = False) -> dict[tu
     return {ranks: found.get(ranks, dist.group.WORLD) for ranks in mine}  # type: ignore[misc]
 
 
-def from_first_rank(find: Callable[[], R], group: dist.ProcessGroup | None) -> R:
-    """What the first rank of ``group`` finds, or raises, on all of them, which call it together; None: this rank's."""
-    if group is None:
-        return find()
-    found: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            found = [find()]
-        except Exception as error:  # the others wait for an answer
-            found = [error]
-    dist.broadcast_object_list(found, group=group, group_src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
-
-
 def new_group(ranks: Iterable[int]) -> dist.ProcessGroup:
     """A process group with the timeout of the world's."""
     assert dist.group.WORLD is not None

@@ -1,0 +1,100 @@
+"""What the first rank of a group finds, on all of them, however long it takes.
+
+The others wait in no collective, which would give up after a while: they look in the group's store, where the first
+rank leaves signs of life, and give up when these stop.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from meshfit.errors import RankError
+from meshfit.torch_private import store_of, timeout_of
+
+R = TypeVar("R")
+
+BEAT = 2.0
+"""Seconds between two signs of life."""
+
+LOOKS = 0.001, 0.2
+"""Seconds between two looks: at first, and when it takes long."""
+
+
+def from_first_rank(find: Callable[[], R], group: dist.ProcessGroup | None) -> R:
+    """What the first rank of ``group`` finds, or raises, on all of them, which call it together; None: this rank's."""
+    if group is None:
+        return find()
+    found: list[Any] = [None]
+    waiting = _Waiting.among(group)
+    if dist.get_rank(group) == 0:
+        with waiting.alive():
+            try:
+                found = [find()]
+            except Exception as error:  # the others wait for an answer
+                found = [error]
+    else:
+        waiting.wait()
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+class _Waiting:
+    """One wait for the first rank. Without a store, which torch's fake ranks lack, it is left to the collective."""
+
+    def __init__(self, store: dist.Store | None, key: str, patience: float):
+        self.store, self.key, self.patience = store, key, patience
+
+    @classmethod
+    def among(cls, group: dist.ProcessGroup) -> "_Waiting":
+        limit, store = timeout_of(group), store_of(group)
+        try:
+            number = 0 if store is None else store.add(f"meshfit/first/{dist.get_rank(group)}", 1)
+        except RuntimeError:
+            number, store = 0, None
+        return cls(store, f"meshfit/first/wait/{number}", 600.0 if limit is None else limit.total_seconds())
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """In the first rank, around what it does; the others go on when it is done."""
+        store, done = self.store, threading.Event()
+        if store is None:
+            yield
+            return
+
+        def beat() -> None:
+            while not done.wait(BEAT):
+                store.add(f"{self.key}/alive", 1)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        store.set(f"{self.key}/done", "")
+
+    def wait(self) -> None:
+        if self.store is None:
+            return
+        pause, heard, signs = LOOKS[0], time.monotonic(), 0
+        looked = heard
+        while not self.store.check([f"{self.key}/done"]):
+            time.sleep(pause)
+            pause, now = min(2 * pause, LOOKS[1]), time.monotonic()
+            if now - looked < BEAT:
+                continue
+            looked, before = now, signs
+            signs = self.store.add(f"{self.key}/alive", 0)
+            heard = now if signs > before else heard
+            if now - heard > self.patience:
+                raise RankError(
+                    f"timed out: the first rank looked at the model, and gave no sign of life for {self.patience:g} s",
+                    "it has ended, or is stopped",
+                )
