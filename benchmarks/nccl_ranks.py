@@ -36,8 +36,9 @@ RIG = {
     "NCCL_SHM_DISABLE": "1",
     "NCCL_IB_DISABLE": "1",
     "NCCL_MAX_NCHANNELS": "2",
-    "NCCL_BUFFSIZE": str(2**19),
 }
+SMALL_BUFFERS = {"NCCL_BUFFSIZE": str(2**19)}
+"""Memory for many communicators, and no room for a message whose receiver has not come; sockets are 4 times slower."""
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -92,7 +93,8 @@ def _where(error: BaseException) -> list[str]:
 class World:
     """Ranks of ``script`` that wait for work."""
 
-    def __init__(self, script: str, size: int, backend: str, *, one_queue: bool = False):
+    def __init__(self, script: str, size: int, backend: str, *, one_queue: bool = False, fast: bool = False):
+        """``one_queue``: CUDA_DEVICE_MAX_CONNECTIONS=1. ``fast``: NCCL's own buffers, where times are taken."""
         self.size, self.folder = size, Path(tempfile.mkdtemp(prefix="nccl-"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -103,6 +105,7 @@ class World:
             place = {"RANK": str(r), "WORLD_SIZE": str(size), "LOCAL_RANK": str(r), "LOCAL_WORLD_SIZE": str(size)}
             meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
             rig = {"NCCL_HOSTID": f"host{r}", **RIG} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
+            rig |= {} if fast else SMALL_BUFFERS
             if one_queue:
                 rig["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
             process = subprocess.Popen(

@@ -477,7 +477,7 @@ def measure(rows: list[Row], options: argparse.Namespace) -> dict[str, dict[str,
             if "error" in found[row.name]:
                 continue
             if world is None:
-                world = World(__file__, options.ranks, options.backend)
+                world = World(__file__, options.ranks, options.backend, fast=True)
                 heard, ready = world.ready()
                 if not ready:
                     raise SystemExit(failure(heard[0]))
