@@ -63,6 +63,7 @@ def cells() -> list[Cell]:
         found += [Cell(f"tensor={n} sequence=whole"), Cell(f"tensor={n} sequence=split"), Cell(f"context={n}")]
         found += [Cell(f"expert={n}", "mixture")] if n != 3 else []  # it has four experts
         found += [Cell(f"branch={n}", "ensemble")] if n < 4 else []  # and that three members
+    found += [Cell("expert=2", "mixtral-balanced"), Cell("data=2", "mixtral-balanced"), Cell("expert=2", "deepseek")]
     found += [Cell("data=2", "batchnorm"), Cell("shard=2 recompute=full"), Cell("shard=2 offload=optimizer")]
     whole = ("data=2", "shard=2 microbatches=2", "pipeline=2 microbatches=4", "data=2 pipeline=2 microbatches=2")
     found += [Cell(plan, "contrast") for plan in whole]
@@ -190,6 +191,7 @@ def cases() -> dict[str, Any]:
         "contrast": zoo.Case(name="contrast", build=zoo.seeded(deep), data=zoo.points, loss=contrast),
         "ensemble": zoo_branches.BRANCHES["ensemble"],
         **{name: compose.CASES[name] for name in ("two-mixtures", "tied-heads", "siamese")},
+        **{case.name: case for case in zoo_experts.CASES if case.name in ("mixtral-balanced", "deepseek")},
         "batchnorm": zoo.Case(name="batchnorm", build=cnn.build, data=cnn.data, loss=cnn.loss),
     }
 

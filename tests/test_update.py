@@ -1,6 +1,7 @@
 """The step: clipping, skipping, scaling, averaging."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from meshfit.axes.precision import LossScale
 from meshfit.exchange.update import Average, Update, fuse, total_norm
 from meshfit.step import Reading
+from meshfit.transfer import HostCopy
 
 CPU = torch.device("cpu")
 
@@ -155,14 +157,9 @@ def test_a_constant_factor_is_applied_on_a_device_too(fused: bool) -> None:
 
 
 def test_a_reading_lets_go_of_the_device_once_it_is_read() -> None:
-    class Event:
-        def synchronize(self) -> None:
-            pass
-
-    reading = Reading(0.0)  # as it is on a GPU: numbers in pinned memory, and an event after which they are there
-    reading._values, reading._numbers, reading._event = None, torch.tensor([1.0, 2.0]), Event()  # type: ignore[assignment]
+    reading = Reading(math.nan, 2.0)
+    reading._coming, reading._places = HostCopy(torch.tensor([1.0])), [0]  # as on a GPU, where one is on its way
     assert reading.values == [1.0, 2.0]
-    assert reading._numbers is None
-    assert reading._event is None
+    assert reading._coming is None
     assert reading.ready
     assert reading.values == [1.0, 2.0]

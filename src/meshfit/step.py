@@ -1,43 +1,37 @@
 """What one optimizer step was."""
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshfit.transfer import HostCopy
 
 
 class Reading:
     """A few numbers on their way from the device. Asking for them waits until they are there, and lets go of the
     pinned memory and the event: a history of steps keeps numbers alone."""
 
-    __slots__ = ("_event", "_numbers", "_values")
+    __slots__ = ("_coming", "_places", "_values")
 
     def __init__(self, *numbers: Tensor | float | bool):
-        self._event: Any = None
-        self._numbers: Tensor | None = None
-        self._values: list[float] | None = None
-        device = next((n.device for n in numbers if isinstance(n, Tensor) and n.is_cuda), None)
-        if device is None:
-            self._values = [float(n) for n in numbers]
-            return
-        packed = torch.stack([torch.as_tensor(n, dtype=torch.float32, device=device) for n in numbers])
-        self._numbers = torch.empty(len(numbers), pin_memory=True)
-        self._numbers.copy_(packed, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        there = [n for n in numbers if isinstance(n, Tensor) and n.is_cuda]
+        self._values = [math.nan if isinstance(n, Tensor) and n.is_cuda else float(n) for n in numbers]
+        self._places = [i for i, n in enumerate(numbers) if isinstance(n, Tensor) and n.is_cuda]
+        """Of those that are on their way."""
+        self._coming = HostCopy(torch.stack([n.to(torch.float32) for n in there])) if there else None
 
     @property
     def ready(self) -> bool:
-        return self._values is not None or self._event.query()
+        return self._coming is None or self._coming.ready
 
     @property
     def values(self) -> list[float]:
-        if self._values is None:
-            assert self._numbers is not None
-            self._event.synchronize()
-            self._values = self._numbers.tolist()
-            self._event = self._numbers = None
+        if self._coming is not None:
+            for place, number in zip(self._places, self._coming.tolist(), strict=True):
+                self._values[place] = number
+            self._coming = None
         return self._values
 
     def __reduce__(self):

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,10 @@ class Feed:
                 self.aside.append(step)
             return
         self.held.append(step)
-        if self.lockstep or step.valid or time.perf_counter() - self.sent > FEED_SECONDS:
+        if self.lockstep:
             self.flush()
+        elif step.valid or time.perf_counter() - self.sent > FEED_SECONDS:
+            self.flush(sum(1 for _ in takewhile(lambda each: each.reading.ready, self.held)))
 
     def late(self, run: Run) -> None:
         """As the new leader, send the steps that the one before may not have sent."""
@@ -174,11 +177,12 @@ class Feed:
             self._unanswered += len(steps)
             self.aside.clear()
 
-    def flush(self) -> None:
-        if self.held:
-            self.channel.send(self.held)
-            self._unanswered += len(self.held)
-            self.held, self.sent = [], time.perf_counter()
+    def flush(self, count: int | None = None) -> None:
+        """Send the first ``count`` of the steps that are held; None: all, also those whose loss must be waited for."""
+        if some := self.held[:count]:
+            self.channel.send(some)
+            self._unanswered += len(some)
+            self.held, self.sent = self.held[len(some) :], time.perf_counter()
 
     def stopped(self) -> bool:
         """Whether the caller has asked to stop. In lockstep this waits for its answers to the steps sent so far."""

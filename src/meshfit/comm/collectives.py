@@ -65,7 +65,7 @@ def reduce_scatter(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
     """``all_gather`` of rows, any number from each rank, which tell each other how many."""
-    shapes = group.exchange(torch.tensor(x.shape, device=x.device))
+    shapes = group.exchange(x.shape)
     widths = {tuple(shape[1:]) for shape in shapes if shape[0]}
     if len(widths) > 1:
         raise DataError(

@@ -68,9 +68,14 @@ class Group(ABC):
         """Fill ``buffers[r]`` with rank r's, for all ranks at once. An empty one is not sent."""
         raise NotImplementedError
 
-    def exchange(self, numbers: Tensor) -> list[list[int]]:
-        """The integers of all ranks."""
-        return self.all_gather(numbers).tolist()
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Integers that the host knows, of all ranks: no device is waited for."""
+        return self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.host)).tolist()
+
+    @property
+    def host(self) -> torch.device:
+        """Where tensors lie that the host reads at once."""
+        return torch.device("cpu")
 
 
 def _done() -> None:
@@ -86,6 +91,12 @@ class RankGroup(Group):
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "RankGroup | None":
         return None if group is None else cls(group)
+
+    @property
+    def host(self) -> torch.device:
+        """A process group of the caller's own may take tensors of GPUs alone."""
+        on_cpu = "nccl" not in (backend := dist.get_backend(self.group)) or "gloo" in backend
+        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     def among(self, wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], "RankGroup"]:
         """Groups of some of the ranks, this one among them. All ranks of the world call it together."""

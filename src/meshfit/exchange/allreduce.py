@@ -31,6 +31,7 @@ from meshfit.comm.flat import FlatLayout, aligned
 from meshfit.cost import Cost
 from meshfit.errors import JobError
 from meshfit.events import current
+from meshfit.transfer import upload
 
 STEP_SCALARS = 3  # loss, count, stop; then a slot a rank for broken losses
 BUCKET_BYTES = 25 * 2**20
@@ -150,7 +151,7 @@ class AllReduce:
             return self._alone
         missing = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached] if self._behind else []
         if missing:
-            self._reached_flags[missing] = 0.0
+            self._reached_flags[upload(missing, self._reached_flags.device)] = 0.0
         for bucket in self._buckets[self._next :]:
             bucket.waiting = 0  # what it still waits for was reached in an earlier pass, or not at all
         self._launch()
@@ -158,8 +159,9 @@ class AllReduce:
             assert bucket.work is not None
             bucket.work.wait()
             current().arrived(bucket.began)
-        for i in missing:  # see [Note: unused parameters]
-            if not self._reached_flags[i]:
+        reached = self._reached_flags.tolist() if missing else []  # the host waits: see [Note: unused parameters]
+        for i in missing:
+            if not reached[i]:
                 self.parameters[i].grad = None
         loss, count, stop, *broken = self.numbers.tolist() if self.numbers.is_cpu else self.numbers
         return StepScalars(loss, count, stop, broken)

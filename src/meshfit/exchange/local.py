@@ -138,11 +138,12 @@ class Local:
         """This rank's own words. Only whether to stop is agreed on, when weights are averaged: it then shows here, in
         the next step. A rank without samples has no gradient: its step changes nothing."""
         loss, count, stop, broken = self._armed
-        self._count += float(count)
+        count = float(count)  # the host waits: a rank whose targets are all left out must not step
+        self._count += count
         self._stop = max(self._stop, stop)
         flags = [0.0] * self.degree
         flags[self.rank] = broken
-        if not float(count):
+        if not count:
             for p in self.parameters:
                 p.grad = None
             loss, count = 0.0, 1.0

@@ -89,7 +89,8 @@ class Update:
         else:
             updated = self._on_device(gradients, norm * correction, torch.as_tensor(loss), correction)
         if self.scale is not None:
-            self.scale.update(~torch.as_tensor(updated.taken, device=self.scale.value.device))
+            taken = updated.taken
+            self.scale.update(~taken if isinstance(taken, Tensor) else torch.full_like(self.scale.value, not taken))
         if self.scheduler is not None:
             self._taken = Reading(updated.taken)
             if not isinstance(updated.taken, Tensor):
@@ -116,13 +117,13 @@ class Update:
             optimizer: Any = self.optimizer
             optimizer.found_inf = (~taken).float()
             scaled = isinstance(factor, Tensor) or factor != 1.0  # a constant would have to go to the device, too
-            optimizer.grad_scale = (1.0 / torch.as_tensor(factor, device=norm.device)).float() if scaled else None
+            optimizer.grad_scale = (torch.ones_like(norm) / factor).float() if scaled else None
             try:
                 self._step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale
             return Updated(norm, taken)
-        if go := bool(taken):  # the host waits here: this optimizer cannot be told on the device
+        if go := bool(taken):  # the host waits: only fused kernels can be told on the device to leave a step out
             if gradients and (isinstance(factor, Tensor) or factor != 1.0):
                 foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
             self._step()

@@ -132,11 +132,11 @@ class LossDenominator:
         """What a part weighs when the mean is over its targets."""
         targets = self.find(batch)
         if targets.is_floating_point():  # class probabilities: torch divides by the number of positions
-            return torch.tensor(float(targets.numel() // targets.shape[1]), device=targets.device)
+            return targets.new_full((), targets.numel() // targets.shape[1], dtype=torch.float32)
         if self.weight is None:
             return (targets != self.ignore).sum()
-        kept = targets[targets != self.ignore]
-        return self.weight.to(kept.device)[kept].sum()
+        kept = targets != self.ignore
+        return (self.weight.to(targets.device)[torch.where(kept, targets, 0)] * kept).sum()
 
     @property
     def known(self) -> bool:

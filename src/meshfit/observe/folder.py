@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -122,13 +123,14 @@ class RunFolder:
             with self._noting("metrics.jsonl"):
                 _drop_later(self.path / "metrics.jsonl", step.step)
         self._held.append(step)
-        if self._held[0].reading.ready and step.seconds - self._held[0].seconds > FLUSH_SECONDS:
-            self._flush()
+        if step.seconds - self._held[0].seconds > FLUSH_SECONDS:
+            self._flush(sum(1 for _ in takewhile(lambda each: each.reading.ready, self._held)))
 
-    def _flush(self) -> None:
-        if self.path is None or not self._held:
+    def _flush(self, count: int | None = None) -> None:
+        """Write the first ``count`` of the steps that are held; None: all, also those whose loss is still to come."""
+        if self.path is None or not (steps := self._held[:count]):
             return
-        lines = [self._line(step) for step in self._held]
+        lines = [self._line(step) for step in steps]
         self._waiting += [json.dumps(line) + "\n" for line in lines]
         self._lost += max(0, len(self._waiting) - MOST_WAITING)
         del self._waiting[:-MOST_WAITING]
@@ -136,12 +138,12 @@ class RunFolder:
             _append(self.path / "metrics.jsonl", "".join(self._waiting))
             self._waiting = []
         if self._scalars is not None:
-            began = time.time() - self._held[-1].seconds
+            began = time.time() - steps[-1].seconds
             with self._noting("tensorboard"):
                 self._scalars.add([(line["step"], began + line["seconds"], _scalars(line)) for line in lines])
-        self._about["steps"] = self._held[-1].step
-        self._metrics = next((step.valid for step in reversed(self._held) if step.valid), self._metrics)
-        self._held = []
+        self._about["steps"] = steps[-1].step
+        self._metrics = next((step.valid for step in reversed(steps) if step.valid), self._metrics)
+        self._held = self._held[len(steps) :]
 
     def _line(self, step: Step) -> dict[str, Any]:
         (seconds, samples), self._last = self._last, (step.seconds, step.samples)

@@ -1,5 +1,6 @@
 """The progress bar of a training. Where standard error is no terminal: a line every ten seconds."""
 
+import math
 import sys
 import time
 from collections import deque
@@ -25,6 +26,9 @@ class Progress:
         self._next = 0.0
         self._valid = ""
         self._seen: deque[tuple[float, int]] = deque(maxlen=21)
+        self._coming: deque[Step] = deque()
+        """Steps whose loss may still be on its way from a GPU."""
+        self._loss = math.nan
 
     def __enter__(self) -> "Progress":
         return self
@@ -41,13 +45,16 @@ class Progress:
         if step.step == 1:
             for note in self.training.notes:
                 print(note, file=sys.stderr)
-        now = time.perf_counter()
-        if now < self._next and step.step != self.training.last_step:
+        now, last = time.perf_counter(), step.step == self.training.last_step
+        self._coming.append(step)
+        while self._coming and (last or math.isnan(self._loss) or self._coming[0].reading.ready):
+            self._loss = self._coming.popleft().loss  # the first is waited for, and the last
+        if now < self._next and not last:
             return
         self._seen.append((step.seconds, step.samples))
         (t0, n0), (t1, n1) = self._seen[0], self._seen[-1]
         rate = (n1 - n0) / (t1 - t0) if t1 > t0 else step.samples / max(step.seconds, 1e-9)
-        said = f"loss {step.loss:.4f}  {rate:,.0f} samples/s"
+        said = f"loss {self._loss:.4f}  {rate:,.0f} samples/s"
         if sys.stderr.isatty():
             self._next = now + REFRESH_SECONDS
             self._move(step, said)

@@ -20,6 +20,7 @@ from meshfit.comm.group import Group, RankGroup
 from meshfit.comm.transport import Layout, packed, packed_size, unpacked
 from meshfit.errors import JobError
 from meshfit.events import current
+from meshfit.transfer import upload
 
 Layouts = tuple[tuple[Layout, ...], ...]
 """Of what each rank hands to all."""
@@ -61,12 +62,12 @@ class Line:
         for dtype in dict.fromkeys(kind for _, kind in like):
             some = [i for i, (_, kind) in enumerate(like) if kind == dtype]
             parts = [_flat(grads[i], *like[i], self.device) for i in some]
-            reached = torch.tensor([grads[i] is not None for i in some], dtype=dtype, device=self.device)
+            reached = upload([grads[i] is not None for i in some], self.device, dtype)
             flat = self.ranks.all_reduce_(torch.cat([*parts, reached]))
             *sums, reached = flat.split([*(part.numel() for part in parts), len(some)])
-            for i, total, there in zip(some, sums, reached, strict=True):
-                nobody = grads[i] is None and not there
-                found[i] = None if nobody else total.view(like[i][0])
+            missing = any(grads[i] is None for i in some)  # then the host waits: nobody may have it
+            for i, total, there in zip(some, sums, reached.tolist() if missing else [1.0] * len(some), strict=True):
+                found[i] = total.view(like[i][0]) if there else None
         return found
 
 

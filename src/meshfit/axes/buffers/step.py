@@ -160,7 +160,7 @@ class Buffers:
                     "buffers=local in the plan lets every rank keep its own",
                 )
             if self.group is not None:
-                totals.over(self.group, self.states[0].tensor.device)
+                totals.over(self.group)
             mine = [state for state in self.states if state.name in writer.states]
             try:
                 self._made |= totals.made({state.name: state.start.detach().clone() for state in mine})

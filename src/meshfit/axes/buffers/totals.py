@@ -55,9 +55,9 @@ class Totals:
         self.dtypes = {at: tensor.dtype for at, tensor in call.statistics.items()}
         self.integers = {at: isinstance(number, int) for at, number in call.numbers.items()}
 
-    def over(self, group: Group, device: torch.device) -> None:
+    def over(self, group: Group) -> None:
         """Those of all ranks of ``group``. They call it together."""
-        counts = torch.tensor([self.samples, *self.numbers.values()], dtype=torch.float64, device=device)
+        counts = torch.tensor([self.samples, *self.numbers.values()], dtype=torch.float64, device=group.host)
         counts = group.all_reduce_(counts)
         self.samples, *numbers = counts.tolist()
         self.numbers = dict(zip(self.numbers, numbers, strict=True))

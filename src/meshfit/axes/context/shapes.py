@@ -105,7 +105,7 @@ def one_of(x: Piece, at: int) -> Tensor:
     rank, span = x.group.rank, x.span
     mine = span.ends[rank] <= at < span.ends[rank + 1]
     own = x.local.select(span.dim, at - span.ends[rank] if mine else 0)
-    told = torch.where(torch.tensor(mine, device=own.device), own, torch.zeros((), dtype=own.dtype, device=own.device))
+    told = torch.where(own.new_full((), mine, dtype=torch.bool), own, own.new_zeros(()))
     return all_reduce(told, x.group)
 
 

@@ -82,8 +82,9 @@ def expert_cost(
     for mixture in plan.mixtures:
         inside = any(f"{mixture.module}.".startswith(f"{path}.") for path in again)
         times, forwards = mixture.calls * microbatches, 2 if inside else 1
+        told = HEADER + (2 if mixture.listed else 1) * mixture.count
         calls["all_gather"] += times * forwards
-        moved["all_gather"] += times * forwards * 8 * plan.degree * (HEADER + 2 * mixture.count)
+        moved["all_gather"] += times * forwards * 8 * plan.degree * told
         calls["all_to_all"] += times * 2 * (forwards + 1)
         moved["all_to_all"] += times * (forwards + 1) * mixture.rows * (mixture.width + mixture.made) * wide * grown
     added = Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})

@@ -69,12 +69,13 @@ def _fused(forward: Callable[..., Any], travel: Travel, own: list[nn.Parameter],
         raise JobError("experts were called in another way than when they were found", f"with {len(args)} arguments")
     given: dict[Any, Any] = dict(enumerate(args)) | kwargs
     x, chosen, weights = (given[at] for at in found)
-    choices = chosen.shape[1]
-    order = torch.argsort(chosen.flatten(), stable=True)
-    counts = torch.bincount(chosen.flatten(), minlength=travel.count)[: travel.count]  # beyond: chosen by nobody
-    sent = order[: int(counts.sum())] if chosen.numel() else order
-    journey = travel.meet(x[sent // choices], counts, (counts > 0).long())
-    assert journey is not None
+    choices, flat = chosen.shape[1], chosen.flatten()
+    by_expert, order = flat.masked_fill(flat < 0, travel.count).sort(stable=True)
+    ends = torch.searchsorted(by_expert, torch.arange(travel.count + 1, device=flat.device, dtype=flat.dtype))
+    announced = travel.announce(x, ends.diff())  # what lies beyond the last end is nobody's
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    rows = _Taken.apply(x, order, inverse, choices)
+    journey = announced.go(rows)  # type: ignore[arg-type]
     arrived = journey.arrived
     if len(arrived):
         new = {found[0]: arrived, found[1]: journey.experts()[:, None].to(chosen.dtype)}
@@ -83,9 +84,30 @@ def _fused(forward: Callable[..., Any], travel: Travel, own: list[nn.Parameter],
     else:  # no row for the experts here: a gradient of zero, not none, as on one device
         made = arrived + sum(p[:0].sum() for p in own if p.requires_grad)
     back = journey.back(made.to(arrived.dtype))
-    each = back.new_zeros(chosen.numel(), back.shape[1]).index_copy(0, sent, back)
+    if missing := len(order) - len(back):
+        back = torch.cat([back, back.new_zeros(missing, back.shape[1])])
+    each: Any = _Taken.apply(back, inverse, order, 1)
     summed = (each.view(*chosen.shape, each.shape[1]) * weights[..., None]).sum(1)
     return summed.to(x.dtype)
+
+
+class _Taken(torch.autograd.Function):
+    """Rows in another order, each ``times`` times. Their gradients are summed in order: an index's own backward would
+    sort them, or add them in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, times: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.times = times
+        return x.index_select(0, order if times == 1 else order // times)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        each = grad.index_select(0, inverse)
+        if ctx.times > 1:
+            each = each.unflatten(0, (len(each) // ctx.times, ctx.times)).sum(1)
+        return each, None, None, None
 
 
 # Modules of their own
@@ -153,13 +175,13 @@ class Listed:
     def _answered(self, asked: list[tuple[int, Tensor]], device: torch.device) -> Tensor | None:
         """Answers to what was asked, in that order; all that came back, as one."""
         count = self.travel.count
-        counts, calls = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+        counts, calls = [0] * count, [0] * count
         for number, x in asked:
             counts[number] += x[..., 0].numel()
             calls[number] += 1
         order = sorted(range(len(asked)), key=lambda i: asked[i][0])
         rows = [asked[i][1].reshape(-1, asked[i][1].shape[-1]) for i in order]
-        journey = self.travel.meet(torch.cat(rows) if rows else None, counts.to(device), calls.to(device))
+        journey = self.travel.meet(torch.cat(rows) if rows else None, counts, calls, device)
         if journey is None:
             self._answers = []
             return None

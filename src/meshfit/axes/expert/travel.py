@@ -6,7 +6,11 @@ part each time, also those with no row to send or to take: what a rank gets depe
 so autograd comes by on all of them.
 
     traffic   of R rows of width w, a call: all_to_all of Rw there and Rw back, in forward and again in backward
+    waits     the host must know how many rows come before memory for them can be taken. Where the router's choices are
+              on a GPU it waits for the counts of all ranks, once a call; meanwhile the device puts the rows in order
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +20,7 @@ from meshfit.axes.expert.load import Load
 from meshfit.comm.collectives import all_to_all
 from meshfit.comm.group import Group
 from meshfit.errors import RankError
+from meshfit.transfer import HostCopy, upload
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HEADER = 4  # which mixture, whether its samples count, dtype and width of rows; then rows for each expert, and calls
@@ -31,13 +36,30 @@ class Travel:
         """Experts that are here."""
         self._anchor = torch.empty(0, requires_grad=True)
 
-    def meet(self, rows: Tensor | None, counts: Tensor, calls: Tensor) -> "Journey | None":
-        """``rows`` lie by expert, ``counts`` for each. None: there is nothing to be sent anywhere."""
-        said = [self.number, int(batchnorm.counted()), -1, -1]
-        if rows is not None:
-            said[2:] = DTYPES.index(rows.dtype), rows.shape[1]
-        header = torch.tensor(said, device=counts.device)
-        every = self.group.exchange(torch.cat([header, counts, calls]))
+    def announce(self, like: Tensor, counts: Tensor) -> "Announced":
+        """Tell the others how many rows there are for each expert; ``counts`` are on the device. ``like``: the rows."""
+        every = self.group.all_gather(torch.cat([upload(self._header(like), counts.device), counts]))
+        return Announced(self, every, HostCopy(every))
+
+    def meet(
+        self, rows: Tensor | None, counts: Sequence[int], calls: Sequence[int], device: torch.device
+    ) -> "Journey | None":
+        """``rows`` lie by expert, ``counts`` for each, which the host knows. None: there is nothing to be sent."""
+        every = self.group.exchange([*self._header(rows), *counts, *calls])
+        kind = self._heard(every)
+        if kind is None:
+            return None
+        if rows is None:
+            rows = torch.empty(0, kind[1], dtype=DTYPES[kind[0]], device=device)
+        numbers = [theirs[HEADER:] for theirs in every]
+        return Journey(self, rows, [n[: self.count] for n in numbers], [n[self.count :] for n in numbers])
+
+    def _header(self, rows: Tensor | None) -> tuple[int, ...]:
+        kind = (-1, -1) if rows is None else (DTYPES.index(rows.dtype), rows.shape[1])
+        return self.number, int(batchnorm.counted()), *kind
+
+    def _heard(self, every: list[list[int]]) -> tuple[int, int] | None:
+        """Dtype and width of the rows of all ranks; None where nobody has any."""
         if any(theirs[0] != self.number for theirs in every):
             raise RankError(
                 "the ranks called the model's mixtures in different orders, so their tokens were mixed up",
@@ -45,38 +67,58 @@ class Travel:
                 "data= in place of expert= would work",
             )
         kinds = {(theirs[2], theirs[3]) for theirs in every if theirs[2] >= 0}
-        if not kinds:
-            return None
         if len(kinds) > 1:
             raise RankError("the ranks send experts rows of different widths or precisions", f"{sorted(kinds)}")
-        numbers = [theirs[HEADER:] for theirs in every]
-        if self.load is not None and torch.is_grad_enabled():
-            self.load.add(self.number, [n[: self.count] for n, theirs in zip(numbers, every, strict=True) if theirs[1]])
-        ((code, width),) = kinds
-        if rows is None:
-            rows = torch.empty(0, width, dtype=DTYPES[code], device=counts.device)
-        return Journey(self, rows, [n[: self.count] for n in numbers], [n[self.count :] for n in numbers])
+        if kinds and self.load is not None and torch.is_grad_enabled():
+            counted = [theirs[HEADER : HEADER + self.count] for theirs in every if theirs[1]]
+            self.load.add(self.number, counted)
+        return kinds.pop() if kinds else None
+
+
+class Announced:
+    """The counts of all ranks, on their way to the host. What is given to the device before ``go`` runs meanwhile."""
+
+    def __init__(self, travel: Travel, every: Tensor, coming: HostCopy):
+        self._travel, self._every, self._coming = travel, every, coming
+
+    def go(self, rows: Tensor) -> "Journey":
+        """Send ``rows``, which lie by expert; behind those that have an expert others may lie. The host waits here."""
+        travel, heard = self._travel, self._coming.tolist()
+        travel._heard(heard)
+        counts = [theirs[HEADER:] for theirs in heard]
+        sent = sum(counts[travel.group.rank])
+        own = self._every[:, HEADER + travel.own.start : HEADER + travel.own.stop]
+        return Journey(travel, rows if sent == len(rows) else rows[:sent], counts, counts, own)
 
 
 class Journey:
     """The rows of one call."""
 
-    def __init__(self, travel: Travel, rows: Tensor, counts: list[list[int]], calls: list[list[int]]):
+    def __init__(
+        self,
+        travel: Travel,
+        rows: Tensor,
+        counts: list[list[int]],
+        calls: list[list[int]],
+        own_counts: Tensor | None = None,
+    ):
         group, own, share = travel.group, travel.own, travel.share
         self._group, mine = group, counts[group.rank]
         self._sent = [sum(mine[r * share : (r + 1) * share]) for r in range(group.size)]
         self._taken = [sum(theirs[own.start : own.stop]) for theirs in counts]
         self.counts = [theirs[own.start : own.stop] for theirs in counts]
         """Rows that came, by the rank that they are from and the expert they are for; in this order they lie."""
+        self._own_counts = own_counts
+        """The same on the device."""
         self.called = [any(theirs[expert] for theirs in calls) for expert in own]
         """Whether anyone called each of the experts that are here, if maybe with no row."""
         self.arrived = all_to_all(rows, self._sent, self._taken, group, travel._anchor)
 
     def experts(self) -> Tensor:
         """For each row that came, which of the experts that are here it is for."""
-        device, share = self.arrived.device, len(self.called)
-        local = torch.arange(share, device=device).repeat(len(self.counts))
-        return local.repeat_interleave(torch.tensor([n for each in self.counts for n in each], device=device))
+        assert self._own_counts is not None
+        local = torch.arange(len(self.called), device=self.arrived.device).repeat(len(self.counts))
+        return local.repeat_interleave(self._own_counts.flatten(), output_size=len(self.arrived))
 
     def by_expert(self) -> list[Tensor]:
         """The rows that came for each of the experts that are here."""
