@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import meshfit
 from benchmarks.zoo import ZOO
+from benchmarks.zoo_branches import BRANCHES
 from meshfit.axes.compile import pieces
 from meshfit.axes.compile.axis import Blocks, compilable, own_numbers
 from meshfit.axes.compile.pieces import InPieces
@@ -48,9 +49,47 @@ def test_blocks_with_a_global_batchnorm_are_left_alone() -> None:
     trace = traced(case.build(), Objective(case.loss), case.data(4), device="cpu")
     assert not isinstance(trace, Exception)
     norms = [path for path, kind in trace.kinds.items() if "BatchNorm" in kind]
-    alone, spread = (compilable(trace, global_batchnorm=spread) for spread in (False, True))
+    alone, spread = compilable(trace, ()), compilable(trace, norms)
     assert any(norm.startswith(path) for path in alone for norm in norms)
     assert not any(norm.startswith(path) for path in spread for norm in norms)
+
+
+def test_of_a_block_that_talks_the_other_parts_are_compiled() -> None:
+    case = ZOO["mixtral"]
+    trace = traced(case.build(), Objective(case.loss), case.data(4), device="cpu")
+    assert not isinstance(trace, Exception)
+    experts = [path for path in trace.kinds if path.endswith(".mlp") or path.endswith(".block_sparse_moe")]
+    assert experts
+    found = compilable(trace, experts)
+    assert any(path.endswith(".self_attn") for path in found)
+    assert not any(path.startswith(each) or each.startswith(f"{path}.") for path in found for each in experts)
+
+
+def aot_eager_adamw(params: Any) -> torch.optim.Optimizer:
+    """Made in every rank before it compiles anything: from then on, with torch's own kernels."""
+    if not isinstance(torch.compile, functools.partial):
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+SPREAD_PLANS = [
+    ("tied-gpt", "pipeline=2 microbatches=2 compile=block"),
+    ("tied-gpt", "pipeline=2 schedule=zbv microbatches=4 compile=block"),
+    ("mixtral", "expert=2 compile=block"),
+    ("tied-gpt", "shard=2 compile=block"),
+    ("ensemble", "branch=2 compile=block"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "plan"), SPREAD_PLANS)
+def test_blocks_are_compiled_inside_other_axes(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", torch.compile)
+    case = (ZOO | BRANCHES)[name]
+    verdict = meshfit.verify(
+        case.build(), case.data(16), loss=case.loss, optimizer=aot_eager_adamw, batch_size=8, steps=3, plan=plan
+    )
+    assert verdict.equal, str(verdict)
 
 
 # A block that knows its number
@@ -100,7 +139,7 @@ def test_layers_of_transformers_are_compiled_once(name: str, monkeypatch: pytest
     torch._dynamo.reset()
     case = ZOO[name]
     model = case.build()
-    found = compilable(traced(model, Objective(case.loss), case.data(4), device="cpu"), global_batchnorm=False)  # type: ignore[arg-type]
+    found = compilable(traced(model, Objective(case.loss), case.data(4), device="cpu"), ())  # type: ignore[arg-type]
     layers = [path for path in found if path.rpartition(".")[2].isdigit()]
     assert len(layers) > 1
     batch = case.data(4) | {"use_cache": False}

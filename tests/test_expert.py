@@ -193,7 +193,6 @@ def fit_list(plan: str, **asked: Any) -> meshfit.Result:
         ("expert=3", ["4 experts do not divide by 3", "expert=2 or expert=4"]),
         ("expert=2 offload=parameters", ["offload=optimizer expert=2 works"]),
         ("expert=2 compile=whole", ["sends them to experts"]),
-        ("expert=2 compile=block", ["compile"]),
     ],
 )
 def test_refused_with_what_works(plan: str, says: list[str]) -> None:

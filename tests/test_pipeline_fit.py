@@ -201,7 +201,7 @@ class Looks(nn.Module):
 
 REFUSED = {
     "microbatches": ("pipeline=4 schedule=dualpipev microbatches=3", traps.Plain, "microbatches"),
-    "compiled": ("pipeline=2 compile=block", traps.Plain, "compile=none works"),
+    "compiled": ("pipeline=2 compile=whole", traps.Plain, "compile=block works"),
     "too many stages": ("pipeline=4", lambda: nn.Sequential(nn.Linear(8, 4)), "pipeline=2 is the most it can take"),
     "values": ("pipeline=2", Looks, "looks at a value that depends on activations"),
     "no stages": ("data=2 schedule=gpipe", traps.Plain, "pipeline=1 is one stage"),

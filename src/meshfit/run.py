@@ -425,3 +425,5 @@ class Run:
             self.schedule.objective = choice.apply(self.schedule.objective, BUCKET_BYTES if sums else None)
         elif self._compiled and blocks is not None:
             blocks.compile()
+            if isinstance(self.schedule, Pipelined):
+                self.schedule.split_backward = False  # a compiled block has one backward

@@ -4,11 +4,12 @@ Compiled as one, the last layer's output and the loss fuse: on one H200 a 124M G
 than eager in 0.55 of the memory. It costs tens of seconds once, so "auto" takes it only where the run is
 long enough, on GPUs, and says so.
 
-Where something acts inside the model (units are gathered, blocks computed again, global BatchNorm talks to other
-ranks) the whole cannot be compiled, but its blocks can: those without such a BatchNorm.
+Where something acts inside the model (units are gathered, blocks computed again, stages hand activations on, experts
+and BatchNorms talk to other ranks) the whole cannot be compiled, but its blocks can; of a block in which something
+acts, those parts in which nothing does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,11 @@ from meshfit.axes.axis import Applied, Axis
 from meshfit.axes.compile.pieces import InPieces
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.forward import wrap
+from meshfit.axes.pipeline.cut import Shell
 from meshfit.errors import PlanError
 from meshfit.launch.peak import peak_flops
 from meshfit.plan import Plan
+from meshfit.schedule.actions import V_SHAPED, usual_chunks
 from meshfit.torch_private import compiling_alike
 
 if TYPE_CHECKING:
@@ -33,6 +36,15 @@ if TYPE_CHECKING:
 
 INSIDE = ("pipeline", "context", "branch", "tensor", "expert")
 """Axes along which ranks communicate in the middle of a forward."""
+
+SPREAD = {
+    "context": "activations are tensors of a class of their own there, which the compiler does not see through",
+    "tensor": "each rank has part of every product there, and sums follow",
+}
+"""Axes that act inside every block, and how."""
+
+BLOCKS_A_STAGE = 2
+"""Blocks that a stage of a pipeline has at least, for "auto" to keep them in one piece."""
 
 # What compiling costs and saves: a careful guess from one measured model (a 124M GPT on one H200: about 30 s more to
 # start, a quarter of the time saved).
@@ -49,12 +61,14 @@ class Compile:
 
     def decide(self, *, device: torch.device, step_seconds: float, steps: int | None, means: str) -> tuple[bool, str]:
         """Whether to compile, and why, in words. ``means``: what can be compiled, "whole", "block" or "none"."""
+        if self.word == "block" and means == "none":
+            return False, "compile: no, there is no block in which nothing acts"
         if self.word != "auto":
             return self.word != "none", f"compile={self.word}, as asked"
         if device.type != "cuda":
             return False, "compile: no, on CPUs it rarely pays"
         if means == "none":
-            return False, "compile: no, global BatchNorm communicates inside every block"
+            return False, "compile: no, there is no block in which nothing acts"
         if steps is None:
             return False, "compile: no, the length of the run is not known"
         saved = step_seconds * steps * SHARE_SAVED
@@ -78,13 +92,15 @@ class CompileAxis(Axis):
     word = "compile"
 
     def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
-        acts_inside = plan.cuts or plan.recompute == "full" or (plan.joins_batchnorms and bool(batch_norms(model)))
-        in_blocks = plan.compile == "block" or (plan.compile == "auto" and device == "cuda" and acts_inside)
-        return in_blocks and all(getattr(plan, axis) == 1 for axis in INSIDE)
+        acts_inside = plan.cuts or plan.recompute == "full" or any(getattr(plan, axis) > 1 for axis in INSIDE)
+        acts_inside = acts_inside or (plan.joins_batchnorms and bool(batch_norms(model)))
+        loses = plan.branch > 1 or (plan.pipeline > 1 and plan.schedule in V_SHAPED)  # these split what is one then
+        by_itself = plan.compile == "auto" and device == "cuda" and acts_inside and not loses
+        return (plan.compile == "block" or by_itself) and all(getattr(plan, axis) == 1 for axis in SPREAD)
 
     def refuse(self, plan: Plan, model: nn.Module) -> None:
         norms = batch_norms(model)
-        acts = [f"{axis}={getattr(plan, axis)}" for axis in INSIDE if getattr(plan, axis) > 1]
+        spread = [axis for axis in SPREAD if getattr(plan, axis) > 1]
         if plan.compile == "whole":
             inside = {
                 f"shard={plan.shard} gathers weights": plan.shard > 1,
@@ -101,12 +117,13 @@ class CompileAxis(Axis):
                 raise PlanError(
                     f"{plan}: this model cannot be compiled whole",
                     f"in the middle of the forward {' and '.join(what for what, so in inside.items() if so)}",
-                    f"{replace(plan, compile='none' if acts else 'block')} works"
+                    f"{replace(plan, compile='none' if spread else 'block')} works"
                     + ("; so does batchnorm=local beside compile=whole" if norms and plan.joins_batchnorms else ""),
                 )
-        if plan.compile == "block" and acts:
+        if plan.compile == "block" and spread:
             raise PlanError(
-                f"{plan}: blocks are not compiled where {acts[0]} acts inside them",
+                f"{plan}: blocks are not compiled where {spread[0]}={getattr(plan, spread[0])} acts inside them",
+                SPREAD[spread[0]],
                 f"{replace(plan, compile='none')} works",
             )
         if plan.compile == "block" and plan.recompute == "selective":
@@ -115,15 +132,37 @@ class CompileAxis(Axis):
                 f"{replace(plan, recompute='none')} does so; {replace(plan, recompute='full')} keeps least",
             )
 
-    def find(self, study: "Study") -> tuple[str, ...]:
-        if isinstance(study.trace, TraceError):
-            if study.plan.compile == "block":
-                study.notes.append(f"compile: none, because the model cannot be traced ({study.trace.headline})")
-            return ()
-        return compilable(study.trace, global_batchnorm=study.plan.joins_batchnorms)
+    def find(self, study: "Study") -> "FoundBlocks":
+        plan, trace = study.plan, study.trace
+        if isinstance(trace, TraceError):
+            if plan.compile == "block":
+                study.notes.append(f"compile: none, because the model cannot be traced ({trace.headline})")
+            return FoundBlocks()
+        experts = study.found("expert")
+        acting = [] if experts is None else [mixture.module for mixture in experts.mixtures]
+        acting += [path for path, kind in trace.kinds.items() if "BatchNorm" in kind and plan.joins_batchnorms]
+        found = compilable(trace, acting)
+        stages = plan.pipeline * (plan.chunks or usual_chunks(plan.schedule)) if plan.pipeline > 1 else 0
+        if plan.compile == "auto" and len(found) < BLOCKS_A_STAGE * stages:
+            return FoundBlocks()  # a cut may have to go through one
+        return FoundBlocks(found, kept_whole=stages > 0)
 
-    def apply(self, placed: "Placed", finding: tuple[str, ...]) -> "Blocks | None":
-        return Blocks(placed.model, finding) if finding else None
+    def closed(self, finding: "FoundBlocks") -> Iterable[str]:
+        return finding.paths if finding.kept_whole else ()
+
+    def apply(self, placed: "Placed", finding: "FoundBlocks") -> "Blocks | None":
+        held = {path for path, module in placed.model.named_modules() if not isinstance(module, Shell)}
+        here = tuple(path for path in finding.paths if path in held)
+        return Blocks(placed.model, here) if here else None
+
+
+@dataclass(frozen=True)
+class FoundBlocks:
+    """Modules that are compiled one by one."""
+
+    paths: tuple[str, ...] = ()
+    kept_whole: bool = False
+    """Stages are not cut through them."""
 
 
 class Blocks(Applied):
@@ -170,14 +209,31 @@ def own_numbers(blocks: Iterable[nn.Module]) -> set[str]:
     return found
 
 
-def compilable(trace: Trace, *, global_batchnorm: bool) -> tuple[str, ...]:
-    """Blocks that can be compiled one by one, and are worth it: none inside another, without a global BatchNorm."""
-    paths = [path for block in trace.blocks if block.cost.flops for path in block.paths]
+def compilable(trace: Trace, acting: Collection[str]) -> tuple[str, ...]:
+    """Modules to compile one by one, none inside another: blocks with arithmetic in them; not single layers of torch,
+    which are one kernel. Of a block that holds a module of ``acting``, at whose calls something acts, the largest parts
+    that do not."""
     called = {event.name for event in trace.events if event.kind == "module"}
     called |= {path for event in trace.events for path in event.within}
-    norms = [path for path, kind in trace.kinds.items() if "BatchNorm" in kind] if global_batchnorm else []
-    talks = lambda path: any(norm == path or norm.startswith(f"{path}.") for norm in norms)
-    return tuple(path for path in paths if path in called and not talks(path))
+    inside = lambda path, other: other == path or other.startswith(f"{path}.")
+    found: list[str] = []
+
+    def take(path: str) -> None:
+        if any(inside(each, path) for each in acting):
+            return
+        holds = any(inside(path, each) for each in acting)
+        children = [other for other in trace.kinds if other and other.rpartition(".")[0] == path]
+        if holds or path not in called:
+            for child in children:
+                take(child)
+        elif children or not hasattr(nn, trace.kinds[path]):
+            found.append(path)
+
+    for block in trace.blocks:
+        for path in block.paths:
+            if block.cost.flops:
+                take(path)
+    return tuple(found)
 
 
 def expected_step_seconds(model: nn.Module, tokens: int, device: torch.device) -> float:
