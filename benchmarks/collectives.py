@@ -9,8 +9,11 @@ from torch.utils._pytree import tree_leaves
 OPERATORS = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
     "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
     "send": "send",

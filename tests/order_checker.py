@@ -84,10 +84,13 @@ def _blocked(logs: Sequence[Sequence[Operation]]) -> list[str]:
 
 METHODS = {
     "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
     "allgather": "all_gather",
     "_allgather_base": "all_gather",
     "all_gather_single": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
     "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
     "alltoall_base": "all_to_all",

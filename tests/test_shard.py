@@ -209,6 +209,57 @@ def test_cost_is_what_runs(plan: str) -> None:
     run(plan=plan)
 
 
+@distributed(world=2)
+def test_each_unit_travels_in_one_call_and_a_tied_one_once_a_pass() -> None:
+    """Weights of two dtypes are gathered together; gradients over a communicator of their own."""
+    placed, exchange, step, _ = laid_out("tied-gpt", Plan.parse("shard=2 precision=bf16"))
+    shards = placed.shards
+    assert shards is not None
+    assert shards.group is not shards.scatter_group
+    assert any(len({flat.gathered for flat in unit.flats}) > 1 for unit in shards.units)
+    gathered: list[int] = []
+    plain = shards._gather
+    shards._gather = lambda flats, rows: (gathered.append(len(flats)), plain(flats, rows))[1]
+    (tied,) = (unit for unit in shards.units if unit.stays)
+    times = []
+    start = shards._start
+    shards._start = lambda unit: (times.append(unit) if not unit.unsharded else None, start(unit))[1]
+    for _ in range(2):
+        gathered.clear()
+        times.clear()
+        with Collectives() as seen:
+            step()
+        exchange.clear()
+        assert seen.calls["all_gather"] == len(gathered)
+        assert seen.calls["reduce_scatter"] == len(shards.units)
+        assert times.count(tied) == 1
+
+
+@pytest.mark.parametrize("plan", ["shard=2 precision=bf16", "shard=2 zero=2 precision=bf16"])
+@distributed(world=2)
+def test_a_trial_without_autocast_is_exact_and_changes_nothing(plan: str) -> None:
+    case = zoo.ZOO["tied-gpt"]
+    placed, exchange, step, cost = laid_out("tied-gpt", Plan.parse(plan))
+    objective, batch = Objective(case.loss, None), case.data(4)
+    want = objective(case.build().train(), batch)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), placed.inside():
+            got = objective(placed.model, batch)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+        if grad:
+            exchange.arm(0.0, 0.0, stop=False, broken=False)
+            got.backward()
+            exchange.finish()
+            exchange.clear()
+            break
+        exchange.clear()  # nothing that the trial gathered is left
+        with Collectives() as seen:
+            step()
+        exchange.clear()
+        if dist.get_rank() == 0:
+            assert dict(seen.moved) == cost.moved
+
+
 def storages(tensors: Any) -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
 

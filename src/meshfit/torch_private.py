@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as RunningNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
@@ -451,6 +452,55 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """``reduce_scatter_tensor`` until torch 2.12."""
+
+
+def all_gather_rows(
+    wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+) -> list[dist.Work]:
+    """Every rank's part of several rows, of any dtypes, in one call. What to wait for, if ``async_op``."""
+    wholes, parts = [row.view(torch.uint8) for row in wholes], [row.view(torch.uint8) for row in parts]
+    if len(wholes) == 1 or not _takes_several(group, wholes[0]):
+        one = zip(wholes, parts, strict=True)
+        return _begun(async_op, *(all_gather_single(w, p, group=group, async_op=async_op) for w, p in one))
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return _begun(async_op, group.allgather_into_tensor_coalesced(wholes, parts, options))
+
+
+def reduce_scatter_rows(
+    parts: list[Tensor], rows: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+) -> list[dist.Work]:
+    """This rank's part of the sum of several rows, of one dtype; likewise."""
+    if len(rows) == 1 or not _takes_several(group, rows[0]):
+        one = zip(parts, rows, strict=True)
+        return _begun(async_op, *(reduce_scatter_single(p, r, group=group, async_op=async_op) for p, r in one))
+    options = ReduceScatterOptions()
+    options.asyncOp = async_op
+    return _begun(async_op, group.reduce_scatter_tensor_coalesced(parts, rows, options))
+
+
+def all_reduce_rows(rows: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False) -> list[dist.Work]:
+    """The sums of several rows, of one dtype; likewise."""
+    if len(rows) == 1 or not _takes_several(group, rows[0]):
+        return _begun(async_op, *(dist.all_reduce(row, group=group, async_op=async_op) for row in rows))
+    options = AllreduceCoalescedOptions()
+    options.asyncOp = async_op
+    return _begun(async_op, group.allreduce_coalesced(rows, options))
+
+
+def _takes_several(group: dist.ProcessGroup, row: Tensor) -> bool:
+    """Not gloo with tensors of GPUs: torch 2.11 then ends the process."""
+    return row.is_cpu or group._get_backend(row.device).name() != "gloo"
+
+
+def _begun(async_op: bool, *works: dist.Work | None) -> list[dist.Work]:
+    """As torch's own functions: handles, or on GPUs what comes next in this stream waits."""
+    begun = [work for work in works if work is not None]
+    if async_op:
+        return begun
+    for work in begun:
+        work.wait()
+    return []
 
 
 def become_world(group: dist.ProcessGroup, *outside: dist.ProcessGroup) -> None:

@@ -32,6 +32,9 @@ TOGETHER = (
 OWN_EXPERT = frozenset({"expert", "all_to_all"})
 """The expert axis again, in a group without gradient traffic: see axes/expert/travel.py."""
 
+SCATTER_SHARD = frozenset({"shard", "reduce_scatter"})
+"""The shard axis again, for gradients: weights are gathered over the other group meanwhile."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
@@ -82,6 +85,8 @@ class Mesh:
         groups = {axes: dist.group.WORLD if axes == used else along(axes) for axes in wanted if axes}
         if plan.expert > 1:
             groups[OWN_EXPERT] = along(frozenset({"expert"}))
+        if plan.shard > 1:
+            groups[SCATTER_SHARD] = along(frozenset({"shard"}))
         last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
         return cls(
             world=dist.group.WORLD,

@@ -4,16 +4,21 @@
 through a parameter. So parts are equal, whatever the shapes (scalars, odd sizes), a gathered buffer needs no copying to
 be the parameters again, and each rank's optimizer has about 1/n of the tensors.
 
+``Lane`` is what rows travel in while the rank computes.
+
 A parameter stays the same object under the same name. At rest its ``data`` is this rank's slice of it, one row, maybe
 empty: what the optimizer steps. (On one rank it is all of it, in its own shape.)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.torch_private import foreach_copy_, foreach_zero_
+from meshfit.torch_private import all_gather_rows, all_reduce_rows, foreach_copy_, foreach_zero_, reduce_scatter_rows
 
 ALIGN = 64
 """Bytes. An element of any dtype fits in a whole number of times."""
@@ -71,6 +76,7 @@ class Flat(FlatLayout):
         self.trained = parameters[0].requires_grad
         self.gathered = gathered or self.dtype
         """What it is gathered as: half the bytes, where the model would round it to that anyway."""
+        self.rounds = self.gathered != self.dtype
         self.part = part_of(self.size, degree, self.dtype.itemsize)
         """Elements a rank owns."""
         self.first = rank * self.part
@@ -140,6 +146,55 @@ class Flat(FlatLayout):
         return row
 
 
+class Lane:
+    """Collectives of ``group`` beside what the rank computes: on GPUs in a stream of their own, which goes first.
+
+    What is made within ``beside()`` is memory of that stream. Each entry waits for what the device was given before, so
+    what was dropped by then is taken again at once, however far the host is ahead of the device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
+        self.group, self.device = group, device
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def gather(self, wholes: list[Tensor], parts: list[Tensor]) -> list[Any]:
+        """Every rank's parts, in one call. On CPUs what to wait for; on GPUs the stream does."""
+        if self.group is None or not wholes:
+            return []
+        return all_gather_rows(wholes, parts, self.group, async_op=self.stream is None)
+
+    def reduce_scatter(self, parts: list[Tensor], rows: list[Tensor]) -> list[Any]:
+        """This rank's parts of the sums, in one call for each dtype; likewise."""
+        if self.group is None:
+            return []
+        calls, alone = _by_dtype(parts, rows), self.stream is None
+        return [work for own, every in calls for work in reduce_scatter_rows(own, every, self.group, async_op=alone)]
+
+    def all_reduce(self, rows: list[Tensor]) -> list[Any]:
+        """Sums, in one call for each dtype: what to wait for, on GPUs too."""
+        if self.group is None:
+            return []
+        return [work for (some,) in _by_dtype(rows) for work in all_reduce_rows(some, self.group, async_op=True)]
+
+    def event(self) -> Any:
+        """All that was given to the stream so far."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """What the device is given from now on comes after ``event``."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
 def _dense_strides(p: Tensor) -> tuple[int, ...]:
     """Of a parameter that fills its memory without gaps, in whatever order; else those of a contiguous one."""
     order = sorted(range(p.dim()), key=lambda d: (p.stride(d), p.shape[d]))
@@ -158,6 +213,14 @@ def _row(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def as_real(row: Tensor) -> Tensor:
+def _by_dtype(*rows: list[Tensor]) -> list[tuple[list[Tensor], ...]]:
+    """Lists of as many rows each, side by side, split by the dtype of the first list's; as ranks exchange them."""
+    found: dict[torch.dtype, list[tuple[Tensor, ...]]] = {}
+    for together in zip(*rows, strict=True):
+        found.setdefault(together[0].dtype, []).append(tuple(map(_as_real, together)))
+    return [tuple(map(list, zip(*some, strict=True))) for some in found.values()]
+
+
+def _as_real(row: Tensor) -> Tensor:
     """A row as ranks exchange it: not all collectives take complex numbers."""
     return torch.view_as_real(row).flatten() if row.is_complex() else row

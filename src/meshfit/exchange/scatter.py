@@ -34,29 +34,30 @@ from meshfit.axes.shard.cost import STEP_SCALARS
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.shard.lockstep import SCATTER
 from meshfit.axes.shard.open_unit import OpenUnit
-from meshfit.comm.flat import Flat, as_real
+from meshfit.comm.flat import Flat, Lane
 from meshfit.errors import JobError, RankError
 from meshfit.events import current
 from meshfit.exchange.allreduce import StepScalars
 from meshfit.exchange.update import total_norm
-from meshfit.torch_private import reduce_scatter_single
 
-FLYING = 2  # scatters under way at a time: their rows are memory
+ROWS = 2  # units whose whole gradients are packed or on their way at a time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
     """A scatter under way."""
 
     unit: OpenUnit
-    flat: Flat
-    row: Tensor
-    out: Tensor
-    work: Any
+    rows: list[Tensor]
+    parts: list[Tensor]
+    """Where the sums go, one a flat."""
+    first: list[bool]
+    """Of its step: it replaces what was there."""
+    works: list[Any]
+    event: Any
+    """On GPUs."""
     began: float
     """When it was handed over."""
-    first: bool
-    """Of its step: it replaces what was there."""
 
 
 class Scatter:
@@ -105,9 +106,10 @@ class Scatter:
         self._returns: list[OpenUnit] = []
         self._agreed: list[OpenUnit] | None = None
         self._flying: list[_Flight] = []
+        self._lane, self._copies = Lane(shards.scatter_group, shards.device), Lane(copies, shards.device)
         self._squares: dict[Flat, Tensor] = {}
         """Of gradients that went to host memory: summed before they left, where that is fast."""
-        self._summing: dict[Flat, Any] = {}
+        self._summing: dict[Flat, list[Any]] = {}
         for parameter in self.parameters:
             parameter.grad = None
         shards.on_pass, shards.on_return = self._begin_pass, self._returned
@@ -135,10 +137,13 @@ class Scatter:
     def _returned(self, unit: OpenUnit, gradients: tuple[Tensor | None, ...], again: bool) -> None:
         """Backward is done with one use of a unit."""
         given, rows = iter(gradients), []
+        wait = self.once or again or unit.stays
+        while len(self._flying) >= ROWS:
+            self._land()
         for flat in unit.trained:
             theirs = [next(given) for _ in flat.parameters]
             self._reached.update(id(p) for p, g in zip(flat.parameters, theirs, strict=True) if g is not None)
-            if not (self.once or again):
+            if not wait:
                 rows.append(flat.pack(theirs, self.shards.device))
             elif flat in self._sums:
                 flat.add(theirs, self._sums[flat])
@@ -147,14 +152,19 @@ class Scatter:
         self._returns.append(unit)
         if again or self.shards.running:
             self._unannounced.add(unit)
-        if not (self.once or again):
+        if not wait:
             self._came[unit] += 1
             if self.shards.running:
                 self._ready.setdefault(unit, []).append(rows)
             else:
                 self._scatter(unit, rows)
-        elif not self.shards.running:
+        elif self.shards.running:
+            return
+        elif self.once:
             self._launch()
+        elif unit.stays and not again and not unit.pending_backward:
+            self._came[unit] = self.shards.used.count(unit)
+            self._scatter(unit, self._summed(unit))
 
     def _launch(self) -> None:
         """Start the scatters that are next in order and complete."""
@@ -195,6 +205,9 @@ class Scatter:
         for unit in () if self.once else self.shards.used[::-1]:
             if self._came[unit]:
                 self._came[unit] -= 1
+            elif unit.stays:
+                self._came[unit] = self.shards.used.count(unit) - 1
+                self._scatter(unit, self._summed(unit))
             else:
                 self._scatter(unit, self._summed(unit, zeros=True))
         if not self.accumulate or self._last:
@@ -224,64 +237,90 @@ class Scatter:
         self._send(unit, rows)
 
     def _send(self, unit: OpenUnit, rows: list[Tensor]) -> None:
-        for flat, row in zip(unit.trained, rows, strict=True):
-            if flat in self._summing and self.shards.zero < 3:
-                raise JobError(
-                    "a gradient was added to after it had been summed over ranks",
-                    "reentrant checkpointing does that: checkpoint(..., use_reentrant=False) does not",
-                )
-            if flat.gradient is None:
-                flat.gradient = torch.empty_like(flat.mine, pin_memory=flat.mine.is_pinned())
-            first, flat.filled = not flat.filled, True
-            direct = first and flat.gradient.device == row.device
-            out = flat.gradient if direct else torch.empty(flat.part, dtype=flat.dtype, device=row.device)
-            work = None
-            if self.shards.group is None:
-                out = out.copy_(row) if direct else row
-            else:
-                current().moved("reduce_scatter", row.nbytes)
-                work = reduce_scatter_single(as_real(out), as_real(row), group=self.shards.group, async_op=True)
-            self._flying.append(_Flight(unit, flat, row, out, work, time.perf_counter(), first))
-        while len(self._flying) > FLYING:
+        """Hand whole gradients over; the sums come to ``flat.gradient`` of each of the unit's flats."""
+        flats = unit.trained
+        if self.shards.zero < 3 and any(flat in self._summing for flat in flats):
+            raise JobError(
+                "a gradient was added to after it had been summed over ranks",
+                "reentrant checkpointing does that: checkpoint(..., use_reentrant=False) does not",
+            )
+        parts, firsts, began = [], [], time.perf_counter()
+        with self._lane.beside():
+            for flat, row in zip(flats, rows, strict=True):
+                if flat.gradient is None:
+                    flat.gradient = torch.empty_like(flat.mine, pin_memory=flat.mine.is_pinned())
+                first, flat.filled = not flat.filled, True
+                direct = first and flat.gradient.device == row.device
+                part = flat.gradient if direct else torch.empty(flat.part, dtype=flat.dtype, device=row.device)
+                if self._lane.group is None:
+                    part = part.copy_(row) if direct else row
+                parts.append(part)
+                firsts.append(first)
+            if self._lane.group is not None:
+                current().moved("reduce_scatter", sum(row.nbytes for row in rows))
+            flight = _Flight(unit, rows, parts, firsts, self._lane.reduce_scatter(parts, rows), None, began)
+            if self._lane.stream is not None:
+                self._add(flight)
+                flight.event = self._lane.event()
+        self._flying.append(flight)
+        while len(self._flying) > ROWS:
             self._land()
 
     def _land(self) -> None:
-        """Wait for the oldest scatter, and have it in the gradient."""
-        came = self._flying.pop(0)
-        if came.work is not None:
-            came.work.wait()
-            current().arrived(came.began)
-        gradient = came.flat.gradient
-        assert gradient is not None
-        if came.flat in self._summing:  # those of other uses are on their way over the copies
-            self._summing[came.flat].wait()
-            current().moved("all_reduce", came.out.nbytes)
-            dist.all_reduce(came.out, group=self.copies)
-        if came.out is not gradient:
-            self._squares.pop(came.flat, None)
-            if came.first:
-                gradient.copy_(came.out, non_blocking=True)
-                self._squares[came.flat] = total_norm([came.out]).double().square()
+        """Wait for the oldest scatter, and have it in the gradients."""
+        flight = self._flying.pop(0)
+        for work in flight.works if self._lane.stream is None else ():
+            work.wait()
+        if self._lane.group is not None:
+            current().arrived(flight.began)
+        if self._lane.stream is None:
+            self._add(flight)
+        self._lane.wait(flight.event)
+
+    def _add(self, flight: _Flight) -> None:
+        """What came goes to the gradients."""
+        for flat, part, first in zip(flight.unit.trained, flight.parts, flight.first, strict=True):
+            gradient = flat.gradient
+            assert gradient is not None
+            if flat in self._summing:  # those of other uses are on their way over the copies
+                for work in self._summing[flat]:
+                    work.wait()
+                current().moved("all_reduce", part.nbytes)
+                dist.all_reduce(part, group=self.copies)
+            if part is gradient:
+                continue
+            self._squares.pop(flat, None)
+            if first:
+                gradient.copy_(part, non_blocking=True)
+                self._squares[flat] = total_norm([part]).double().square()
             else:
-                if gradient.is_cpu and came.out.is_cuda:  # a copy into it may still be under way
-                    torch.cuda.current_stream(came.out.device).synchronize()
-                gradient.add_(came.out.to(gradient.device))
-        if self.copies is not None and not self._may_come(came.unit):
-            self._sum_copies(came.flat)
+                if gradient.is_cpu and part.is_cuda:  # a copy into it may still be under way
+                    torch.cuda.current_stream(part.device).synchronize()
+                gradient.add_(part.to(gradient.device))
+        if self.copies is not None and not self._may_come(flight.unit):
+            self._sum_copies(flight.unit)
 
     def _may_come(self, unit: OpenUnit) -> bool:
         """Whether more of a unit's gradient is expected in this step: the same answer on all ranks."""
         if self.shards.zero == 3:
             lockstep, last = self.shards.lockstep, self._passes == self._usual_passes
             return not last or not lockstep.scripted or lockstep.comes(SCATTER, unit.index)
-        return not self._last or self._agreed is None or unit in (self._expected or ()) or unit in self._unannounced
+        if not self._last or self._agreed is None or self._expected is None:  # this pass has sent nothing yet
+            return True
+        return unit in self._expected or unit in self._unannounced
 
-    def _sum_copies(self, flat: Flat) -> None:
-        if flat not in self._summing and not any(flight.flat is flat for flight in self._flying):
-            assert flat.gradient is not None
+    def _sum_copies(self, unit: OpenUnit) -> None:
+        flats = [flat for flat in unit.trained if flat.filled and flat not in self._summing]
+        if not flats or (self._lane.stream is None and any(flight.unit is unit for flight in self._flying)):
+            return
+        gradients = [flat.gradient for flat in flats if flat.gradient is not None]
+        if self._lane.stream is not None and gradients[0].is_cpu:  # a copy into it may still be under way
+            torch.cuda.current_stream(self.shards.device).synchronize()
+        current().moved("all_reduce", sum(gradient.nbytes for gradient in gradients))
+        works = self._copies.all_reduce(gradients)
+        for flat in flats:
             self._squares.pop(flat, None)
-            current().moved("all_reduce", flat.gradient.nbytes)
-            self._summing[flat] = dist.all_reduce(flat.gradient, group=self.copies, async_op=True)
+            self._summing[flat] = works
 
     # A step, as the loop sees it
 
@@ -299,9 +338,9 @@ class Scatter:
         while self._flying:
             self._land()
         filled = [flat for flat in self._flats if flat.filled]
-        for flat in filled if self.copies is not None else ():
-            self._sum_copies(flat)
-        for work in self._summing.values():
+        for unit in self.shards.units if self.copies is not None else ():
+            self._sum_copies(unit)
+        for work in {id(work): work for works in self._summing.values() for work in works}.values():
             work.wait()
         if self.shards.device.type == "cuda" and any(flat.mine.is_cpu for flat in filled):
             torch.cuda.current_stream(self.shards.device).synchronize()

@@ -33,6 +33,7 @@ from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.branch.axis import BranchPlan
 from meshfit.axes.forward import wrap
+from meshfit.axes.mesh import SCATTER_SHARD
 from meshfit.axes.pipeline.axis import Pipeline, only, part_of_trace, pipeline_of
 from meshfit.axes.pipeline.cut import Split
 from meshfit.axes.precision import DTYPES
@@ -85,9 +86,10 @@ class Shard:
         device: torch.device,
         *,
         peers: dist.ProcessGroup | None = None,
+        scatter: dist.ProcessGroup | None = None,
     ) -> Shards:
         """Cut ``model`` in place. It may lie in host memory: only parts of it go to the device. ``peers``: the ranks
-        that run the same modules on other samples, in ``group`` and in others."""
+        that run the same modules on other samples, in ``group`` and in others; ``scatter``: see ``Shards``."""
         rank = 0 if group is None else dist.get_rank(group)
         places: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
         named = dict(model.named_parameters())
@@ -110,8 +112,8 @@ class Shard:
                 ordered += [places[name] for name in together]
             recurrent = {m for each in ordered for m, _ in each if isinstance(m, nn.RNNBase)}
             low = self.gathered if any(flat.gathered != flat.dtype for flat in flats) else None
-            opened.append(OpenUnit(index, flats, ordered, list(recurrent), gather_dtype=low))
-        shards = Shards(opened, zero=self.zero, group=group, device=device, peers=peers)
+            opened.append(OpenUnit(index, flats, ordered, list(recurrent), stays=unit.stays, gather_dtype=low))
+        shards = Shards(opened, zero=self.zero, group=group, device=device, peers=peers, scatter=scatter)
         for unit, open_unit in zip(ordered_units, opened, strict=True):
             entrances = [model.get_submodule(path) for path in unit.entrances if path]
             # Modules that hold a parameter of the unit open it too: where they are called without the entrance, as when
@@ -192,8 +194,8 @@ class ShardAxis(Axis):
 
     def apply(self, placed: "Placed", finding: tuple[tuple[Unit, ...], ...]) -> Shards:
         mesh, strategy = placed.mesh, Shard.of(placed.plan, finding[placed.mesh.part])
-        peers = mesh.over("data", "shard", "expert", "context")
-        return strategy.apply(placed.model, mesh.over("shard"), placed.device, peers=peers)
+        groups = {"peers": mesh.over("data", "shard", "expert", "context"), "scatter": mesh.groups.get(SCATTER_SHARD)}
+        return strategy.apply(placed.model, mesh.over("shard"), placed.device, **groups)
 
     def cost(self, costing: "Costing", finding: Any) -> None:
         plan, trace = costing.plan, costing.trace
@@ -264,7 +266,11 @@ def units_of_part(trace: Trace, tied: Collection[str], trunk: Collection[str] = 
             rows.append(frozenset(unit.parameters).difference(tied))
             other = found.get(unit.entrances, Unit(unit.entrances, ()))
             found[unit.entrances] = Unit(
-                unit.entrances, other.parameters + unit.parameters, other.rounded | unit.rounded, (*other.rows, *rows)
+                unit.entrances,
+                other.parameters + unit.parameters,
+                other.rounded | unit.rounded,
+                (*other.rows, *rows),
+                other.stays or unit.stays,
             )
     return tuple(found.values())
 

@@ -25,6 +25,7 @@ class FlatCost:
     sizes: dict[str, int]
     """Elements, by name."""
     trained: bool
+    dtype: str
     itemsize: int
     gathered: int
     """Bytes of an element while gathered."""
@@ -68,9 +69,8 @@ def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list
         as_gathered = gathered if gathered and name in unit.rounded and p.dtype == "float32" else size
         kinds.setdefault((p.dtype, p.trained, as_gathered, unit.row(name)), {})[name] = elements
     found = []
-    for (_, trained, as_gathered, _), sizes in kinds.items():
-        itemsize = getattr(torch, trace.parameters[next(iter(sizes))].dtype).itemsize
-        found.append(FlatCost(sizes, trained, itemsize, as_gathered, degree))
+    for (dtype, trained, as_gathered, _), sizes in kinds.items():
+        found.append(FlatCost(sizes, trained, dtype, getattr(torch, dtype).itemsize, as_gathered, degree))
     return found
 
 
@@ -94,7 +94,9 @@ def shard_cost(
     used = Counter(use.unit for use in uses if use.returns)
     fetched = Counter(units) if zero < 3 else gathers(trace, uses, microbatches)
     scattered = {
-        unit: (1 if accumulate else microbatches * (used[unit] if zero == 3 else 1)) if degree > 1 else 0
+        unit: (1 if accumulate else microbatches * (used[unit] if zero == 3 and not unit.stays else 1))
+        if degree > 1
+        else 0
         for unit in units
     }
     uncut = sum(p.bytes for p in trace.parameters.values() if not p.dtype.startswith(CUT))
@@ -106,7 +108,7 @@ def shard_cost(
         within = [0 if host or row.gathered != row.itemsize else row.bytes for row in every]
         held["weights"] += sum(row.whole for row in every) - sum(within)
     # Whole gradients wait for later microbatches, or for further uses of their unit in this one.
-    waiting = units if accumulate else [unit for unit in units if used[unit] > 1 and zero < 3]
+    waiting = units if accumulate else [unit for unit in units if used[unit] > 1 and (zero < 3 or unit.stays)]
     held["gradients"] += sum(row.gradients for unit in waiting for row in rows[unit] if row.trained)
     calls, moved = _traffic(rows, fetched, scattered, degree, copies, host)
     slices = {name: n for row in every for name, n in row.first_slices().items()} if degree > 1 else {}
@@ -129,11 +131,14 @@ def _traffic(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Calls and bytes of a step, by name: how often each unit is gathered and scattered is given."""
     trained = [row for many in rows.values() for row in many if row.trained]
-    runs = [("reduce_scatter", scattered[unit], row.gradients) for unit in rows for row in rows[unit] if row.trained]
-    if degree > 1:
-        runs += [("all_gather", times, row.whole) for unit, times in fetched.items() for row in rows[unit]]
-    if copies > 1:
-        runs += [("all_reduce", 1, row.bytes) for row in trained]
+    runs = []
+    for unit, many in rows.items():
+        for dtype in dict.fromkeys(row.dtype for row in many):
+            size = sum(row.gradients for row in many if row.trained and row.dtype == dtype)
+            runs.append(("reduce_scatter", scattered[unit], size))
+            runs.append(("all_reduce", 1 if copies > 1 else 0, size // degree))
+        if degree > 1:
+            runs.append(("all_gather", fetched[unit], sum(row.whole for row in many)))
     if degree * copies > 1:
         runs.append(
             ("all_reduce", 1, 8 * (STEP_SCALARS + 2 * degree * copies + sum(len(row.sizes) for row in trained)))
@@ -188,19 +193,19 @@ def gathers(trace: Trace, uses: list[Use], microbatches: int) -> Counter[Unit]:
     count: Counter[Unit] = Counter()
     here: set[Unit] = set()
 
-    def fetch(unit: Unit) -> None:
+    def fetch(unit: Unit, *, forward: bool) -> None:
         if unit not in here:
             count[unit] += 1
-            here.intersection_update({other for other in here if other.entrances == ("",)})
+            here.intersection_update({u for u in here if u.entrances == ("",) or (u.stays and forward)})
             here.add(unit)
 
     for _ in range(microbatches):
         left = Counter(use.unit for use in uses)
         for use in uses:
-            fetch(use.unit)
+            fetch(use.unit, forward=True)
         for use in reversed(uses):
             if use.saved and use.returns:
-                fetch(use.unit)
+                fetch(use.unit, forward=False)
             left[use.unit] -= 1
             if left[use.unit] == 0 and use.unit not in frozen:
                 here.discard(use.unit)
@@ -219,10 +224,10 @@ def _saves_weights(trace: Trace, event: Event) -> bool:
 
 
 def _most(units: tuple[Unit, ...], wholes: dict[Unit, int], ahead: bool) -> int:
-    """Bytes gathered at once: the whole's own, and the largest other unit (with the next one, where that is fetched
-    ahead)."""
-    always = sum(wholes[unit] for unit in units if unit.entrances == ("",))
-    others = [wholes[unit] for unit in units if unit.entrances != ("",)]
+    """Bytes gathered at once: the whole's own, the one that stays, and the largest other unit (with the next one, where
+    that is fetched ahead)."""
+    always = sum(wholes[unit] for unit in units if unit.entrances == ("",) or unit.stays)
+    others = [wholes[unit] for unit in units if unit.entrances != ("",) and not unit.stays]
     pairs = [a + b for a, b in pairwise(others)] if ahead else []
     return always + max([*others, *pairs], default=0)
 

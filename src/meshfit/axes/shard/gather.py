@@ -27,11 +27,11 @@ from meshfit.axes.axis import Applied
 from meshfit.axes.shard.lockstep import GATHER, SCATTER, Lockstep, Meeting
 from meshfit.axes.shard.open_unit import OpenUnit
 from meshfit.axes.shard.saved import Saved
-from meshfit.comm.flat import Flat, as_real
+from meshfit.comm.flat import Flat, Lane
 from meshfit.errors import PlanError
 from meshfit.events import current
 from meshfit.torch_private import (
-    all_gather_single,
+    all_gather_rows,
     call_a_parameter,
     in_backward,
     storage_id,
@@ -57,13 +57,19 @@ class Shards(Applied):
         group: dist.ProcessGroup | None,
         device: torch.device,
         peers: dist.ProcessGroup | None = None,
+        scatter: dist.ProcessGroup | None = None,
     ):
-        """``peers``: the ranks that run the same units, in this group and in others."""
+        """``peers``: the ranks that run the same units, in this group and in others. ``scatter``: those of ``group``
+        again, over a communicator where gradients do not wait for gathers, nor gathers for them."""
         self.units, self.zero, self.group, self.device = units, zero, group, device
+        self.scatter_group = group if scatter is None else scatter
+        self._lane = Lane(group, device)
         self.lockstep = Lockstep(group if peers is None else peers, self._serve, ahead=device.type == "cuda")
         """Gathers are started ahead on GPUs, where they run beside what the rank computes."""
         self.running = False
         """Whether a forward is under way."""
+        self._widened: list[tuple[OpenUnit, torch.dtype | None]] = []
+        """Units that a pass without training gathered as they are, and what they are gathered as otherwise."""
         self._first, self._trial = True, False
         """No pass is over yet, and it is looked at more closely; what runs is not one, and may fail."""
         self.used: list[OpenUnit] = []
@@ -79,7 +85,6 @@ class Shards(Applied):
         """What autograd sees the whole parameters come from."""
         self._hooked: list[nn.Module] = []
         self._saved = Saved(self._fetch)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.place = {p: (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.parameters)}
         """The row that each parameter is cut in, and which of its parameters it is."""
 
@@ -91,6 +96,8 @@ class Shards(Applied):
         assert not self.running
         trains = torch.is_grad_enabled() and self.on_pass is not None
         self._trial = torch.is_grad_enabled() and not trains
+        while self._widened:
+            self._gather_as(*self._widened.pop())
         if trains and self.on_pass is not None:
             self.on_pass()
         elif self.zero == 3:
@@ -167,14 +174,23 @@ class Shards(Applied):
                 )
 
     def _widen(self, unit: OpenUnit) -> None:
-        """Gather an open unit as it is, now and from now on: it is used where autocast does not round it."""
-        unit.gather_dtype, unit.unsharded = None, False
-        for flat in unit.flats:
-            if flat.gathered != flat.dtype:
-                self._saved.forget(flat)
-                flat.gathered, flat.whole = flat.dtype, None
+        """Gather an open unit as it is, now and, in training, from now on: it is used where autocast does not round
+        it. Trials and evaluations may run without autocast: what they need is not what training needs."""
+        if self.on_pass is None or not torch.is_grad_enabled():
+            self._widened.append((unit, unit.gather_dtype))
+        self._gather_as(unit, None)
         self._fetch(unit)
         unit.put(self._tensors(unit))
+
+    def _gather_as(self, unit: OpenUnit, dtype: torch.dtype | None) -> None:
+        """From its next gather on ``dtype`` for what autocast rounds."""
+        if unit.prefetch is not None:
+            self._wait(unit)
+        unit.gather_dtype, unit.unsharded = dtype, False
+        for flat in unit.flats:
+            if flat.rounds:
+                self._saved.forget(flat)
+                flat.gathered, flat.whole = dtype or flat.dtype, None
 
     def _tensors(self, unit: OpenUnit) -> list[Tensor]:
         made: Iterator[Tensor] = iter(())
@@ -208,7 +224,7 @@ class Shards(Applied):
             return
         if self.zero == 3:
             for other in self.units[1:]:  # the whole's own are few, and needed everywhere
-                if other.unsharded and not other.open:
+                if other.unsharded and not other.open and not (other.stays and self.running):
                     self.drop(other)
         with torch.inference_mode(False):
             if self.zero == 3 and unit.prefetch is None:
@@ -231,61 +247,52 @@ class Shards(Applied):
                 self._start(unit)
                 self.drop(unit)
                 return
-            for flat in unit.flats:  # it is needed here as it is
-                with nullcontext() if self._side is None else torch.cuda.stream(self._side):
-                    self._gather(flat, torch.empty(flat.padded, dtype=flat.gathered, device=self.device), wait=True)
+            with self._lane.beside():  # it is needed here as it is
+                rows = [torch.empty(flat.padded, dtype=flat.gathered, device=self.device) for flat in unit.flats]
+                for work in self._gather(unit.flats, rows):
+                    work.wait()
 
     def _start(self, unit: OpenUnit) -> None:
         if unit.unsharded or unit.prefetch is not None or not unit.flats:
             return
-        if self._side is None:
-            unit.prefetch = [work for flat in unit.flats if (work := self._into_whole(flat, wait=False)) is not None]
-        else:
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._side):
-                for flat in unit.flats:
-                    self._into_whole(flat, wait=True)
-                unit.prefetch = self._side.record_event()
+        with self._lane.beside():
+            flats = [flat for flat in unit.flats if not self._is_whole(flat)]
+            for flat in flats:
+                if flat.whole is None:
+                    flat.whole = torch.empty(flat.padded, dtype=flat.gathered, device=self.device)
+            works = self._gather(flats, [flat.whole for flat in flats if flat.whole is not None])
+            unit.prefetch = works, self._lane.event()
         for flat in unit.flats:
-            assert flat.whole is not None
             self._saved.know(unit, flat)
 
     def _wait(self, unit: OpenUnit) -> None:
-        if self._side is None:
-            with current().waiting("gather"):
-                for work in unit.prefetch:
-                    work.wait()
-        else:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(unit.prefetch)
-            for flat in unit.flats:
-                assert flat.whole is not None
-                flat.whole.record_stream(stream)
+        works, event = unit.prefetch
+        with current().waiting("gather") if works else nullcontext():
+            for work in works:
+                work.wait()
+        self._lane.wait(event)
         unit.prefetch, unit.unsharded = None, True
 
-    def _into_whole(self, flat: Flat, *, wait: bool) -> Any:
+    def _is_whole(self, flat: Flat) -> bool:
+        """Whether this rank's part is all of it, as it is gathered; it then stands for the whole."""
         source = flat.mine
-        if self.group is None and source.dtype == flat.gathered and source.device.type == self.device.type:
-            flat.whole = source
-            return None
-        if flat.whole is None:
-            flat.whole = torch.empty(flat.padded, dtype=flat.gathered, device=self.device)
-        return self._gather(flat, flat.whole, wait=wait)
+        if self.group is not None or source.dtype != flat.gathered or source.device.type != self.device.type:
+            return False
+        flat.whole = source
+        return True
 
-    def _gather(self, flat: Flat, whole: Tensor, *, wait: bool) -> Any:
-        source = flat.mine
-        own = whole[flat.first : flat.first + flat.part]
-        if source.device.type != own.device.type:  # cast where it is fast, and out of pinned memory
-            source = source.to(own.device, non_blocking=True)
-        if source.dtype != own.dtype or self.group is None:
-            source = own.copy_(source)
-        if self.group is None:
-            return None
-        current().moved("all_gather", whole.nbytes)
-        work = all_gather_single(as_real(whole), as_real(source), group=self.group, async_op=True)
-        if wait and work is not None:
-            work.wait()
-        return work
+    def _gather(self, flats: list[Flat], rows: list[Tensor]) -> list[Any]:
+        sources = []
+        for flat, row in zip(flats, rows, strict=True):
+            source, own = flat.mine, row[flat.first : flat.first + flat.part]
+            if source.device.type != own.device.type:  # cast where it is fast, and out of pinned memory
+                source = source.to(own.device, non_blocking=True)
+            if source.dtype != own.dtype or self.group is None:
+                source = own.copy_(source)
+            sources.append(source)
+        if self.group is not None:
+            current().moved("all_gather", sum(row.nbytes for row in rows))
+        return self._lane.gather(rows, sources)
 
     def drop(self, unit: OpenUnit) -> None:
         if unit.prefetch is not None:
@@ -360,7 +367,7 @@ class Shards(Applied):
         mine = flat.mine.to(self.device)
         if self.group is None:
             return row.copy_(mine)
-        all_gather_single(as_real(row), as_real(mine), group=self.group)
+        all_gather_rows([row], [mine], self.group)
         return row
 
 

@@ -22,6 +22,8 @@ class OpenUnit:
     recurrent: list[nn.Module] = field(default_factory=list)
     """Of its modules, those that keep a list of their weights beside: nn.LSTM and its kin."""
 
+    stays: bool = False
+    """While a forward runs: see units.py."""
     open: int = 0
     """Calls under way in it."""
     unsharded: bool = False

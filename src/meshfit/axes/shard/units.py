@@ -3,7 +3,12 @@
 A unit is some parameters and its *entrances*: the modules whose calls use them. It is there while one of those calls
 runs. Usually a unit is a block and its own entrance; what the model's own code uses, or what the trace does not show,
 belongs to the whole (entrance ""). A parameter that two blocks use (an embedding tied to the head) is a unit with two
-entrances: it need not be there between them.
+entrances.
+
+[Note: the unit that stays]
+The largest unit of several entrances is gathered once a forward, and stays for all of it: most is held when the head
+runs, which needs it anyway. Its gradient is summed over its uses and scattered once. All others are there for one use
+at a time: a model may use each of its blocks twice.
 
 Ranks gather fastest where all gather the same units in the same order. So inside a module that looks at a tensor's
 value, or at a random number, to decide what to run, nothing is an entrance: the parameters in it come with that module.
@@ -49,6 +54,9 @@ class Unit:
     rows: tuple[frozenset[str], ...] = ()
     """Parameters that share a flat buffer with no others, and so are cut in the same places on every rank that holds
     them. Those in none of these sets share buffers freely."""
+
+    stays: bool = False
+    """From its first use in a forward to its last: see the note."""
 
     def row(self, name: str) -> frozenset[str]:
         """The parameters that ``name`` must share its flat buffer with; empty: any."""
@@ -134,8 +142,9 @@ def units(trace: Trace, names: tuple[str, ...]) -> tuple[Unit, ...]:
     _merge_small(grouped, {name: parameter.bytes for name, parameter in trace.parameters.items()})
     order = {path: at for at, path in enumerate(dict.fromkeys(e for many in found.values() for e in many))}
     ordered = sorted(grouped.items(), key=lambda unit: min(order.get(path, -1) for path in unit[0]))
-    rounded = _rounded(trace)
-    return tuple(Unit(entrances, tuple(names), rounded & {*names}) for entrances, names in ordered)
+    rounded, sizes = _rounded(trace), {many: sum(trace.parameters[n].bytes for n in own) for many, own in ordered}
+    stays = max((many for many in sizes if len(many) > 1), key=lambda many: sizes[many], default=None)
+    return tuple(Unit(many, tuple(own), rounded & {*own}, stays=many == stays) for many, own in ordered)
 
 
 def entrance_of(event: Event, may_enter: Container[str], dynamic: Container[str] = ()) -> str:
