@@ -5,9 +5,10 @@
     python benchmarks/nccl_speed.py --backend gloo --small --turns 1 # does the script work? on CPU ranks
 
 Two ranks on one GPU over real NCCL (``nccl_ranks.py``). A GPT of 12 layers and width 768, vocabulary 50304, bf16 with
-weights in fp32, fused AdamW. Batches of 16 x 1024 tokens a rank; under tensor and pipeline parallelism, where ranks see
-the same samples, 16 x 1024 in all. In the families data and shard the head is the embedding (124M parameters); in
-tensor and pipeline it has a weight of its own on both sides, because torch's hand-written plans cannot tie them there.
+weights in fp32, fused AdamW. Batches of 16 x 1024 tokens a rank; under pipeline parallelism, where ranks see the same
+samples, 16 x 1024 in all; under tensor parallelism, whose traffic is slowest over sockets, 4 x 1024. In the families
+data and shard the head is the embedding (124M parameters); in tensor and pipeline it has a weight of its own on both
+sides, because torch's hand-written plans cannot tie them there.
 
     data       DDP; its model compiled; its model and loss compiled as one       data=2 compile=none, compile=whole
     shard      FSDP2 by block, bf16 weights and fp32 gradients on the wire;      shard=2 compile=none, compile=block
@@ -47,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.nccl_ranks import NOT_RUN, World, at_work, failure, gpu
 
-WARM_UP, STEPS, TURNS = 3, 5, 3
+WARM_UP, STEPS, TURNS = 2, 4, 3
 ROW_SECONDS = 120.0
 MICROBATCHES = 4
 
@@ -205,7 +206,9 @@ class Bench:
     @property
     def samples(self) -> int:
         """Of a batch, over all ranks."""
-        return self.size.samples * (self.ranks if self.family in ("data", "shard") else 1)
+        if self.family in ("data", "shard"):
+            return self.size.samples * self.ranks
+        return self.size.samples if self.family == "pipeline" else self.size.samples // 4
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Four batches."""
@@ -541,6 +544,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--steps", type=int, default=STEPS, help="timed in each turn")
     parser.add_argument("--only", default="", help="families, or words in the name of a row; commas between")
+    parser.add_argument("--skip", default="", help="words in the name of rows to leave out; commas between")
     parser.add_argument("--json", type=Path, help="write what was measured there")
     options = parser.parse_args()
     if options.rank:
@@ -548,6 +552,7 @@ def main() -> int:
         return 0
     words = [word for word in options.only.split(",") if word]
     rows = [row for row in ROWS if not words or any(word == row.family or word in row.name for word in words)]
+    rows = [row for row in rows if not any(word in row.name for word in options.skip.split(",") if word)]
     if options.backend == "nccl" and not gpu():
         print(f"NOT RUN: {len(rows)} rows need a GPU, and there is none here (--backend gloo --small: on CPU ranks)")
         return NOT_RUN

@@ -1,0 +1,474 @@
+"""One rank of eight at real size, on one GPU: step time, how much of its communication is exposed, and memory.
+
+    python benchmarks/one_of_eight.py                                        # needs a GPU; one is enough
+    python benchmarks/one_of_eight.py --layers 8 --only "shard=8,FSDP2"      # a quarter of the layers, some rows
+    python benchmarks/one_of_eight.py --device cpu --small                   # does the script work?
+
+This process is rank 0 of 8 (of 64 for the last row): collectives take the time of their bytes over 400 GB/s, as inside
+a host, and over 25 GB/s, as between hosts, on streams of their own (``delayed.py``). A model in the shape of Llama 3 8B
+(32 layers, width 4096, 32 heads, 8 of them for keys and values, vocabulary 128256), bf16 with fp32 weights, AdamW, a
+sequence of 8192 tokens a rank; under tensor parallelism one for all ranks, in the pipeline one a microbatch; 32768 with
+context=8. Beside shard=8 FSDP2 by block, beside shard=4 tensor=2 FSDP2 over torch's tensor parallelism (sequence and
+loss parallel), both with bf16 weights and fp32 gradients on the wire.
+
+    free       ms a step if communication took no time
+    exposed    how much longer it takes over that bandwidth, as a share of what the communication itself takes
+    memory     GiB at the most, and that over what ``meshfit.plan_cost.cost`` foretells
+
+What the other ranks would send is not known here: losses mean nothing, and a pipeline's stage waits for no other.
+Exits with 0 if all goals are met (at most torch's time and memory; cost within 4 %), 1 if not, 4 without a GPU.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.nccl_ranks import NOT_RUN, gpu
+from meshfit.plan import Plan
+
+WARM_UP, STEPS = 2, 3
+BANDWIDTHS = {"free": math.inf, "400 GB/s": 400e9, "25 GB/s": 25e9}
+LATENCY = 10e-6
+COST_LIMIT = 0.04
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    layers: int = 32
+    width: int = 4096
+    heads: int = 32
+    key_heads: int = 8
+    inner: int = 14336
+    vocabulary: int = 128256
+    length: int = 8192
+
+
+SMALL = Shape(layers=4, width=64, heads=8, key_heads=8, inner=160, vocabulary=256, length=32)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    ranks: int = 8
+    plan: str = ""
+    """meshfit's; empty: a loop of torch's own."""
+    peer: str = ""
+    longer: int = 1
+    """Sequences are so many times as long."""
+
+
+ROWS = (
+    Row("FSDP2"),
+    Row("shard=8", plan="shard=8", peer="FSDP2"),
+    Row("FSDP2 x torch tensor"),
+    Row("shard=4 tensor=2", plan="shard=4 tensor=2", peer="FSDP2 x torch tensor"),
+    Row("tensor=8", plan="tensor=8"),
+    Row("pipeline=8", plan="pipeline=8 microbatches=8"),
+    Row("context=8 shard=8", ranks=64, plan="context=8 shard=8", longer=4),
+)
+
+
+# The model
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-5)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x``: [samples, positions, heads, width of a head]."""
+    first, second = x.float().chunk(2, -1)
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.head = shape.width // shape.heads
+        self.q = nn.Linear(shape.width, shape.heads * self.head, bias=False)
+        self.k = nn.Linear(shape.width, shape.key_heads * self.head, bias=False)
+        self.v = nn.Linear(shape.width, shape.key_heads * self.head, bias=False)
+        self.out = nn.Linear(shape.heads * self.head, shape.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head)) for layer in (self.q, self.k, self.v))
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.inner, bias=False)
+        self.up = nn.Linear(shape.width, shape.inner, bias=False)
+        self.down = nn.Linear(shape.inner, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.norm1, self.attention = Norm(shape.width), Attention(shape)
+        self.norm2, self.mlp = Norm(shape.width), MLP(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), cos, sin)
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.token = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm, self.head = Norm(shape.width), nn.Linear(shape.width, shape.vocabulary, bias=False)
+        half = shape.width // shape.heads // 2
+        angles = torch.outer(torch.arange(shape.length), 500000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# Loops
+
+
+@dataclass
+class Loop:
+    step: Callable[[], Any]
+    foretold: Callable[[], dict[str, int]] = dict
+    """Bytes by kind."""
+
+
+def built(shape: Shape, device: torch.device) -> Llama:
+    torch.manual_seed(0)
+    with device:  # whole, on the device: that it starts from parts is another matter
+        return Llama(shape)
+
+
+def by_meshfit(row: Row, shape: Shape, device: torch.device) -> Loop:
+    from meshfit.drive import begin
+    from meshfit.job import Job
+
+    plan, runs = Plan.parse(row.plan), []
+    samples = plan.shares * plan.microbatches
+    ids = torch.randint(shape.vocabulary, (4 * samples, shape.length + 1))
+    job = Job(
+        model=lambda: built(shape, device),
+        data=(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()),
+        loss=token_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
+        batch_size=samples,
+        steps=100_000,
+        shuffle=False,
+        plan=f"{row.plan} precision=bf16 compile=none",
+    )
+
+    def tap(run: Any) -> None:
+        run.guard = None  # gathered parts are all this rank's own, so some gradients are zero that should not be
+        run.schedule.loss.correction = lambda batch, count: 1.0  # which the last stage knows
+        runs.append(run)
+
+    steps = iter(begin(job.training(), lockstep=False, tap=tap))
+    return Loop(lambda: next(steps), lambda: foretold(plan, shape, runs[0]))
+
+
+def foretold(plan: Plan, shape: Shape, run: Any) -> dict[str, int]:
+    """By ``cost``, whose activations are those of fp32 (torch ignores autocast on meta tensors, where traces are made):
+    they are scaled as those of the whole model are by autocast, on fake tensors. Where weights are not gathered as bf16
+    already, autocast rounds a copy of each for every microbatch that is under way."""
+    from meshfit.axes.pipeline.axis import pipeline_of
+    from meshfit.axes.shard.units import traced
+    from meshfit.loss.objective import Objective
+    from meshfit.plan_cost import cost
+
+    with torch.device("meta"):
+        model = Llama(shape)
+    ids = torch.zeros(1, shape.length, dtype=torch.long)
+    objective, content = Objective(token_loss), (ids, ids)
+    if plan.pipeline > 1:
+        trace = pipeline_of(plan).find(model, objective, content, device="cuda").trace
+    else:
+        trace = traced(model, objective, content, device="cuda")
+    if isinstance(trace, Exception):
+        raise trace
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    found = cost(plan, trace, optimizer, found=run.placed.found, place={"pipeline": 0}, ahead=True)
+    held = dict(found.held)
+    held["activations"] = round(held["activations"] * kept_under_autocast(shape))
+    if plan.shard == 1:
+        linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+        share = linear / sum(p.numel() for p in model.parameters())
+        held["rounded weights"] = round(held["weights"] * share / 2 * plan.pipeline)
+    return held
+
+
+class Scored(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.model = Llama(shape)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return token_loss(self.model(ids), ids)
+
+
+def kept_under_autocast(shape: Shape) -> float:
+    """Of what fp32 keeps, without rounded copies of the weights."""
+    from benchmarks.anatomy_live import Case, on_fake, on_meta
+
+    case = Case("", lambda: Scored(shape), lambda: torch.zeros(1, shape.length, dtype=torch.long))
+    with torch.device("meta"):
+        linear = sum(m.weight.numel() for m in Llama(shape).modules() if isinstance(m, nn.Linear))
+    kept = on_fake(case, "cuda", torch.autocast("cuda", torch.bfloat16)) - 2 * linear
+    return kept / on_meta(case, "cuda")
+
+
+def _simple(model: nn.Module, shape: Shape, device: torch.device, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Loop:
+    ids = torch.randint(shape.vocabulary, (1, shape.length + 1), device=device)
+    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        loss_of(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Loop(step)
+
+
+def fsdp2(row: Row, shape: Shape, device: torch.device) -> Loop:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = built(shape, device)
+    _fully_shard(model, init_device_mesh(device.type, (row.ranks,)))
+    return _simple(model, shape, device, lambda x, y: token_loss(model(x).float(), y))
+
+
+def _fully_shard(model: Llama, mesh: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def fsdp2_tensor(row: Row, shape: Shape, device: torch.device) -> Loop:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh(device.type, (row.ranks // 2, 2), mesh_dim_names=("shard", "tensor"))
+    model, rows = built(shape, device), Shard(1)
+    parallelize_module(
+        model,
+        mesh["tensor"],
+        {
+            "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1), use_local_output=False),
+        },
+    )
+    three, whole = (rows, None, None), (Replicate(), None, None)
+    for block in model.blocks:
+        parallelize_module(
+            block,
+            mesh["tensor"],
+            {
+                "norm1": SequenceParallel(),
+                "norm2": SequenceParallel(),
+                "attention": PrepareModuleInput(input_layouts=three, desired_input_layouts=whole),
+                "attention.q": ColwiseParallel(),
+                "attention.k": ColwiseParallel(),
+                "attention.v": ColwiseParallel(),
+                "attention.out": RowwiseParallel(output_layouts=rows),
+                "mlp": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(Replicate(),)),
+                "mlp.gate": ColwiseParallel(),
+                "mlp.up": ColwiseParallel(),
+                "mlp.down": RowwiseParallel(output_layouts=rows),
+            },
+        )
+    _fully_shard(model, mesh["shard"])
+
+    loop = _simple(model, shape, device, lambda x, y: token_loss(model(x).float(), y))
+    inner = loop.step
+
+    def step() -> None:
+        with loss_parallel():
+            inner()
+
+    return Loop(step)
+
+
+PEERS = {"FSDP2": fsdp2, "FSDP2 x torch tensor": fsdp2_tensor}
+
+
+# A row, in a process of its own
+
+
+def measure(row: Row, shape: Shape, device: torch.device) -> dict[str, Any]:
+    from benchmarks.delayed import LINK, connect
+
+    connect(row.ranks)
+    shape = replace(shape, length=shape.length * row.longer)
+    began, cuda = time.perf_counter(), device.type == "cuda"
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    loop = by_meshfit(row, shape, device) if row.plan else PEERS[row.name](row, shape, device)
+    for _ in range(WARM_UP):
+        loop.step()
+    wait()
+    found: dict[str, Any] = {"begun": time.perf_counter() - began, "ms": {}}
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    LINK.latency = LATENCY
+    for word, bandwidth in BANDWIDTHS.items():
+        LINK.bandwidth, LINK.latency = bandwidth, 0.0 if math.isinf(bandwidth) else LATENCY
+        loop.step()
+        wait()
+        LINK.bytes = LINK.calls = 0
+        times = []
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            loop.step()
+            wait()
+            times.append(time.perf_counter() - start)
+        found["ms"][word] = 1e3 * statistics.median(times)
+        found |= {"bytes": LINK.bytes / STEPS, "calls": LINK.calls / STEPS}
+    found["gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+    if not cuda:
+        return found
+    try:
+        found["foretold"] = {kind: size / 2**30 for kind, size in loop.foretold().items()}
+    except Exception as error:  # what was measured still counts
+        found["foretold_error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def shown(row: Row, found: dict[str, Any], peer: dict[str, Any] | None) -> tuple[str, bool]:
+    ms, free = found["ms"], found["ms"]["free"]
+    takes = {word: 1e3 * (found["bytes"] / bw + found["calls"] * LATENCY) for word, bw in BANDWIDTHS.items()}
+    text, good = f"{row.name:<22} free {free:7.0f} ms", True
+    for word in list(BANDWIDTHS)[1:]:
+        share = (ms[word] - free) / takes[word] if takes[word] else 0.0
+        text += f"   {word} {ms[word]:7.0f} ms, exposed {100 * share:3.0f} % of {takes[word]:.0f}"
+    if found["gib"] is not None:
+        text += f"   {found['gib']:6.2f} GiB"
+    if found.get("foretold") and found["gib"] is not None:
+        off = found["gib"] / sum(found["foretold"].values()) - 1
+        kinds = ", ".join(f"{kind} {size:.2f}" for kind, size in found["foretold"].items())
+        text += f"\n    {100 * off:+.1f} % of cost(): {kinds}"
+        good = abs(off) <= COST_LIMIT
+        text += "" if good else "  NOT WITHIN 4 %"
+    if "foretold_error" in found:
+        text, good = f"{text}\n    cost(): {found['foretold_error']}", False
+    if peer is not None:
+        ratios = {word: ms[word] / peer["ms"][word] for word in ms}
+        text += "\n    of " + row.peer + "'s: " + ", ".join(f"{word} {ratio:.2f}" for word, ratio in ratios.items())
+        met = max(ratios.values()) <= 1.0
+        if found["gib"] is not None:
+            text += f", memory {found['gib'] / peer['gib']:.2f}"
+            met = met and found["gib"] <= peer["gib"]
+        text += "  ok" if met else "  NOT MET"
+        good = good and met
+    return f"{text}\n    began in {found['begun']:.0f} s; {found['calls']:.0f} collectives a step", good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--row", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model: to try the script")
+    parser.add_argument("--layers", type=int, default=0, help="fewer than 32")
+    parser.add_argument("--length", type=int, default=0, help="of a sequence, instead of 8192")
+    parser.add_argument("--only", default="", help="names of rows, commas between")
+    parser.add_argument("--seconds", type=float, default=120.0, help="a row that takes longer is cut")
+    parser.add_argument("--json", type=Path, help="write what was measured there")
+    options = parser.parse_args()
+    shape = SMALL if options.small else Shape()
+    shape = replace(shape, layers=options.layers or shape.layers, length=options.length or shape.length)
+    if options.row:
+        row = next(row for row in ROWS if row.name == options.row)
+        sys.stdin.readline()  # until the one before is done
+        print(json.dumps(measure(row, shape, torch.device(options.device))), flush=True)
+        os._exit(0)  # there is nobody to put the model together again with
+    names = [name for name in options.only.split(",") if name]
+    rows = [row for row in ROWS if not names or row.name in names]
+    if options.device == "cuda" and not gpu():
+        print(f"NOT RUN: {len(rows)} rows need a GPU, and there is none here (--device cpu --small: on the CPU)")
+        return NOT_RUN
+    print(f"Llama 3 8B's shape, {shape.layers} of its 32 layers, sequences of {shape.length}", flush=True)
+    results, good, processes = {}, True, [_started(row, options) for row in rows[:1]]
+    for i, row in enumerate(rows):
+        processes += [_started(each, options) for each in rows[i + 1 : i + 2]]  # it loads torch meanwhile
+        try:
+            said, _ = processes[i].communicate("go\n", timeout=options.seconds)
+            results[row.name] = json.loads(said.splitlines()[-1])
+        except (subprocess.TimeoutExpired, IndexError, json.JSONDecodeError) as error:
+            processes[i].kill()
+            print(f"{row.name:<22} FAILED: {type(error).__name__}", flush=True)
+            good = False
+            continue
+        text, fine = shown(row, results[row.name], results.get(row.peer))
+        print(text, flush=True)
+        good = good and fine
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    return 0 if good else 1
+
+
+def _started(row: Row, options: argparse.Namespace) -> "subprocess.Popen[str]":
+    asked = ["--row", row.name, "--device", options.device, "--layers", str(options.layers)]
+    asked += ["--length", str(options.length)] + ["--small"] * options.small
+    return subprocess.Popen(
+        [sys.executable, __file__, *asked], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
