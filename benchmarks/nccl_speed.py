@@ -520,7 +520,10 @@ def shown(rows: list[Row], found: dict[str, dict[str, Any]]) -> tuple[list[str],
         ms, gib = statistics.median(one["ms"]), one.get("gib")
         text = f"{row.name:<44} {ms:8.1f} {'' if gib is None else format(gib, '6.2f'):>6}"
         for peer, of_time, of_memory in row.goals:
-            if not found.get(peer, {}).get("ms"):
+            if peer not in found:  # it was not asked for
+                continue
+            if not found[peer]["ms"]:
+                text, good = f"{text}   {peer} failed", False
                 continue
             ratio = ms / statistics.median(found[peer]["ms"])
             met = ratio <= of_time
