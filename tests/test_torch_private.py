@@ -530,3 +530,25 @@ def test_values_of_threads_are_counted() -> None:
     with value.set_to(frozenset({10**6})):
         [frozenset({10**6 + i}) for i in range(100)]
         assert value.get() == frozenset({10**6})
+
+
+def test_autocast_holds_for_grouped_products() -> None:
+    """On CPUs here; the kernel is registered for GPUs alone."""
+    library = torch_private.autocast_grouped_products("cpu")
+    try:
+        x, weight = torch.randn(12, 16, requires_grad=True), torch.randn(3, 16, 8, requires_grad=True)
+        ends = torch.tensor([4, 4, 12], dtype=torch.int32)
+        with torch.autocast("cpu", torch.bfloat16):
+            made = torch.nn.functional.grouped_mm(x, weight, offs=ends)
+            odd = torch.nn.functional.grouped_mm(x[:, :4].contiguous(), weight[:, :4].contiguous(), offs=ends)
+        assert (made.dtype, odd.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.nn.functional.grouped_mm(x, weight, offs=ends).dtype == torch.float32
+        made.float().square().sum().backward()
+        want = torch.cat([x[:4] @ weight[0], x[4:] @ weight[2]])
+        torch.testing.assert_close(made.float(), want, rtol=0.05, atol=0.1)
+        assert weight.grad is not None
+        assert (x.grad.dtype, weight.grad.dtype) == (torch.float32, torch.float32)  # type: ignore[union-attr]
+        assert not weight.grad[1].any()
+    finally:
+        torch_private.autocast_grouped_products.cache_clear()
+        library._destroy()

@@ -109,6 +109,27 @@ negated_view = torch._neg_view
 FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Take ``group["fused"] = True`` after construction, and then ``found_inf`` and ``grad_scale`` as attributes."""
 
+
+@functools.cache
+def autocast_grouped_products(device: str = "cuda") -> torch.library.Library:
+    """Let autocast to bfloat16 hold for ``F.grouped_mm`` too, as for every other matrix product: in fp32 torch runs it
+    as a loop, for which the host waits. Its kernel takes rows of a multiple of 16 bytes; others stay as they are."""
+    library = torch.library.Library("aten", "IMPL")
+    key = f"Autocast{device.upper()}"
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key):
+        return library  # torch does so by itself
+
+    def product(x: Tensor, weight: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+        fits = all(size % 8 == 0 for size in (x.shape[-1], *weight.shape[-2:]))
+        if fits and torch.get_autocast_dtype(device) is torch.bfloat16:
+            x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
+        with torch.autocast(device, enabled=False):
+            return aten._grouped_mm(x, weight, offs, bias, out_dtype)
+
+    library.impl("_grouped_mm", product, key)
+    return library
+
+
 attention_by_products = aten._scaled_dot_product_attention_math
 attention_on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
 attention_on_cuda = aten._scaled_dot_product_flash_attention

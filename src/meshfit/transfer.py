@@ -17,6 +17,15 @@ def upload(numbers: Sequence[float | int | bool], device: torch.device, dtype: t
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
+def together(numbers: Sequence[Tensor | float], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """``numbers``, of which some are on ``device`` already, as one tensor there. ``x[i] = 1.0`` would be waited for."""
+    there = {i: n for i, n in enumerate(numbers) if isinstance(n, Tensor) and not n.is_cpu}
+    made = upload([0.0 if i in there else float(n) for i, n in enumerate(numbers)], device, dtype)
+    for i, number in there.items():
+        made[i] = number
+    return made
+
+
 class HostCopy:
     """A tensor on its way to the host, which waits when it asks for it: for the copy, not for what the device was given
     since."""

@@ -1,7 +1,7 @@
 """The arithmetic of forward and backward.
 
     fp32   as the model is built
-    bf16   matrix products and convolutions in bfloat16 (autocast)
+    bf16   matrix products, grouped ones too, and convolutions in bfloat16 (autocast)
     fp16   likewise in float16; the loss is scaled so that small gradients survive, and the scale follows
            overflows: halved when a gradient overflows (the step is skipped), doubled after 2,000 good steps
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshfit.torch_private import update_loss_scale_
+from meshfit.torch_private import autocast_grouped_products, update_loss_scale_
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,6 +28,8 @@ class Precision:
         """A context in which operations run in this precision."""
         if self.word == "fp32":
             return nullcontext()
+        if self.word == "bf16" and device.type == "cuda":
+            autocast_grouped_products()
         return torch.autocast(device.type, DTYPES[self.word])
 
 

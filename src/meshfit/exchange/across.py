@@ -25,6 +25,7 @@ from meshfit.exchange.allreduce import AllReduce, StepScalars
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.separate import Separate
 from meshfit.exchange.update import total_norm
+from meshfit.transfer import together
 
 STEP_SCALARS = 4  # squared norm, stop, loss, count; then a slot a share for broken losses, one a shared parameter
 
@@ -95,10 +96,7 @@ class Across:
                     p.grad.copy_(summed)
         loss_replicas = self.degree * self.loss_replicas
         known = [scalars.loss / loss_replicas, scalars.count / loss_replicas, *scalars.broken]
-        numbers = torch.zeros(2 + len(known) + len(reached), dtype=torch.float64, device=self.device)
-        numbers[0], numbers[1] = self._square(), scalars.stop
-        for i, number in enumerate((*known, *reached), start=2):
-            numbers[i] = number
+        numbers = together([self._square(), scalars.stop, *known, *reached], self.device, torch.float64)
         current().moved("all_reduce", numbers.nbytes)
         dist.all_reduce(numbers)
         self._drop_unreached(reached, numbers[2 + len(known) :])

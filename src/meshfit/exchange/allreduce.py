@@ -31,7 +31,7 @@ from meshfit.comm.flat import FlatLayout, aligned
 from meshfit.cost import Cost
 from meshfit.errors import JobError
 from meshfit.events import current
-from meshfit.transfer import upload
+from meshfit.transfer import together, upload
 
 STEP_SCALARS = 3  # loss, count, stop; then a slot a rank for broken losses
 BUCKET_BYTES = 25 * 2**20
@@ -120,16 +120,12 @@ class AllReduce:
 
     def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
         """The next backward is the last of this step: gradients that it completes may go."""
-        mine = [0.0] * self.degree
         if self.group is None:
             self._alone = StepScalars(loss, count, float(stop), [broken])
             return
-        if self.numbers.is_cpu:
-            mine[self.rank] = float(broken)
-            self.numbers.copy_(torch.tensor([loss, count, float(stop), *mine], dtype=torch.float64))
-        else:
-            numbers = self.numbers.zero_()
-            numbers[0], numbers[1], numbers[2], numbers[STEP_SCALARS + self.rank] = loss, count, float(stop), broken
+        mine: list[Tensor | float] = [0.0] * self.degree
+        mine[self.rank] = broken
+        self.numbers.copy_(together([loss, count, stop, *mine], self.numbers.device, torch.float64))
         self._next, self._armed = 0, True
         for bucket in self._buckets:
             bucket.waiting, bucket.work = len(bucket.parameters), None
