@@ -44,6 +44,16 @@ class Generators:
         return states
 
 
+def seed(number: int, device: torch.device) -> None:
+    """torch's of the CPU and of ``device``, as ``torch.manual_seed`` would, which asks every kind of device."""
+    if device.type not in ("cpu", "cuda"):
+        torch.manual_seed(number)
+        return
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)  # of the device that is current, which is this rank's
+
+
 @contextmanager
 def kept(*devices: torch.device) -> Iterator[None]:
     """Afterwards all of them stand where they stood, those of the GPUs among ``devices`` too."""

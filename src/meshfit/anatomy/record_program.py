@@ -77,6 +77,11 @@ PLAIN = (
 )
 """What holds no tensor of its own (functions are looked at where they are arguments)."""
 
+SIMPLE = frozenset({int, float, bool, str, type(None), torch.dtype})
+"""The commonest of them: a set is looked into faster than a class is asked."""
+
+MARKS = (*REFERENCES, Object)
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:
@@ -140,7 +145,7 @@ class Instruction:
 
 def marks(tree: Any) -> Iterator[Any]:
     """Every reference and ``Object`` in encoded arguments, in order."""
-    if isinstance(tree, (*REFERENCES, Object)):
+    if isinstance(tree, MARKS):
         yield tree
     elif isinstance(tree, tuple | list | dict | slice):
         items = (tree.start, tree.stop, tree.step) if isinstance(tree, slice) else tree
@@ -161,7 +166,7 @@ def objects_in(tree: Any) -> list[Object]:
 def contents(tree: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
     """Tensors, modules and plain values in ``tree``, each object once: through containers, classes and slots."""
     seen = {} if seen is None else seen
-    if isinstance(tree, PLAIN):
+    if type(tree) in SIMPLE or isinstance(tree, PLAIN):
         yield tree
         return
     if id(tree) in seen:
@@ -198,6 +203,11 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in contents(tree) if isinstance(leaf, Tensor)]
 
 
+def holds_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether arguments are tensors and simple values alone: a call can leave no tensor in them."""
+    return all(type(x) in SIMPLE or isinstance(x, Tensor) for x in (*args, *kwargs.values()))
+
+
 def made(result: Any, given: Any, before: set[int]) -> list[Tensor]:
     """What a call made: tensors in its result, then those it left in the containers it was given."""
     new = tensors(result)
@@ -207,7 +217,9 @@ def made(result: Any, given: Any, before: set[int]) -> list[Tensor]:
 
 def decode(tree: Any, resolve: Callable[[Any], Any]) -> Any:
     """Arguments for one run: ``resolve`` gives what a reference or an ``Object`` stands for."""
-    if isinstance(tree, (*REFERENCES, Object)):
+    if type(tree) in SIMPLE:
+        return tree
+    if isinstance(tree, MARKS):
         return resolve(tree)
     if type(tree) is dict:
         return {key: decode(value, resolve) for key, value in tree.items()}

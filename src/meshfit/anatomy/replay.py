@@ -26,6 +26,7 @@ from meshfit.anatomy.record_program import (
     ValueRef,
     build,
     decode,
+    holds_nothing,
     made,
     tensors,
 )
@@ -123,8 +124,11 @@ def replay_steps(steps: Sequence[Instruction], env: Environment) -> None:
 
 def run(steps: list[Instruction], env: Environment) -> None:
     for step in steps:
-        with under(step.mode):
+        if step.mode is None:
             _run(step, env)
+        else:
+            with under(step.mode):
+                _run(step, env)
         for id in step.frees:
             env.values.pop(id, None)
 
@@ -143,12 +147,13 @@ def _run(step: Instruction, env: Environment) -> None:
                 "record again for such inputs, or take that module as a whole: atoms=...",
             )
         return
-    before = {id(tensor) for tensor in tensors((args, kwargs))}
+    flat = holds_nothing(args, kwargs)
+    before = set() if flat else {id(tensor) for tensor in tensors((args, kwargs))}
     if step.kind == "module":  # past a __call__ of its own: what that does was recorded
         result = nn.Module.__call__(env.model.get_submodule(step.target), *args, **kwargs)
     else:
         result = step.target(*args, **kwargs)
-    found = made(result, (args, kwargs), before)
+    found = tensors(result) if flat else made(result, (args, kwargs), before)
     if len(found) != len(step.outs):
         raise TraceError(
             f"{step.name} made {len(found)} tensors, recorded: {len(step.outs)}",
@@ -174,11 +179,8 @@ def _checkpointed(steps: list[Instruction], env: Environment) -> None:
 
 
 @contextlib.contextmanager
-def under(mode: Mode | None) -> Iterator[None]:
+def under(mode: Mode) -> Iterator[None]:
     """The switches under which a step was recorded."""
-    if mode is None:
-        yield
-        return
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(True) if mode.inference else torch.set_grad_enabled(mode.grad))
         for kind, enabled, dtype in mode.autocast:

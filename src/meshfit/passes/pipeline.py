@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshfit import generators
 from meshfit.axes.buffers.step import Buffers
 from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.data.batchnorm import counting
@@ -145,7 +146,7 @@ class Pipelined:
         leaves = [leaves_of(held.outputs[at]) for at in range(len(parts))]
         with self.stages.precision.arithmetic(self.device):
             given = [(made, part.content, part.samples > 0) for (made, _), part in zip(leaves, parts, strict=True)]
-            _seed(self.seed, self.steps, len(parts), plan.stages)
+            _seed(self.device, self.seed, self.steps, len(parts), plan.stages)
             share = self.loss.add_whole(batch_loss(given), batch)
         share.backward()
         held.gradients = [some for _, some in leaves]
@@ -298,7 +299,7 @@ class _BatchOfStages:
         run = self.pipelined
         with run.clock(action):
             fed = [t.detach().requires_grad_(needs) for t, needs in zip(received, self._needs(stage, at), strict=True)]
-            _seed(run.seed, run.steps, at, stage)
+            _seed(run.device, run.seed, run.steps, at, stage)
             with (
                 counting(part.samples > 0),
                 run.buffers.forward(at, part.samples if torch.is_grad_enabled() else None),
@@ -358,9 +359,9 @@ def _forwards(plan: Schedule) -> Schedule:
     return replace(plan, orders=tuple(tuple(a for a in order if a.kind == FORWARD) for order in plan.orders))
 
 
-def _seed(seed: int, step: int, microbatch: int, stage: int) -> None:
+def _seed(device: torch.device, seed: int, step: int, microbatch: int, stage: int) -> None:
     """A stream of random numbers of its own for each step, microbatch and stage."""
     mixed = np.uint64(seed % 2**64)
     for number in (step, microbatch, stage):
         mixed = mix(np.array([number], np.uint64), mixed)[0]
-    torch.manual_seed(int(mixed >> np.uint64(1)))
+    generators.seed(int(mixed >> np.uint64(1)), device)
