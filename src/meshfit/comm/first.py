@@ -52,11 +52,12 @@ class _Waiting:
 
     @classmethod
     def among(cls, group: dist.ProcessGroup) -> "_Waiting":
-        limit, store = timeout_of(group), store_of(group)
+        store = store_of(group)
         try:
             number = 0 if store is None else store.add(f"meshfit/first/{dist.get_rank(group)}", 1)
         except RuntimeError:
             number, store = 0, None
+        limit = None if store is None else timeout_of(group)
         return cls(store, f"meshfit/first/wait/{number}", 600.0 if limit is None else limit.total_seconds())
 
     @contextmanager
