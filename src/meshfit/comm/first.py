@@ -84,10 +84,10 @@ class _Waiting:
     def wait(self) -> None:
         if self.store is None:
             return
-        pause, heard, signs = LOOKS[0], time.monotonic(), 0
+        pause, heard, signs, never = LOOKS[0], time.monotonic(), 0, threading.Event()
         looked = heard
         while not self.store.check([f"{self.key}/done"]):
-            time.sleep(pause)
+            never.wait(pause)
             pause, now = min(2 * pause, LOOKS[1]), time.monotonic()
             if now - looked < BEAT:
                 continue

@@ -82,12 +82,12 @@ class TensorAxis(Axis):
     cost_needs_finding = True
 
     def find(self, study: "Study") -> TensorPlan:
-        from meshfit.axes.tensor.plan import plan_tensor  # the first rank alone plans
+        from meshfit.axes.tensor.cache import planned  # the first rank alone plans
 
         plan = study.plan
         with study.copying():
             by_rows = splits_sequence(plan, study.device)
-            split = plan_tensor(study.model, lambda twin: study.loss(twin, study.few), plan.tensor, by_rows=by_rows)
+            split = planned(study.model, study.loss, study.few, plan.tensor, by_rows=by_rows)
         if plan.branch > 1:
             split = inside_modules(split)
         if not split.regions:

@@ -1,0 +1,126 @@
+"""What a model computes in a step, without arithmetic: its operations, as digests.
+
+The weights are on meta, all else is real: what a batch or a constant decides is decided as in training. Two steps with
+the same operations on the same shapes are planned alike, so a plan found before can be used again (cache.py). Where the
+operations are the same for shorter sequences, the plan is made on those: trials on a long one take its square.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.anatomy.copies import twin
+from meshfit.anatomy.record_program import tensors
+from meshfit.data import tree
+from meshfit.torch_private import TorchDispatchMode, storage_id, tree_flatten, tree_map
+
+SHORT = 32
+"""Sequences are cut to so much and the remainder of their length, so that it can be divided by as much as before."""
+
+
+@dataclass(frozen=True)
+class Program:
+    shaped: str
+    """A digest of all operations: what they are, of what, with which shapes and numbers."""
+
+    shapeless: str
+    """Of what they are, and of what."""
+
+    sizes: dict[str, int]
+    """Elements of the first tensor that each module returned."""
+
+
+def program_of(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Program | None:
+    """None where a step cannot be run without values: it reads what it computes."""
+    sizes: dict[str, int] = {}
+    batch = tree.map_tensors(torch.clone, batch)  # each in memory of its own, whatever they were views of
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            first = next(iter(tensors(out)), None)
+            sizes.setdefault(path, 0 if first is None else first.numel())
+
+        return hook
+
+    try:
+        copy = twin(model, meta=True).train()
+        for path, module in copy.named_modules():
+            module.register_forward_hook(note(path))
+        with torch.random.fork_rng(devices=[]), _Digest(copy, batch) as digest:
+            loss(copy, batch)
+    except Exception:  # of the model's own code, in ways that cannot be foreseen
+        return None
+    return Program(digest.shaped.hexdigest(), digest.shapeless.hexdigest(), sizes)
+
+
+class _Digest(TorchDispatchMode):
+    def __init__(self, model: nn.Module, batch: Any):
+        super().__init__()
+        self.shaped, self.shapeless = hashlib.sha256(), hashlib.sha256()
+        self._numbers: dict[int, int] = {}
+        self._held: list[torch.UntypedStorage] = []  # an address must not be used again
+        for tensor in (*model.parameters(), *model.buffers(), *tree.tensors(batch)):
+            self._number(tensor, made=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves, spec = tree_flatten((args, kwargs))
+        said, read = [str(func), str(spec)], [str(func)]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                number = self._number(leaf)
+                read.append(str(number))
+                said.append(f"{number} {leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.storage_offset()}")
+            elif not isinstance(leaf, torch.device | torch.Generator):
+                said.append(repr(leaf))
+        self.shaped.update("|".join(said).encode())
+        self.shapeless.update("|".join(read).encode())
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            args, kwargs = tree_map(_to_meta, (args, kwargs))
+        out = func(*args, **kwargs)
+        for leaf in tree_flatten(out)[0]:
+            if isinstance(leaf, Tensor):
+                self._number(leaf, made=True)
+        return out
+
+    def _number(self, tensor: Tensor, made: bool = False) -> int:
+        """Of its memory. What no operation made is a constant of the code: its values count."""
+        storage = tensor.untyped_storage()
+        known = self._numbers.get(storage_id(storage))
+        if known is None:
+            known = self._numbers[storage_id(storage)] = len(self._numbers)
+            self._held.append(storage)
+            if not made and not tensor.is_meta:
+                self.shaped.update(contents_of(tensor))
+        return known
+
+
+def contents_of(tensor: Tensor) -> bytes:
+    """What it holds, in short."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).digest() if flat.numel() else b""
+
+
+def _to_meta(x: Any) -> Any:
+    if isinstance(x, torch.device):
+        return torch.device("meta")
+    return x.to("meta") if isinstance(x, Tensor) and not x.is_meta else x
+
+
+def shorter(batch: Any) -> Any:
+    """``batch`` with its sequences, or whatever is longest in it, cut short; None if it is short already."""
+    length = max((size for t in tree.tensors(batch) for size in t.shape[1:]), default=0)
+    if length <= 2 * SHORT:
+        return None
+    short = SHORT + length % SHORT
+
+    def cut(t: Tensor) -> Tensor:
+        for dim in range(1, t.dim()):
+            t = t.narrow(dim, 0, short) if t.shape[dim] == length else t
+        return t.contiguous()
+
+    return tree.map_tensors(cut, batch)
