@@ -230,6 +230,10 @@ class Counted(RankGroup):
         self._count("all_gather", x.numel() * self.size)
         return super().all_gather(x)
 
+    def start_all_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        self._count("all_gather", x.numel() * self.size)
+        return super().start_all_gather(x)
+
 
 @distributed(world=2)
 def assert_said(plan: ContextPlan, calls: dict[str, int], moved: dict[str, int]) -> None:

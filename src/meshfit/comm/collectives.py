@@ -14,7 +14,9 @@
 equal on all of them. ``all_reduce`` and ``all_gather`` are for ranks that go on each with its own: what comes back is a
 part of the gradient. Each is linear, and its backward its transpose: gradients can be differentiated again.
 
-Parts are along ``dim``; ``counts`` are their lengths, by rank. Uneven ones are padded to the longest on their way.
+Parts are along ``dim``; ``counts`` are their lengths, by rank. Uneven ones are padded to the longest on their way. A
+part may be in several chunks that do not follow each other: ``places`` are then, of each chunk in the order of the
+whole, the rank, where it begins in that rank's part, and its length.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +28,8 @@ from torch.autograd.graph import increment_version
 
 from meshfit.comm.group import Group
 from meshfit.errors import DataError
+
+Places = Sequence[tuple[int, int, int]]
 
 
 def even(length: int, size: int) -> list[int]:
@@ -55,8 +59,8 @@ def split(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> Tensor:
     return Collective.apply(x, "split", group, dim, counts)  # type: ignore[return-value]
 
 
-def all_gather(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> Tensor:
-    return Collective.apply(x, "all_gather", group, dim, counts)  # type: ignore[return-value]
+def all_gather(x: Tensor, dim: int, counts: Sequence[int], group: Group, places: Places = ()) -> Tensor:
+    return Collective.apply(x, "all_gather", group, dim, counts, places)  # type: ignore[return-value]
 
 
 def reduce_scatter(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> Tensor:
@@ -122,6 +126,14 @@ def start(name: str, x: Tensor, group: Group, *parts: Any) -> tuple[Tensor, Call
     return own.narrow(dim, 0, counts[group.rank]), wait
 
 
+def start_all_gather(
+    x: Tensor, group: Group, dim: int, counts: Sequence[int], places: Places = ()
+) -> Callable[[], Tensor]:
+    """``all_gather`` in the background, without a derivative: what is returned waits for it."""
+    arrived = group.start_all_gather(_padded(x, dim, _longest(counts, group)))
+    return lambda: _joined(arrived(), dim, counts, places)
+
+
 def _summed(x: Tensor, group: Group, alone: bool = False) -> Tensor:
     if not alone:
         return group.all_reduce(x)
@@ -129,21 +141,32 @@ def _summed(x: Tensor, group: Group, alone: bool = False) -> Tensor:
     return group.all_reduce_(x.detach().contiguous())
 
 
-def _gathered(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
-    every = group.all_gather(_padded(x, dim, _longest(counts, group)))
-    if len(counts) * every.shape[1:][dim] > sum(counts):
-        return torch.cat([part.narrow(dim, 0, count) for part, count in zip(every, counts, strict=True)], dim)
-    dim %= x.dim()
+def _gathered(x: Tensor, group: Group, dim: int, counts: Sequence[int], places: Places = ()) -> Tensor:
+    return _joined(group.all_gather(_padded(x, dim, _longest(counts, group))), dim, counts, places)
+
+
+def _joined(every: Tensor, dim: int, counts: Sequence[int], places: Places) -> Tensor:
+    """The whole, of the parts of all ranks, padded to the longest: [ranks, ...]."""
+    if places or len(counts) * every.shape[1:][dim] > sum(counts):
+        places = places or [(rank, 0, count) for rank, count in enumerate(counts)]
+        return torch.cat([every[rank].narrow(dim, start, count) for rank, start, count in places], dim)
+    dim %= every.dim() - 1
     return every.movedim(0, dim).flatten(dim, dim + 1)  # no copy where the dims before it are of size 1
 
 
-def _scattered(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
-    return group.reduce_scatter(_by_rank(x, group, dim, counts)).narrow(dim, 0, counts[group.rank])
+def _scattered(x: Tensor, group: Group, dim: int, counts: Sequence[int], places: Places = ()) -> Tensor:
+    return group.reduce_scatter(_by_rank(x, group, dim, counts, places)).narrow(dim, 0, counts[group.rank])
 
 
-def _by_rank(x: Tensor, group: Group, dim: int, counts: Sequence[int]) -> Tensor:
+def _by_rank(x: Tensor, group: Group, dim: int, counts: Sequence[int], places: Places = ()) -> Tensor:
     """The parts of ``x`` for each rank, padded to the longest: [ranks, ...]."""
     longest = _longest(counts, group)
+    if places:
+        shape = [*x.shape[:dim], longest, *x.shape[dim + 1 :]]
+        rows = x.new_zeros(len(counts), *shape) if min(counts) < longest else x.new_empty(len(counts), *shape)
+        for (rank, start, count), chunk in zip(places, x.split([count for *_, count in places], dim), strict=True):
+            rows[rank].narrow(dim, start, count).copy_(chunk)
+        return rows
     if longest * len(counts) == sum(counts):
         return x.unflatten(dim, (len(counts), longest)).movedim(dim % x.dim(), 0)
     return torch.stack([_padded(part, dim, longest) for part in x.split(list(counts), dim)])

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.axes.context import local, mix, shapes  # noqa: F401  # register their rules
-from meshfit.axes.context.piece import Piece, gathered, guarded
+from meshfit.axes.context.piece import Piece, attended, gathered, guarded
 from meshfit.axes.context.recurrence import recurrences
+from meshfit.axes.context.saved import begin_forward
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.forward import unwrap, wrap
 from meshfit.axes.spec import whole_output
@@ -65,6 +66,9 @@ class ContextPlan:
     wholes: tuple[str, ...] = ()
     """Modules that are given all positions: mixtures, whose rows are sent to other ranks as plain tensors."""
 
+    zigzag: bool = False
+    """Each rank has two chunks of a sequence, one from either end: causal attention then gives all the same work."""
+
     kept: float = 1.0
     """Of what one device keeps for backward, what a rank keeps."""
 
@@ -88,7 +92,8 @@ class ContextPlan:
 
     def explain(self) -> list[str]:
         where = ", ".join(f"{b.module or 'the model'} (dim {b.dim})" for b in self.beginnings)
-        notes = [f"context: sequences are cut from {where} on; a rank keeps {self.kept:.2f} of the activations"]
+        how = " in zigzag chunks" if self.zigzag else ""
+        notes = [f"context: sequences are cut from {where} on{how}; a rank keeps {self.kept:.2f} of the activations"]
         if self.gathered:
             notes.append(f"context: computed on whole sequences by every rank: {self._on_wholes}")
         return notes
@@ -122,7 +127,7 @@ class ContextPlan:
 def begin(model: nn.Module, plan: ContextPlan, group: Group) -> None:
     """Cut what the modules of ``plan.beginnings`` return, from now on; ``unwrap`` undoes it."""
     for each in plan.beginnings:
-        wrap(model.get_submodule(each.module), lambda forward, dim=each.dim: _cutting(forward, dim, group))
+        wrap(model.get_submodule(each.module), lambda forward, dim=each.dim: _cutting(forward, dim, plan.zigzag, group))
     for path in plan.wholes:
         wrap(model.get_submodule(path), _on_wholes)
 
@@ -131,21 +136,22 @@ def _on_wholes(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: forward(*whole_output(args), **whole_output(kwargs))
 
 
-def _cutting(forward: Callable[..., Any], dim: int, group: Group) -> Callable[..., Any]:
+def _cutting(forward: Callable[..., Any], dim: int, zigzag: bool, group: Group) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _first_cut(forward(*args, **kwargs), dim, group)
+        begin_forward(group)
+        return _first_cut(forward(*args, **kwargs), dim, zigzag, group)
 
     return run
 
 
-def _first_cut(out: Any, dim: int, group: Group) -> Any:
+def _first_cut(out: Any, dim: int, zigzag: bool, group: Group) -> Any:
     if isinstance(out, Tensor):
         if isinstance(out, Piece) or out.dim() <= dim or out.shape[dim] < group.size:
             return out  # shorter than there are ranks: all compute it whole
-        span = SplitDim.even(dim, out.shape[dim], group.size)
+        span = SplitDim.even(dim, out.shape[dim], group.size, zigzag=zigzag)
         return Piece(span.of(out, group.rank), span, group)
     if isinstance(out, tuple | list) and out and not hasattr(out, "_fields"):
-        return type(out)([_first_cut(out[0], dim, group), *out[1:]])
+        return type(out)([_first_cut(out[0], dim, zigzag, group), *out[1:]])
     return out
 
 
@@ -183,8 +189,9 @@ def find(model: nn.Module, step: Step, batch: Any, degree: int, wholes: Collecti
     if best > WORTH * whole:
         tried = _planned(model, step, few, replace(plan, beginnings=nearest), whole) if nearest else plan
         return replace(tried, beginnings=(), nearest=nearest, why=why, recurrences=tuple(recurrences(model, step, few)))
-    if wholes:
-        plan = _planned(model, step, few, replace(plan, wholes=tuple(wholes)), whole)
+    if wholes or attended["causal"]:
+        plan = replace(plan, wholes=tuple(wholes), zigzag=attended["causal"] > 0)
+        plan = _planned(model, step, few, plan, whole)
     return _lengthened(plan, model, step, batch, length) if length else plan
 
 
@@ -222,6 +229,7 @@ def _beginning(plan: ContextPlan, each: Beginning) -> ContextPlan:
 def _planned(model: nn.Module, step: Step, few: Any, plan: ContextPlan, whole: int) -> ContextPlan:
     """``plan`` with what its ranks keep and communicate."""
     gathered.clear()
+    attended.clear()
     kept, traffic, _ = _tried(model, step, few, plan, backward=True)
     return replace(
         plan,

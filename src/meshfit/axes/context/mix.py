@@ -2,14 +2,17 @@
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 
 from meshfit.axes.context.local import argument, mapped, pointwise
-from meshfit.axes.context.piece import Piece, pieces, rule, wholes
+from meshfit.axes.context.piece import Piece, attended, pieces, rule, wholes
 from meshfit.axes.context.saved import noted
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.spec import name_of
@@ -114,19 +117,41 @@ def attention(
         or (is_causal and attn_mask is not None)
     ):
         return NotImplemented
-    rank, span = q.group.rank, q.span
+    span, group = q.span, q.group
     keys, (k, v) = (k, v), wholes((k, v))
-    start, stop = span.ends[rank], span.ends[rank + 1]
-    if is_causal:
-        k, v = (x.narrow(-2, 0, min(stop, x.shape[-2])) for x in (k, v))
-    if is_causal and start:
-        rows, is_causal = torch.arange(start, stop, device=k.device), False
-        attn_mask = rows[:, None] >= torch.arange(k.shape[-2], device=k.device)
-    elif attn_mask is not None:
-        attn_mask = _rows(attn_mask, span, rank)
-    with noted(*keys), own_draws(q.group, q.device) if dropout_p else nullcontext():
-        made = func(q.local, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **kwargs)
-    return Piece(made, span.at(made.dim() - 2), q.group)
+    call = partial(func, dropout_p=dropout_p, **kwargs)
+    with noted(*keys) as joined, own_draws(group, q.device) if dropout_p else nullcontext():
+        if is_causal:
+            attended["causal"] += 1
+            made = joined.along_positions(_causal(call, q.local, k, v, span.chunks(group.rank)))
+        else:
+            made = call(q.local, k, v, attn_mask=None if attn_mask is None else _rows(attn_mask, span, group.rank))
+    return Piece(made, span.at(made.dim() - 2), group)
+
+
+def _causal(call: Any, q: Tensor, k: Tensor, v: Tensor, chunks: tuple[tuple[int, int], ...]) -> list[Tensor]:
+    """Each chunk of the queries meets the keys up to its own end: no more is computed, and no mask is needed for which
+    torch would have to leave FlashAttention."""
+    made, length = [], k.shape[-2]
+    for (start, stop), own in zip(chunks, q.split([stop - start for start, stop in chunks], -2), strict=True):
+        if start == stop:
+            continue
+        k_own, v_own = (x.narrow(-2, 0, min(stop, length)) for x in (k, v))
+        if start == 0:
+            made.append(call(own, k_own, v_own, is_causal=True))
+        else:
+            made.append(call(own, k_own, v_own, attn_mask=_after(start, own, k_own, v_own, call.keywords)))
+    return made
+
+
+def _after(start: int, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
+    """The causal mask of queries that begin at ``start``: in words, where a kernel of the GPU knows them."""
+    if q.is_cuda and k.shape[-2] == start + q.shape[-2]:
+        params = SDPAParams(q, k, v, None, given["dropout_p"], False, given.get("enable_gqa", False))
+        if can_use_flash_attention(params) or can_use_efficient_attention(params):
+            return causal_lower_right(q.shape[-2], k.shape[-2])
+    rows = torch.arange(start, start + q.shape[-2], device=q.device)
+    return rows[:, None] >= torch.arange(k.shape[-2], device=q.device)
 
 
 def _rows(mask: Tensor, span: SplitDim, rank: int) -> Tensor:

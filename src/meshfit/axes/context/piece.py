@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.spec import Spec, SplitTensor, changes, name_of
-from meshfit.comm.collectives import Collective, all_gather
+from meshfit.comm.collectives import Collective, all_gather, start_all_gather
 from meshfit.comm.group import Group
 from meshfit.torch_private import tree_leaves, tree_map, version, watched_functions, without_subclasses, wrapper_of
 
@@ -123,13 +123,25 @@ def gather(x: Tensor, span: SplitDim, group: Group) -> Tensor:
     """The whole of which ``x`` is this rank's part. Every rank goes backward from its part of the loss, 1/n of it: the
     gradient of a tensor that all ranks hold is then the sum over the ranks, whatever each does with its copy."""
     if span.plain:
-        return all_gather(x, span.dim, span.counts, group)
+        return all_gather(x, span.dim, span.counts, group, span.places)
     x = x.unflatten(span.dim, (span.outer, span.counts[group.rank], span.inner))
-    return all_gather(x, span.dim + 1, span.counts, group).flatten(span.dim, span.dim + 2)
+    return all_gather(x, span.dim + 1, span.counts, group, span.places).flatten(span.dim, span.dim + 2)
+
+
+def start_gather(x: Tensor, span: SplitDim, group: Group) -> Callable[[], Tensor]:
+    """The same, in the background and without a derivative: what is returned waits for it."""
+    if span.plain:
+        return start_all_gather(x, group, span.dim, span.counts, span.places)
+    x = x.unflatten(span.dim, (span.outer, span.counts[group.rank], span.inner))
+    arrived = start_all_gather(x, group, span.dim + 1, span.counts, span.places)
+    return lambda: arrived().flatten(span.dim, span.dim + 2)
 
 
 gathered: Counter[str] = Counter()
 """Functions that were computed on wholes, and how often."""
+
+attended: Counter[str] = Counter()
+"""How attention was computed, and how often: "causal" where later positions have more work."""
 
 
 def on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:

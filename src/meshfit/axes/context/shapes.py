@@ -1,5 +1,6 @@
 """Functions that put dims elsewhere, see them as others, or take some of the positions."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,7 +8,6 @@ from torch import Tensor
 
 from meshfit.axes.context.local import aligned, argument, mapped
 from meshfit.axes.context.piece import Piece, pieces, rule
-from meshfit.axes.context.span import SplitDim
 from meshfit.axes.spec import name_of
 from meshfit.comm.collectives import all_reduce
 from meshfit.torch_private import tree_map
@@ -93,19 +93,21 @@ def other_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def some_of(x: Piece, start: int, stop: int) -> Piece | None:
     """Positions ``start`` to ``stop``; None where a rank would have none of them."""
     ends = tuple(min(max(end, start), stop) - start for end in x.span.ends)
-    span, rank = SplitDim(x.span.dim, ends), x.group.rank
+    span, rank = replace(x.span, ends=ends), x.group.rank
     if not x.span.plain or min(span.counts) < 1:
         return None
-    skipped = max(start - x.span.ends[rank], 0)
+    skipped = sum(min(max(start - begin, 0), end - begin) for begin, end in x.span.chunks(rank))
     return Piece(x.local.narrow(x.span.dim, skipped, span.counts[rank]), span, x.group)
 
 
 def one_of(x: Piece, at: int) -> Tensor:
     """One position, which its owner tells all."""
-    rank, span = x.group.rank, x.span
-    mine = span.ends[rank] <= at < span.ends[rank + 1]
-    own = x.local.select(span.dim, at - span.ends[rank] if mine else 0)
-    told = torch.where(own.new_full((), mine, dtype=torch.bool), own, own.new_zeros(()))
+    span, places, before = x.span, [], 0
+    for start, stop in span.chunks(x.group.rank):
+        places += [before + at - start] if start <= at < stop else []
+        before += stop - start
+    own = x.local.select(span.dim, places[0] if places else 0)
+    told = torch.where(own.new_full((), bool(places), dtype=torch.bool), own, own.new_zeros(()))
     return all_reduce(told, x.group)
 
 
