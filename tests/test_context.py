@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshfit.axes.context import local, mix, shapes  # noqa: F401  # register their rules
-from meshfit.axes.context.piece import Piece, gathered, guarded
+from meshfit.axes.context import attention, local, mix, shapes  # noqa: F401  # register their rules
+from meshfit.axes.context.piece import Piece, attended, gathered, guarded
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.spec import whole_output
 from meshfit.comm.group import ThreadGroup, in_threads
@@ -41,6 +41,18 @@ def grouped(x: Tensor) -> Tensor:
     q = x.view(SAMPLES, LENGTH, 3, 2).transpose(1, 2)
     k = q[:, :1][:, :, None].expand(SAMPLES, 1, 3, LENGTH, 2).reshape(SAMPLES, 3, LENGTH, 2)
     return F.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+def three(x: Tensor) -> Tensor:
+    """Heads that divide by the ranks."""
+    return x.view(*x.shape[:-1], 3, -1).transpose(-2, -3)
+
+
+def six(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:-1], 6, -1).transpose(-2, -3)
+
+
+BIAS = torch.randn(3, LENGTH, LENGTH, generator=random, dtype=torch.double)
 
 
 def in_place(x: Tensor) -> Tensor:
@@ -81,6 +93,16 @@ LOCAL: dict[str, Callable[[Tensor], Any]] = {
     "attention": lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), attn_mask=MASK),
     "causal": lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True),
     "grouped": grouped,
+    "three heads": lambda x: F.scaled_dot_product_attention(three(x), three(x * 2), three(x.tanh())),
+    "three heads, causal": lambda x: F.scaled_dot_product_attention(three(x), three(x * 2), three(x), is_causal=True),
+    "three heads, masked": lambda x: F.scaled_dot_product_attention(three(x), three(x * 2), three(x), attn_mask=MASK),
+    "three heads, biased": lambda x: F.scaled_dot_product_attention(three(x), three(x * 2), three(x), attn_mask=BIAS),
+    "three heads, crossed": lambda x: F.scaled_dot_product_attention(
+        three(x), three(TABLE.expand(SAMPLES, -1, -1)), three(x)
+    ),
+    "six heads on three": lambda x: F.scaled_dot_product_attention(
+        six(x), three(x)[..., :1], three(x)[..., 1:], is_causal=True, enable_gqa=True
+    ),
     "linear attention": lambda x: x @ (x.softmax(-1).transpose(1, 2) @ x),
     "einsum": lambda x: torch.einsum("bqd,bkd->bqk", x, x) + torch.einsum("bqd,bqe->bde", x, x).sum(),
     "first position": lambda x: x[:, 0] * 2 + x.select(1, -1),
@@ -147,13 +169,13 @@ def on_ranks(work: Callable[[ThreadGroup], Any], ranks: int = RANKS) -> list[Any
 
 
 def derived(
-    f: Callable[[Tensor], Any], x: Tensor, scale: Tensor, group: ThreadGroup | None = None, zigzag: bool = False
+    f: Callable[[Tensor], Any], x: Tensor, scale: Tensor, group: ThreadGroup | None = None, **how: Any
 ) -> tuple:
     """What ``f`` makes, and its gradients: of ``x``, and of a parameter met by pieces and by wholes."""
     x, scale = x.clone().requires_grad_(), scale.clone().requires_grad_()
     given = x * scale
     if group is not None:
-        span = SplitDim.even(1, LENGTH, group.size, zigzag=zigzag)
+        span = SplitDim.even(1, LENGTH, group.size, **how)
         given = Piece(span.of(given, group.rank), span, group)
     out = f(given)
     loss = number(out) + scale.square().sum()
@@ -162,14 +184,39 @@ def derived(
     return [t.detach() for t in (made if isinstance(made, list | tuple) else [made])], x.grad, scale.grad, out
 
 
-@pytest.mark.parametrize("zigzag", [False, True], ids=["in order", "zigzag"])
-@pytest.mark.parametrize("name", [*LOCAL, *GATHERED])
-def test_functions(name: str, zigzag: bool) -> None:
+MASKED = {"masked", "biased"}
+
+
+def _by_heads(name: str, layout: str) -> bool:
+    """A mask would be needed of all positions: it is gathered unless the plan says so."""
+    return "heads" in name and ("ulysses" in layout or (layout == "auto" and MASKED.isdisjoint(name.split())))
+
+
+ORDERS = ("in order", "zigzag")
+LAYOUTS = {
+    "in order": {"attention": "gather"},
+    "zigzag": {"attention": "gather", "zigzag": True},
+    "ulysses": {"attention": "ulysses"},
+    "zigzag ulysses": {"attention": "ulysses", "zigzag": True},
+    "auto": {},
+}
+
+
+CASES = [(name, layout) for name in (*LOCAL, *GATHERED) for layout in (LAYOUTS if "heads" in name else ORDERS)]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_functions(name: str, layout: str) -> None:
+    how = LAYOUTS[layout]
     f = (LOCAL | GATHERED)[name]
     want, x_grad, scale_grad, _ = derived(f, *start())
     gathered.clear()
-    parts = on_ranks(lambda group: derived(f, *start(), group, zigzag))
-    if name != "narrow" or not zigzag:  # where the first rank, of the first and the last positions, would have none
+    attended.clear()
+    parts = on_ranks(lambda group: derived(f, *start(), group, **how))
+    assert attended["ulysses"] == (RANKS if _by_heads(name, layout) else 0)
+    if (
+        name != "narrow" or layout != "zigzag"
+    ):  # where the first rank, of the first and the last positions, would have none
         assert bool(gathered) == (name in GATHERED), gathered
     for made, _, _, _ in parts:
         for got, wanted in zip(made, want, strict=True):

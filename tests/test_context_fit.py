@@ -1,7 +1,7 @@
 """Trainings whose sequences are cut over ranks: like one device, or refused before anything starts."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -37,6 +37,9 @@ ONCE = {  # each plan with a model that does not make it easy
     "context=2 tensor=2": "llama",
     "context=2 recompute=full": "tied-gpt",
     "context=2 microbatches=3": "token-sum",
+    "context=2 attention=gather": "gpt2",
+    "context=3 attention=gather": "llama",
+    "context=2 attention=ulysses recompute=full": "llama",
 }
 
 
@@ -153,6 +156,14 @@ def test_a_model_without_sequences_is_refused() -> None:
     assert "data=2 works" in str(error.value)
 
 
+def test_ulysses_needs_heads_that_divide() -> None:
+    with pytest.raises(PlanError, match=r"2 of 2 calls of attention cannot exchange positions for heads") as error:
+        fit("context=3 attention=ulysses", built())
+    assert "context=3 works" in str(error.value)
+    with pytest.raises(PlanError, match=r"attention=ulysses says how context= works"):
+        fit("data=2 attention=ulysses", built())
+
+
 def test_positions_are_split_once() -> None:
     with pytest.raises(PlanError, match=r"both split positions of every sequence") as error:
         fit("context=2 tensor=2 sequence=split", built())
@@ -177,8 +188,8 @@ def step(model: nn.Module, batch: Any) -> Tensor:
     return as_number(Objective(loss=loss)(model, batch))
 
 
-def planned(degree: int) -> ContextPlan:
-    return plan_context(built(), step, text(), degree)
+def planned(degree: int, attention: str = "auto") -> ContextPlan:
+    return plan_context(built(), step, text(), degree, attention=attention)
 
 
 def forgets_the_offset(func: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
@@ -234,6 +245,10 @@ class Counted(RankGroup):
         self._count("all_gather", x.numel() * self.size)
         return super().start_all_gather(x)
 
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
+        self._count("all_to_all", rows.numel())
+        return super().all_to_all(rows, sent, taken)
+
 
 @distributed(world=2)
 def assert_said(plan: ContextPlan, calls: dict[str, int], moved: dict[str, int]) -> None:
@@ -244,11 +259,14 @@ def assert_said(plan: ContextPlan, calls: dict[str, int], moved: dict[str, int])
     assert {op: said[1] * 4 for op, said in group.said.items()} == moved
 
 
+@pytest.mark.parametrize("attention", ["gather", "ulysses"])
 @pytest.mark.parametrize("positions", [find.POSITIONS, 2])
-def test_ranks_say_what_the_cost_says(monkeypatch: pytest.MonkeyPatch, positions: int) -> None:
+def test_ranks_say_what_the_cost_says(monkeypatch: pytest.MonkeyPatch, positions: int, attention: str) -> None:
     """Also where shorter sequences were tried than there are."""
     monkeypatch.setattr(find, "POSITIONS", positions)
-    plan, batch = planned(2), tuple(t[:6] for t in text())
+    plan, batch = planned(2, attention), tuple(t[:6] for t in text())
+    assert plan.attended == ((attention, 2),)
+    assert plan.zigzag == (attention == "gather")
     assert plan.length == (4 if positions == 2 else 0)
     assert plan.kept < 0.55
     trace = traced(built(), Objective(loss=loss), batch, device="cpu")

@@ -30,6 +30,7 @@ from meshfit.errors import PlanError, did_you_mean
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPILES = ("auto", "none", "whole", "block")
 SEQUENCES = ("auto", "whole", "split")
+ATTENTIONS = ("auto", "gather", "ulysses")
 BATCHNORMS = ("global", "local")
 BUFFERS = ("exact", "local")
 RECOMPUTES = ("none", "selective", "full")
@@ -45,6 +46,7 @@ DEGREES = ("pipeline", "data", "shard", "expert", "context", "branch", "tensor")
 
 WORDS = {
     "sequence": SEQUENCES,
+    "attention": ATTENTIONS,
     "schedule": SCHEDULES,
     "precision": PRECISIONS,
     "recompute": RECOMPUTES,
@@ -131,6 +133,10 @@ class Plan:
     """Devices over which each sequence is split: each holds some positions of most activations. They see the same
     samples."""
 
+    attention: str = "auto"
+    """How those devices attend: "gather", each its own queries to the keys and values of all; "ulysses", each some
+    heads on all positions, exchanged by all-to-all; "auto" by which less is communicated."""
+
     expert: int = 1
     """Devices over which the experts of a mixture are spread; each takes its share of every batch too."""
 
@@ -204,6 +210,10 @@ class Plan:
         if self.sequence != "auto" and self.tensor == 1:
             raise PlanError(
                 f"sequence={self.sequence} says how tensor= works, but tensor=1 splits nothing", "tensor=2, say"
+            )
+        if self.attention != "auto" and self.context == 1:
+            raise PlanError(
+                f"attention={self.attention} says how context= works, but context=1 splits nothing", "context=2, say"
             )
         of_pipeline = [f for f in fields(self) if f.name in ("schedule", "chunks", "cut")]
         stated = [f"{f.name}={getattr(self, f.name)}" for f in of_pipeline if getattr(self, f.name) != f.default]

@@ -132,8 +132,8 @@ def _on_heads(call: Any, q: Piece, k: Any, v: Any, mask: Any, is_causal: bool) -
 
 
 def _heads_of(tensors: tuple[Any, ...], group: Group) -> list[Tensor]:
-    """This rank's heads of all positions, of each tensor [..., heads, positions, channels]: what is whole is taken from,
-    the rest is exchanged in one all-to-all."""
+    """This rank's heads of all positions, of each tensor [..., heads, positions, channels]. Pieces are exchanged in one
+    all-to-all; what is whole is there already."""
     n = group.size
     given = list({id(x): x for x in tensors if isinstance(x, Piece)}.values())
     rows = torch.cat([x.local.unflatten(-3, (n, -1)).movedim(-4, 0).flatten(1) for x in given], 1).view(-1)

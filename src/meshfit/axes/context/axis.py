@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from meshfit.plan_cost import Costing
 
 
-def plan_context(model: nn.Module, step: Step, batch: Any, degree: int, wholes: Collection[str] = ()) -> ContextPlan:
+def plan_context(
+    model: nn.Module, step: Step, batch: Any, degree: int, wholes: Collection[str] = (), attention: str = "auto"
+) -> ContextPlan:
     """Where to cut ``model``, which stays as it is; proven on samples of the data. Raises ``Refused`` if not right.
     ``wholes``: modules that must be given all positions."""
     twin = study(model)
-    found = find(twin, step, batch, degree, wholes)
+    found = find(twin, step, batch, degree, wholes, attention)
     if found.beginnings:
         check(quiet(twin), step, batch, found)
     return found
@@ -105,10 +107,20 @@ class ContextAxis(Axis):
         plan, experts = study.plan, study.found("expert")
         wholes = () if experts is None else tuple(mixture.module for mixture in experts.mixtures)
         with study.copying(), _proven(plan):
-            found = plan_context(study.model, study.loss, study.batch, plan.context, wholes)
+            found = plan_context(study.model, study.loss, study.batch, plan.context, wholes, plan.attention)
         if not found.beginnings:
             headline, *facts = found.refusal()
             raise PlanError(f"{plan}: {headline}", *facts, _without_context(plan))
+        ways = dict(found.attended)
+        if plan.attention == "ulysses" and (ways.get("gather") or not ways):
+            calls = f"{ways.get('gather', 0)} of {sum(ways.values())} calls of attention"
+            raise PlanError(
+                f"{plan}: {calls} cannot exchange positions for heads"
+                if ways
+                else f"{plan}: the model does not call scaled_dot_product_attention on tensors that are cut",
+                f"their heads, of queries and of keys, would have to divide by {plan.context}" if ways else "",
+                f"{replace(plan, attention='auto')} works",
+            )
         study.notes += found.explain()
         return found
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.axes.context import local, mix, shapes  # noqa: F401  # register their rules
+from meshfit.axes.context import attention as _attention  # noqa: F401  # register their rules
 from meshfit.axes.context.piece import Piece, attended, gathered, guarded
 from meshfit.axes.context.recurrence import recurrences
 from meshfit.axes.context.saved import begin_forward
@@ -69,6 +69,12 @@ class ContextPlan:
     zigzag: bool = False
     """Each rank has two chunks of a sequence, one from either end: causal attention then gives all the same work."""
 
+    attention: str = "auto"
+    """How positions meet in attention, as the plan says."""
+
+    attended: tuple[tuple[str, int], ...] = ()
+    """How attention is computed, and how often in a forward."""
+
     kept: float = 1.0
     """Of what one device keeps for backward, what a rank keeps."""
 
@@ -94,6 +100,8 @@ class ContextPlan:
         where = ", ".join(f"{b.module or 'the model'} (dim {b.dim})" for b in self.beginnings)
         how = " in zigzag chunks" if self.zigzag else ""
         notes = [f"context: sequences are cut from {where} on{how}; a rank keeps {self.kept:.2f} of the activations"]
+        if ways := ", ".join(f"by {way} {times} x" for way, times in self.attended):
+            notes.append(f"context: attention {ways}")
         if self.gathered:
             notes.append(f"context: computed on whole sequences by every rank: {self._on_wholes}")
         return notes
@@ -127,7 +135,7 @@ class ContextPlan:
 def begin(model: nn.Module, plan: ContextPlan, group: Group) -> None:
     """Cut what the modules of ``plan.beginnings`` return, from now on; ``unwrap`` undoes it."""
     for each in plan.beginnings:
-        wrap(model.get_submodule(each.module), lambda forward, dim=each.dim: _cutting(forward, dim, plan.zigzag, group))
+        wrap(model.get_submodule(each.module), lambda forward, dim=each.dim: _cutting(forward, dim, plan, group))
     for path in plan.wholes:
         wrap(model.get_submodule(path), _on_wholes)
 
@@ -136,22 +144,22 @@ def _on_wholes(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: forward(*whole_output(args), **whole_output(kwargs))
 
 
-def _cutting(forward: Callable[..., Any], dim: int, zigzag: bool, group: Group) -> Callable[..., Any]:
+def _cutting(forward: Callable[..., Any], dim: int, plan: ContextPlan, group: Group) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         begin_forward(group)
-        return _first_cut(forward(*args, **kwargs), dim, zigzag, group)
+        return _first_cut(forward(*args, **kwargs), dim, plan, group)
 
     return run
 
 
-def _first_cut(out: Any, dim: int, zigzag: bool, group: Group) -> Any:
+def _first_cut(out: Any, dim: int, plan: ContextPlan, group: Group) -> Any:
     if isinstance(out, Tensor):
         if isinstance(out, Piece) or out.dim() <= dim or out.shape[dim] < group.size:
             return out  # shorter than there are ranks: all compute it whole
-        span = SplitDim.even(dim, out.shape[dim], group.size, zigzag=zigzag)
+        span = SplitDim.even(dim, out.shape[dim], group.size, zigzag=plan.zigzag, attention=plan.attention)
         return Piece(span.of(out, group.rank), span, group)
     if isinstance(out, tuple | list) and out and not hasattr(out, "_fields"):
-        return type(out)([_first_cut(out[0], dim, zigzag, group), *out[1:]])
+        return type(out)([_first_cut(out[0], dim, plan, group), *out[1:]])
     return out
 
 
@@ -160,9 +168,11 @@ def _first_tensor(out: Any) -> Tensor | None:
     return out if isinstance(out, Tensor) else None
 
 
-def find(model: nn.Module, step: Step, batch: Any, degree: int, wholes: Collection[str] = ()) -> ContextPlan:
+def find(
+    model: nn.Module, step: Step, batch: Any, degree: int, wholes: Collection[str] = (), attention: str = "auto"
+) -> ContextPlan:
     """``model`` is the caller's to spare, and may be left with other buffers. Without beginnings: nothing is gained."""
-    plan = ContextPlan(degree=degree)
+    plan = ContextPlan(degree=degree, attention=attention)
     length = _enough(model, step, batch, POSITIONS * degree)
     few, more = (some(shortened(batch, length), samples) for samples in SAMPLES)
     whole, _, _ = _tried(model, step, few, plan)
@@ -237,6 +247,7 @@ def _planned(model: nn.Module, step: Step, few: Any, plan: ContextPlan, whole: i
         traffic=tuple(traffic),
         samples=SAMPLES[0],
         gathered=tuple(gathered.most_common()),
+        attended=tuple((way, attended[way]) for way in ("gather", "ulysses") if attended[way]),
     )
 
 

@@ -1,23 +1,16 @@
-"""Functions in which positions meet: products, attention, sums over positions, losses."""
+"""Functions in which positions meet: products, sums over positions, losses. Attention is in attention.py."""
 
 import inspect
-from contextlib import nullcontext
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-from torch.nn.attention.bias import causal_lower_right
 
 from meshfit.axes.context.local import argument, mapped, pointwise
-from meshfit.axes.context.piece import Piece, attended, pieces, rule, wholes
+from meshfit.axes.context.piece import Piece, pieces, rule, wholes
 from meshfit.axes.context.saved import noted
-from meshfit.axes.context.span import SplitDim
 from meshfit.axes.spec import name_of
 from meshfit.comm.collectives import all_reduce
-from meshfit.comm.draws import own_draws
 
 # Products
 
@@ -93,74 +86,6 @@ def einsum(func: Any, equation: Any, *operands: Any) -> Any:
     if letter in out:
         return Piece(made, first.span.at(out.index(letter)), first.group)
     return all_reduce(made, first.group)
-
-
-# Attention
-
-
-@rule("scaled_dot_product_attention")
-def attention(
-    func: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """A rank's queries meet the keys and values of all positions; of a causal one, of those up to its own."""
-    if (
-        not isinstance(q, Piece)
-        or q.span.dim != q.dim() - 2
-        or not q.span.plain
-        or (is_causal and attn_mask is not None)
-    ):
-        return NotImplemented
-    span, group = q.span, q.group
-    keys, (k, v) = (k, v), wholes((k, v))
-    call = partial(func, dropout_p=dropout_p, **kwargs)
-    with noted(*keys) as joined, own_draws(group, q.device) if dropout_p else nullcontext():
-        if is_causal:
-            attended["causal"] += 1
-            made = joined.along_positions(_causal(call, q.local, k, v, span.chunks(group.rank)))
-        else:
-            made = call(q.local, k, v, attn_mask=None if attn_mask is None else _rows(attn_mask, span, group.rank))
-    return Piece(made, span.at(made.dim() - 2), group)
-
-
-def _causal(call: Any, q: Tensor, k: Tensor, v: Tensor, chunks: tuple[tuple[int, int], ...]) -> list[Tensor]:
-    """Each chunk of the queries meets the keys up to its own end: no more is computed, and no mask is needed for which
-    torch would have to leave FlashAttention."""
-    made, length = [], k.shape[-2]
-    for (start, stop), own in zip(chunks, q.split([stop - start for start, stop in chunks], -2), strict=True):
-        if start == stop:
-            continue
-        k_own, v_own = (x.narrow(-2, 0, min(stop, length)) for x in (k, v))
-        if start == 0:
-            made.append(call(own, k_own, v_own, is_causal=True))
-        else:
-            made.append(call(own, k_own, v_own, attn_mask=_after(start, own, k_own, v_own, call.keywords)))
-    return made
-
-
-def _after(start: int, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
-    """The causal mask of queries that begin at ``start``: in words, where a kernel of the GPU knows them."""
-    if q.is_cuda and k.shape[-2] == start + q.shape[-2]:
-        params = SDPAParams(q, k, v, None, given["dropout_p"], False, given.get("enable_gqa", False))
-        if can_use_flash_attention(params) or can_use_efficient_attention(params):
-            return causal_lower_right(q.shape[-2], k.shape[-2])
-    rows = torch.arange(start, start + q.shape[-2], device=q.device)
-    return rows[:, None] >= torch.arange(k.shape[-2], device=q.device)
-
-
-def _rows(mask: Tensor, span: SplitDim, rank: int) -> Tensor:
-    """Of a mask by queries and keys, this rank's queries."""
-    if isinstance(mask, Piece):
-        if mask.span == span.at(mask.dim() - 2):
-            return mask.local
-        mask = mask.whole()
-    return mask if mask.dim() < 2 or mask.shape[-2] == 1 else span.at(mask.dim() - 2).of(mask, rank)
 
 
 # Sums

@@ -141,7 +141,7 @@ gathered: Counter[str] = Counter()
 """Functions that were computed on wholes, and how often."""
 
 attended: Counter[str] = Counter()
-"""How attention was computed, and how often: "causal" where later positions have more work."""
+"""How attention was computed, and how often: by "gather" or "ulysses"; of the first, "causal"."""
 
 
 def on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -26,15 +26,18 @@ class SplitDim:
     """Rank ``r`` of ``n`` has chunks ``r`` and ``2n - 1 - r``: so causal attention gives all ranks the same work. Else
     it has chunk ``r``."""
 
+    attention: str = "auto"
+    """How positions meet in attention: "gather", "ulysses" or "auto"; see attention.py."""
+
     @staticmethod
-    def even(dim: int, length: int, ranks: int, *, zigzag: bool = False) -> "SplitDim":
+    def even(dim: int, length: int, ranks: int, *, zigzag: bool = False, attention: str = "auto") -> "SplitDim":
         """Ranks have the same number of positions, up to one."""
         ends = [length * r // ranks for r in range(ranks + 1)]
         if zigzag:
             counts = [stop - start for start, stop in pairwise(ends)]
             chunks = [count // 2 for count in counts] + [count - count // 2 for count in reversed(counts)]
             ends = [0, *accumulate(chunks)]
-        return SplitDim(dim, tuple(ends), zigzag=zigzag)
+        return SplitDim(dim, tuple(ends), zigzag=zigzag, attention=attention)
 
     def chunks(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Where those of a rank begin and end, in order."""
