@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshfit.axes.context import attention, local, mix, shapes  # noqa: F401  # register their rules
+from meshfit.axes.context import attend, local, mix, shapes  # noqa: F401  # register their rules
 from meshfit.axes.context.piece import Piece, attended, gathered, guarded
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.spec import whole_output

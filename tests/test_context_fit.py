@@ -241,7 +241,7 @@ class Counted(RankGroup):
         self._count("all_gather", x.numel() * self.size)
         return super().all_gather(x)
 
-    def start_all_gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_all_gather(self, x: Tensor) -> tuple[Tensor, Callable[[], object]]:
         self._count("all_gather", x.numel() * self.size)
         return super().start_all_gather(x)
 

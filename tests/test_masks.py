@@ -10,7 +10,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import meshfit
-from meshfit.axes.context.attention import attention
+from meshfit.axes.context.attend import attention
 from meshfit.axes.context.axis import plan_context
 from meshfit.axes.context.piece import RULES
 from meshfit.axes.prove import Refused

@@ -130,8 +130,13 @@ def start_all_gather(
     x: Tensor, group: Group, dim: int, counts: Sequence[int], places: Places = ()
 ) -> Callable[[], Tensor]:
     """``all_gather`` in the background, without a derivative: what is returned waits for it."""
-    arrived = group.start_all_gather(_padded(x, dim, _longest(counts, group)))
-    return lambda: _joined(arrived(), dim, counts, places)
+    every, wait = group.start_all_gather(_padded(x, dim, _longest(counts, group)))
+
+    def arrived() -> Tensor:
+        wait()
+        return _joined(every, dim, counts, places)
+
+    return arrived
 
 
 def _summed(x: Tensor, group: Group, alone: bool = False) -> Tensor:

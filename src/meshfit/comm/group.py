@@ -40,11 +40,6 @@ class Group(ABC):
     def all_gather(self, x: Tensor) -> Tensor:
         """``x`` of every rank, all of one shape: [ranks, ...]."""
 
-    def start_all_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """The same in the background, where there is one: what is returned waits for it."""
-        every = self.all_gather(x)
-        return lambda: every
-
     def all_reduce(self, x: Tensor, op: Any = SUM) -> Tensor:
         """The sum, or the largest, over all ranks."""
         return self.all_reduce_(x.detach().clone(memory_format=torch.contiguous_format), op)
@@ -64,6 +59,10 @@ class Group(ABC):
     def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Wait]:
         """Likewise."""
         return self.reduce_scatter(x), _done
+
+    def start_all_gather(self, x: Tensor) -> tuple[Tensor, Wait]:
+        """Likewise."""
+        return self.all_gather(x), _done
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
         """``sent[r]`` of ``rows`` to each rank, in order; returns the ``taken[r]`` that came from each."""
@@ -130,18 +129,11 @@ class RankGroup(Group):
             all_gather_single(_plain(every), _plain(x), group=self.group)
         return every
 
-    def start_all_gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_all_gather(self, x: Tensor) -> tuple[Tensor, Wait]:
         x = x.detach().contiguous()
         every = x.new_empty(self.size, *x.shape)
         current().moved("all_gather", every.nbytes)
-        work = all_gather_single(_plain(every), _plain(x), group=self.group, async_op=True)
-
-        def wait() -> Tensor:
-            with current().waiting("meet"):
-                work.wait()
-            return every
-
-        return wait
+        return every, _waiting(all_gather_single(_plain(every), _plain(x), group=self.group, async_op=True))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         own, x = _to_scatter(x)

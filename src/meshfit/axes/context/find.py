@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.axes.context import attention as _attention  # noqa: F401  # register their rules
+from meshfit.axes.context import attend, local, mix, shapes  # noqa: F401  # register their rules
 from meshfit.axes.context.piece import Piece, attended, gathered, guarded
 from meshfit.axes.context.recurrence import recurrences
 from meshfit.axes.context.saved import begin_forward
@@ -83,7 +83,7 @@ class ContextPlan:
 
     samples: int = 0
     length: int = 0
-    """Positions that were tried, if fewer than the data has."""
+    """Positions that were tried, if fewer than the data has; those of the data, of a model that is not worth cutting."""
 
     gathered: tuple[tuple[str, int], ...] = ()
     """Functions that are computed on all positions by every rank, and how often in a forward."""
@@ -127,7 +127,8 @@ class ContextPlan:
                 "a device would need the state of the one before it, one after another",
             )
         if self.length:
-            return "cutting its sequences would save too little", kept, self.why
+            limit = f"it is not worth it above {WORTH:.2f}" if self.nearest else ""
+            return "cutting its sequences would save too little", kept, limit, self.why
         none = "whichever dim of its activations is cut, a device would have to keep nearly as much as one alone"
         return "this model has no sequence that could be cut", none, kept, self.why
 
@@ -198,7 +199,15 @@ def find(
             break
     if best > WORTH * whole:
         tried = _planned(model, step, few, replace(plan, beginnings=nearest), whole) if nearest else plan
-        return replace(tried, beginnings=(), nearest=nearest, why=why, recurrences=tuple(recurrences(model, step, few)))
+        carried = tuple(recurrences(model, step, few))
+        return replace(
+            tried,
+            beginnings=(),
+            nearest=nearest,
+            why=why,
+            recurrences=carried,
+            length=length_of(batch) or _frames_of(batch),
+        )
     if wholes or attended["causal"]:
         plan = replace(plan, wholes=tuple(wholes), zigzag=attended["causal"] > 0)
         plan = _planned(model, step, few, plan, whole)
@@ -262,6 +271,11 @@ def length_of(batch: Any) -> int:
     """Positions of the text in ``batch``; 0: there is none."""
     sizes = Counter(t.shape[1] for t in tree.tensors(batch) if t.dim() > 1 and not t.is_floating_point())
     return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def _frames_of(batch: Any) -> int:
+    """Positions of series of vectors in ``batch``; 0: there is none."""
+    return max((t.shape[1] for t in tree.tensors(batch) if t.dim() == 3 and t.is_floating_point()), default=0)
 
 
 def shortened(batch: Any, length: int) -> Any:

@@ -1,4 +1,4 @@
-"""Functions in which positions meet: products, sums over positions, losses. Attention is in attention.py."""
+"""Functions in which positions meet: products, sums over positions, losses. Attention is in attend.py."""
 
 import inspect
 from math import prod

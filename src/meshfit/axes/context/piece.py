@@ -122,19 +122,23 @@ def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def gather(x: Tensor, span: SplitDim, group: Group) -> Tensor:
     """The whole of which ``x`` is this rank's part. Every rank goes backward from its part of the loss, 1/n of it: the
     gradient of a tensor that all ranks hold is then the sum over the ranks, whatever each does with its copy."""
-    if span.plain:
-        return all_gather(x, span.dim, span.counts, group, span.places)
-    x = x.unflatten(span.dim, (span.outer, span.counts[group.rank], span.inner))
-    return all_gather(x, span.dim + 1, span.counts, group, span.places).flatten(span.dim, span.dim + 2)
+    dim, x = _apart(x, span, group)
+    made = all_gather(x, dim, span.counts, group, span.places if span.zigzag else ())
+    return made if span.plain else made.flatten(span.dim, span.dim + 2)
 
 
 def start_gather(x: Tensor, span: SplitDim, group: Group) -> Callable[[], Tensor]:
     """The same, in the background and without a derivative: what is returned waits for it."""
+    dim, x = _apart(x, span, group)
+    arrived = start_all_gather(x, group, dim, span.counts, span.places if span.zigzag else ())
+    return arrived if span.plain else lambda: arrived().flatten(span.dim, span.dim + 2)
+
+
+def _apart(x: Tensor, span: SplitDim, group: Group) -> tuple[int, Tensor]:
+    """The dim of positions alone, and ``x`` with that."""
     if span.plain:
-        return start_all_gather(x, group, span.dim, span.counts, span.places)
-    x = x.unflatten(span.dim, (span.outer, span.counts[group.rank], span.inner))
-    arrived = start_all_gather(x, group, span.dim + 1, span.counts, span.places)
-    return lambda: arrived().flatten(span.dim, span.dim + 2)
+        return span.dim, x
+    return span.dim + 1, x.unflatten(span.dim, (span.outer, span.counts[group.rank], span.inner))
 
 
 gathered: Counter[str] = Counter()

@@ -27,7 +27,7 @@ class SplitDim:
     it has chunk ``r``."""
 
     attention: str = "auto"
-    """How positions meet in attention: "gather", "ulysses" or "auto"; see attention.py."""
+    """How positions meet in attention: "gather", "ulysses" or "auto"; see attend.py."""
 
     @staticmethod
     def even(dim: int, length: int, ranks: int, *, zigzag: bool = False, attention: str = "auto") -> "SplitDim":
