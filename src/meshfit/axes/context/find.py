@@ -83,7 +83,7 @@ class ContextPlan:
 
     samples: int = 0
     length: int = 0
-    """Positions that were tried, if fewer than the data has; those of the data, of a model that is not worth cutting."""
+    """Positions that were tried, if fewer than the data has; if it is not worth cutting, those of the data."""
 
     gathered: tuple[tuple[str, int], ...] = ()
     """Functions that are computed on all positions by every rank, and how often in a forward."""
