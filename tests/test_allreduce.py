@@ -29,9 +29,10 @@ def exchange_of(model: nn.Module) -> AllReduce:
     return AllReduce(model.parameters(), dist.group.WORLD, CPU)
 
 
-@pytest.mark.parametrize("bucket", [1, 100, 25 * 2**20])
+@pytest.mark.parametrize(("bucket", "turns"), [(1, False), (100, True), (25 * 2**20, False)])
 @distributed(world=3)
-def test_sums_like_one_device(bucket: int) -> None:
+def test_sums_like_one_device(bucket: int, turns: bool) -> None:
+    """Over one communicator, or two in turn."""
     allreduce.BUCKET_BYTES = allreduce.FIRST_BUCKET_BYTES = bucket
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 5), nn.Linear(5, 1))
@@ -41,7 +42,10 @@ def test_sums_like_one_device(bucket: int) -> None:
     torch.func.functional_call(
         model, dict(zip(dict(model.named_parameters()), alone, strict=True)), (x,)
     ).sum().backward()
-    exchange = exchange_of(model)
+    second, used = dist.new_group() if turns else None, []
+    exchange = AllReduce(model.parameters(), dist.group.WORLD, CPU, second)  # type: ignore[arg-type]
+    plain = dist.all_reduce
+    dist.all_reduce = lambda tensor, group, **kwargs: used.append(group) or plain(tensor, group=group, **kwargs)
     for _ in range(2):  # the second time over the same buckets
         exchange.arm(1.0 + dist.get_rank(), 2.0, stop=False, broken=False)
         model(x[dist.get_rank()][None]).sum().backward()
@@ -52,6 +56,7 @@ def test_sums_like_one_device(bucket: int) -> None:
         assert scalars.count == 6.0
         assert not scalars.stop
         exchange.clear()
+    assert len(set(used)) == (2 if turns else 1)
 
 
 @distributed(world=2)

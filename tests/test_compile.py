@@ -222,7 +222,7 @@ def test_sums_start_while_a_compiled_backward_runs() -> None:
     rank = dist.get_rank()
     allreduce.BUCKET_BYTES = allreduce.FIRST_BUCKET_BYTES = LAYER_BYTES
     exchange, happened = AllReduce(model.parameters(), dist.group.WORLD, torch.device("cpu")), []
-    run = torch.compile(model.forward, backend=InPieces(LAYER_BYTES, "aot_eager"))
+    run = torch.compile(model.forward, backend=InPieces(LAYER_BYTES, backend="aot_eager"))
     plain = dist.all_reduce
     for step in range(2):
         alone.zero_grad()
@@ -255,7 +255,7 @@ def test_a_graph_that_cannot_be_cut_is_compiled_as_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(pieces, "compiled_at", fails_in_pieces)
     torch._dynamo.reset()
     model, tokens = Deep(), torch.randint(200, (2, 8))
-    loss = torch.compile(model.forward, backend=InPieces(LAYER_BYTES, "aot_eager"))(tokens, tokens)
+    loss = torch.compile(model.forward, backend=InPieces(LAYER_BYTES, backend="aot_eager"))(tokens, tokens)
     torch.testing.assert_close(loss, model(tokens, tokens))
     assert tried[0] > 1
     assert tried[1:] == [0]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.axes.compile.axis import Compile, expected_step_seconds
+from meshfit.axes.compile.pieces import InPieces
 from meshfit.axes.data import batchnorm
 from meshfit.axes.expert.balance import balanced, is_apart
 from meshfit.axes.mesh import Mesh
@@ -35,7 +36,7 @@ from meshfit.errors import DataError, JobError, PlanError
 from meshfit.evaluation import measure
 from meshfit.events import Events
 from meshfit.exchange.across import Across
-from meshfit.exchange.allreduce import BUCKET_BYTES, AllReduce
+from meshfit.exchange.allreduce import BUCKET_BYTES, FIRST_BUCKET_BYTES, AllReduce
 from meshfit.exchange.assemble import cut_state, exchange_of
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.update import Average, Update
@@ -422,7 +423,8 @@ class Run:
             self.notes[:] = [note for note in self.notes if not note.startswith("compile")] + [why]
         if self._compiled and whole and isinstance(self.schedule, Passes):
             sums = isinstance(self.exchange, AllReduce) and self.exchange.degree > 1
-            self.schedule.objective = choice.apply(self.schedule.objective, BUCKET_BYTES if sums else None)
+            pieces = InPieces(BUCKET_BYTES, FIRST_BUCKET_BYTES) if sums else None
+            self.schedule.objective = choice.apply(self.schedule.objective, pieces)
         elif self._compiled and blocks is not None:
             blocks.compile()
             if isinstance(self.schedule, Pipelined):

@@ -35,6 +35,9 @@ OWN_EXPERT = frozenset({"expert", "all_to_all"})
 SCATTER_SHARD = frozenset({"shard", "reduce_scatter"})
 """The shard axis again, for gradients: weights are gathered over the other group meanwhile."""
 
+SECOND_SUM = frozenset({"all_reduce"})
+"""The ranks that sum gradients again: buckets take turns, so that one travels while the next sets out."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
@@ -87,6 +90,8 @@ class Mesh:
             groups[OWN_EXPERT] = along(frozenset({"expert"}))
         if plan.shard > 1:
             groups[SCATTER_SHARD] = along(frozenset({"shard"}))
+        elif summing := used.intersection((*SHARES, "context")):
+            groups[SECOND_SUM] = along(summing)
         last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
         return cls(
             world=dist.group.WORLD,

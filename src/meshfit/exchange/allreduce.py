@@ -6,7 +6,8 @@ A few numbers ride along in the last bucket: the loss, what it is a mean over, w
 not finite. So no step needs a collective of its own for them.
 
     memory    the buckets are the gradients: nothing beside them
-    traffic   2P(n-1)/n bytes a step for P bytes of gradients, in ceil(P / 25 MiB) calls or a few more
+    traffic   2P(n-1)/n bytes a step for P bytes of gradients, in ceil(P / 25 MiB) calls or a few more; on GPUs over two
+              communicators in turn, in the same order on all ranks
 
 Why not torch's DDP: it wraps the forward, so a step function that calls parts of the model, or calls it twice,
 escapes it; it rebuilds its buckets after the first step, so a restarted run sums in another order; it must be told
@@ -62,13 +63,20 @@ class StepScalars:
 
 
 class AllReduce:
-    """Sums the gradients of ``parameters`` over ``group``. Without a group it leaves them as they are."""
+    """Sums the gradients of ``parameters`` over ``group``. Without a group it leaves them as they are. ``second``: the
+    same ranks again, for every other bucket: two communicators keep a network busy that one waits for."""
 
     summed = True
     """Whether what ``finish`` tells, and the gradients, are of all ranks."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, device: torch.device):
-        self.group = group
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        second: dist.ProcessGroup | None = None,
+    ):
+        self.group, self._turns = group, (group, second or group)
         self.degree = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
@@ -137,7 +145,7 @@ class AllReduce:
             bucket = self._buckets[self._next]
             current().moved("all_reduce", bucket.flat.nbytes)
             bucket.began = time.perf_counter()
-            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            bucket.work = dist.all_reduce(bucket.flat, group=self._turns[self._next % 2], async_op=True)
             self._next += 1
 
     def finish(self) -> StepScalars:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.axes.axis import SUMMED
+from meshfit.axes.mesh import SECOND_SUM
 from meshfit.axes.order import ORDER
 from meshfit.axes.place import Placed
 from meshfit.errors import PlanError
@@ -27,7 +28,8 @@ def exchange_of(placed: Placed) -> AllReduce | Scatter | Across:
         if shards is None or p not in shards.place:
             over[tuple(word for word in SUMMING if not _is_cut(placed, word, p))].append(p)
     if shards is None:
-        inner = AllReduce(over.pop(SUMMING, []), mesh.over(*SUMMING), device)
+        second = mesh.groups.get(SECOND_SUM) if device.type == "cuda" else None
+        inner = AllReduce(over.pop(SUMMING, []), mesh.over(*SUMMING), device, second)
     else:
         _refuse_trained(plan, placed.model, over.pop(SUMMING, []))
         inner = Scatter(

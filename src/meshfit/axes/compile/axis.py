@@ -79,11 +79,11 @@ class Compile:
         )
 
     @staticmethod
-    def apply(objective: Callable, piece_bytes: int | None = None) -> Callable:
-        """Model and loss together; in pieces of so many bytes of weights, where gradients are awaited."""
-        if piece_bytes is None:
+    def apply(objective: Callable, pieces: InPieces | None = None) -> Callable:
+        """Model and loss together; in pieces where gradients are awaited."""
+        if pieces is None:
             return torch.compile(objective.__call__)
-        return torch.compile(objective.__call__, backend=InPieces(piece_bytes))
+        return torch.compile(objective.__call__, backend=pieces)
 
 
 class CompileAxis(Axis):

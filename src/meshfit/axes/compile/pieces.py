@@ -32,10 +32,13 @@ class InPieces:
     least: int
     """Bytes of weights in a piece."""
 
+    first: int = 0
+    """... in that whose gradients come first."""
+
     backend: str = "inductor"
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        starts = cuts(graph, self.least)
+        starts = cuts(graph, self.least, self.first)
         try:
             return compiled_at(starts, graph, inputs, self.backend)
         except Exception as error:
@@ -45,8 +48,8 @@ class InPieces:
             return compiled_at([], graph, inputs, self.backend)
 
 
-def cuts(graph: GraphModule, least: int) -> list[Node]:
-    """The first node of each piece after the first, from the last on."""
+def cuts(graph: GraphModule, least: int, first: int = 0) -> list[Node]:
+    """The first node of each piece after the first, from the last on; the last holds ``first`` bytes or more."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     arrive = _weights_by_first_use(graph, nodes)
     least = max(least, sum(arrive) // MOST_PIECES)
@@ -55,7 +58,7 @@ def cuts(graph: GraphModule, least: int) -> list[Node]:
     behind, opened, best = 0, None, None  # bytes of weights behind; when there were enough; the best cut since
     for at in range(len(nodes) - 1, 0, -1):
         behind += arrive[at]
-        if behind < least:
+        if behind < (least if found or not first else first):
             continue
         opened = behind if opened is None else opened
         size = handed_on[at]
