@@ -330,7 +330,8 @@ class Scatter:
         if self.mixed:
             self._expected = None  # now they may go
         numbers = self._numbers.zero_()
-        numbers[0], numbers[1], numbers[2], numbers[STEP_SCALARS + self.rank] = loss, count, float(stop), broken
+        for at, number in ((0, loss), (1, count), (2, float(stop)), (STEP_SCALARS + self.rank, broken)):
+            numbers[at].fill_(number)  # an assignment of a number would be waited for
 
     def finish(self) -> StepScalars:
         """Wait until every gradient is summed, and hear what the other ranks have to say."""
@@ -354,7 +355,7 @@ class Scatter:
         square = (square + sum(self._squares.values())) / copies
         behind = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached]
         numbers[3] = square
-        numbers[STEP_SCALARS + degree + self.rank] = _number(self._returns)
+        numbers[STEP_SCALARS + degree + self.rank].fill_(_number(self._returns))
         numbers[STEP_SCALARS + 2 * degree :] = 1.0
         if behind:
             numbers[torch.tensor(behind, device=numbers.device) + STEP_SCALARS + 2 * degree] = 0.0

@@ -139,11 +139,13 @@ def units(trace: Trace, names: tuple[str, ...]) -> tuple[Unit, ...]:
     for name in names:
         entrances = tuple(found.get(name, ("",)))
         grouped.setdefault(("",) if "" in entrances else entrances, []).append(name)
-    _merge_small(grouped, {name: parameter.bytes for name, parameter in trace.parameters.items()})
+    sizes, rounded = {name: parameter.bytes for name, parameter in trace.parameters.items()}, _rounded(trace)
+    _merge_unrounded(grouped, sizes, rounded)
+    _merge_small(grouped, sizes)
     order = {path: at for at, path in enumerate(dict.fromkeys(e for many in found.values() for e in many))}
     ordered = sorted(grouped.items(), key=lambda unit: min(order.get(path, -1) for path in unit[0]))
-    rounded, sizes = _rounded(trace), {many: sum(trace.parameters[n].bytes for n in own) for many, own in ordered}
-    stays = max((many for many in sizes if len(many) > 1), key=lambda many: sizes[many], default=None)
+    tied = [many for many, _ in ordered if len(many) > 1]
+    stays = max(tied, key=lambda many: sum(sizes[name] for name in grouped[many]), default=None)
     return tuple(Unit(many, tuple(own), rounded & {*own}, stays=many == stays) for many, own in ordered)
 
 
@@ -182,6 +184,18 @@ def _merge_small(grouped: dict[tuple[str, ...], list[str]], sizes: dict[str, int
         room -= bytes_of[unit]
         if unit != ("",) and room >= 0:
             grouped[("",)] += grouped.pop(unit)
+
+
+def _merge_unrounded(grouped: dict[tuple[str, ...], list[str]], sizes: dict[str, int], rounded: frozenset[str]) -> None:
+    """Move what autocast does not round (norms, mostly) out of units of what it does into the whole, if that is little:
+    each of those units then travels as one row."""
+    apart = {u: [n for n in own if n not in rounded] for u, own in grouped.items() if not rounded.isdisjoint(own)}
+    apart.pop(("",), None)
+    largest = max(sum(sizes[name] for name in names) for names in grouped.values())
+    if sum(sizes[name] for names in (grouped[("",)], *apart.values()) for name in names) <= largest * SMALL:
+        for unit, names in apart.items():
+            grouped[("",)] += names
+            grouped[unit] = [name for name in grouped[unit] if name not in names]
 
 
 def _may_enter(trace: Trace) -> set[str]:
