@@ -209,6 +209,28 @@ def test_cost_is_what_runs(plan: str) -> None:
     run(plan=plan)
 
 
+class Normed(nn.Module):
+    """Blocks whose norms are little beside their products, or not."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        make = lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8))
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x[:, : Y.shape[1]]
+
+
+def test_what_autocast_leaves_alone_is_the_wholes_if_it_is_little() -> None:
+    norms = {f"blocks.{i}.0.{name}" for i in range(3) for name in ("weight", "bias")}
+    wide, narrow = units_of(Normed(256)), units_of(Normed(8))
+    assert wide[("",)] == norms
+    assert narrow[("",)].isdisjoint(norms)
+    assert all(wide[(f"blocks.{i}",)] == named(Normed(256), f"blocks.{i}.") - norms for i in range(3))
+
+
 @distributed(world=2)
 def test_each_unit_travels_in_one_call_and_a_tied_one_once_a_pass() -> None:
     """Weights of two dtypes are gathered together; gradients over a communicator of their own."""

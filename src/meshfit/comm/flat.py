@@ -126,8 +126,13 @@ class Flat(FlatLayout):
             return tensor.detach().clone().to(self.mine.device)
         return _row(tensor.detach(), self.strides[i])[self.slices(i)[1]].clone().to(self.mine.device)
 
-    def pack(self, gradients: list[Tensor | None], device: torch.device) -> Tensor:
-        """Gradients as one row; None counts as zero."""
+    def pack(self, gradients: list[Tensor | None], device: torch.device, *, borrow: bool = False) -> Tensor:
+        """Gradients as one row; None counts as zero. ``borrow``: if it is only read, it may be the gradient itself."""
+        only = gradients[0] if borrow and len(gradients) == 1 else None
+        if only is not None and only.layout is torch.strided and only.stride() == self.strides[0]:
+            row = only.as_strided((only.numel(),), (1,))
+            if (row.numel(), row.dtype, row.device) == (self.padded, self.dtype, device):
+                return row
         row = torch.empty(self.padded, dtype=self.dtype, device=device)
         views = self.views(row)
         given = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]

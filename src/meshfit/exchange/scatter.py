@@ -144,7 +144,7 @@ class Scatter:
             theirs = [next(given) for _ in flat.parameters]
             self._reached.update(id(p) for p, g in zip(flat.parameters, theirs, strict=True) if g is not None)
             if not wait:
-                rows.append(flat.pack(theirs, self.shards.device))
+                rows.append(flat.pack(theirs, self.shards.device, borrow=self._lane.group is not None))
             elif flat in self._sums:
                 flat.add(theirs, self._sums[flat])
             else:
@@ -152,14 +152,12 @@ class Scatter:
         self._returns.append(unit)
         if again or self.shards.running:
             self._unannounced.add(unit)
-        if not wait:
-            self._came[unit] += 1
-            if self.shards.running:
+        self._came[unit] += not wait
+        if self.shards.running:
+            if not wait:
                 self._ready.setdefault(unit, []).append(rows)
-            else:
-                self._scatter(unit, rows)
-        elif self.shards.running:
-            return
+        elif not wait:
+            self._scatter(unit, rows)
         elif self.once:
             self._launch()
         elif unit.stays and not again and not unit.pending_backward:
@@ -203,13 +201,10 @@ class Scatter:
             ready = self._complete(unit)
             self._scatter(unit, self._summed(unit) if ready is None else ready)
         for unit in () if self.once else self.shards.used[::-1]:
-            if self._came[unit]:
-                self._came[unit] -= 1
-            elif unit.stays:
-                self._came[unit] = self.shards.used.count(unit) - 1
-                self._scatter(unit, self._summed(unit))
-            else:
-                self._scatter(unit, self._summed(unit, zeros=True))
+            if not self._came[unit]:
+                self._came[unit] = self.shards.used.count(unit) if unit.stays else 1
+                self._scatter(unit, self._summed(unit, zeros=not unit.stays))
+            self._came[unit] -= 1
         if not self.accumulate or self._last:
             for unit in self.shards.units:
                 more = self._ready.pop(unit, [])

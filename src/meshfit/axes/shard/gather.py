@@ -1,15 +1,15 @@
 """Units of a sharded model at run time: gathered when a call needs them, dropped after it.
 
-While a unit is open, its modules hold whole tensors in place of the parameters: outputs of ``_Gather``, whose backward
+While a unit is open, its modules hold whole tensors in place of the parameters: outputs of ``Gather``, whose backward
 is given the whole gradients and hands them to the exchange. Autograd itself thus knows when a unit's gradients are
 complete, however often it was called, and whatever its calls take or return.
 
 What runs in backward by code of the user's own (a checkpoint, an ``autograd.Function`` that computes something again)
-opens units too, and is given outputs of ``_Again``: gradients asked for by ``torch.autograd.grad`` go on to the tensors
+opens units too, and is given outputs of ``Again``: gradients asked for by ``torch.autograd.grad`` go on to the tensors
 that the forward was given, which is what that code asks for; those of a ``backward()`` go to the exchange at once.
 
 With zero=3 a unit is dropped after its call, and gathered again when backward asks for a weight that it saved
-(saved.py). Ranks meet in gathers, and need not use the same units: see lockstep.py, which also knows what is gathered
+(graph.py). Ranks meet in gathers, and need not use the same units: see lockstep.py, which also knows what is gathered
 next, so that it is started ahead. With zero=1 and 2 all units are gathered before anything runs.
 """
 
@@ -20,13 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.axes.axis import Applied
+from meshfit.axes.shard.graph import Again, Edge, Gather, Saved
 from meshfit.axes.shard.lockstep import GATHER, SCATTER, Lockstep, Meeting
 from meshfit.axes.shard.open_unit import OpenUnit
-from meshfit.axes.shard.saved import Saved
 from meshfit.comm.flat import Flat, Lane
 from meshfit.errors import PlanError
 from meshfit.events import current
@@ -37,7 +36,6 @@ from meshfit.torch_private import (
     storage_id,
     unwrap_call,
     version,
-    will_run,
     wrap_call,
 )
 
@@ -197,10 +195,10 @@ class Shards(Applied):
         if unit.trained and torch.is_grad_enabled():
             if in_backward():
                 given = [tensor for use in unit.uses for tensor in use.saved_tensors]
-                made = iter(_Again.apply(self._anchor.clone(), self, unit, *given))
+                made = iter(Again.apply(self._anchor.clone(), self, unit, *given))
             else:
-                with saved_tensors_hooks(_Edge, _Edge.tensor):
-                    whole = _Gather.apply(self._anchor, self, unit)
+                with saved_tensors_hooks(Edge, Edge.tensor):
+                    whole = Gather.apply(self._anchor, self, unit)
                 unit.uses.append(whole[0].grad_fn)
                 made = iter(whole)
                 self.used.append(unit)
@@ -369,71 +367,6 @@ class Shards(Applied):
             return row.copy_(mine)
         all_gather_rows([row], [mine], self.group)
         return row
-
-
-class _Gather(torch.autograd.Function):
-    """The whole parameters of a unit; backward sends their gradients off.
-
-    Not a function of the slices: a parameter remembers the shape that it had in a graph for as long as that lives.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, shards: Shards, unit: OpenUnit) -> tuple[Tensor, ...]:
-        ctx.shards, ctx.unit = shards, unit
-        ctx.set_materialize_grads(False)
-        whole = _whole(unit)
-        ctx.save_for_backward(*whole)  # as what autograd.grad may be asked for: see _Edge
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
-        shards, unit = ctx.shards, ctx.unit
-        unit.pending_backward -= 1
-        if ctx in unit.uses:
-            unit.uses.remove(ctx)
-        shards.on_return(unit, gradients, False)
-        _drop_if_done(shards, unit)
-        return None, None, None
-
-
-class _Again(torch.autograd.Function):
-    """The whole parameters of a unit that is opened in backward; ``given`` are those of the uses that backward has not
-    come back from. ``asked`` has a node that only a ``backward()`` of all of the graph would go on to."""
-
-    @staticmethod
-    def forward(ctx: Any, asked: Tensor, shards: Shards, unit: OpenUnit, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.shards, ctx.unit, ctx.all, ctx.given = shards, unit, asked.grad_fn, len(given)
-        ctx.set_materialize_grads(False)
-        return _whole(unit)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        shards, unit = ctx.shards, ctx.unit
-        if not will_run(ctx.all):
-            return None, None, None, *(gradients * (ctx.given // len(gradients)))
-        shards.on_return(unit, gradients, True)
-        _drop_if_done(shards, unit)
-        return (None,) * (3 + ctx.given)
-
-
-class _Edge:
-    """In place of a tensor that a node saves: autograd remembers where it comes from, which is all that is needed."""
-
-    def __init__(self, tensor: Tensor):
-        self.size, self.options = tensor.size(), {"dtype": tensor.dtype, "device": tensor.device}
-
-    def tensor(self) -> Tensor:
-        return torch.empty((), **self.options).expand(self.size)
-
-
-def _whole(unit: OpenUnit) -> tuple[Tensor, ...]:
-    return tuple(view for flat in unit.trained for view in flat.views(flat.whole))  # type: ignore[arg-type]
-
-
-def _drop_if_done(shards: Shards, unit: OpenUnit) -> None:
-    if shards.zero == 3 and not unit.open and unit.pending_backward <= 0 and len(unit.trained) == len(unit.flats):
-        shards.drop(unit)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
