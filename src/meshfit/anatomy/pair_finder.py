@@ -92,6 +92,9 @@ class Pair:
 class PairFinder(Walker):
     """Puts walks together into pairs."""
 
+    limited = True
+    """Whether to look for the largest number of ways."""
+
     def pairs(self, sizes: Mapping[str, int]) -> list[Pair]:
         reaches = {(walk.name, dim): reach for walk in self.walks() for dim, reach in walk.reaches.items()}
         by_row: dict[str, list[tuple[str, int]]] = {}
@@ -324,7 +327,8 @@ class PairFinder(Walker):
 
     def _shard(self, name: str, dim: int, reach: Reach) -> ParameterShard:
         ranges = [as_ranges(share.tolist()) for share in cut_into(reach.sizes, reach.shares)]
-        limit = self._limit(name, dim, reach) if reach.shares == self.degree else self.degree
+        looks = self.limited and reach.shares == self.degree
+        limit = self._limit(name, dim, reach) if looks else self.degree
         return ParameterShard(name, dim, held_alike(ranges, self.degree), limit)
 
     def _limit(self, name: str, dim: int, reach: Reach) -> int:

@@ -66,11 +66,12 @@ class Pairs:
         return math.gcd(*(pair.limit for pair in self.pairs)) or 1
 
 
-def find_pairs(model: nn.Module, inputs: Any, *, degree: int = 2, copies: bool = False) -> Pairs:
+def find_pairs(model: nn.Module, inputs: Any, *, degree: int = 2, copies: bool = False, limits: bool = True) -> Pairs:
     """Find what can be split over ``degree`` devices, from one forward on ``inputs``; ``model`` stays as it is.
 
     ``inputs`` is a small batch: a tensor, a tuple of arguments, or a dict of keyword arguments. With ``copies`` several
-    devices may hold the same share of a column: heads of keys and values that are fewer than the devices.
+    devices may hold the same share of a column: heads of keys and values that are fewer than the devices. Without
+    ``limits`` nobody asks for the largest number of ways, which takes as long as the rest: ``degree`` stands for it.
     """
     if degree < 2:
         raise ValueError(f"a split has two ways or more, not {degree}")
@@ -79,6 +80,7 @@ def find_pairs(model: nn.Module, inputs: Any, *, degree: int = 2, copies: bool =
     with torch.random.fork_rng(devices=[]):
         trace = AtenTrace.of(model, inputs)
         finder = PairFinder(trace, degree, copies)
+        finder.limited = limits
         found = finder.pairs(sizes)
     pairs = _chosen(found, modules, sizes)
     held = {shard.parameter for pair in pairs for shard in pair.shards}

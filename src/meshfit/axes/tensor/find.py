@@ -39,7 +39,7 @@ def find(
     """What can be split, and notes. Modules at ``apart`` are known already."""
     total = sum(p.numel() for p in model.parameters())
     if total <= SMALL:
-        split = find_pairs(model, seen.inputs, degree=degree, copies=True)
+        split = find_pairs(model, seen.inputs, degree=degree, copies=True, limits=False)
         return split, other_degrees(model, seen.inputs, split, "")
     alike = {path: (kinds[path], seen.shapes.get(path)) for path in kinds}
     groups = blocks_of(model, alike, seen.times)
@@ -54,7 +54,7 @@ def find(
         stand_ins |= {path: StandIn(seen.outputs[rep]) for path in paths}
         try:
             block, given = model.get_submodule(rep), Arguments(*seen.calls[rep].inputs)
-            split = find_pairs(block, given, degree=degree, copies=True)
+            split = find_pairs(block, given, degree=degree, copies=True, limits=False)
             notes += other_degrees(block, given, split, rep)
         except (RuntimeError, TypeError, ValueError) as error:
             notes.append(f"{rep}: cannot be run by itself: {str(error).splitlines()[0][:160] if str(error) else ''}")
@@ -69,7 +69,7 @@ def find(
     rest = {name: p for name, p in model.named_parameters() if name not in known}
     if sum(p.numel() for p in rest.values()) >= WORTH_A_LOOK * total:
         try:
-            split = find_pairs(replaced(model, stand_ins), seen.inputs, degree=degree, copies=True)
+            split = find_pairs(replaced(model, stand_ins), seen.inputs, degree=degree, copies=True, limits=False)
             pairs += split.pairs
             gathered += split.gathered
             whole += split.whole
