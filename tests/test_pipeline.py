@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -265,15 +266,21 @@ def test_dropout_is_the_same_in_every_run_and_schedule() -> None:
     assert losses("gpipe", 2) != first
 
 
-@pytest.mark.parametrize("word", ["bf16", "fp32"])
+@pytest.mark.parametrize(("word", "schedule"), [("bf16", "1f1b"), ("bf16", "zbv"), ("fp32", "1f1b")])
 @distributed(world=2)
-def test_precision(word: str) -> None:
+def test_precision(word: str, schedule: str) -> None:
     """What crosses is what autocast makes of it, and the loss may be scaled."""
     loader, reference = loader_of((X, Y), 8, 4), built(deep)
     wanted = alone(reference, MSE, loader, steps=4, word=word)
     scale = LossScale(CPU, start=2.0**10)
     losses, staged, _ = pipelined(
-        built(deep), MSE, loader, steps=4, pipeline=Pipeline(degree=2, microbatches=4), word=word, scale=scale
+        built(deep),
+        MSE,
+        loader,
+        steps=4,
+        pipeline=Pipeline(degree=2, word=schedule, microbatches=4),
+        word=word,
+        scale=scale,
     )
     torch.testing.assert_close(losses, wanted, atol=1e-2 if word == "bf16" else 1e-5, rtol=1e-3)
     assert_like(staged, dict(reference.state_dict()), near=2e-2 if word == "bf16" else 1e-4)
@@ -446,3 +453,31 @@ def test_messages_are_unpacked_as_they_were_packed() -> None:
     one = torch.randn(4, 16)
     assert packed([one]).data_ptr() == one.data_ptr(), "one tensor is sent as it lies"
     assert packed([]).numel() == 0
+
+
+def test_weights_are_rounded_once_for_all_microbatches() -> None:
+    layer, precision, x = torch.nn.Linear(8, 8), Precision("bf16"), torch.randn(4, 8)
+
+    def losses() -> list[torch.Tensor]:
+        found = []
+        for part in x.split(1):
+            with precision.arithmetic(CPU):
+                found.append(layer(part).float().square().sum())
+            found[-1].backward()
+        return found
+
+    def rounded(inside: Any) -> tuple[int, list[torch.Tensor]]:
+        layer.zero_grad()
+        with torch.profiler.profile() as trace, inside:
+            values = losses()
+        copies = [
+            event for event in trace.events() or () if event.name == "aten::_to_copy" and event.cpu_parent is not None
+        ]
+        return len(copies), [*values, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+    (each, want), (once, got) = rounded(nullcontext()), rounded(precision.rounded_once())
+    assert each - once == 3 * 2  # weight and bias, of all microbatches but the first
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert not torch.equal(rounded(precision.rounded_once())[1][0], want[0])

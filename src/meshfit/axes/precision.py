@@ -10,7 +10,8 @@ losses and sums, and everything that travels between ranks. The scale is the sam
 all of them see the same summed gradients.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,20 @@ class Precision:
         if self.word == "bf16" and device.type == "cuda":
             autocast_grouped_products()
         return torch.autocast(device.type, DTYPES[self.word])
+
+    @contextmanager
+    def rounded_once(self) -> Iterator[None]:
+        """Weights that several ``arithmetic`` use within it are rounded once, not once in each, and one copy of them is
+        kept. They must not change meanwhile, nor be used first where gradients are off."""
+        if self.word == "fp32":
+            yield
+            return
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
 
 
 class LossScale:

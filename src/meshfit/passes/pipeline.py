@@ -107,14 +107,16 @@ class Pipelined:
         if self.batch_loss is None and step.programs[0].gives_pair and self.loss.over.kind != "pair":
             self.loss.over = LossDenominator(kind="pair")
         self.clock.begin(plan)
-        for entry in issued(plan, self.staged.rank):
-            if isinstance(entry, Transfer):
-                step.move(entry)
-                continue
-            if entry == final:  # the gradients that it completes may go
-                self.buffers.combine()
-                self.loss.arm(stop)
-            step.run(entry)
+        changes = any(program.changes_parameters for program in step.programs)
+        with nullcontext() if changes else self.stages.precision.rounded_once():
+            for entry in issued(plan, self.staged.rank):
+                if isinstance(entry, Transfer):
+                    step.move(entry)
+                    continue
+                if entry == final:  # the gradients that it completes may go
+                    self.buffers.combine()
+                    self.loss.arm(stop)
+                step.run(entry)
         self.stages.transport.flush()
         self.steps += 1
 

@@ -67,7 +67,13 @@ class Recorded:
         """Whether the objective returns (sum, count)."""
         return isinstance(self.recording.outputs, tuple | list)
 
-    @property
+    @cached_property
+    def changes_parameters(self) -> bool:
+        """Whether a forward writes into a parameter."""
+        trace = self.recording.trace
+        return any(name in trace.parameters for event in trace.events for name in event.changes)
+
+    @cached_property
     def recomputes(self) -> bool:
         """Whether the model computes some of its activations again in backward."""
         return any(step.checkpoint is not None for step in self.recording.steps)
