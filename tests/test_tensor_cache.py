@@ -155,10 +155,28 @@ def test_what_depends_on_the_length_is_planned_as_it_is(plans: list) -> None:
     assert {shape[1] for shape in plans} == {100}
 
 
-def test_what_reads_its_values_is_planned_as_it_is(kept: Path, plans: list) -> None:
-    model = Net(look=lambda x: float(x.sum()))
-    assert program_of(model, loss, tokens(8)) is None
-    assert planned(model, loss, tokens(100), 2, by_rows=False).regions
+def test_what_reads_its_values(kept: Path, plans: list) -> None:
+    """Is run with them, and planned on short sequences if that makes no difference."""
+    model = Net(look=lambda x: bool(x.sum() > 1e9))
+    found = planned(model, loss, tokens(100), 2, by_rows=False)
+    assert {shape[1] for shape in plans} == {36}
+    plans.clear()
+    assert planned(model, loss, tokens(100), 2, by_rows=False) == found
+    assert not plans
+
+
+def test_what_cannot_be_run_twice_is_planned_as_it_is(kept: Path, plans: list) -> None:
+    calls: list[int] = []
+
+    def picky(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) < 3:
+            raise ValueError("not yet")
+        return loss(model, batch)
+
+    assert program_of(Net(), picky, tokens(8)) is None
+    calls.clear()
+    assert planned(Net(), picky, tokens(100), 2, by_rows=False).regions
     assert {shape[1] for shape in plans} == {100}
     assert not kept.exists()
 

@@ -6,8 +6,9 @@
            overflows: halved when a gradient overflows (the step is skipped), doubled after 2,000 good steps
 
 What stays fp32 under both: weights, gradients, optimizer state, BatchNorm statistics, softmax, norms,
-losses and sums, and everything that travels between ranks. The scale is the same on every rank, because
-all of them see the same summed gradients.
+losses and sums, and the gradients of weights on their way between ranks. Activations with their gradients, and weights
+that are gathered for products, travel as the products take them. The scale is the same on every rank, because all of
+them see the same summed gradients.
 """
 
 from collections.abc import Iterator

@@ -1,19 +1,21 @@
-"""What a model computes in a step, without arithmetic: its operations, as digests.
+"""What a model computes in a step: its operations, as digests, without arithmetic.
 
-The weights are on meta, all else is real: what a batch or a constant decides is decided as in training. Two steps with
-the same operations on the same shapes are planned alike, so a plan found before can be used again (cache.py). Where the
-operations are the same for shorter sequences, the plan is made on those: trials on a long one take its square.
+The weights are on meta, where that is possible; all else is real: what a batch or a constant decides is decided as in
+training. Two steps with the same operations on the same shapes are planned alike, so a plan found before can be used
+again (cache.py). Where the operations are the same for shorter sequences, the plan is made on those: trials on a long
+one take its square.
 """
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfit.anatomy.copies import twin
+from meshfit.anatomy.copies import study, twin
 from meshfit.anatomy.record_program import tensors
 from meshfit.data import tree
 from meshfit.torch_private import TorchDispatchMode, storage_id, tree_flatten, tree_map
@@ -35,26 +37,29 @@ class Program:
 
 
 def program_of(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Program | None:
-    """None where a step cannot be run without values: it reads what it computes."""
-    sizes: dict[str, int] = {}
+    """Of ``loss(model, batch)``. A model that reads what it computes is run with its weights, on the CPU; None where
+    that fails too."""
     batch = tree.map_tensors(torch.clone, batch)  # each in memory of its own, whatever they were views of
+    for copied in (partial(twin, model, meta=True), partial(study, model)):
+        sizes: dict[str, int] = {}
+        try:
+            copy = copied().train()
+            for path, module in copy.named_modules():
+                module.register_forward_hook(_noted(sizes, path))
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), _Digest(copy, batch) as digest:
+                loss(copy, batch)
+        except Exception:  # of the model's own code, in ways that cannot be foreseen
+            continue
+        return Program(digest.shaped.hexdigest(), digest.shapeless.hexdigest(), sizes)
+    return None
 
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            first = next(iter(tensors(out)), None)
-            sizes.setdefault(path, 0 if first is None else first.numel())
 
-        return hook
+def _noted(sizes: dict[str, int], path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        first = next(iter(tensors(out)), None)
+        sizes.setdefault(path, 0 if first is None else first.numel())
 
-    try:
-        copy = twin(model, meta=True).train()
-        for path, module in copy.named_modules():
-            module.register_forward_hook(note(path))
-        with torch.random.fork_rng(devices=[]), _Digest(copy, batch) as digest:
-            loss(copy, batch)
-    except Exception:  # of the model's own code, in ways that cannot be foreseen
-        return None
-    return Program(digest.shaped.hexdigest(), digest.shapeless.hexdigest(), sizes)
+    return hook
 
 
 class _Digest(TorchDispatchMode):
