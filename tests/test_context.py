@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshfit.axes.context import attend, local, mix, shapes  # noqa: F401  # register their rules
+from meshfit.axes.context import attend, carry, local, mix, shapes  # noqa: F401  # register their rules
 from meshfit.axes.context.piece import Piece, attended, gathered, guarded
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.spec import whole_output
@@ -73,6 +73,20 @@ def experts(x: Tensor) -> Tensor:
     return out.view(x.shape)
 
 
+def layer(kind: type[nn.RNNBase], **how: Any) -> nn.RNNBase:
+    torch.manual_seed(3)
+    return kind(WIDTH, 4, **how).double()
+
+
+LSTM, GRU = layer(nn.LSTM, num_layers=2, batch_first=True), layer(nn.GRU)
+BOTH_WAYS = layer(nn.RNN, batch_first=True, bidirectional=True)
+
+
+def lstm(x: Tensor) -> list[Tensor]:
+    out, (hidden, cell) = LSTM(x)
+    return [out, hidden, cell]
+
+
 LOCAL: dict[str, Callable[[Tensor], Any]] = {
     "pointwise": lambda x: (x * 2 + TABLE - 1 / (x.abs() + 1)).tanh(),
     "broadcast": lambda x: x[:, None] * TABLE + x[..., :1].sum(),
@@ -120,7 +134,14 @@ LOCAL: dict[str, Callable[[Tensor], Any]] = {
     "repeat": lambda x: x.repeat(1, 1, 2) + x.repeat_interleave(2, dim=-1),
     "pad": lambda x: F.pad(x, (1, 2)),
 }
+CARRIED: dict[str, Callable[[Tensor], Any]] = {
+    "lstm": lstm,
+    "lstm, end unused": lambda x: LSTM(x)[0],
+    "gru": lambda x: GRU(x.transpose(0, 1))[0],
+    "gru, end alone": lambda x: GRU(x.transpose(0, 1))[1],
+}
 GATHERED: dict[str, Callable[[Tensor], Any]] = {
+    "both ways": lambda x: BOTH_WAYS(x)[0],
     "backwards": lambda x: x.flip(1) + x[:, ::2].sum(1, keepdim=True),
     "running": lambda x: x.cumsum(1),
     "over positions": lambda x: x.softmax(1) + x.amax(1, keepdim=True),
@@ -202,13 +223,15 @@ LAYOUTS = {
 }
 
 
-CASES = [(name, layout) for name in (*LOCAL, *GATHERED) for layout in (LAYOUTS if "heads" in name else ORDERS)]
+CASES = [
+    (name, layout) for name in (*LOCAL, *CARRIED, *GATHERED) for layout in (LAYOUTS if "heads" in name else ORDERS)
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_functions(name: str, layout: str) -> None:
     how = LAYOUTS[layout]
-    f = (LOCAL | GATHERED)[name]
+    f = (LOCAL | CARRIED | GATHERED)[name]
     want, x_grad, scale_grad, _ = derived(f, *start())
     gathered.clear()
     attended.clear()
@@ -217,7 +240,8 @@ def test_functions(name: str, layout: str) -> None:
     if (
         name != "narrow" or layout != "zigzag"
     ):  # where the first rank, of the first and the last positions, would have none
-        assert bool(gathered) == (name in GATHERED), gathered
+        whole = name in GATHERED or (name in CARRIED and layout == "zigzag")
+        assert bool(gathered) == whole, gathered
     for made, _, _, _ in parts:
         for got, wanted in zip(made, want, strict=True):
             torch.testing.assert_close(got, wanted)

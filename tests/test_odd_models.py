@@ -271,7 +271,8 @@ def test_a_block_computed_again_does_not_fill_its_cache_twice(asked: bool | None
 class Recurrent(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.rnn, self.head = nn.GRU(WIDTH, 4 * WIDTH, batch_first=True), nn.Linear(4 * WIDTH, WORDS)
+        self.rnn = nn.GRU(WIDTH, 4 * WIDTH, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(8 * WIDTH, WORDS)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.rnn(self.embed(ids))[0])

@@ -4,8 +4,11 @@ span     which positions each rank has
 piece    a tensor that is cut: it shows the shape of the whole
 local    functions that a rank computes on its own positions
 shapes   functions that move dims, or take some positions
-mix      functions in which positions meet: products, attention, sums, losses
+mix      functions in which positions meet: products, sums, losses
+attend   attention, by gathered keys or by heads
+carry    recurrent layers, whose state goes from rank to rank
+saved    what backward gathers again
 find     where in a model cutting begins
-recurrence  what carries a state from position to position
+recurrence  what carries a state from position to position, to say why a model is not cut
 check    the proof, before anything is trained
 """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.axes.context import attend, local, mix, shapes  # noqa: F401  # register their rules
+from meshfit.axes.context import attend, carry, local, mix, shapes  # noqa: F401  # register their rules
 from meshfit.axes.context.piece import Piece, attended, gathered, guarded
 from meshfit.axes.context.recurrence import recurrences
 from meshfit.axes.context.saved import begin_forward
@@ -75,6 +75,9 @@ class ContextPlan:
     attended: tuple[tuple[str, int], ...] = ()
     """How attention is computed, and how often in a forward."""
 
+    carried: int = 0
+    """Recurrent layers whose state goes from rank to rank."""
+
     kept: float = 1.0
     """Of what one device keeps for backward, what a rank keeps."""
 
@@ -102,6 +105,8 @@ class ContextPlan:
         notes = [f"context: sequences are cut from {where} on{how}; a rank keeps {self.kept:.2f} of the activations"]
         if ways := ", ".join(f"by {way} {times} x" for way, times in self.attended):
             notes.append(f"context: attention {ways}")
+        if self.carried:
+            notes.append(f"context: {self.carried} recurrent layers hand their state on: ranks compute them in turn")
         if self.gathered:
             notes.append(f"context: computed on whole sequences by every rank: {self._on_wholes}")
         return notes
@@ -209,7 +214,7 @@ def find(
             length=length_of(batch) or _frames_of(batch),
         )
     if wholes or attended["causal"]:
-        plan = replace(plan, wholes=tuple(wholes), zigzag=attended["causal"] > 0)
+        plan = replace(plan, wholes=tuple(wholes), zigzag=attended["causal"] > 0 and not attended["carried"])
         plan = _planned(model, step, few, plan, whole)
     return _lengthened(plan, model, step, batch, length) if length else plan
 
@@ -257,6 +262,7 @@ def _planned(model: nn.Module, step: Step, few: Any, plan: ContextPlan, whole: i
         samples=SAMPLES[0],
         gathered=tuple(gathered.most_common()),
         attended=tuple((way, attended[way]) for way in ("gather", "ulysses") if attended[way]),
+        carried=attended["carried"],
     )
 
 

@@ -145,7 +145,8 @@ gathered: Counter[str] = Counter()
 """Functions that were computed on wholes, and how often."""
 
 attended: Counter[str] = Counter()
-"""How attention was computed, and how often: by "gather" or "ulysses"; of the first, "causal"."""
+"""How attention was computed, and how often: by "gather" or "ulysses"; of the first, "causal". And "carried": recurrent
+layers, which need positions in order."""
 
 
 def on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -86,12 +86,12 @@ def begin_forward(group: Group) -> None:
 
 
 @contextmanager
-def noted(*given: Any) -> Iterator["Joined"]:
-    """For what is saved within of the wholes of those that are pieces, and of what ``Joined`` puts together."""
+def noted(*given: Any) -> Iterator["JoinedChunks"]:
+    """For what is saved within of the wholes of those that are pieces, and of what ``JoinedChunks`` puts together."""
     hooks = saved_tensors_hooks_now()
     again = checkpoint_now(again=True) is not None  # what is computed again is not saved at all
     found = {storage_id(x.whole()): x for x in given if isinstance(x, Piece)}
-    joined = Joined()
+    joined = JoinedChunks()
     if again or not found or not torch.is_grad_enabled():
         yield joined
         return
@@ -137,7 +137,7 @@ class _SavedOther:
     version: int | None = None
 
 
-class Joined:
+class JoinedChunks:
     """Parts of a tensor that are put together, and saved as parts of that: the memory is held once."""
 
     def __init__(self) -> None:
