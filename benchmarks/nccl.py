@@ -64,6 +64,9 @@ def cells() -> list[Cell]:
         found += [Cell(f"expert={n}", "mixture")] if n != 3 else []  # it has four experts
         found += [Cell(f"branch={n}", "ensemble")] if n < 4 else []  # and that three members
     found += [Cell("expert=2", "mixtral-balanced"), Cell("data=2", "mixtral-balanced"), Cell("expert=2", "deepseek")]
+    compiled = ("data=2 compile=whole", "shard=2 compile=block", "pipeline=2 microbatches=4 compile=block")
+    compiled += ("tensor=2 sequence=whole compile=block", "tensor=2 sequence=split compile=block")
+    found += [*(Cell(plan) for plan in compiled), Cell("expert=2 compile=block", "mixture")]
     found += [Cell("data=2", "batchnorm"), Cell("shard=2 recompute=full"), Cell("shard=2 offload=optimizer")]
     whole = ("data=2", "shard=2 microbatches=2", "pipeline=2 microbatches=4", "data=2 pipeline=2 microbatches=2")
     found += [Cell(plan, "contrast") for plan in whole]

@@ -175,7 +175,7 @@ REFUSED = {
     "a model that is not called": ("tensor=2", {"loss": None, "step": traps.parts}, "never calls the model"),
     "an optimizer by tensors": ("tensor=2", {"optimizer": lambda p: Muddled(p, lr=0.1)}, "cannot step parameters"),
     "compiled whole": ("tensor=2 compile=whole", {}, "tensor=2 sums activations over ranks"),
-    "compiled blocks": ("tensor=2 compile=block", {}, "compile=none works"),
+    "compiled blocks": ("context=2 compile=block", {}, "compile=none works"),
     "nothing to split": ("tensor=7", {}, "splits nothing"),
 }
 

@@ -16,8 +16,12 @@ from benchmarks.zoo_branches import BRANCHES
 from meshfit.axes.compile import pieces
 from meshfit.axes.compile.axis import Blocks, compilable, own_numbers
 from meshfit.axes.compile.pieces import InPieces
+from meshfit.axes.compile.rows import BlockOfRows
 from meshfit.axes.forward import unwrap
 from meshfit.axes.shard.units import traced
+from meshfit.axes.spec import whole_output
+from meshfit.axes.tensor.vocabulary import SlicedTensor
+from meshfit.comm.group import RankGroup
 from meshfit.exchange import allreduce
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.loss.objective import Objective
@@ -78,6 +82,8 @@ SPREAD_PLANS = [
     ("mixtral", "expert=2 compile=block"),
     ("tied-gpt", "shard=2 compile=block"),
     ("ensemble", "branch=2 compile=block"),
+    ("llama", "tensor=2 compile=block"),
+    ("llama", "tensor=2 sequence=split compile=block"),
 ]
 
 
@@ -90,6 +96,43 @@ def test_blocks_are_compiled_inside_other_axes(name: str, plan: str, monkeypatch
         case.build(), case.data(16), loss=case.loss, optimizer=aot_eager_adamw, batch_size=8, steps=3, plan=plan
     )
     assert verdict.equal, str(verdict)
+
+
+class OverRows(nn.Module):
+    """What it does to a rank's rows: to each alike, by their mean, or by their number."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.how:
+            case "alike":
+                return x * 3 + x
+            case "mean":
+                return x - x.mean(-2, keepdim=True)
+            case "number":
+                return x / x.shape[-2]
+        return x * self.weight  # whose gradient is a sum over all rows
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["alike", "mean", "number", "weight"])
+@distributed(world=2, timeout=240)
+def test_rows_are_plain_tensors_to_a_compiled_block_that_treats_them_alike(how: str) -> None:
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    block = OverRows(how)
+    ran, made = [], BlockOfRows(block, block.forward, group)
+    compiled = made._compiled
+    made._compiled = lambda *args: ran.append(args) or compiled(*args)
+    block.forward = made  # type: ignore[method-assign]
+    whole = torch.arange(24.0).view(1, 6, 4)
+    own = whole[:, 3 * group.rank : 3 * group.rank + 3].clone().requires_grad_()
+    for _ in range(2):
+        found = block(SlicedTensor.rows(own, 6, group))
+        torch.testing.assert_close(whole_output(found), OverRows(how)(whole))
+    assert [type(x) for (x,) in ran] == [Tensor] * (2 if how == "alike" else 0)
 
 
 # A block that knows its number

@@ -12,6 +12,7 @@ acts, those parts in which nothing does.
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,12 @@ from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis
 from meshfit.axes.compile.pieces import InPieces
+from meshfit.axes.compile.rows import BlockOfRows
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.forward import wrap
 from meshfit.axes.pipeline.cut import Shell
+from meshfit.axes.tensor.plain import untraceable
+from meshfit.comm.group import RankGroup
 from meshfit.errors import PlanError
 from meshfit.launch.peak import peak_flops
 from meshfit.plan import Plan
@@ -39,7 +43,6 @@ INSIDE = ("pipeline", "context", "branch", "tensor", "expert")
 
 SPREAD = {
     "context": "activations are tensors of a class of their own there, which the compiler does not see through",
-    "tensor": "each rank has part of every product there, and sums follow",
 }
 """Axes that act inside every block, and how."""
 
@@ -94,7 +97,8 @@ class CompileAxis(Axis):
     def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
         acts_inside = plan.cuts or plan.recompute == "full" or any(getattr(plan, axis) > 1 for axis in INSIDE)
         acts_inside = acts_inside or (plan.joins_batchnorms and bool(batch_norms(model)))
-        loses = plan.branch > 1 or (plan.pipeline > 1 and plan.schedule in V_SHAPED)  # these split what is one then
+        # these split what is one then; under tensor sums are hidden behind products, which a compiled backward is not
+        loses = plan.branch > 1 or plan.tensor > 1 or (plan.pipeline > 1 and plan.schedule in V_SHAPED)
         by_itself = plan.compile == "auto" and device == "cuda" and acts_inside and not loses
         return (plan.compile == "block" or by_itself) and all(getattr(plan, axis) == 1 for axis in SPREAD)
 
@@ -141,6 +145,8 @@ class CompileAxis(Axis):
         experts = study.found("expert")
         acting = [] if experts is None else [mixture.module for mixture in experts.mixtures]
         acting += [path for path, kind in trace.kinds.items() if "BatchNorm" in kind and plan.joins_batchnorms]
+        if (split := study.found("tensor")) is not None:
+            acting += [path for region in split.regions for path in untraceable(study.model, region)]
         found = compilable(trace, acting)
         stages = plan.pipeline * (plan.chunks or usual_chunks(plan.schedule)) if plan.pipeline > 1 else 0
         if plan.compile == "auto" and len(found) < BLOCKS_A_STAGE * stages:
@@ -153,7 +159,7 @@ class CompileAxis(Axis):
     def apply(self, placed: "Placed", finding: "FoundBlocks") -> "Blocks | None":
         held = {path for path, module in placed.model.named_modules() if not isinstance(module, Shell)}
         here = tuple(path for path in finding.paths if path in held)
-        return Blocks(placed.model, here) if here else None
+        return Blocks(placed.model, here, RankGroup.of(placed.mesh.over("tensor"))) if here else None
 
 
 @dataclass(frozen=True)
@@ -168,12 +174,13 @@ class FoundBlocks:
 class Blocks(Applied):
     """Blocks of a model that can be switched to run compiled."""
 
-    def __init__(self, model: nn.Module, paths: tuple[str, ...]):
-        """Wraps the blocks' own forwards, so it comes before all other wrappers."""
+    def __init__(self, model: nn.Module, paths: tuple[str, ...], tensor: RankGroup | None = None):
+        """Wraps the blocks' own forwards, so it comes before all other wrappers. ``tensor``: ranks that act in them."""
+        self._tensor = tensor
         self._blocks, self._until = [model.get_submodule(path) for path in paths], ExitStack()
         self._compiled = False
         for block in self._blocks:
-            wrap(block, self._around)
+            wrap(block, partial(self._around, block))
 
     def compile(self) -> None:
         """From now on. Nothing is compiled before a block is called."""
@@ -184,14 +191,16 @@ class Blocks(Applied):
     def undo(self) -> None:
         self._until.close()
 
-    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal compiled
             if not self._compiled:
                 return forward(*args, **kwargs)
-            compiled = compiled or torch.compile(forward)
+            if compiled is None:
+                ranks = self._tensor
+                compiled = torch.compile(forward) if ranks is None else BlockOfRows(block, forward, ranks)
             return compiled(*args, **kwargs)
 
         return run

@@ -32,6 +32,12 @@ def is_product(layer: nn.Module) -> bool:
     return plain and not is_wrapped(layer) and "forward" not in vars(layer)
 
 
+def product_weights(layer: nn.Module) -> Tensor:
+    """[out, in]."""
+    weight: Any = layer.weight
+    return weight if isinstance(layer, nn.Linear) else weight.t()
+
+
 class Entrance:
     """``x`` on its way into ``layers``, or also elsewhere if these are not ``alone``. ``length``: it is a rank's rows
     of so many, and what enters is all of them, gathered."""

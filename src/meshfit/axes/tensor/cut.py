@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshfit.axes.forward import wrap
 from meshfit.axes.spec import whole_output
 from meshfit.axes.tensor.column import Entrance, is_product
+from meshfit.axes.tensor.plain import PlainCrossing, is_plain, product
 from meshfit.axes.tensor.raw import Products
 from meshfit.axes.tensor.region import SEQUENCE, Leave, Raw, Region
 from meshfit.axes.tensor.vocabulary import SlicedTensor, local_of
@@ -84,12 +85,17 @@ class Crossing:
 
     def __init__(self, group: Group, stream: Stream | None, columns: Sequence[nn.Module], *, alone: bool):
         self.group, self.stream, self.columns, self.alone = group, stream, columns, alone
+        self.plain = PlainCrossing(group, alone=alone)
+        """How a compiler sees it."""
         self._entered: dict[int, tuple[Tensor, int, Entrance]] | None = None  # during a call of the region's module
 
     def around(self, forward: Forward) -> Forward:
         """Tensors that enter several times in one call do so once: their gradients are summed in one go."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if is_plain():
+                return self.plain.around(forward, args, kwargs)
+            self.plain.note(args, kwargs)
             before, self._entered = self._entered, {}
             try:
                 return forward(*args, **kwargs)
@@ -112,6 +118,8 @@ class Crossing:
         def around(forward: Forward) -> Forward:
             def run(*args: Any, **kwargs: Any) -> Tensor:
                 (x,) = (*args, *kwargs.values())
+                if is_plain():
+                    return product(layer, self.plain.enter(x))
                 x = x.whole() if isinstance(x, SlicedTensor) and not x.length else x
                 if self.stream is not None:
                     self.stream.own(self, x.device)
@@ -177,9 +185,13 @@ class Crossing:
         """``alone``: nothing else reads the memory that the module returns."""
         path, _, name = border.bias.rpartition(".")
         holder = home.get_submodule(path) if border.bias else None
+        layer = home.get_submodule(border.module)
 
         def around(forward: Forward) -> Forward:
             def run(*args: Any, **kwargs: Any) -> Any:
+                if is_plain():
+                    (x,) = (*args, *kwargs.values())
+                    return self.plain.leave(layer, x, rows=border.rows)
                 with _without(holder, name) as bias:
                     share = forward(*args, **kwargs)
                 leaves, spec = tree_flatten(share)
@@ -202,6 +214,8 @@ class Crossing:
         """Given the rank's rows, or what every rank has whole, compute the rank's rows."""
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if is_plain():
+                return forward(x, *args, **kwargs)
             if self.stream is not None:
                 self.stream.own(self, x.device)
             length = x.shape[SEQUENCE]
