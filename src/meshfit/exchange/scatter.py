@@ -338,6 +338,7 @@ class Scatter:
             self._sum_copies(unit)
         for work in {id(work): work for works in self._summing.values() for work in works}.values():
             work.wait()
+        self.shards.settle()
         if self.shards.device.type == "cuda" and any(flat.mine.is_cpu for flat in filled):
             torch.cuda.current_stream(self.shards.device).synchronize()
         return self._heard()

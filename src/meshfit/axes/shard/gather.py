@@ -9,8 +9,8 @@ opens units too, and is given outputs of ``Again``: gradients asked for by ``tor
 that the forward was given, which is what that code asks for; those of a ``backward()`` go to the exchange at once.
 
 With zero=3 a unit is dropped after its call, and gathered again when backward asks for a weight that it saved
-(graph.py). Ranks meet in gathers, and need not use the same units: see lockstep.py, which also knows what is gathered
-next, so that it is started ahead. With zero=1 and 2 all units are gathered before anything runs.
+(open_unit.py). Ranks meet in gathers, and need not use the same units: see lockstep.py, which also knows what is
+gathered next, so that it is started ahead. With zero=1 and 2 all units are gathered before anything runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.axes.axis import Applied
-from meshfit.axes.shard.graph import Again, Edge, Gather, Saved
 from meshfit.axes.shard.lockstep import GATHER, SCATTER, Lockstep, Meeting
-from meshfit.axes.shard.open_unit import OpenUnit
+from meshfit.axes.shard.open_unit import Again, Edge, Gather, OpenUnit, Saved
 from meshfit.comm.flat import Flat, Lane
 from meshfit.errors import PlanError
 from meshfit.events import current
@@ -300,14 +299,19 @@ class Shards(Applied):
             self._saved.forget(flat)
             flat.whole = None
 
+    def settle(self) -> None:
+        """Before the weights at rest change: wait for gathers that nothing waited for."""
+        for unit in self.units:
+            if unit.prefetch is not None:
+                self._wait(unit)
+
     def changed(self) -> None:
         """The weights at rest are not what they were: what is gathered is out of date."""
         self.lockstep.reset()
+        self.settle()
         for unit in self.units:
             if self.zero == 3:
                 self.drop(unit)
-            elif unit.prefetch is not None:
-                self._wait(unit)
             unit.unsharded = False
 
     # Whole tensors, for whoever saves or compares them

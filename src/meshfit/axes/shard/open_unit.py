@@ -1,13 +1,26 @@
-"""A unit at run time: its rows, where its parameters stand in the model, and how far it is gathered."""
+"""A unit at run time: its rows, where its parameters stand in the model, how far it is gathered; and what autograd sees
+of it: ``Gather``, whose backward sends its gradients off; ``Again``, for what backward itself computes once more; and
+in place of weights that autograd saves, notes of where to find them again.
 
+With zero=3 a unit is dropped after its call, but autograd saves weights. Hooks on saved tensors put a note in their
+place (which unit, where in its row), and gather the unit again when backward asks for one. Nothing has to be foreseen:
+a weight is never stale, whatever is done to the outputs of a block.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.comm.flat import Flat
-from meshfit.torch_private import own_parameters, refresh_flat_weights
+from meshfit.torch_private import own_parameters, refresh_flat_weights, storage_id, version, will_run
+
+if TYPE_CHECKING:
+    from meshfit.axes.shard.gather import Shards
 
 
 @dataclass(eq=False)
@@ -66,3 +79,133 @@ class OpenUnit:
         """Recurrent layers keep a list of their weights beside."""
         for module in self.recurrent:
             refresh_flat_weights(module)
+
+
+# What autograd sees
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedWeight:
+    """In place of a saved weight."""
+
+    unit: OpenUnit
+    flat: Flat
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Any other saved tensor. With hooks, torch leaves it to them to see that it was not changed since."""
+
+    tensor: Tensor
+    version: int
+
+
+class Saved:
+    """Notes on the weights that autograd saves; ``fetch`` gathers a unit."""
+
+    def __init__(self, fetch: Callable[[OpenUnit], None]):
+        self._fetch = fetch
+        self._storages: dict[int, tuple[OpenUnit, Flat]] = {}
+        """Of gathered rows."""
+
+    def watched(self) -> saved_tensors_hooks:
+        """Around the forwards whose saved tensors are meant."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def know(self, unit: OpenUnit, flat: Flat) -> None:
+        """``flat`` is gathered."""
+        assert flat.whole is not None
+        self._storages[storage_id(flat.whole)] = (unit, flat)
+
+    def forget(self, flat: Flat) -> None:
+        """It will be dropped: its memory may come to hold anything."""
+        if flat.whole is not None:
+            self._storages.pop(storage_id(flat.whole), None)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
+            found = self._storages.get(storage_id(tensor))
+            if found is not None:
+                return _SavedWeight(*found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _Kept(tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor))  # no node holds itself
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Kept):
+            if version(packed.tensor) != packed.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                    f" a tensor of shape {tuple(packed.tensor.shape)}, {version(packed.tensor) - packed.version} times"
+                )
+            return packed.tensor
+        self._fetch(packed.unit)
+        assert packed.flat.whole is not None
+        return packed.flat.whole.as_strided(packed.size, packed.stride, packed.offset).to(packed.dtype)
+
+
+class Gather(torch.autograd.Function):
+    """The whole parameters of a unit; backward sends their gradients off.
+
+    Not a function of the slices: a parameter remembers the shape that it had in a graph for as long as that lives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, shards: "Shards", unit: OpenUnit) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.unit = shards, unit
+        ctx.set_materialize_grads(False)
+        whole = _whole(unit)
+        ctx.save_for_backward(*whole)  # as what autograd.grad may be asked for: see Edge
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        shards, unit = ctx.shards, ctx.unit
+        unit.pending_backward -= 1
+        if ctx in unit.uses:
+            unit.uses.remove(ctx)
+        shards.on_return(unit, gradients, False)
+        _drop_if_done(shards, unit)
+        return None, None, None
+
+
+class Again(torch.autograd.Function):
+    """The whole parameters of a unit that is opened in backward; ``given`` are those of the uses that backward has not
+    come back from. ``asked`` has a node that only a ``backward()`` of all of the graph would go on to."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: Tensor, shards: "Shards", unit: OpenUnit, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.shards, ctx.unit, ctx.all, ctx.given = shards, unit, asked.grad_fn, len(given)
+        ctx.set_materialize_grads(False)
+        return _whole(unit)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        shards, unit = ctx.shards, ctx.unit
+        if not will_run(ctx.all):
+            return None, None, None, *(gradients * (ctx.given // len(gradients)))
+        shards.on_return(unit, gradients, True)
+        _drop_if_done(shards, unit)
+        return (None,) * (3 + ctx.given)
+
+
+class Edge:
+    """In place of a tensor that a node saves: autograd remembers where it comes from, which is all that is needed."""
+
+    def __init__(self, tensor: Tensor):
+        self.size, self.options = tensor.size(), {"dtype": tensor.dtype, "device": tensor.device}
+
+    def tensor(self) -> Tensor:
+        return torch.empty((), **self.options).expand(self.size)
+
+
+def _whole(unit: OpenUnit) -> tuple[Tensor, ...]:
+    return tuple(view for flat in unit.trained for view in flat.views(flat.whole))  # type: ignore[arg-type]
+
+
+def _drop_if_done(shards: "Shards", unit: OpenUnit) -> None:
+    if shards.zero == 3 and not unit.open and unit.pending_backward <= 0 and len(unit.trained) == len(unit.flats):
+        shards.drop(unit)
