@@ -138,8 +138,8 @@ class Scatter:
         """Backward is done with one use of a unit."""
         given, rows = iter(gradients), []
         wait = self.once or again or unit.stays
-        while len(self._flying) >= ROWS:
-            self._land()
+        for flight in self._flying[: len(self._flying) + 1 - ROWS]:
+            self._arrive(flight)  # without _land, which may talk to other copies: ranks return at other times
         for flat in unit.trained:
             theirs = [next(given) for _ in flat.parameters]
             self._reached.update(id(p) for p, g in zip(flat.parameters, theirs, strict=True) if g is not None)
@@ -197,7 +197,8 @@ class Scatter:
         if not self._under_way:
             return
         self._launch()
-        for unit in self._expected or ():
+        while self._expected:
+            unit = self._expected.pop(0)
             ready = self._complete(unit)
             self._scatter(unit, self._summed(unit) if ready is None else ready)
         for unit in () if self.once else self.shards.used[::-1]:
@@ -264,13 +265,20 @@ class Scatter:
     def _land(self) -> None:
         """Wait for the oldest scatter, and have it in the gradients."""
         flight = self._flying.pop(0)
+        self._arrive(flight)
+        if self._lane.stream is None:
+            self._add(flight)
+
+    def _arrive(self, flight: _Flight) -> None:
+        """Wait for a scatter, and let go of what it sent."""
+        if not flight.rows:
+            return
         for work in flight.works if self._lane.stream is None else ():
             work.wait()
         if self._lane.group is not None:
             current().arrived(flight.began)
-        if self._lane.stream is None:
-            self._add(flight)
         self._lane.wait(flight.event)
+        flight.rows = []
 
     def _add(self, flight: _Flight) -> None:
         """What came goes to the gradients."""
@@ -331,8 +339,10 @@ class Scatter:
     def finish(self) -> StepScalars:
         """Wait until every gradient is summed, and hear what the other ranks have to say."""
         self._end_pass()
+        self._expected = []  # no more will come: what is under way is summed over copies in the order it was sent in
         while self._flying:
             self._land()
+        self._expected = None
         filled = [flat for flat in self._flats if flat.filled]
         for unit in self.shards.units if self.copies is not None else ():
             self._sum_copies(unit)
