@@ -181,6 +181,11 @@ def qualified_name(packet: Any) -> str:
     return packet._qualified_op_name
 
 
+def is_overload(func: Any) -> bool:
+    """Whether it is an operation, not a function that calls some."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
 def is_composite(overload: Any) -> bool:
     """Whether an operator is written in others, through which autograd goes."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
@@ -194,6 +199,12 @@ def unregister(library: torch.library.Library) -> None:
 def without_torch_function() -> AbstractContextManager[None]:
     """No mode or subclass is asked about functions called within."""
     return torch._C.DisableTorchFunction()  # type: ignore[return-value]
+
+
+def in_place_of_rejection_sampling(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
+    """Within it ``make(before)`` is called where ``nn.init.trunc_normal_`` draws until all numbers are within its
+    bounds."""
+    return replaced(torch.nn.init, "_no_grad_trunc_normal_", make)
 
 
 def without_subclasses() -> AbstractContextManager[None]:
