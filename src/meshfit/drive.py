@@ -23,6 +23,7 @@ from meshfit.axes.refuse import check, check_optimizer
 from meshfit.axes.tensors import tensors_of
 from meshfit.checkpoint.graceful_stop import GracefulStop, graceful_stop
 from meshfit.checkpoint.resume import folder_to_resume
+from meshfit.deferred import Deferred, Unfollowable
 from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
 from meshfit.launch import heap, twins
@@ -38,7 +39,7 @@ from meshfit.server import join
 from meshfit.server import process as serve
 from meshfit.server.coordination import joined_run, worker_run
 from meshfit.step import Step
-from meshfit.torch_private import COMPILER
+from meshfit.torch_private import COMPILER, set_data
 from meshfit.turns import Turn, alone, in_one_turn, in_turns
 from meshfit.version import VERSION
 from meshfit.work import LATE_STEPS, Begun, Late, Outcome, Tap, Work, driven, outcome_of
@@ -88,12 +89,13 @@ class Training:
     """A training that can be iterated, once, for its steps."""
 
     def __init__(self, job: Job, lockstep: bool, tap: Tap | None):
-        self.model = job.build()
+        self.said: list[str] = []
+        """What was decided before ranks started, in words."""
+        self.deferred = self._defer(job)
+        self.model = job.build() if self.deferred is None else self.deferred.model
         check(_plan(job), self.model)
         check_optimizer(_plan(job), job.make_optimizer(self.model))
         self.job = job
-        self.said: list[str] = []
-        """What was decided before ranks started, in words."""
         self.notes: list[str] = []
         self.last_step: int | None = None
         """How many steps it will be; None while that is not known."""
@@ -104,6 +106,17 @@ class Training:
         self._lockstep, self._tap = lockstep, tap
         self._stop = False
         self._iterator: Generator[Step, None, None] | None = None
+
+    def _defer(self, job: Job) -> Deferred | None:
+        """The model on meta, where a function builds it and ranks can each have their part without the whole."""
+        plan = _plan(job)
+        if isinstance(job.model, nn.Module) or plan.devices == 1 or plan.server:
+            return None
+        try:
+            return job.defer()
+        except Unfollowable as why:
+            self.said.append(f"model: built whole in every process, since what its function does is not put off: {why}")
+            return None
 
     def __iter__(self) -> Iterator[Step]:
         self._iterator = self._steps()
@@ -156,8 +169,12 @@ class Here(Training):
     def _steps(self) -> Generator[Step, None, None]:
         saves = self.folder if self.job.checkpoint is not None else None
         watching = watched(self.world.rank, self.world.size, self.job.timeout)
-        with graceful_stop(saves, first=self.writes) as graceful, _as_found(self.model), watching:
-            run = Run(replace(self.job, model=self.model), self.world, folder=self.folder, same=False)
+        with graceful_stop(saves, first=self.writes) as graceful, ExitStack() as stack:
+            stack.enter_context(watching)
+            if self.deferred is None:
+                stack.enter_context(_as_found(self.model))
+            job = replace(self.job, model=self.deferred or self.model)
+            run = Run(job, self.world, folder=self.folder, same=False)
             run.may_stop |= self._lockstep and self.world.size > 1
 
             def begun() -> None:
@@ -231,7 +248,9 @@ class Ranked(Training):
     @contextmanager
     def _ranks(self) -> Iterator[Any]:
         """Started, each at its ``Work``; model servers beside them, if the plan has any."""
-        job, plan, folder = replace(self.job, model=self.model), _plan(self.job), self.folder
+        job, plan, folder = self.job, _plan(self.job), self.folder
+        if self.deferred is None:
+            job = replace(job, model=self.model)
         work = Work(job, self._lockstep, folder, self._tap, partial(Run, folder=folder))
         if not plan.server:
             with started(self.job, work, log=folder) as ranks:
@@ -281,7 +300,7 @@ class Joined(Ranked):
 
 @contextmanager
 def started(job: Job, work: "Work | Silent", **how: Any) -> Iterator[Any]:
-    """LocalRanks at ``work``. Where the model that a function built cannot be sent, the function is."""
+    """LocalRanks at ``work``. Of a function and the model that it builds, the one is sent where the other cannot be."""
     from meshfit.launch.local import LocalRanks
 
     assert isinstance(job.devices, Devices)
@@ -292,7 +311,8 @@ def started(job: Job, work: "Work | Silent", **how: Any) -> Iterator[Any]:
         except JobError:
             if isinstance(job.model, nn.Module):
                 raise
-            work = replace(work, job=replace(work.job, model=job.model))
+            other = job.model if isinstance(work.job.model, nn.Module) else job.build()
+            work = replace(work, job=replace(work.job, model=other))
             ranks = stack.enter_context(LocalRanks(work, **how))
         yield ranks
 
@@ -340,8 +360,12 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
 @torch.no_grad()
 def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Put trained weights into the caller's model, where its tensors are."""
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            set_data(p, weights[name])
     for name, tensor in tensors_of(model).items():
-        tensor.copy_(weights[name])
+        if tensor.data_ptr() != weights[name].data_ptr():
+            tensor.copy_(weights[name])
 
 
 def _folder_of(job: Job) -> Path | None:

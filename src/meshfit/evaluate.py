@@ -194,7 +194,7 @@ def _prepare(
         objective=lambda model, batch: call(model, taken(batch)),
         few=loader.source.few,
         same=from_environment() is None,
-        before_cut=lambda: before(model, loader),
+        before_cut=lambda tried: before(tried(), loader),
         trains=False,
     )
     return loader, Precision(job.plan.precision), placed

@@ -148,8 +148,6 @@ class Guard:
 
 def blank_of(model: nn.Module) -> nn.Module | None:
     """A copy without weights; None where it cannot be made."""
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        return None
     try:
         return twin(model, meta=True)
     except Exception:

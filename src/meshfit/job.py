@@ -1,7 +1,7 @@
 """What the user asked for: one value, checked before anything starts."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,6 +14,7 @@ from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.cadence import Cadence
 from meshfit.data.datasets import sample_count
 from meshfit.data.reading import Readers
+from meshfit.deferred import Deferred, Unfollowable
 from meshfit.errors import JobError, PlanError, did_you_mean
 from meshfit.hugging_face import complete
 from meshfit.launch.devices import Devices, find
@@ -158,12 +159,31 @@ class Job:
             complete(self.model)
             _refuse_meta(self.model)
             return self.model
+        if isinstance(self.model, Deferred):
+            return self.model.model
+        model = self._run_function()
+        _refuse_meta(model)
+        return model
+
+    def defer(self) -> Deferred:
+        """The model that a function builds, on meta. ``Unfollowable``: it must be built as it is."""
+        if isinstance(self.model, Deferred):
+            return self.model
+        deferred = Deferred(self._run_function)
+        _refuse_meta(deferred.model, known=set(deferred.parameters))
+        if any(isinstance(t, torch.Tensor) for state in self._state_at_start(deferred) for t in state.values()):
+            raise Unfollowable("the optimizer makes tensors of them when it is built")
+        return deferred
+
+    def _state_at_start(self, deferred: Deferred) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else list(self.make_optimizer(deferred.model).state.values())
+
+    def _run_function(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self.model()
         if not isinstance(model, nn.Module):
             raise JobError(f"model= is a function that returned {_what(model)}, not an nn.Module")
-        _refuse_meta(model)
         return model
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -202,12 +222,13 @@ class Job:
         return scheduler
 
 
-def _refuse_meta(model: nn.Module) -> None:
-    """Refuse weights on the meta device, except under it: they can be inspected, but not trained."""
+def _refuse_meta(model: nn.Module, known: Collection[torch.Tensor] = ()) -> None:
+    """Refuse weights on the meta device, except under it and for those ``known``: they can be inspected, but not
+    trained."""
     if torch.get_default_device().type == "meta":
         return
     named = (*model.named_parameters(), *model.named_buffers())
-    empty = [name for name, tensor in named if tensor.is_meta]
+    empty = [name for name, tensor in named if tensor.is_meta and tensor not in known]
     if empty:
         raise JobError(
             f"the model is on the meta device: {empty[0]} has a shape, but no values",

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import final
 
+import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -26,12 +27,14 @@ from meshfit.axes.offload import Offloaded
 from meshfit.axes.place import place
 from meshfit.axes.precision import LossScale, Precision
 from meshfit.best import Best
+from meshfit.comm.first import from_first_rank
 from meshfit.coordination import Coordination, LocalSteps
 from meshfit.data import tree
 from meshfit.data.datasets import SampleStream, open_source
 from meshfit.data.loader import Batch, Loader, Position
 from meshfit.data.order import mix
 from meshfit.data.reading import Readers
+from meshfit.deferred import Deferred, Unfollowable
 from meshfit.errors import DataError, JobError, PlanError
 from meshfit.evaluation import measure
 from meshfit.events import Events
@@ -91,7 +94,8 @@ class Run:
         self.last_step = self.coordination.last_step()
 
         self.precision = Precision(self.plan.precision)
-        self.model = job.build()
+        self.deferred, same = self._defer(), same and isinstance(job.model, torch.nn.Module)
+        self.model = job.build() if self.deferred is None else self.deferred.model
         if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
             self.model.train()
         self.over: LossDenominator | None = None
@@ -105,6 +109,7 @@ class Run:
                 objective=job.objective,
                 few=self.loader.source.few,
                 same=same,
+                deferred=self.deferred,
                 before_cut=self._before_cut,
                 drops=job.on_nan == "skip" or self.plan.precision == "fp16",
                 joins=job.listen is not None or job.join is not None,
@@ -119,7 +124,7 @@ class Run:
         scale = LossScale(world.device) if self.plan.precision == "fp16" else None
         if self.plan.microbatches > 1 and balanced(self.model):
             self.notes.append("load-balancing loss: of each microbatch by itself, where the model has one")
-        self.over = self.over or self._find_over(self.placed.inside)
+        self.over = self.over or self._find_over(lambda: self.model, self.placed.inside)
         self.notes += batch_loss.notes(self.plan, self.over, self.loader.batch_size) if self._splits else []
 
         self.update, self.exchange = self.coordination.assemble(scale)
@@ -148,6 +153,15 @@ class Run:
         self.position = Position()
         self.coordination.ready()
         self.started = time.perf_counter()
+
+    def _defer(self) -> Deferred | None:
+        """The model on meta, where a function builds it for several ranks."""
+        if isinstance(self.job.model, torch.nn.Module) or self.world.size == 1 or self.plan.server:
+            return None
+        try:
+            return self.job.defer()
+        except Unfollowable:  # the caller has said so
+            return None
 
     def make_update(self, scale: LossScale | None) -> Update:
         job, placed = self.job, self.placed
@@ -204,10 +218,10 @@ class Run:
             buffers=placed.buffers,
         )
 
-    def _before_cut(self) -> None:
-        """What needs the parameters in their own shapes."""
+    def _before_cut(self, tried: Callable[[], torch.nn.Module]) -> None:
+        """What needs the parameters in their own shapes; ``tried`` returns the model with values."""
         if self.plan.partitions_modules or sum(p.numel() for p in self.model.parameters()) <= LARGEST:
-            self.over = self._find_over()
+            self.over = self._find_over(tried)
         self._blank = blank_of(self.model) if self._guards and self.mesh.rank == 0 else None
         self.optimizer = self.job.make_optimizer(self.model)
         self._step_seconds = self._expected_step()
@@ -364,17 +378,30 @@ class Run:
             return refusing(*why)
         return rows_over(self.mesh.batch)
 
-    def _find_over(self, inside: Callable[[], AbstractContextManager[None]] | None = None) -> LossDenominator:
+    def _find_over(
+        self,
+        tried: Callable[[], torch.nn.Module],
+        inside: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> LossDenominator:
         """What the loss is a mean over; not asked where the whole batch always goes through at once. ``inside`` goes
         around a model that is laid out already; one that is not is still whole, and may be in host memory."""
         if not self._splits and self.valid is None:
             return LossDenominator(kind="samples")
-        device = self.world.device
-        if inside is None:
-            device = next((p.device for p in self.model.parameters()), device)
         few, auxiliary = self.loader.source.few(), is_apart(self.plan)
+
+        def found() -> LossDenominator:
+            device, model = self.world.device, tried()
+            if inside is None:
+                device = next((p.device for p in model.parameters()), device)
+            return find_denominator(self.job.objective, model, few, device, inside, auxiliary=auxiliary)
+
+        alone = self.deferred is not None and inside is None  # the first rank alone has values
         try:
-            over = find_denominator(self.job.objective, self.model, few, device, inside, auxiliary=auxiliary)
+            over = (
+                found()
+                if not alone
+                else cloudpickle.loads(from_first_rank(lambda: cloudpickle.dumps(found()), self.mesh.world))
+            )
         except Exception:
             if self._splits:
                 raise

@@ -77,6 +77,16 @@ def wrapper_of(kind: type[Any], shape: list[int], like: Tensor) -> Any:
     return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
 
 
+def set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """``parameter.data = data``, also where the parameter is on meta and ``data`` is not: it stays the same object."""
+    if not parameter.is_meta or data.is_meta:
+        parameter.data = data
+        return
+    new: Any = Tensor._make_subclass(type(parameter), data.detach(), parameter.requires_grad)  # type: ignore[attr-defined]
+    vars(new).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, new)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Of a DTensor what this rank holds, outside of autograd; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -201,7 +211,9 @@ def without_torch_function() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()  # type: ignore[return-value]
 
 
-def in_place_of_rejection_sampling(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
+def in_place_of_rejection_sampling(
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> AbstractContextManager[None]:
     """Within it ``make(before)`` is called where ``nn.init.trunc_normal_`` draws until all numbers are within its
     bounds."""
     return replaced(torch.nn.init, "_no_grad_trunc_normal_", make)

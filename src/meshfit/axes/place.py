@@ -6,6 +6,7 @@ What they need to know of the model is found before: see find.py.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from meshfit.axes.buffers.find import find as find_written
 from meshfit.axes.buffers.step import Buffers, look_away_from
 from meshfit.axes.compile.axis import Blocks
 from meshfit.axes.data.axis import Replicated, broadcast
+from meshfit.axes.fill import check_alike, fill, rehearsal
 from meshfit.axes.find import Findings, find
 from meshfit.axes.forward import is_wrapped, unwrap
 from meshfit.axes.mesh import Mesh
@@ -31,9 +33,10 @@ from meshfit.axes.pipeline.weights import collect
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.tensor.axis import splits_sequence
-from meshfit.axes.tensors import check_ties
+from meshfit.axes.tensors import check_ties, parameters_to
 from meshfit.comm.first import from_first_rank
 from meshfit.comm.group import Group
+from meshfit.deferred import Deferred
 from meshfit.plan import Plan
 
 L = TypeVar("L", bound=Applied)
@@ -213,37 +216,48 @@ def place(
     objective: Callable[[nn.Module, Any], Any],
     few: Callable[[], Any],
     same: bool,
-    before_cut: Callable[[], None] = lambda: None,
+    deferred: Deferred | None = None,
+    before_cut: Callable[[Callable[[], nn.Module]], None] = lambda tried: None,
     trains: bool = True,
     drops: bool = False,
     joins: bool = False,
 ) -> Placed:
     """Lay ``model`` out under ``plan``, in place. ``few`` gives some samples, for tracing a step.
 
-    ``before_cut`` is called while the parameters are still whole: an optimizer made there sees their shapes.
+    ``deferred``: ``model`` is on meta, and its weights come from there. ``before_cut`` is called while the parameters
+    still have the shapes of the whole, which an optimizer made there sees. It is given what returns a model with
+    values, to try things on: the first rank alone calls it where ``model`` has none.
     ``drops``: a step may be dropped after its forward. ``joins``: workers may come later.
     """
     caches, found, written = _without_caches(model), Findings(), Written()
     used = [axis for axis in ORDER if axis.on(plan, model, device.type)]
     # stays in host memory at first: parts of it go to devices
     stays = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.partitions_modules
-    if not stays and plan.context == 1:
+    rehearsed = cache(partial(rehearsal, deferred))
+    tried: Callable[[], nn.Module] = rehearsed if deferred is not None else lambda: model
+    if deferred is not None:
+        assert mesh.world is not None
+        check_alike(model, mesh.world)
+    elif not stays and plan.context == 1:
         model.to(device)
     if trains and (plan.devices > 1 or plan.server or plan.microbatches > 1 or drops):
         arithmetic = lambda: Precision(plan.precision).arithmetic(device)
         asks = plan.buffers == "exact"
         written = from_first_rank(
-            lambda: find_written(model, objective, few, device, arithmetic, tries=asks), mesh.world
+            lambda: find_written(model, objective, few, device, arithmetic, tries=asks, tried=tried), mesh.world
         )
         check_buffers.check(plan, written, by_rows=splits_sequence(plan, device.type), joins=joins)
     if any(type(axis).find is not Axis.find for axis in used):
         kept = [writer.path for writer in written.writers if check_buffers.splits(plan)]
-        found = from_first_rank(lambda: find(plan, model, objective, few(), device.type, kept), mesh.world)
-    if not stays:
+        shapes = deferred is not None and not (plan.tensor > 1 or plan.expert > 1 or plan.context > 1)
+        looked_at = (lambda: model) if shapes and not plan.partitions_modules else tried
+        found = from_first_rank(lambda: find(plan, looked_at(), objective, few(), device.type, kept), mesh.world)
+    if not stays and deferred is None:
         model.to(device)
     if not same:
         broadcast(model, mesh, device)
-    before_cut()
+    before_cut(tried)
+    rehearsed.cache_clear()  # the model that plans were tried on is let go
     placed = Placed(plan, model, mesh, device, found.values, caches=caches, written=written)
     placed.notes += [*found.notes, *([CACHES_OFF] if caches else []), *check_buffers.notes(plan, written)]
     for axis in used:
@@ -256,7 +270,10 @@ def place(
         else:
             check_ties(placed.model, ties)
     if placed.shards is None:
+        parameters_to(placed.model, device)
         placed.model.to(device)
+    if deferred is not None:
+        fill(placed, deferred)
     look_away_from(placed.buffers)
     return placed
 

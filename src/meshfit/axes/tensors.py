@@ -1,10 +1,12 @@
 """The tensors of a model: by name, tied ones, and their device."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_build import tied
-from meshfit.torch_private import own_buffers
+from meshfit.torch_private import own_buffers, set_data
 
 
 def check_ties(model: nn.Module, ties: dict[str, str]) -> None:
@@ -17,6 +19,13 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers by name, tied ones under each of their names."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: tensor.detach() for name, tensor in named}
+
+
+def parameters_to(model: nn.Module, device: torch.device, apart: Collection[Tensor] = ()) -> None:
+    """Move parameters, but for those ``apart``, to the device; those on meta get memory there, to be filled."""
+    for p in model.parameters():
+        if p not in apart:
+            set_data(p, torch.empty_like(p.detach(), device=device) if p.is_meta else p.data.to(device))
 
 
 def buffers_to(model: nn.Module, device: torch.device) -> None:

@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.torch_private import all_gather_rows, all_reduce_rows, foreach_copy_, foreach_zero_, reduce_scatter_rows
+from meshfit.torch_private import (
+    all_gather_rows,
+    all_reduce_rows,
+    foreach_copy_,
+    foreach_zero_,
+    reduce_scatter_rows,
+    set_data,
+)
 
 ALIGN = 64
 """Bytes. An element of any dtype fits in a whole number of times."""
@@ -97,9 +104,10 @@ class Flat(FlatLayout):
             row.zero_()
             for i, p in enumerate(self.parameters):
                 here, there = self.slices(i)
-                row[here].copy_(_row(p.detach(), self.strides[i])[there])
+                if not p.is_meta:  # else it is filled later
+                    row[here].copy_(_row(p.detach(), self.strides[i])[there])
             for i, p in enumerate(self.parameters):
-                p.data = self.piece(i, row)
+                set_data(p, self.piece(i, row))
 
     def restore(self, row: Tensor, device: torch.device) -> None:
         """Make the parameters whole again, out of ``row``, which holds them all."""

@@ -19,7 +19,7 @@ from torch import nn
 from meshfit.axes.buffers.record import Uncombined
 from meshfit.axes.buffers.trace import BufferUpdate
 from meshfit.axes.buffers.trial import FEWER, TRIED, ModuleCall, Trial
-from meshfit.axes.buffers.watch import Objective, Writes, may_write, named_state, undisturbed, writes
+from meshfit.axes.buffers.watch import Objective, Writes, home_of, may_write, named_state, undisturbed, writes
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
 from meshfit.errors import in_short
@@ -65,20 +65,21 @@ def find(
     arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
     tries: bool = True,
+    tried: Callable[[], nn.Module] | None = None,
 ) -> Written:
     """``model`` stays as it is, and so do random numbers. ``device``: where it will train. Without ``tries`` they are
-    only named."""
+    only named. ``tried``: returns the model to try things on, where ``model`` is on meta."""
     if not may_write(model):
         return Written()
-    home = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    tried = tried or (lambda: model)
     batch = _thirteen(few())
     with arithmetic():
-        seen = writes(model, objective, batch, home)
+        seen = writes(model, objective, batch, tried)
         if not seen.writers:
             return Written()
         if not tries:
             return Written(kept=tuple(seen.writers))
-        return _Search(model, objective, tree.to_device(batch, home), device, seen).written()
+        return _Search(tried(), objective, tree.to_device(batch, home_of(tried())), device, seen).written()
 
 
 def _thirteen(batch: Any) -> Any:

@@ -39,16 +39,21 @@ def may_write(model: nn.Module) -> bool:
     return any(id(b) not in known for b in model.buffers()) or any(not p.requires_grad for p in model.parameters())
 
 
-def writes(model: nn.Module, objective: Objective, batch: Any, device: torch.device) -> Writes:
-    """Of one forward in training, but for BatchNorm's own."""
+def home_of(model: nn.Module) -> torch.device:
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+def writes(model: nn.Module, objective: Objective, batch: Any, tried: Callable[[], nn.Module]) -> Writes:
+    """Of one forward in training, but for BatchNorm's own; ``tried`` returns it with values."""
     two = tree.map_tensors(lambda t: t[:2] if t.dim() else t, batch)
     try:
         with undisturbed(model):
             copy = twin(model, meta=True)
             found = _watched(copy, objective, tree.map_tensors(lambda t: t.to("meta"), two))
     except Exception:  # it looks at values, or makes tensors elsewhere
-        with undisturbed(model):
-            found = _watched(model, objective, tree.map_tensors(torch.clone, tree.to_device(two, device)))
+        real = tried()
+        with undisturbed(real):
+            found = _watched(real, objective, tree.map_tensors(torch.clone, tree.to_device(two, home_of(real))))
     norms = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()

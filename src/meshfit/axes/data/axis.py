@@ -61,6 +61,8 @@ def broadcast(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     if mesh.world is None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:  # it gets its values later
+            continue
         sent = tensor.detach().to(device).contiguous()
         dist.broadcast(sent, 0, mesh.world)
         if sent.data_ptr() != tensor.data_ptr():

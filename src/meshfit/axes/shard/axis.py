@@ -41,7 +41,7 @@ from meshfit.axes.shard.cost import shard_cost
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.shard.open_unit import OpenUnit
 from meshfit.axes.shard.units import ROUNDED, Unit, units
-from meshfit.axes.tensors import buffers_to
+from meshfit.axes.tensors import buffers_to, parameters_to
 from meshfit.comm.flat import Flat
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
@@ -295,6 +295,4 @@ def _units_in_stage(pipe: Pipeline, split: Split, found: BranchPlan, stage: int,
 def _rest_to(model: nn.Module, device: torch.device, cut: set[nn.Parameter]) -> None:
     """Move buffers, and the parameters that are not cut, to the device."""
     buffers_to(model, device)
-    for parameter in model.parameters():
-        if parameter not in cut:
-            parameter.data = parameter.data.to(device)
+    parameters_to(model, device, cut)

@@ -1,0 +1,83 @@
+"""A model that a function builds, on the meta device: what its tensors hold is made later, one tensor at a time.
+
+While the function runs, every operation that makes or changes a tensor is written down and run on meta: it takes no
+memory, and no random number is drawn. ``values`` then runs what was written down, in its order and from the same
+generators, so that the bits are those of the function run plainly. A tensor is there from the first operation whose
+result is kept until the last that touches it. Random numbers that were overwritten later are drawn and dropped.
+
+What a function reads is computed on the spot, if it does not depend on random numbers. What cannot be followed is
+``Unfollowable``: the function must be run plainly.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshfit.deferred.program import Program, StorageView, Unfollowable
+from meshfit.deferred.record import BuildRecorder, OnCPU
+from meshfit.errors import in_short
+from meshfit.torch_private import in_place_of_rejection_sampling, own_buffers
+
+__all__ = ["Deferred", "Unfollowable"]
+
+
+class Deferred:
+    """``model``, as ``build`` makes it, with its parameters on meta; its buffers, and tensors that are neither, have
+    their values. Raises ``Unfollowable`` if ``build`` must be run plainly."""
+
+    def __init__(self, build: Callable[[], Any]):
+        recorder = BuildRecorder()
+        try:
+            with recorder, OnCPU(recorder), in_place_of_rejection_sampling(recorder.whole):
+                self.model = build()
+            recorder.check()
+        except Unfollowable:
+            raise
+        except Exception as error:
+            raise Unfollowable(in_short(error)) from error
+        if not isinstance(self.model, nn.Module):
+            return  # its caller says so
+        self._recorder = recorder
+        self._give_values_to_all_but_parameters()
+        self._views: dict[int, list[tuple[Tensor, StorageView]]] = defaultdict(list)
+        """The parameters on each storage."""
+        for p in self.model.parameters():
+            if recorder.knows(p):
+                view = recorder.view(p)
+                self._views[view.storage].append((p, view))
+        self.parameters = [p for p in self.model.parameters() if recorder.knows(p)]
+        """Those on meta, in the model's order."""
+        self.shapes = [p.shape for p in self.parameters]
+
+    def _give_values_to_all_but_parameters(self) -> None:
+        recorder, homes = self._recorder, []
+        for module in self.model.modules():
+            homes += [(own_buffers(module), name, t) for name, t in own_buffers(module).items() if t is not None]
+            homes += [(vars(module), name, t) for name, t in vars(module).items() if isinstance(t, Tensor)]
+        homes = [(home, name, t) for home, name, t in homes if recorder.knows(t) and not isinstance(t, nn.Parameter)]
+        program = self._program((recorder.view(t).storage for _, _, t in homes))
+        memory, made = dict(program.run()), {}
+        for home, name, t in homes:
+            view = recorder.view(t)
+            if id(t) not in made:
+                made[id(t)] = view.on(memory[view.storage]).requires_grad_(t.requires_grad)
+            home[name] = made[id(t)]
+
+    def _program(self, wanted: Iterable[int], *, exact: bool = True) -> Program:
+        return Program(self._recorder.ops, self._recorder.sizes, wanted, exact=exact)
+
+    def values(self, told: Callable[[], None] = lambda: None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter that is on meta, and what it holds, on the CPU: one storage at a time, in the order in which
+        they are complete. ``told`` is called now and then."""
+        for storage, memory in self._program(self._views).run(told):
+            for p, view in self._views[storage]:
+                yield p, view.on(memory)
+
+    def samples(self, some: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Values for ``some`` of the parameters, from other random numbers: as it might have been built."""
+        views = {p: view for each in self._views.values() for p, view in each}
+        wanted = {p: views[p] for p in some if p in views}
+        memory = dict(self._program((view.storage for view in wanted.values()), exact=False).run())
+        return {p: view.on(memory[view.storage]) for p, view in wanted.items()}

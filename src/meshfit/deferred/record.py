@@ -1,0 +1,231 @@
+"""Writes down what a function does to tensors, and runs it on meta."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshfit.deferred.program import CPU, META, Draws, Program, RecordedOp, StorageView, Unfollowable
+from meshfit.errors import in_short
+from meshfit.torch_private import (
+    TorchDispatchMode,
+    aten,
+    is_overload,
+    packet_of,
+    schema_of,
+    storage_id,
+    tree_leaves,
+    tree_map,
+    version,
+    without_torch_function,
+)
+
+SMALL = 2**20
+"""Bytes up to which a tensor that comes from elsewhere is copied, since it might be changed later."""
+
+OVERWRITE = {aten.uniform_, aten.normal_, aten.fill_, aten.zero_, aten.copy_, aten.random_, aten.exponential_}
+OVERWRITE |= {aten.bernoulli_, aten.cauchy_, aten.log_normal_, aten.geometric_}
+"""Write every element of a tensor, and read none."""
+
+OTHER_MEMORY = {aten.set_, aten.resize_, aten.resize_as_}
+
+
+class BuildRecorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[RecordedOp] = []
+        self.sizes: dict[int, int] = {}
+        """Bytes of each storage that was made here."""
+        self.number: dict[int, int] = {}
+        """Of storages, by the id that torch has for them."""
+        self.kept: list[torch.UntypedStorage] = []  # so that no id is given twice
+        self.constants: list[tuple[Tensor, int]] = []
+        self.draws: dict[int, Draws] = {}
+        self.written: dict[int, int] = {}
+        """By storage, the last operation that changed it."""
+        self._read: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._is_aside = False
+
+    def knows(self, t: Tensor) -> bool:
+        return t.device.type == "meta" and storage_id(t) in self.number
+
+    def view(self, t: Tensor) -> StorageView:
+        return StorageView.of(t, self.number[storage_id(t)])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_aside:
+            return func(*args, **(kwargs or {}))
+        with self._aside():
+            return self._run(func, args, kwargs or {})
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Within it nothing is recorded."""
+        before, self._is_aside = self._is_aside, True
+        try:
+            with without_torch_function():
+                yield
+        finally:
+            self._is_aside = before
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        mine = [t for t in given if self.knows(t)]
+        device = kwargs.get("device")
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        to_meta = device is not None and device.type == "meta"
+        if any(t.is_meta for t in given if not self.knows(t)):
+            raise Unfollowable(f"{func} is given a tensor on meta, which has no values")
+        if given and not mine and not to_meta:  # made elsewhere, or read: it has its values
+            if random:
+                raise Unfollowable(f"{func} on a tensor that was not made empty")
+            return func(*args, **kwargs)
+        if device is not None and device.type not in ("cpu", "meta"):
+            raise Unfollowable(f"tensors are made on {device}")
+        if not given and to_meta:
+            return func(*args, **kwargs)
+        if func is aten.set_.source_Tensor and len(mine) == 2:
+            return func(*args, **kwargs)  # as where ``.data`` is set
+        if packet_of(func) in OTHER_MEMORY:
+            raise Unfollowable(f"{func}")
+        others = [t for t in given if not self.knows(t) and t.device.type == "cpu"]
+        stands = {id(t): torch.empty_like(t, device=META) for t in others}
+        on_meta = lambda x: stands.get(id(x), x) if isinstance(x, Tensor) else x
+        there = tree_map(on_meta, args), tree_map(on_meta, kwargs)
+        if "device" in kwargs or (not given and "device" in {a.name for a in schema_of(func).arguments}):
+            there[1]["device"] = META
+        there[1].pop("pin_memory", None)
+        mutable = [a.alias_info is not None and a.alias_info.is_write for a in schema_of(func).arguments]
+        names = [a.name for a in schema_of(func).arguments]
+        changed = [x for i, x in enumerate(args) if mutable[i]]
+        changed += [x for name, x in kwargs.items() if mutable[names.index(name)]]
+        changed = [t for t in tree_leaves(changed) if isinstance(t, Tensor)]
+        if any(not self.knows(t) for t in changed):
+            raise Unfollowable(f"{func} changes a tensor that was not made empty")
+        try:
+            made = func(*there[0], **there[1])
+        except (NotImplementedError, RuntimeError) as error:
+            if changed:
+                raise Unfollowable(f"{func}: {in_short(error)}") from error
+            return self._now(func, args, kwargs)
+        outs = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
+        if not outs and not changed:
+            return self._now(func, args, kwargs)
+        if any(t.device.type != "meta" for t in outs) or {*map(storage_id, outs)} & {*map(storage_id, stands.values())}:
+            raise Unfollowable(f"{func} returns what it was given")
+        new = [t for t in outs if storage_id(t) not in self.number]
+        if not new and not changed:
+            return made  # a view
+        self._write_down(func, args, kwargs, outs, changed, random=random)
+        return made
+
+    def _write_down(
+        self, func: Any, args: Any, kwargs: dict[str, Any], outs: list[Tensor], changed: list[Tensor], *, random: bool
+    ) -> None:
+        created = set()
+        for t in outs:
+            if storage_id(t) not in self.number:
+                self.kept.append(t.untyped_storage())
+                number = self.number[storage_id(t)] = len(self.kept)
+                self.sizes[number] = t.untyped_storage().nbytes()
+                created.add(number)
+        changes = {self.view(t).storage for t in changed}
+        whole = {v.storage for v in map(self.view, changed) if v.covers(self.sizes[v.storage])}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and self.knows(t)]
+        read = [self.view(t).storage for t in given]
+        overwritten = set()
+        if not is_overload(func) or packet_of(func) in OVERWRITE:
+            overwritten = {s for s in whole if read.count(s) == 1}
+        op = RecordedOp(
+            func,
+            tree_map(self._argument, args),
+            {key: tree_map(self._argument, value) for key, value in kwargs.items()},
+            tuple(self.view(t) for t in outs),
+            frozenset(read) - overwritten,
+            frozenset(changes),
+            frozenset(created),
+            frozenset(overwritten),
+        )
+        if random:
+            generator = kwargs.get("generator") or torch.default_generator
+            if generator.device.type != "cpu":
+                raise Unfollowable(f"a generator of {generator.device}")
+            draws = self.draws.setdefault(id(generator), Draws(generator))
+            op.generator = id(generator)
+            op.before, op.drawn = draws.draw()
+        for number in created | changes:
+            self.written[number] = len(self.ops)
+        self.ops.append(op)
+
+    def _argument(self, x: Any) -> Any:
+        if isinstance(x, torch.Generator):
+            return self.draws.setdefault(id(x), Draws(x))
+        if not isinstance(x, Tensor):
+            return x
+        if self.knows(x):
+            return self.view(x)
+        if x.nbytes > SMALL:
+            self.constants.append((x, version(x)))
+            return x
+        return x.detach().clone()
+
+    def _now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        real = lambda x: self.read(x) if isinstance(x, Tensor) and self.knows(x) else x
+        return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+    def read(self, t: Tensor) -> Tensor:
+        """The values of a tensor at this moment."""
+        view = self.view(t)
+        at, memory = self._read.get(view.storage, (-1, None))
+        if at != self.written[view.storage]:
+            program = Program(self.ops, self.sizes, [view.storage])
+            if program.draws:
+                raise Unfollowable("it reads random numbers that it has drawn")
+            ((_, memory),) = program.run()
+            self._read[view.storage] = self.written[view.storage], memory
+        assert memory is not None
+        return view.on(memory).clone()
+
+    def whole(self, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """For a function that fills a tensor with random numbers, and looks at them: it is run as a whole."""
+
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            with self._aside():
+                known = self.knows(tensor)
+                if known:
+                    self._write_down(before, (tensor, *args), kwargs, [], [tensor], random=True)
+            return tensor if known else before(tensor, *args, **kwargs)
+
+        return call
+
+    def check(self) -> None:
+        for tensor, count in self.constants:
+            if version(tensor) != count:
+                raise Unfollowable("it changes a tensor after it has copied from it")
+
+
+READS = {"tolist", "numpy", "__array__", "item", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
+
+
+class OnCPU(TorchFunctionMode):
+    """What the function sees of tensors on meta: that they are on the CPU."""
+
+    def __init__(self, recorder: BuildRecorder):
+        super().__init__()
+        self.recorder = recorder
+        attribute = lambda name: getattr(torch.Tensor, name).__get__
+        self.said = {attribute("device"): CPU, attribute("is_meta"): False, attribute("is_cpu"): True}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.said and self.recorder.knows(args[0]):
+            return self.said[func]
+        if func is Tensor.__setitem__ and self.recorder.knows(args[0]) and not isinstance(args[2], Tensor):
+            args = *args[:2], torch.full((), args[2], dtype=args[0].dtype)  # torch would make it on meta by itself
+        if getattr(func, "__name__", "") in READS and args and isinstance(args[0], Tensor):
+            with self.recorder._aside():
+                if self.recorder.knows(args[0]):
+                    args = (self.recorder.read(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
