@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from meshfit.axes.refuse import check, check_optimizer
 from meshfit.axes.tensors import tensors_of
 from meshfit.checkpoint.graceful_stop import GracefulStop, graceful_stop
+from meshfit.checkpoint.parts import Parts
 from meshfit.checkpoint.resume import folder_to_resume
 from meshfit.deferred import Deferred, Unfollowable
 from meshfit.errors import JobError, MeshfitError
@@ -32,7 +33,7 @@ from meshfit.launch.channel import Channel
 from meshfit.launch.devices import Devices, find
 from meshfit.launch.stalls import watched
 from meshfit.launch.world import World, connect, from_environment
-from meshfit.observe.folder import new_folder
+from meshfit.observe.folder import WEIGHTS, new_folder
 from meshfit.plan import Plan, renamed
 from meshfit.run import Run
 from meshfit.server import join
@@ -100,6 +101,8 @@ class Training:
         self.last_step: int | None = None
         """How many steps it will be; None while that is not known."""
         self.outcome: Outcome | None = None
+        self.parts: Parts | None = None
+        """What this rank holds of the trained model, where no process has all of it."""
         self.writes = job.out is not None
         """Whether this process writes the run's folder."""
         self.folder: Path | None = None
@@ -141,6 +144,14 @@ class Training:
             for _ in self._iterator:
                 pass
 
+    def shape(self) -> nn.Module:
+        """A model with the names and shapes of the trained one."""
+        return self.model if self.parts is None else self.job.defer().model
+
+    def gather(self) -> nn.Module:
+        """The whole trained model. All ranks call it together."""
+        return self.model
+
     @abstractmethod
     def _steps(self) -> Generator[Step, None, None]: ...
 
@@ -173,8 +184,8 @@ class Here(Training):
             stack.enter_context(watching)
             if self.deferred is None:
                 stack.enter_context(_as_found(self.model))
-            job = replace(self.job, model=self.deferred or self.model)
-            run = Run(job, self.world, folder=self.folder, same=False)
+            job = self.job if self.deferred is not None else replace(self.job, model=self.model)
+            run = Run(job, self.world, folder=self.folder, same=False, deferred=self.deferred)
             run.may_stop |= self._lockstep and self.world.size > 1
 
             def begun() -> None:
@@ -184,8 +195,25 @@ class Here(Training):
             try:
                 yield from driven(run, self.folder, self._tap, begun=begun, stop=lambda: self._stop)
                 self.outcome = outcome_of(run)
+                if self.deferred is not None and not run.placed.is_whole:
+                    self._keep_parts(run)
             finally:
                 run.close()
+                if self.deferred is not None and self.parts is None:
+                    self.model.to("cpu")  # as it was built
+
+    def _keep_parts(self, run: Run) -> None:
+        """Each rank keeps what it holds of the model; its weights are in the run's folder, put together by parts."""
+        self.parts = Parts(run.placed)
+        if self.folder is not None:
+            try:
+                self.parts.save(self.folder / WEIGHTS if self.writes else None)
+            except OSError as error:
+                self.said.append(f"{self.folder / WEIGHTS} could not be written: {error.strerror or error}")
+
+    def gather(self) -> nn.Module:
+        assert self.parts is not None
+        return self.parts.into(self.job.defer().model)
 
 
 @contextmanager

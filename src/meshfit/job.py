@@ -159,16 +159,12 @@ class Job:
             complete(self.model)
             _refuse_meta(self.model)
             return self.model
-        if isinstance(self.model, Deferred):
-            return self.model.model
         model = self._run_function()
         _refuse_meta(model)
         return model
 
     def defer(self) -> Deferred:
         """The model that a function builds, on meta. ``Unfollowable``: it must be built as it is."""
-        if isinstance(self.model, Deferred):
-            return self.model
         deferred = Deferred(self._run_function)
         _refuse_meta(deferred.model, known=set(deferred.parameters))
         if any(isinstance(t, torch.Tensor) for state in self._state_at_start(deferred) for t in state.values()):

@@ -1,11 +1,13 @@
 """What ``fit`` returns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from meshfit.errors import JobError
 from meshfit.history import History
 from meshfit.observe.kinds import KINDS, PHASES
 from meshfit.plan import Plan
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 class Result:
     """A finished training. Prints as a short summary."""
 
-    model: nn.Module
-    """The caller's model (or the one its function built) with the trained weights, on its device."""
+    held: nn.Module | None
+    gather: Callable[[], nn.Module]
 
     history: History
     """Steps in order: all of the first 10,000; of a longer training some thousands, evenly, and every evaluation."""
@@ -52,7 +54,8 @@ class Result:
             known = [measured for measured in evaluations if measured[name] == measured[name]]  # NaN is never best
             best = max(known or evaluations, key=lambda measured: sign * measured[name])
         return cls(
-            model=training.model,
+            held=training.model if training.parts is None else None,
+            gather=training.gather,
             history=history,
             metrics=metrics,
             best=best,
@@ -64,6 +67,24 @@ class Result:
             notes=[*training.said, *outcome.notes],
             folder=training.folder,
         )
+
+    @property
+    def model(self) -> nn.Module:
+        """The caller's model (or the one its function built) with the trained weights, on its device."""
+        if self.held is None:
+            raise JobError(
+                "every rank holds a part of the model, and none all of it",
+                "the model was given as a function, so that no process needs memory for all of it",
+                "result.gather_model() puts it together, on every rank: all of them must call it",
+            )
+        return self.held
+
+    def gather_model(self) -> nn.Module:
+        """The whole model, with the trained weights. Where ranks hold parts of it every rank must call it, and then has
+        all of it in host memory; ``model`` is that model from then on."""
+        if self.held is None:
+            object.__setattr__(self, "held", self.gather())
+        return self.model
 
     @property
     def rate(self) -> float:

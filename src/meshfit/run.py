@@ -65,7 +65,8 @@ class Run:
     """A training under way in one rank of ``world``.
 
     ``same``: all ranks were handed the same weights; under torchrun each built its own, and the first rank's are sent
-    to the others. ``coordinate``: how it works together with the other ranks of the training.
+    to the others. ``deferred``: the model, if it was built on meta already. ``coordinate``: how it works together with
+    the other ranks of the training.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Run:
         *,
         folder: Path | None = None,
         same: bool = True,
+        deferred: Deferred | None = None,
         coordinate: "Callable[[Run], Coordination] | None" = None,
     ):
         assert isinstance(job.plan, Plan)
@@ -94,7 +96,7 @@ class Run:
         self.last_step = self.coordination.last_step()
 
         self.precision = Precision(self.plan.precision)
-        self.deferred, same = self._defer(), same and isinstance(job.model, torch.nn.Module)
+        self.deferred, same = deferred or self._defer(), same and isinstance(job.model, torch.nn.Module)
         self.model = job.build() if self.deferred is None else self.deferred.model
         if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
             self.model.train()
@@ -341,14 +343,17 @@ class Run:
             self.placed.changed()
 
     def close(self) -> None:
-        """Leave the user's model as it was found, but trained."""
+        """Leave the user's model as it was found, but trained; of one that a function built, each rank's part."""
         if self.update.offload is not None and self.optimizer is self.job.optimizer:
             self.update.offload.fetch()  # the user may go on with it
         for loader in (self.loader, self.valid):
             if loader is not None:
                 loader.close()
         self.exchange.remove()
-        self.placed.undo()
+        if self.deferred is None or self.placed.is_whole:
+            self.placed.undo()
+        else:
+            self.placed.close()
         self.events.close()
 
     @property

@@ -131,3 +131,7 @@ class Applied:
 
     def undo(self) -> None:
         """Leave the model whole, with its own forwards. All ranks call it together."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what it made beside the model, whose parameters stay as they are. All ranks call it together."""

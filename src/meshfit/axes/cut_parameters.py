@@ -50,3 +50,4 @@ class CutParameters(Applied):
             step()
         unwrap(self.model)
         self.cuts, self._undo = {}, ()
+        self.close()

@@ -115,6 +115,11 @@ class Placed:
             yield
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of every parameter."""
+        return not self.partitions and self.shards is None and not any(layer.cuts for layer in self.layers.values())
+
+    @property
     def shape(self) -> nn.Module:
         """A model with the names and shapes, not the values, of the whole."""
         return self.partitions[0].skeleton if self.partitions else self.model
@@ -196,6 +201,15 @@ class Placed:
             layer.undo()
             del self.layers[word]
         unwrap(self.model)
+        self._end()
+
+    def close(self) -> None:
+        """End it with the parts that this rank holds. All ranks call it together."""
+        for layer in reversed(self.layers.values()):
+            layer.close()
+        self._end()
+
+    def _end(self) -> None:
         for config in self.caches:
             config.use_cache = True
         self.mesh.close()

@@ -36,6 +36,7 @@ from meshfit.version import VERSION
 if TYPE_CHECKING:
     from meshfit.drive import Training
 
+WEIGHTS = "weights.safetensors"
 FLUSH_SECONDS = 1.0
 MOST_WAITING = 100_000  # lines that are kept while they cannot be written
 
@@ -84,8 +85,9 @@ class RunFolder:
         if missing := self._lost + len(self._waiting):
             self._note("lost", f"the metrics of {missing} steps could not be written to {self.path / 'metrics.jsonl'}")
         if outcome is not None:
-            with self._noting("weights.safetensors", "; the caller's model holds the trained weights"):
-                _save(self._training.model, self.path / "weights.safetensors")
+            if self._training.parts is None:  # else all ranks have written it together
+                with self._noting(WEIGHTS, "; the caller's model holds the trained weights"):
+                    _save(self._training.model, self.path / WEIGHTS)
             self._about |= {"seconds": outcome.seconds, "notes": [*self._training.said, *outcome.notes]}
             self._about |= predict(self._training)
             self._about["metrics"] = {name: _number(value) for name, value in self._metrics.items()}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.pipeline.axis import pipeline_of
@@ -30,7 +31,7 @@ def predict(training: "Training") -> dict[str, Any]:
     """``flops_a_sample``, of a forward and backward; ``predicted``, the plan's cost on the first rank. Without those
     that cannot be predicted: the report leaves them out."""
     found: dict[str, Any] = {}
-    job, model = training.job, training.model
+    job, model = training.job, training.shape()
     # the model has printed and warned in training already
     with suppress(Exception), redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -42,12 +43,12 @@ def predict(training: "Training") -> dict[str, Any]:
         if isinstance(trace, Trace):
             samples = max(len(t) for t in tree.tensors(few) if t.dim())
             found["flops_a_sample"] = (trace.cost.flops + trace.cost.flops_backward) / samples
-            found["predicted"] = _cost(training, few, samples)
+            found["predicted"] = _cost(training, model, few, samples)
     return found
 
 
-def _cost(training: "Training", few: Any, samples: int) -> dict[str, dict[str, int]]:
-    job, model, outcome = training.job, training.model, training.outcome
+def _cost(training: "Training", model: nn.Module, few: Any, samples: int) -> dict[str, dict[str, int]]:
+    job, outcome = training.job, training.outcome
     plan, devices = job.plan, job.devices
     assert isinstance(plan, Plan)
     assert isinstance(devices, Devices)

@@ -188,7 +188,7 @@ class Blocks(Applied):
         self._until.enter_context(compiling_alike(len(self._blocks) + 8, own_numbers(self._blocks)))
         self._compiled = True
 
-    def undo(self) -> None:
+    def close(self) -> None:
         self._until.close()
 
     def _around(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

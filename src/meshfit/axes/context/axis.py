@@ -167,5 +167,5 @@ class ContextSplit(Applied):
         self.model, self.group, self._guard = model, group, ExitStack()
         self._guard.enter_context(guarded())
 
-    def undo(self) -> None:
+    def close(self) -> None:
         self._guard.close()

@@ -409,7 +409,7 @@ class Staged(Partition):
     def root(self, objective: Callable[[nn.Module, Any], Any]) -> nn.Module:
         return Whole(self.model, objective)
 
-    def undo(self) -> None:
+    def close(self) -> None:
         self.transport.close()
 
 

@@ -182,8 +182,7 @@ class TensorSplit(CutParameters):
             for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
 
-    def undo(self) -> None:
-        super().undo()
+    def close(self) -> None:
         destroy(line.group for members, line in sorted(self._lines.items()) if len(members) < self.ranks.size)
         self._lines = {}
 
