@@ -14,7 +14,8 @@ from torch import nn
 import meshfit
 from meshfit.errors import JobError
 from meshfit.launch import twins
-from meshfit.launch.world import from_environment
+from meshfit.launch.devices import Devices
+from meshfit.launch.world import from_environment, own_gpu
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-04,09]", "SLURM_LOCALID": "0"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"}
@@ -115,6 +116,26 @@ def test_a_rank_takes_its_own_gpu(said: dict[str, str], monkeypatch: pytest.Monk
     world = from_environment()
     assert world is not None
     assert world.device == torch.device("cuda", 1)
+
+
+def test_ranks_share_a_gpu_only_where_that_is_said() -> None:
+    assert own_gpu(8, 1, {"LOCAL_RANK": "5"}) == 0  # each is shown its own
+    assert own_gpu(8, 4, {"LOCAL_RANK": "3"}) == 3
+    with pytest.raises(JobError, match=r"rank 5 of its host.*\n.*--nproc-per-node=4.*\n.*MESHFIT_RANKS_PER_GPU=2"):
+        own_gpu(8, 4, {"LOCAL_RANK": "5"})
+    assert own_gpu(8, 4, {"LOCAL_RANK": "5", "MESHFIT_RANKS_PER_GPU": "2"}) == 2
+    assert own_gpu(8, 4, {"SLURM_LOCALID": "2"}) == 2
+
+
+def test_the_cpu_is_taken_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in (WORLD | {"RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    for asked in ("cpu", "cpu:2", Devices("cpu", None)):
+        world = from_environment(asked)
+        assert world is not None
+        assert world.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("said", [{"RANK": "2"}, {"RANK": "x"}, {"WORLD_SIZE": "many"}])

@@ -62,7 +62,7 @@ def _begun(job: Job, lockstep: bool, tap: Tap | None) -> "Training":
     if job.join is not None:
         return Joined(job, lockstep, tap)
     twins.check(independent=job.independent, devices=_named(job.plan))
-    given = from_environment()
+    given = from_environment(job.devices)
     if given is not None:
         serve.refuse_torchrun(job)
         return Here(job.settled(count=given.size, kind=given.device.type), lockstep, tap, given)
@@ -366,7 +366,7 @@ class Silent:
 def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
     """What ``work`` returns in each rank of the job's plan, by rank; the job must be settled."""
     assert isinstance(job.devices, Devices)
-    given = from_environment()
+    given = from_environment(job.devices)
     built = replace(job, model=job.build())
     if given is not None and given.size > 1:
         connect(given, timeout=job.timeout)

@@ -77,7 +77,7 @@ Inputs = Callable[[Any], Any]
 
 
 def _settled(job: Job) -> Job:
-    world = from_environment()
+    world = from_environment(job.devices)
     return job.settled() if world is None else job.settled(count=world.size, kind=world.device.type)
 
 

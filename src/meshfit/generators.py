@@ -10,18 +10,32 @@ import torch
 from torch import Tensor
 
 
+def state_of(device: torch.device) -> Tensor | None:
+    """Of the generator of a GPU; None: the CPU's is the device's."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.mps.get_rng_state() if device.type == "mps" else None
+
+
+def set_state_of(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(state)
+
+
 class Generators:
     """Where they stand now; ``restore`` puts them back there."""
 
     def __init__(self, device: torch.device):
-        self._gpu = device if device.type == "cuda" else None
+        self._device = device
         self._torch = self._states()
         self._others: tuple[Any, Any] = np.random.get_state(), random.getstate()
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch[0])
-        if self._gpu is not None:
-            torch.cuda.set_rng_state(self._torch[1], self._gpu)
+        if len(self._torch) > 1:
+            set_state_of(self._device, self._torch[1])
         np.random.set_state(self._others[0])
         random.setstate(self._others[1])
 
@@ -38,10 +52,8 @@ class Generators:
         return random.getstate() != self._others[1] or at != stood or not np.array_equal(keys, was)
 
     def _states(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        if self._gpu is not None:
-            states.append(torch.cuda.get_rng_state(self._gpu))
-        return states
+        own = state_of(self._device)
+        return [torch.get_rng_state()] if own is None else [torch.get_rng_state(), own]
 
 
 def seed(number: int, device: torch.device) -> None:
@@ -58,20 +70,21 @@ def seed(number: int, device: torch.device) -> None:
 def kept(*devices: torch.device) -> Iterator[None]:
     """Afterwards all of them stand where they stood, those of the GPUs among ``devices`` too."""
     numpy, python = np.random.get_state(), random.getstate()
+    own = {device: state for device in dict.fromkeys(devices) if (state := state_of(device)) is not None}
     try:
-        with torch.random.fork_rng([device for device in dict.fromkeys(devices) if device.type == "cuda"]):
+        with torch.random.fork_rng([]):
             yield
     finally:
+        for device, state in own.items():
+            set_state_of(device, state)
         np.random.set_state(numpy)
         random.setstate(python)
 
 
 def as_tensor(device: torch.device) -> Tensor:
     """The states of torch's generators, to be sent to other ranks."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return torch.cat(states)
+    own = state_of(device)
+    return torch.get_rng_state() if own is None else torch.cat([torch.get_rng_state(), own])
 
 
 def from_tensor(state: Tensor, device: torch.device) -> None:
@@ -79,5 +92,4 @@ def from_tensor(state: Tensor, device: torch.device) -> None:
     state = state.cpu()
     size = torch.get_rng_state().numel()
     torch.set_rng_state(state[:size])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[size:], device)
+    set_state_of(device, state[size:])

@@ -23,6 +23,7 @@ from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.pieces import ShardLayout, layout_of, uncut
 from meshfit.errors import CheckpointError
+from meshfit.generators import set_state_of, state_of
 from meshfit.torch_private import non_persistent_buffers
 from meshfit.version import VERSION
 
@@ -266,8 +267,8 @@ def random_states(run: "Run") -> dict[str, Tensor]:
         "python": _text([random.getstate()[0], list(random.getstate()[1]), random.getstate()[2]]),
         "numpy": _text([name, keys.tolist(), *rest]),
     }
-    if run.world.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(run.world.device)
+    if (own := state_of(run.world.device)) is not None:
+        states[run.world.device.type] = own
     return states
 
 
@@ -277,8 +278,8 @@ def set_random_states(run: "Run", states: dict[str, Tensor]) -> None:
     random.setstate((version, tuple(keys), gauss))
     name, keys, *rest = json.loads(states["numpy"].numpy().tobytes())
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
-    if "cuda" in states and run.world.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], run.world.device)
+    if (own := states.get(run.world.device.type)) is not None:
+        set_state_of(run.world.device, own)
 
 
 def _text(value: Any) -> Tensor:

@@ -1,4 +1,8 @@
-"""Which devices a run may use: ``devices="auto"``, ``4``, ``"cpu:4"``, ``"cuda:0,2"``."""
+"""Which devices a run may use: ``devices="auto"``, ``4``, ``"cpu:4"``, ``"cuda:0,2"``, ``"mps"``.
+
+GPUs are numbered as this process sees them: CUDA_VISIBLE_DEVICES (numbers, UUIDs, one MIG instance) or
+HIP_VISIBLE_DEVICES says which those are. AMD's are "cuda" too, as torch for ROCm calls them.
+"""
 
 from dataclasses import dataclass
 
@@ -39,6 +43,10 @@ def find(asked: str | int = "auto") -> Devices:
         return Devices("cuda", tuple(range(gpus))) if gpus else Devices("cpu", None)
     elif kind == "cpu" and (not which or which.isdecimal()):
         indices = tuple(range(int(which))) if which else None
+    elif str(asked) in ("mps", "mps:0"):
+        if not torch.backends.mps.is_available():
+            raise PlanError(f"devices={asked!r} but there is no GPU of Apple's here, or torch was built without it")
+        indices = (0,)
     elif kind == "cuda" and all(part.isdecimal() for part in which.split(",") if which):
         indices = tuple(int(part) for part in which.split(",")) if which else tuple(range(gpus))
         if missing := [i for i in indices if i >= gpus]:
@@ -46,7 +54,7 @@ def find(asked: str | int = "auto") -> Devices:
         if len(set(indices)) < len(indices):
             raise PlanError(f"devices={asked!r} names a GPU twice")
     else:
-        raise PlanError(f"devices={asked!r} is not understood", 'write "auto", 4, "cpu:4" or "cuda:0,2"')
+        raise PlanError(f"devices={asked!r} is not understood", 'write "auto", 4, "cpu:4", "cuda:0,2" or "mps"')
     if indices is not None and not indices:
         raise PlanError(f"devices={asked!r} leaves no device", f"there are {gpus} GPUs here")
     return Devices(kind, indices)

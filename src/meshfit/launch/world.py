@@ -8,6 +8,7 @@ one has no process group at all.
 import atexit
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -29,8 +30,13 @@ class World:
     """Where the processes of a run on this machine meet; nobody else can read it."""
 
 
-def from_environment() -> World | None:
-    """This process's place if torchrun started it, or who did has set what torchrun sets; else None."""
+RANKS_PER_GPU = "MESHFIT_RANKS_PER_GPU"
+"""So many ranks of a host share each of its GPUs, where that is wanted: NCCL must be told to let them."""
+
+
+def from_environment(asked: object = "auto") -> World | None:
+    """This process's place if torchrun started it, or who did has set what torchrun sets; else None. ``asked``: the
+    devices that the user wants, of which "cpu" alone counts here."""
     if not set(twins.WORLD) <= os.environ.keys():
         return None
     rank, size = (twins.number(os.environ, name) for name in ("RANK", "WORLD_SIZE"))
@@ -38,19 +44,28 @@ def from_environment() -> World | None:
         said = ", ".join(f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE"))
         raise JobError(f"{said} is no place in a world", "RANK counts from 0 to WORLD_SIZE - 1")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device("cuda", _local_rank(size, gpus) % gpus) if gpus else torch.device("cpu")
-    return World(rank, size, device)
+    if not gpus or str(asked).partition(":")[0] == "cpu" or getattr(asked, "kind", "") == "cpu":
+        return World(rank, size, torch.device("cpu"))
+    return World(rank, size, torch.device("cuda", own_gpu(size, gpus, os.environ)))
 
 
-def _local_rank(size: int, gpus: int) -> int:
-    """Which rank of its host this is: not guessed where ranks would then share a GPU."""
-    local = twins.local_rank()
-    if local is None and size > 1 and gpus > 1:
+def own_gpu(size: int, gpus: int, environ: Mapping[str, str]) -> int:
+    """Which of the ``gpus`` that this rank sees is its own: not guessed where ranks would then share one."""
+    local, sharing = twins.local_rank(environ), twins.number(environ, RANKS_PER_GPU) or 1
+    if gpus == 1:
+        return 0  # each rank is shown its own; NCCL refuses two of them on one
+    if local is None and size > 1:
         raise JobError(
             f"LOCAL_RANK is not set, and this rank sees {gpus} GPUs: it cannot tell which one is its own",
             "torchrun sets it; where ranks are started otherwise, export LOCAL_RANK, or show each rank one GPU",
         )
-    return local or 0
+    if (own := (local or 0) // sharing) >= gpus:
+        raise JobError(
+            f"this is rank {local} of its host, counted from 0, and it sees {gpus} GPUs",
+            f"torchrun --nproc-per-node={gpus} starts one rank for each",
+            f"{RANKS_PER_GPU}={-(-((local or 0) + 1) // gpus)} lets several share one, where NCCL is told to as well",
+        )
+    return own
 
 
 def connect(world: World, *, folder: str | None = None, timeout: float = 600.0) -> None:
@@ -66,6 +81,8 @@ def connect(world: World, *, folder: str | None = None, timeout: float = 600.0) 
     else:
         here = world.size if folder else int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         torch.set_num_threads(max(1, cores() // here))
+    if world.size > 1 and dist.is_initialized():
+        _check_group(world)
     if world.size == 1 or dist.is_initialized():
         return
     store = None
@@ -85,6 +102,17 @@ def connect(world: World, *, folder: str | None = None, timeout: float = 600.0) 
     )
     if folder is None:
         atexit.register(_leave)
+
+
+def _check_group(world: World) -> None:
+    """Refuse a process group of the script's own in which the ranks cannot exchange what is in host memory."""
+    backends = str(dist.get_backend_config())
+    if "cpu:" not in backends or dist.get_world_size() != world.size:
+        raise JobError(
+            f"the process group that was made before fit has {dist.get_world_size()} ranks and backends {backends}",
+            f"fit needs one of {world.size} ranks, for tensors on the CPU too",
+            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), or let fit make it',
+        )
 
 
 def disconnect() -> None:
