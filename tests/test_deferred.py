@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshfit
 from benchmarks.zoo import CASES, Case
 from meshfit.axes import fill
+from meshfit.checkpoint.export import export
 from meshfit.deferred import Deferred, Unfollowable
 
 
@@ -154,3 +156,26 @@ def test_plans_for_a_large_model_are_tried_on_few_values(monkeypatch: pytest.Mon
     assert few[0].weight is not few[3].weight
     assert few[0].weight.data_ptr() == few[3].weight.data_ptr()
     assert few(torch.randn(3, 16)).isfinite().all()
+
+
+@pytest.mark.parametrize("saved", ["one file", "several files", "state dict"])
+def test_weights_of_a_file_are_read_when_they_are_needed(saved: str, tmp_path: Path) -> None:
+    trained = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))
+    trained(torch.randn(8, 30))
+    path = tmp_path / "weights.pt"
+    torch.save(trained.state_dict(), path)
+    if saved != "state dict":
+        target = tmp_path / ("weights.safetensors" if saved == "one file" else "folder")
+        export(path, target, shard=2000)
+        path.unlink()
+        path = target
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3))
+        assert not meshfit.load_weights(model, path)
+        return model
+
+    deferred = assert_same(build)
+    values = dict(deferred.values())
+    assert torch.equal(values[deferred.model[0].weight], trained[0].weight)
+    assert torch.equal(deferred.model[1].running_mean, trained[1].running_mean)

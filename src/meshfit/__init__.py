@@ -6,6 +6,7 @@ result = meshfit.fit(model, (x, y), loss=F.cross_entropy, optimizer=torch.optim.
 """
 
 from meshfit import data
+from meshfit.checkpoint.outside import load_weights
 from meshfit.errors import CheckpointError, DataError, JobError, MeshfitError, NonFiniteError, PlanError, RankError
 from meshfit.evaluate import evaluate, predict
 from meshfit.fit import fit, steps
@@ -36,6 +37,7 @@ __all__ = [
     "evaluate",
     "fit",
     "gather",
+    "load_weights",
     "predict",
     "steps",
     "verify",

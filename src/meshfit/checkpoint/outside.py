@@ -11,6 +11,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.manifest import Stored, StoredBox
 from meshfit.checkpoint.read import OnDisk, Tensors
 from meshfit.checkpoint.tensorfile import read_header
+from meshfit.deferred import put_off, unrecorded
 from meshfit.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -227,7 +229,8 @@ def load_weights(model: nn.Module, path: Path | str, *, allow_partial: bool = Fa
     from meshfit.checkpoint.load import mismatch
     from meshfit.checkpoint.state import buffers
 
-    tensors, ties = open_weights(path, kind)
+    with unrecorded():
+        tensors, ties = open_weights(path, kind)
     places: dict[str, Tensor] = {}
     differences: list[str] = []
     held = {**dict(model.named_parameters()), **{name: b for sort, name, b in buffers(model) if sort == "model"}}
@@ -249,6 +252,8 @@ def load_weights(model: nn.Module, path: Path | str, *, allow_partial: bool = Fa
     differences += [f"{key} is in the checkpoint, and not in the model" for key in tensors.stored if key not in used]
     if differences and not allow_partial:
         raise mismatch(str(path), differences)
+    read = lambda key, room: tensors.fill(room, whole(room.shape), tensors.stored[key])
+    places = {key: tensor for key, tensor in places.items() if not put_off(partial(read, key), tensor)}
     staged = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in places.items()}
     for key, room in staged.items():
         tensors.fill(room, whole(room.shape), tensors.stored[key])

@@ -11,6 +11,8 @@ What a function reads is computed on the spot, if it does not depend on random n
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +22,28 @@ from meshfit.deferred.record import BuildRecorder, OnCPU
 from meshfit.errors import in_short
 from meshfit.torch_private import in_place_of_rejection_sampling, own_buffers
 
-__all__ = ["Deferred", "Unfollowable"]
+__all__ = ["Deferred", "Unfollowable", "put_off", "unrecorded"]
+
+
+_recording: ContextVar[BuildRecorder | None] = ContextVar("recording", default=None)
+
+
+def unrecorded() -> AbstractContextManager[None]:
+    """Within it tensors are what they are, also while a function is recorded."""
+    recorder = _recording.get()
+    return nullcontext() if recorder is None else recorder.aside()
+
+
+def put_off(fill: Callable[[Tensor], Any], tensor: Tensor) -> bool:
+    """Whether a function is being recorded. Then ``fill(tensor)``, which must write all of it, is called when it is
+    made; or now, if it has values already. Else nothing is done."""
+    recorder = _recording.get()
+    if recorder is None:
+        return False
+    if not recorder.later(fill, tensor):
+        with unrecorded():
+            fill(tensor)
+    return True
 
 
 class Deferred:
@@ -29,6 +52,7 @@ class Deferred:
 
     def __init__(self, build: Callable[[], Any]):
         recorder = BuildRecorder()
+        before = _recording.set(recorder)
         try:
             with recorder, OnCPU(recorder), in_place_of_rejection_sampling(recorder.whole):
                 self.model = build()
@@ -37,6 +61,8 @@ class Deferred:
             raise
         except Exception as error:
             raise Unfollowable(in_short(error)) from error
+        finally:
+            _recording.reset(before)
         if not isinstance(self.model, nn.Module):
             return  # its caller says so
         self._recorder = recorder

@@ -58,11 +58,11 @@ class BuildRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_aside:
             return func(*args, **(kwargs or {}))
-        with self._aside():
+        with self.aside():
             return self._run(func, args, kwargs or {})
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
         """Within it nothing is recorded."""
         before, self._is_aside = self._is_aside, True
         try:
@@ -193,13 +193,18 @@ class BuildRecorder(TorchDispatchMode):
         """For a function that fills a tensor with random numbers, and looks at them: it is run as a whole."""
 
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            with self._aside():
-                known = self.knows(tensor)
-                if known:
-                    self._write_down(before, (tensor, *args), kwargs, [], [tensor], random=True)
-            return tensor if known else before(tensor, *args, **kwargs)
+            later = self.later(before, tensor, *args, random=True, **kwargs)
+            return tensor if later else before(tensor, *args, **kwargs)
 
         return call
+
+    def later(self, function: Callable[..., Any], tensor: Tensor, *args: Any, random: bool = False, **kw: Any) -> bool:
+        """Whether ``function(tensor, ...)``, which fills it, was written down."""
+        with self.aside():
+            known = self.knows(tensor)
+            if known:
+                self._write_down(function, (tensor, *args), kw, [], [tensor], random=random)
+        return known
 
     def check(self) -> None:
         for tensor, count in self.constants:
@@ -225,7 +230,7 @@ class OnCPU(TorchFunctionMode):
         if func is Tensor.__setitem__ and self.recorder.knows(args[0]) and not isinstance(args[2], Tensor):
             args = *args[:2], torch.full((), args[2], dtype=args[0].dtype)  # torch would make it on meta by itself
         if getattr(func, "__name__", "") in READS and args and isinstance(args[0], Tensor):
-            with self.recorder._aside():
+            with self.recorder.aside():
                 if self.recorder.knows(args[0]):
                     args = (self.recorder.read(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
