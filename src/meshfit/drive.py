@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.axes.refuse import check, check_optimizer
-from meshfit.axes.tensors import tensors_of
 from meshfit.checkpoint.graceful_stop import GracefulStop, graceful_stop
 from meshfit.checkpoint.parts import Parts
 from meshfit.checkpoint.resume import folder_to_resume
@@ -43,7 +42,7 @@ from meshfit.step import Step
 from meshfit.torch_private import COMPILER, set_data
 from meshfit.turns import Turn, alone, in_one_turn, in_turns
 from meshfit.version import VERSION
-from meshfit.work import LATE_STEPS, Begun, Late, Outcome, Tap, Work, driven, outcome_of
+from meshfit.work import LATE_STEPS, Begun, Late, Outcome, Tap, WholeTensor, Work, driven, outcome_of
 
 RANK_MODULES = (COMPILER, "meshfit.drive")  # torch's optimizers import _dynamo when built
 LEAVE_SECONDS = 10.0  # in which workers that joined may leave, at the end
@@ -250,11 +249,14 @@ class Ranked(Training):
 
     def _received(self, graceful: GracefulStop) -> Generator[Step, None, None]:
         seen: deque[int] = deque(maxlen=10 * LATE_STEPS)
+        weights: dict[str, Tensor] = {}
         with self._ranks() as ranks:
             for rank, message in ranks.messages():
                 if isinstance(message, Begun):
                     graceful.begun = True
                     self.notes, self.last_step = [*self.said, *message.notes], message.last_step
+                elif isinstance(message, WholeTensor):
+                    weights[message.name] = message.tensor
                 elif isinstance(message, Outcome):  # the last words of ranks that will raise
                     load(self.model, message.weights)
                 else:
@@ -270,7 +272,7 @@ class Ranked(Training):
             if self.job.listen is not None:
                 ranks.beside.finish(within=LEAVE_SECONDS)
             outcome = _joined([found for found in ranks.results if found is not None], ranks.notes)
-        load(self.model, outcome.weights)
+        load(self.model, outcome.weights or weights)
         self.outcome = outcome
 
     @contextmanager
@@ -347,7 +349,7 @@ def started(job: Job, work: "Work | Silent", **how: Any) -> Iterator[Any]:
 
 def _joined(outcomes: list[Outcome], notes: list[str]) -> Outcome:
     """Of ranks that are worlds of their own: the first one's, with how long each was at what."""
-    first = next(outcome for outcome in outcomes if outcome.weights)
+    first = next((outcome for outcome in outcomes if outcome.weights), outcomes[0])
     phases = first.phases if len(outcomes) == 1 else [each for outcome in outcomes for each in outcome.phases]
     return replace(first, phases=phases, notes=[*first.notes, *notes])
 
@@ -391,7 +393,7 @@ def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
     for name, p in model.named_parameters():
         if p.is_meta:
             set_data(p, weights[name])
-    for name, tensor in tensors_of(model).items():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.data_ptr() != weights[name].data_ptr():
             tensor.copy_(weights[name])
 

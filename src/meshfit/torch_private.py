@@ -5,6 +5,7 @@ import ctypes
 import functools
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -268,6 +269,17 @@ def unwrap_call(module: nn.Module) -> None:
 def map_tensors_in_place(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> nn.Module:
     """``fn`` of all parameters and buffers, as ``module.to`` does: parameters stay the objects that they are."""
     return module._apply(fn)
+
+
+def without_weak_references(model: nn.Module) -> bool:
+    """Whether nothing refers weakly to its parameters, as ``set_data`` needs it; torch's recurrent layers do so no
+    more."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = [None] * len(
+                module._flat_weight_refs
+            )  # by which a parameter that was replaced is noticed: none will be
+    return not any(weakref.getweakrefcount(p) for p in model.parameters())
 
 
 def refresh_flat_weights(module: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfit.checkpoint.parts import Parts
 from meshfit.checkpoint.resume import saved
 from meshfit.errors import NonFiniteError
 from meshfit.job import Job
@@ -81,7 +82,13 @@ class Work:
         feed.late(run)
         feed.flush()
         outcome = outcome_of(run)
-        weights = run.placed.tensors(keep=coordination.leads and run.world.rank == 0)
+        weights = {}
+        if run.deferred is None or run.placed.is_whole:
+            weights = run.placed.tensors(keep=coordination.leads and run.world.rank == 0)
+        else:  # no process need hold all of it beside the caller
+            for name, tensor in Parts(run.placed).tensors():
+                if run.world.rank == 0:
+                    channel.send(WholeTensor(name, tensor))
         run.exchange.remove()
         run.events.close()  # the model goes with this process: nothing else need be put back
         return replace(outcome, weights=weights) if run.mesh.rank == 0 else None
@@ -133,6 +140,14 @@ class Begun:
 
     notes: list[str]
     last_step: int | None
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A trained parameter or buffer."""
+
+    name: str
+    tensor: Tensor
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from meshfit.deferred.program import Program, StorageView, Unfollowable
 from meshfit.deferred.record import BuildRecorder, OnCPU
 from meshfit.errors import in_short
-from meshfit.torch_private import in_place_of_rejection_sampling, own_buffers
+from meshfit.torch_private import in_place_of_rejection_sampling, own_buffers, without_weak_references
 
 __all__ = ["Deferred", "Unfollowable", "put_off", "unrecorded"]
 
@@ -65,6 +65,8 @@ class Deferred:
             _recording.reset(before)
         if not isinstance(self.model, nn.Module):
             return  # its caller says so
+        if not without_weak_references(self.model):
+            raise Unfollowable("something refers weakly to its parameters")
         self._recorder = recorder
         self._give_values_to_all_but_parameters()
         self._views: dict[int, list[tuple[Tensor, StorageView]]] = defaultdict(list)
