@@ -4,9 +4,9 @@
     python benchmarks/start_memory.py --layers 32 --width 4096     # Llama-8B's shape
     python benchmarks/start_memory.py --as-object                  # the model itself, for comparison
 
-Peaks are the largest resident memory (VmHWM) beyond that of a process with everything imported: until the first step,
-and from the last step until ``fit`` is over. ``share`` is what a rank holds of the weights; ``unit`` the largest
-parameter or block.
+Peaks are the largest resident memory (VmHWM) beyond that of a process that has trained a small model before: until the
+weights are in place, and from the last step until the training is over. ``share`` is what a rank holds of the weights;
+``unit`` the largest block, or the embedding.
 """
 
 import argparse
@@ -83,39 +83,40 @@ def rank(width: int, layers: int, plan: str, as_object: bool, one_gpu: bool) -> 
 
         os.environ |= RIG | {"NCCL_HOSTID": f"host{os.environ['RANK']}"}
     import meshfit
-    from meshfit.drive import RANK_MODULES, begin
+    from meshfit.axes import place
+    from meshfit.drive import begin
 
-    for module in RANK_MODULES:
-        __import__(module)
     build = lambda: Llama(width, layers)
     with torch.device("meta"):
         shape = build()
     weights = sum(p.nbytes for p in shape.parameters())
     units = [*shape.layers, shape.embed, shape.head]
     ids = torch.randint(VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(0))
-    job = meshfit.Job(
-        build() if as_object else build,
-        (ids[:, :-1], ids[:, 1:]),
-        loss=lambda out, targets: F.cross_entropy(out, targets.flatten()),
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.01, foreach=False),
-        steps=2,
-        batch_size=4,
-        plan=plan,
-        devices="auto" if one_gpu else "cpu",
-    ).training()
-    if one_gpu:
-        torch.zeros(1, device="cuda")  # CUDA's own memory
-    base = resident("VmRSS") - (weights if as_object else 0)
+    asked: dict[str, Any] = {
+        "loss": lambda out, targets: F.cross_entropy(out, targets.flatten()),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.01, foreach=False),
+        "steps": 2,
+        "batch_size": 4,
+        "plan": plan,
+        "devices": "auto" if one_gpu else "cpu",
+    }
+    data = ids[:, :-1], ids[:, 1:]
+    meshfit.fit(lambda: Llama(512, 2), data, progress=False, **asked)  # imports, connections, CUDA's own memory
+    base = resident("VmRSS")
+    job = meshfit.Job(build() if as_object else build, data, **asked).training()
     forget_peak()
     seen: dict[str, Any] = {}
 
-    def tap(run: Any) -> None:
+    def in_place(*_: Any) -> None:
         seen["start"] = resident("VmHWM") - base
         if one_gpu:
             seen["gpu_start"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
 
-    training = begin(job, lockstep=False, tap=tap)
+    last = "fill" if not as_object else "look_away_from"  # what ``place`` calls when weights are where they belong
+    before = getattr(place, last)
+    setattr(place, last, lambda *given: (before(*given), in_place()))
+    training = begin(job, lockstep=False)
     with training:
         for step in training:
             loss = step.loss
