@@ -1,5 +1,6 @@
 """A model that a function builds on meta: its tensors, made one by one, are bit for bit those of the function."""
 
+import copy
 import os
 import sys
 from collections.abc import Callable
@@ -83,6 +84,26 @@ def several_inits() -> nn.Module:
     return model.to(memory_format=torch.channels_last).bfloat16()
 
 
+def as_in_old_code() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.first = nn.Parameter(torch.Tensor(5, 6))
+    nn.init.xavier_uniform_(model.first)
+    model.second = nn.Parameter(torch.FloatTensor(4, 4).uniform_(-1, 1))
+    model.weight.data /= model.weight.data.norm()
+    return model
+
+
+def memory_that_is_shared() -> nn.Module:
+    """On the CPU ``cpu()`` and ``to("cpu")`` return the tensor itself."""
+    model = nn.Sequential(nn.Linear(20, 20), nn.LSTM(5, 6))
+    model[0].weight.data.cpu().normal_()
+    model[0].bias.data.to("cpu", torch.float32).fill_(3.0)
+    model[0].weight.data.to(device="cpu", non_blocking=True)[3:].mul_(2)
+    other = copy.deepcopy(model[0])
+    nn.init.normal_(model[0].weight)
+    return nn.Sequential(model.to("cpu"), other).half().to("cpu", torch.float64)
+
+
 class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +120,10 @@ class Odd(nn.Module):
         assert self.first.bias.device.type == "cpu"
 
 
-@pytest.mark.parametrize("build", [seeded_inside, own_generator, several_inits, Odd])
+BUILDS = (seeded_inside, own_generator, several_inits, as_in_old_code, memory_that_is_shared, Odd)
+
+
+@pytest.mark.parametrize("build", BUILDS)
 def test_random_numbers_come_in_their_order(build: Callable[[], nn.Module]) -> None:
     deferred = assert_same(build)
     if build is Odd:
@@ -141,7 +165,14 @@ def changes_what_it_was_given() -> nn.Module:
     return nn.Linear(4, 4)
 
 
-@pytest.mark.parametrize("build", [reads_weights, changes_what_it_was_given])
+def writes_by_numpy() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    nn.init.ones_(layer.weight)
+    layer.weight.data.numpy()[:] = 2
+    return layer
+
+
+@pytest.mark.parametrize("build", [reads_weights, changes_what_it_was_given, writes_by_numpy])
 def test_what_cannot_be_put_off_is_said(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(Unfollowable):
         Deferred(build)

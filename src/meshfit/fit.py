@@ -77,7 +77,8 @@ def fit(
     """Train ``model`` on ``data`` over the devices of ``plan``. The model ends with the trained weights.
 
     What is trained
-        model        an nn.Module, or a function that builds one; called as model(x), model(*x) or model(**x)
+        model        an nn.Module, or a function that builds one, which on several devices is then nowhere whole (see
+                     Result.gather_model); called as model(x), model(*x) or model(**x)
         data         tensors, arrays, a Dataset, an IterableDataset; or a function that returns one, called in each rank
         loss         loss(outputs, targets): a mean, or (sum, count). None: the model returns it (Hugging Face's .loss)
         step         instead of loss: step(model, batch) returns the loss, for distillation and the like
@@ -106,7 +107,8 @@ def fit(
     Devices
         plan         how to spread it, and how each device computes: "data=4", "shard=8 precision=bf16 microbatches=2";
                      "auto" takes every device for the data. All words: help(meshfit.Plan)
-        devices      "auto" (every GPU; without GPUs as many CPU ranks as the plan names), a number, "cpu:4", "cuda:0,2"
+        devices      "auto" (every GPU; without GPUs as many CPU ranks as the plan names), a number, "cpu:4",
+                     "cuda:0,2", "mps"
         timeout      seconds that a rank may wait for the others in a collective; then the training ends with an error
         listen       where workers of other hosts may join, with server= in the plan: "10.0.0.5:7000"
         join         run workers for the run that listens there, one for each device; plan and end are that run's

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -229,8 +230,25 @@ class OnCPU(TorchFunctionMode):
             return self.said[func]
         if func is Tensor.__setitem__ and self.recorder.knows(args[0]) and not isinstance(args[2], Tensor):
             args = *args[:2], torch.full((), args[2], dtype=args[0].dtype)  # torch would make it on meta by itself
+        if func in (Tensor.to, Tensor.cpu) and self.recorder.knows(args[0]):
+            args, kwargs = _without_cpu(args, kwargs or {})  # it is there: what is returned shares its memory
+            if func is Tensor.cpu or (len(args) == 1 and not kwargs):
+                return args[0]
         if getattr(func, "__name__", "") in READS and args and isinstance(args[0], Tensor):
             with self.recorder.aside():
                 if self.recorder.knows(args[0]):
-                    args = (self.recorder.read(args[0]), *args[1:])
+                    found = func(self.recorder.read(args[0]), *args[1:], **(kwargs or {}))
+                    if isinstance(found, np.ndarray):
+                        found.flags.writeable = False  # what is written there would be lost
+                    return found
         return func(*args, **(kwargs or {}))
+
+
+def _without_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``Tensor.to`` without the device, if that is the CPU."""
+    device = next((a for a in args[1:] if isinstance(a, str | torch.device)), kwargs.get("device"))
+    if device is None or torch.device(device).type != "cpu":
+        return args, kwargs
+    rest = (args[0], *(a for a in args[1:] if not isinstance(a, str | torch.device) and a is not None))
+    rest = tuple(a for a in rest if not isinstance(a, bool)) if len(rest) == 1 or isinstance(rest[1], bool) else rest
+    return rest, {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
