@@ -118,7 +118,7 @@ class Job:
         assert isinstance(plan, Plan)
         assert isinstance(size, int)
         said = isinstance(asked.plan, Plan) or "microbatches=" in asked.plan
-        if plan.pipeline == 1 or plan.schedule == "sequential" or said or batch_norms(self.build()):
+        if plan.pipeline == 1 or plan.schedule == "sequential" or said or batch_norms(self._shape()):
             return self
         for count in range(min(4 * plan.pipeline, size // plan.shares), 1, -1):
             try:
@@ -170,6 +170,15 @@ class Job:
         if any(isinstance(t, torch.Tensor) for state in self._state_at_start(deferred) for t in state.values()):
             raise Unfollowable("the optimizer makes tensors of them when it is built")
         return deferred
+
+    def _shape(self) -> nn.Module:
+        """The model, with or without values."""
+        if isinstance(self.model, nn.Module):
+            return self.model
+        try:
+            return self.defer().model
+        except Unfollowable:
+            return self.build()
 
     def _state_at_start(self, deferred: Deferred) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else list(self.make_optimizer(deferred.model).state.values())

@@ -83,8 +83,8 @@ class Parts:
         each = self.tensors(self.saved)
         try:
             if path is not None:
-                described = {name: self.described[name][::-1] for name in self.saved}
-                begin, _ = header(described, {"format": "pt"})
+                each_of = {name: (dtype, shape) for name in self.saved for shape, dtype in [self.described[name]]}
+                begin, _ = header(each_of, {"format": "pt"})
                 Files(path.parent).put(path.name, _bytes(begin, each))
         finally:
             for _ in each:  # the others wait
