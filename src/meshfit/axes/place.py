@@ -37,6 +37,7 @@ from meshfit.axes.tensors import check_ties, parameters_to
 from meshfit.comm.first import from_first_rank
 from meshfit.comm.group import Group
 from meshfit.deferred import Deferred
+from meshfit.launch import heap
 from meshfit.plan import Plan
 
 L = TypeVar("L", bound=Applied)
@@ -271,7 +272,9 @@ def place(
     if not same:
         broadcast(model, mesh, device)
     before_cut(tried)
-    rehearsed.cache_clear()  # the model that plans were tried on is let go
+    if rehearsed.cache_info().currsize:  # the model that plans were tried on is let go
+        rehearsed.cache_clear()
+        heap.give_back()
     placed = Placed(plan, model, mesh, device, found.values, caches=caches, written=written)
     placed.notes += [*found.notes, *([CACHES_OFF] if caches else []), *check_buffers.notes(plan, written)]
     for axis in used:

@@ -8,10 +8,20 @@ without.
 """
 
 import ctypes
+import gc
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MOST_MMAP_THRESHOLD = 32 * 2**20  # glibc takes no more
+
+
+def give_back() -> None:
+    """Give the kernel what was freed: after something large that is done once."""
+    gc.collect()
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
 
 
 def keep() -> None:
