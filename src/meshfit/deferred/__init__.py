@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshfit.deferred.program import Program, StorageView, Unfollowable
+from meshfit.deferred.program import BuildProgram, StorageView, Unfollowable
 from meshfit.deferred.record import BuildRecorder, OnCPU
 from meshfit.errors import in_short
 from meshfit.torch_private import in_place_of_rejection_sampling, own_buffers, without_weak_references
@@ -93,8 +93,8 @@ class Deferred:
                 made[id(t)] = view.on(memory[view.storage]).requires_grad_(t.requires_grad)
             home[name] = made[id(t)]
 
-    def _program(self, wanted: Iterable[int], *, exact: bool = True) -> Program:
-        return Program(self._recorder.ops, self._recorder.sizes, wanted, exact=exact)
+    def _program(self, wanted: Iterable[int], *, exact: bool = True) -> BuildProgram:
+        return BuildProgram(self._recorder.ops, self._recorder.sizes, wanted, exact=exact)
 
     def values(self, told: Callable[[], None] = lambda: None) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter that is on meta, and what it holds, on the CPU: one storage at a time, in the order in which

@@ -117,7 +117,7 @@ class Draws:
         return before, self.count
 
 
-class Program:
+class BuildProgram:
     """What of ``ops`` is to be run for the values that the storages ``wanted`` have after them."""
 
     def __init__(self, ops: list[RecordedOp], sizes: Mapping[int, int], wanted: Iterable[int], *, exact: bool = True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshfit.deferred.program import CPU, META, Draws, Program, RecordedOp, StorageView, Unfollowable
+from meshfit.deferred.program import CPU, META, BuildProgram, Draws, RecordedOp, StorageView, Unfollowable
 from meshfit.errors import in_short
 from meshfit.torch_private import (
     TorchDispatchMode,
@@ -182,7 +182,7 @@ class BuildRecorder(TorchDispatchMode):
         view = self.view(t)
         at, memory = self._read.get(view.storage, (-1, None))
         if at != self.written[view.storage]:
-            program = Program(self.ops, self.sizes, [view.storage])
+            program = BuildProgram(self.ops, self.sizes, [view.storage])
             if program.draws:
                 raise Unfollowable("it reads random numbers that it has drawn")
             ((_, memory),) = program.run()
