@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.axes.tensor.column import Entrance, is_product
+from meshfit.comm import collectives
 from meshfit.comm.group import CountingGroup, RankGroup, Wait
 from meshfit.passes.backward import input_gradients
 from tests.distributed import distributed
@@ -145,3 +146,12 @@ def test_the_sum_is_under_way_while_weights_get_their_gradients() -> None:
         assert first == ("scatter" if length else f"start {torch.bfloat16 if half else torch.float32}")
         assert sorted(weights) == ["bias", "bias", "weight", "weight", "weight"]
         assert group.log[6:] == ["wait", "weight", "bias"] or group.log[6:] == ["wait", "bias", "weight"]
+
+
+def test_a_sum_in_place_of_what_autograd_saved_is_told() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        collectives.reduce(x.exp(), CountingGroup(), alone=True).sum().backward()
+    collectives.reduce(x * 2, CountingGroup(), alone=True).sum().backward()
+    with torch.inference_mode():  # which counts no changes
+        assert collectives.reduce(torch.ones(3) * 2, CountingGroup(), alone=True).sum() == 6

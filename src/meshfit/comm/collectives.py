@@ -142,7 +142,8 @@ def start_all_gather(
 def _summed(x: Tensor, group: Group, alone: bool = False) -> Tensor:
     if not alone:
         return group.all_reduce(x)
-    increment_version(x)  # should autograd have saved it after all, backward will say so
+    if not x.is_inference():
+        increment_version(x)  # should autograd have saved it after all, backward will say so
     return group.all_reduce_(x.detach().contiguous())
 
 
