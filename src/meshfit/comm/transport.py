@@ -4,12 +4,12 @@ All that crosses a cut for one microbatch travels as one message. Both ends know
 messages pass between two ranks and in what order (issue.py), so no message says what it is. What the sizes are the
 sender says once for each kind of microbatch, in a small header before its first.
 
-Every two neighbours have a group of their own, one communicator for both directions, which is made, and used once, when
-the transport is made: none comes into being in the middle of a step. A run has one transport, for training and
-evaluation alike.
+Every two neighbours have a group of their own for each direction, so that a message does not wait behind the receive of
+one that comes the other way. Both are made, and used once, when the transport is made: no communicator comes into being
+in the middle of a step. A run has one transport, for training and evaluation alike.
 
     gloo        buffers in host memory; tags count the messages, so that none can be taken for another
-    nccl        buffers in GPU memory; what is issued between two ranks runs in the order in which it was issued
+    nccl        buffers in GPU memory; what is issued in one direction runs in the order in which it was issued
     gloo, GPU   gloo cannot send from GPU memory: by way of host memory
 """
 
@@ -58,9 +58,11 @@ class Transport:
         self.memory = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
         world = dist.get_process_group_ranks(group)
         near = {sum(pair) - self.rank: tuple(sorted(world[r] for r in pair)) for pair in pairs if self.rank in pair}
-        made = groups(near.values(), fresh=True)
-        self._lines = {peer: (made[ranks], ranks.index(world[peer])) for peer, ranks in sorted(near.items())}
-        """By the other rank: the group of the two, and its place there."""
+        up, down = (groups(near.values(), fresh=True) for _ in range(2))
+        self._lines = {peer: (up[ranks], down[ranks]) for peer, ranks in sorted(near.items())}
+        """By the other rank: the groups of the two, for messages to the higher and to the lower of them."""
+        self._places = {peer: ranks.index(world[peer]) for peer, ranks in near.items()}
+        """... and its place there."""
         self._count: dict[tuple[str, int], int] = {}
         self._sending: list[tuple[Any, Tensor]] = []
         self._warm_up()
@@ -106,7 +108,7 @@ class Transport:
     def close(self) -> None:
         """All ranks of the world call it together, when nothing is under way."""
         self.flush()
-        destroy(group for group, _ in self._lines.values())
+        destroy(group for both in self._lines.values() for group in both)
         self._lines = {}
 
     def _warm_up(self) -> None:
@@ -114,18 +116,20 @@ class Transport:
         for peer in sorted(self._lines, key=lambda peer: (min(peer, self.rank), max(peer, self.rank))):
             mine, theirs = (torch.full((8,), float(r), device=self.memory) for r in (self.rank, -1.0))
             both = [self._operation(dist.isend, mine, peer), self._operation(dist.irecv, theirs, peer)]
-            self._issue(*(both if peer > self.rank else both[::-1])).wait()
+            for operation in both if peer > self.rank else both[::-1]:  # to the higher rank first, on both
+                self._issue(operation).wait()
             assert theirs.tolist() == [float(peer)] * 8, f"rank {self.rank} hears {theirs.tolist()} from rank {peer}"
 
     def _operation(self, kind: Any, buffer: Tensor, peer: int) -> dist.P2POp:
-        group, place = self._lines[peer]
+        up, down = self._lines[peer]
+        group = up if (peer > self.rank) == (kind is dist.isend) else down
         way = (kind.__name__, peer)
         tag = self._count[way] = (self._count.get(way, -1) + 1) % TAGS
-        return dist.P2POp(kind, buffer, group=group, group_peer=place, tag=tag)
+        return dist.P2POp(kind, buffer, group=group, group_peer=self._places[peer], tag=tag)
 
-    def _issue(self, *operations: dist.P2POp) -> Any:
-        """As a batch, even of one: NCCL runs that by the communicator of the group, a single one by another."""
-        return _Works(dist.batch_isend_irecv(list(operations)))
+    def _issue(self, operation: dist.P2POp) -> Any:
+        """As a batch of one: NCCL runs that by the communicator of the group, an operation alone by another."""
+        return _Works(dist.batch_isend_irecv([operation]))
 
 
 class _Works:
