@@ -124,6 +124,38 @@ def test_whatever_differs_is_planned_again(kept: Path, plans: list) -> None:
         planned(model, objective, tokens(length), degree, by_rows=by_rows)
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class Clipped(Scaled):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2 / grad.norm()
+
+
+def test_the_same_operations_elsewhere_are_planned_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan says what happens where modules are called, and holds for the backward that it was tried with."""
+
+    def apart(self: Block, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+        return x + F.linear(F.gelu(self.up(x)), self.down.weight, self.down.bias)
+
+    planned(Net(), loss, tokens(8), 2, by_rows=False)
+    monkeypatch.setattr(Block, "forward", apart)
+    found = planned(Net(), loss, tokens(8), 2, by_rows=False)
+    assert found == plan_tensor(Net(), lambda twin: loss(twin, tokens(8)), 2, by_rows=False)
+    digests = {program_of(Net(look=each.apply), loss, tokens(8)).shaped for each in (Scaled, Clipped)}  # type: ignore
+    assert len(digests) == 2
+
+
 def test_where_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: list) -> None:
     for said in ("0", ""):
         monkeypatch.setenv(CACHE, said)

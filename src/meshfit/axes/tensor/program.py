@@ -7,6 +7,7 @@ one take its square.
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from meshfit.anatomy.copies import study, twin
 from meshfit.anatomy.record_program import tensors
 from meshfit.data import tree
-from meshfit.torch_private import TorchDispatchMode, storage_id, tree_flatten, tree_map
+from meshfit.torch_private import TorchDispatchMode, storage_id, tree_flatten, tree_map, watched_functions
 
 SHORT = 32
 """Sequences are cut to so much and the remainder of their length, so that it can be divided by as much as before."""
@@ -44,9 +45,12 @@ def program_of(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: A
         sizes: dict[str, int] = {}
         try:
             copy = copied().train()
+            digest = _Digest(copy, batch)
             for path, module in copy.named_modules():
-                module.register_forward_hook(_noted(sizes, path))
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), _Digest(copy, batch) as digest:
+                module.register_forward_pre_hook(partial(digest.entered, path))
+                module.register_forward_hook(_noted(sizes, path, digest))
+            watched = watched_functions(digest.applied)
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), watched, digest:
                 loss(copy, batch)
         except Exception:  # of the model's own code, in ways that cannot be foreseen
             continue
@@ -54,8 +58,9 @@ def program_of(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: A
     return None
 
 
-def _noted(sizes: dict[str, int], path: str) -> Callable[..., None]:
+def _noted(sizes: dict[str, int], path: str, digest: "_Digest") -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, out: Any) -> None:
+        digest.add(f"left {path}")
         first = next(iter(tensors(out)), None)
         sizes.setdefault(path, 0 if first is None else first.numel())
 
@@ -71,6 +76,19 @@ class _Digest(TorchDispatchMode):
         for tensor in (*model.parameters(), *model.buffers(), *tree.tensors(batch)):
             self._number(tensor, made=True)
 
+    def add(self, said: str, shapeless: str = "") -> None:
+        self.shaped.update(said.encode())
+        self.shapeless.update((shapeless or said).encode())
+
+    def entered(self, path: str, module: nn.Module, args: Any) -> None:
+        """Plans change what modules take and return: the same operations outside of one are another program."""
+        self.add(f"entered {path}")
+
+    def applied(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Of an ``autograd.Function`` the backward does not run here: its code counts."""
+        self.add(inspect.getsource(function))
+        return apply(*args, **kwargs)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves, spec = tree_flatten((args, kwargs))
@@ -82,8 +100,7 @@ class _Digest(TorchDispatchMode):
                 said.append(f"{number} {leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.storage_offset()}")
             elif not isinstance(leaf, torch.device | torch.Generator):
                 said.append(repr(leaf))
-        self.shaped.update("|".join(said).encode())
-        self.shapeless.update("|".join(read).encode())
+        self.add("|".join(said), "|".join(read))
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             args, kwargs = tree_map(_to_meta, (args, kwargs))
         out = func(*args, **kwargs)
