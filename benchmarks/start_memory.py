@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--plan", action="append", help="default: shard and tensor over all ranks")
     parser.add_argument("--as-object", action="store_true")
-    parser.add_argument("--one-gpu", action="store_true", help="ranks share one GPU, over NCCL: see benchmarks/nccl_ranks.py")
+    parser.add_argument("--one-gpu", action="store_true", help="ranks share one GPU, as in benchmarks/nccl_ranks.py")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
