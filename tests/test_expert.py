@@ -24,11 +24,12 @@ from meshfit.axes.expert import balance, spread
 from meshfit.axes.expert.axis import expert_cost, spread_experts
 from meshfit.axes.expert.find import plan_experts
 from meshfit.axes.expert.mixture import ExpertPlan
+from meshfit.axes.expert.travel import Travel
 from meshfit.axes.pipeline.axis import pipeline_of
 from meshfit.axes.refuse import check
 from meshfit.axes.shard.units import traced
 from meshfit.comm import collectives
-from meshfit.comm.group import ThreadGroup
+from meshfit.comm.group import RankGroup, ThreadGroup
 from meshfit.errors import PlanError
 from meshfit.events import Events
 from meshfit.job import Job
@@ -139,9 +140,7 @@ def test_the_check_sees_a_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mixtral", "expert-list"):
         assert not plan_of(name).mixtures
     monkeypatch.setattr(ThreadGroup, "all_to_all", right)
-    monkeypatch.setattr(
-        collectives.AllToAll, "backward", staticmethod(lambda ctx, grad: (None, None, None, None, None))
-    )
+    monkeypatch.setattr(collectives.Sent, "backward", staticmethod(lambda ctx, grad: (None, None, None)))
     assert "gradient" in next(iter(plan_of("mixtral").why.values()))
 
 
@@ -153,6 +152,65 @@ def test_a_penalty_on_weights_needs_them_whole(name: str) -> None:
     plan = plan_experts(model, penalty, 2, SAMPLES)
     assert not plan.mixtures
     assert all("is read outside" in why for why in plan.why.values())
+
+
+class Odd(nn.Module):
+    """An expert that may use the weights of its linear layer by itself."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.inner = what, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.inner.weight, self.inner.bias) if self.what == "by hand" else self.inner(x).tanh()
+
+
+@pytest.mark.parametrize(("what", "grouped"), [("plain", "fast"), ("by hand", "")])
+def test_listed_experts_run_as_one_where_that_is_the_same(what: str, grouped: str) -> None:
+    torch.manual_seed(0)
+    model = Routed()
+    model.experts = nn.ModuleList(Odd(what) for _ in range(4))
+    (mixture,) = found(model).mixtures
+    assert mixture.grouped == grouped
+
+
+class Shared(Routed):
+    """Beside its experts it calls two other modules; ``before``: those run before the first expert."""
+
+    def __init__(self, before: bool, changed: bool = False) -> None:
+        super().__init__()
+        self.before, self.changed = before, changed
+        self.beside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = self.beside(x) if self.before else None
+        if beside is not None and self.changed:
+            beside.mul_(2.0)
+        x = F.dropout(x, 0.5, self.training)  # drawn after the other's, before the experts are called
+        made = super().forward(x)
+        return self.last(made) + (self.beside(x) if beside is None else beside)
+
+
+@pytest.mark.parametrize(("before", "changed", "calls"), [(True, False, 1), (True, True, 2), (False, False, 2)])
+def test_modules_called_before_the_first_of_listed_experts_run_once(before: bool, changed: bool, calls: int) -> None:
+    torch.manual_seed(0)
+    model, x, seen, runs = Shared(before, changed), torch.randn(64, WIDTH), [], []
+    plan = found(model, 1)
+    assert plan.mixtures, plan.why
+    model.beside[0].register_forward_hook(lambda *_: seen.append(1))
+    for spreads in (False, True):
+        if spreads:
+            (mixture,) = plan.mixtures
+            spread.spread(model, mixture, Travel(ThreadGroup.make(1)[0], 0, mixture.count))
+            seen.clear()
+        model.zero_grad()
+        torch.manual_seed(1)
+        made = model(x)
+        made.square().mean().backward()
+        runs.append((made, [p.grad.clone() for p in model.parameters()]))
+    torch.testing.assert_close(runs[1], runs[0])
+    assert len(seen) == calls
 
 
 def test_layers_are_no_experts() -> None:
@@ -465,6 +523,45 @@ def test_the_load_of_each_expert_is_told(tmp_path: Path) -> None:
     busiest = [line["value"] for line in lines if line.get("scalar") == "busiest_expert"]
     first = told[0]["rows"]["layers.0"]
     assert busiest[0] == pytest.approx(max(first) * 4 / sum(first))
+
+
+@distributed(world=2)
+def assert_shared_expert_runs_meanwhile(plan: ExpertPlan) -> None:
+    case, log = case_of("deepseek"), []
+    model, batch = case.build().train(), case.data(SAMPLES)
+    want = mean_loss(case, model, batch)
+    want.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if "shared" in name}
+    model = case.build().train()
+    spread_experts(model, plan, dist.group.WORLD)
+    (mixture,) = plan.mixtures
+    first = model.get_submodule(mixture.beside).gate_proj
+    first.register_forward_hook(lambda *_: log.append("shared"))
+    first.weight.register_post_accumulate_grad_hook(lambda _: log.append("shared"))
+    start = RankGroup.start_all_to_all
+
+    def logged(self: RankGroup, rows: Tensor, sent: Any, taken: Any) -> Any:
+        found, wait = start(self, rows, sent, taken)
+        log.append("sent")
+        return found, lambda: (wait(), log.append("arrived"))
+
+    RankGroup.start_all_to_all = logged
+    try:
+        got = mean_loss(case, model, batch)
+        assert log == ["sent", "shared", "arrived", "sent", "arrived"]
+        log.clear()
+        got.backward()
+        assert log == ["sent", "arrived", "sent", "shared", "arrived"]
+    finally:
+        RankGroup.start_all_to_all = start
+    torch.testing.assert_close(got, want)
+    for name, p in model.named_parameters():
+        if "shared" in name:
+            torch.testing.assert_close(p.grad, gradients[name], msg=name)
+
+
+def test_a_shared_expert_runs_while_rows_are_on_their_way() -> None:
+    assert_shared_expert_runs_meanwhile(plan=plan_of("deepseek"))
 
 
 @distributed(world=2)

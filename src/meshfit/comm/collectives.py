@@ -83,7 +83,16 @@ def gather_rows(x: Tensor, group: Group) -> Tensor:
 
 def all_to_all(rows: Tensor, sent: Sequence[int], taken: Sequence[int], group: Group, anchor: Tensor) -> Tensor:
     """``anchor`` requires a gradient, so that backward runs on every rank, whether or not its ``rows`` do."""
-    return AllToAll.apply(rows, anchor, sent, taken, group)  # type: ignore[return-value]
+    return send_rows(rows, sent, taken, group, anchor)()
+
+
+def send_rows(
+    rows: Tensor, sent: Sequence[int], taken: Sequence[int], group: Group, anchor: Tensor
+) -> Callable[[], Tensor]:
+    """``all_to_all`` under way: call the result for what came. What is computed before that runs meanwhile, and its
+    backward while the gradients are on their way back."""
+    way = _Transit(tuple(sent), tuple(taken), group)
+    return way.send(rows, anchor)
 
 
 class Collective(torch.autograd.Function):
@@ -100,20 +109,46 @@ class Collective(torch.autograd.Function):
         return back, None, None, *(None for _ in ctx.parts)
 
 
-class AllToAll(torch.autograd.Function):
+class _Transit:
+    """Rows of one all_to_all on their way: begun by ``Sent``, waited for by ``Arrived``; in backward the other way."""
+
+    def __init__(self, sent: Sequence[int], taken: Sequence[int], group: Group):
+        self.sent, self.taken, self.group = sent, taken, group
+        self.wait: Callable[[], object] = lambda: None
+        self.gradients: Callable[[], Tensor] | None = None
+        """What waits for those that are on their way back."""
+
+    def send(self, rows: Tensor, anchor: Tensor) -> Callable[[], Tensor]:
+        coming: Any = Sent.apply(rows, anchor, self)
+        return lambda: Arrived.apply(coming, self)  # type: ignore[return-value]
+
+
+class Sent(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, anchor: Tensor, sent: Sequence[int], taken: Sequence[int], group: Group
-    ) -> Tensor:
-        ctx.sent, ctx.taken, ctx.group = sent, taken, group
-        found = group.all_to_all(rows, sent, taken)
-        ctx.save_for_backward(found.new_empty(0))  # a block that is computed again comes at least this far
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, way: _Transit) -> Tensor:
+        ctx.way = way
+        found, way.wait = way.group.start_all_to_all(rows, way.sent, way.taken)
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        back, ctx.way.gradients = ctx.way.gradients(), None
+        return back, None, None
+
+
+class Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor, way: _Transit) -> Tensor:
+        way.wait()
+        ctx.way = way
+        ctx.save_for_backward(coming.new_empty(0))  # a block that is computed again comes at least this far
+        return coming.view_as(coming)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (empty,) = ctx.saved_tensors
-        return all_to_all(grad, ctx.taken, ctx.sent, ctx.group, empty), None, None, None, None
+        ctx.way.gradients = _Transit(ctx.way.taken, ctx.way.sent, ctx.way.group).send(grad, empty)
+        return grad, None  # as a sign: what Sent takes is on its way
 
 
 def start(name: str, x: Tensor, group: Group, *parts: Any) -> tuple[Tensor, Callable[[], object]]:

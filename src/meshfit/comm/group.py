@@ -68,6 +68,10 @@ class Group(ABC):
         """``sent[r]`` of ``rows`` to each rank, in order; returns the ``taken[r]`` that came from each."""
         raise NotImplementedError
 
+    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> tuple[Tensor, Wait]:
+        """Likewise, under way: where they will be, and what waits for them."""
+        return self.all_to_all(rows, sent, taken), _done
+
     def broadcast_(self, buffers: Sequence[Tensor]) -> None:
         """Fill ``buffers[r]`` with rank r's, for all ranks at once. An empty one is not sent."""
         raise NotImplementedError
@@ -145,12 +149,12 @@ class RankGroup(Group):
         own, x = _to_scatter(x)
         return own, _waiting(reduce_scatter_single(_plain(own), _plain(x), group=self.group, async_op=True))
 
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
+    def start_all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> tuple[Tensor, Wait]:
+        rows = rows.detach().contiguous()
         found = rows.new_empty(sum(taken), *rows.shape[1:])
         current().moved("all_to_all", rows.nbytes)
-        with current().waiting("meet"):
-            dist.all_to_all_single(found, rows.contiguous(), list(taken), list(sent), group=self.group)
-        return found
+        work = dist.all_to_all_single(found, rows, list(taken), list(sent), group=self.group, async_op=True)
+        return found, _waiting(work)
 
     def broadcast_(self, buffers: Sequence[Tensor]) -> None:
         works = []

@@ -9,7 +9,7 @@ listed    modules of one kind in a list, called one by one; with "expert" in its
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from meshfit.anatomy.copies import study
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.expert.check import check
+from meshfit.axes.expert.grouped import linears
 from meshfit.axes.expert.mixture import ExpertPlan, Mixture
 from meshfit.axes.expert.spread import roles
 from meshfit.axes.prove import Given, Refused
@@ -41,6 +42,8 @@ class _Seen:
     """Given to it, of width ``widths``; what it made of them, ``made``."""
     widths: dict[str, int] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
+    inner: dict[str, list[list[tuple[str, bool]]]] = field(default_factory=lambda: defaultdict(list))
+    """Of each call of a module: what it called in turn, and whether with just the tensor that it was given first."""
     readers: dict[str, frozenset[str]] = field(default_factory=dict)
     """Of each parameter, the modules under way whenever something read it."""
     batched: dict[str, None] = field(default_factory=dict)
@@ -78,16 +81,21 @@ def plan_experts(model: nn.Module, step: Step, degree: int, samples: int = 0) ->
     }
     tried: dict[tuple[int, int], str] = {}
     """What came of those of a kind: one of them is checked."""
+    grouped: dict[tuple[int, int], bool] = {}
+    """Whether experts of a kind compute the same as one."""
     for mixture in every:
         path = mixture.module if not mixture.listed else mixture.listed[0].rpartition(".")[0]
         kind = kinds[mixture.module], kinds[path]
         refused = _uncut(twin, mixture, shared, degree) or _read(mixture, seen)
         if not refused and kind not in tried:
             tried[kind] = _refused(twin, mixture, seen.given[mixture.module])
+            if not tried[kind] and mixture.listed and linears(twin.get_submodule(mixture.listed[0])):
+                as_one = replace(mixture, grouped="always")
+                grouped[kind] = not _refused(twin, as_one, seen.given[mixture.module])
         if refused := refused or tried[kind]:
             why[path] = refused
         else:
-            found.append(mixture)
+            found.append(replace(mixture, grouped="fast" if grouped.get(kind) else ""))
     counts = tuple(mixture.count for mixture in every)
     return ExpertPlan(
         degree=degree, mixtures=tuple(found), samples=samples, why=why, counts=counts, batched=tuple(seen.batched)
@@ -106,6 +114,8 @@ def _refused(twin: nn.Module, mixture: Mixture, given: Given) -> str:
 def _watched(twin: nn.Module, step: Step) -> _Seen:
     seen = _Seen()
     under_way: list[str] = []
+    firsts: list[Any] = []
+    """What each of them was given first."""
     calling = {
         module
         for module in twin.modules()
@@ -117,15 +127,21 @@ def _watched(twin: nn.Module, step: Step) -> _Seen:
         path = paths[module]
         seen.calls[path] += 1
         seen.callers[path].add(under_way[-1] if under_way else None)
+        if under_way:
+            same = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0] is firsts[-1]
+            seen.inner[under_way[-1]][-1].append((path, same))
         if len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim() > 1:
             seen.rows[path] += args[0][..., 0].numel()
             seen.widths[path] = args[0].shape[-1]
         if path not in seen.given and (module in calling or roles(args, kwargs)):
             seen.given[path] = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, (args, kwargs))
         under_way.append(path)
+        firsts.append(args[0] if args else None)
+        seen.inner[path].append([])
 
     def after(module: nn.Module, args: tuple, result: Any) -> None:
         under_way.pop()
+        firsts.pop()
         if isinstance(result, Tensor) and result.dim() > 1:
             seen.made[paths[module]] = result.shape[-1]
 
@@ -156,6 +172,7 @@ def _slices(twin: nn.Module, seen: _Seen, degree: int) -> list[Mixture]:
         if len(sizes) != 1 or not numbers or any(p.dim() < 2 for p in own.values()):
             continue
         (count,), prefix = sizes, f"{path}." if path else ""
+        block, beside = _beside(twin, seen, path)
         found.append(
             Mixture(
                 module=path,
@@ -166,9 +183,26 @@ def _slices(twin: nn.Module, seen: _Seen, degree: int) -> list[Mixture]:
                 width=given[places[0]].shape[1],
                 made=given[places[0]].shape[1],
                 calls=seen.calls[path],
+                block=block,
+                beside=beside,
             )
         )
     return found
+
+
+def _beside(twin: nn.Module, seen: _Seen, path: str) -> tuple[str, str]:
+    """What calls the experts, and what it calls once after them, each time with what it was given: a shared expert."""
+    (block, *others) = seen.callers[path]
+    if others or block is None:
+        return "", ""
+    for each in dict.fromkeys(name for called in seen.inner[block] for name, _ in called):
+        names = [[name for name, _ in called] for called in seen.inner[block]]
+        once = all(called.count(each) == called.count(path) == 1 for called in names)
+        after = once and all(called.index(each) > called.index(path) for called in names)
+        same = after and all((each, True) in called for called in seen.inner[block])
+        if same and seen.callers[each] == {block} and not list(twin.get_submodule(each).buffers()):
+            return block, each
+    return "", ""
 
 
 def _is_list(module: nn.Module) -> bool:

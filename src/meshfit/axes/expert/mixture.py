@@ -17,6 +17,10 @@ class Mixture:
     listed: tuple[str, ...] = ()
     """Paths of the experts, where each is a module; else they are slices of ``module``'s own parameters."""
 
+    grouped: str = ""
+    """Whether those of a rank may run as one, by grouped products (grouped.py): "fast" where that pays, "always" for a
+    trial; "" they may not."""
+
     numbers: tuple[str, ...] = ()
     """Attributes of ``module`` that say how many there are."""
 
@@ -31,12 +35,17 @@ class Mixture:
     calls: int = 1
     """In one forward of the model."""
 
+    block: str = ""
+    beside: str = ""
+    """Paths of the module that calls the experts, and of one that it calls after them with what it was given itself: a
+    shared expert. Empty where there is none."""
+
     def relative(self) -> "Mixture":
         """The same, as ``module`` itself knows it."""
         prefix = f"{self.module}." if self.module else ""
         cuts = tuple(replace(cut, name=cut.name.removeprefix(prefix)) for cut in self.cuts)
         listed = tuple(path.removeprefix(prefix) for path in self.listed)
-        return replace(self, module="", listed=listed, cuts=cuts)
+        return replace(self, module="", listed=listed, cuts=cuts, block="", beside="")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,22 +6,29 @@ zero and weights of one, and what comes back is weighed and summed where the tok
 
 Experts that are modules of their own, called one by one by whatever code: that code runs twice. The first time every
 call is noted and answered with zeros; then all rows travel at once; the second time each call gets what came back. So
-the code must ask the same both times, and must not ask for what depends on an answer: the check sees to it.
+the code must ask the same both times, and must not ask for what depends on an answer: the check sees to it. Other
+modules that it calls before the first expert (a router, a shared expert) run once: the second time they answer with
+what they made.
 """
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshfit.axes.expert.grouped import Grouped
 from meshfit.axes.expert.mixture import Mixture
-from meshfit.axes.expert.travel import Travel
+from meshfit.axes.expert.shared import SharedExpert
+from meshfit.axes.expert.travel import Journey, Travel
 from meshfit.axes.forward import wrap
 from meshfit.axes.tensor.cut import Undo
 from meshfit.errors import JobError
-from meshfit.torch_private import tree_flatten, tree_unflatten
+from meshfit.generators import Generators
+from meshfit.torch_private import tree_flatten, tree_leaves, tree_unflatten, version
 
 
 def spread(model: nn.Module, mixture: Mixture, travel: Travel) -> list[Undo]:
@@ -40,7 +47,10 @@ def spread(model: nn.Module, mixture: Mixture, travel: Travel) -> list[Undo]:
         Listed(model, mixture, travel).apply(module)
     else:
         own = [named[cut.name] for cut in mixture.cuts]
-        around = lambda forward: partial(_fused, forward, travel, own)
+        paths = dict(model.named_modules()) if mixture.beside else {}
+        there = mixture.block in paths and mixture.beside in paths
+        meanwhile = SharedExpert(paths[mixture.block], paths[mixture.beside]) if there else lambda: None
+        around = lambda forward: partial(_fused, forward, travel, own, meanwhile)
         wrap(module, around, innermost=True)  # where channels are cut too, sums over those ranks are of fewer rows
     return undo
 
@@ -63,7 +73,14 @@ def roles(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
     return (rows, chosen[0], weights) if w.shape == shape and len(x) == len(w) else None
 
 
-def _fused(forward: Callable[..., Any], travel: Travel, own: list[nn.Parameter], *args: Any, **kwargs: Any) -> Tensor:
+def _fused(
+    forward: Callable[..., Any],
+    travel: Travel,
+    own: list[nn.Parameter],
+    meanwhile: Callable[[], None],
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     found = roles(args, kwargs)
     if found is None:
         raise JobError("experts were called in another way than when they were found", f"with {len(args)} arguments")
@@ -75,7 +92,7 @@ def _fused(forward: Callable[..., Any], travel: Travel, own: list[nn.Parameter],
     announced = travel.announce(x, ends.diff())  # what lies beyond the last end is nobody's
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     rows = _Taken.apply(x, order, inverse, choices)
-    journey = announced.go(rows)  # type: ignore[arg-type]
+    journey = announced.go(rows, meanwhile)  # type: ignore[arg-type]
     arrived = journey.arrived
     if len(arrived):
         new = {found[0]: arrived, found[1]: journey.experts()[:, None].to(chosen.dtype)}
@@ -121,16 +138,26 @@ class Listed:
         self.experts = [model.get_submodule(path) for path in mixture.listed]
         self._forwards: list[Callable[..., Any]] = []
         """Their own."""
+        self._grouped: Grouped | None = None
+        self._may_group, self._always = bool(mixture.grouped), mixture.grouped == "always"
         self._asked: list[tuple[int, Tensor]] | None = None
         """Calls that are noted; None: they are answered."""
         self._answers: list[tuple[int, Tensor]] = []
         self._made: dict[Any, Tensor] = {}
         """What experts make of no rows, by the kind of rows."""
+        self._kept: deque[_Call] = deque()
+        """Of the first time: calls of other modules before that of any expert."""
 
     def apply(self, module: nn.Module) -> None:
         for number, expert in enumerate(self.experts):
             self._forwards.append(expert.forward)
             wrap(expert, lambda forward, number=number: partial(self._expert, number))
+        if self._may_group:
+            own = slice(self.travel.own.start, self.travel.own.stop)
+            self._grouped = Grouped(self.experts[own], self._forwards[own.start], always=self._always)
+        for child in module.children():
+            if not any(each in self.experts for each in child.modules()):
+                wrap(child, lambda forward, child=child: partial(self._other, child, forward))
         wrap(module, lambda forward: partial(self._run, forward))
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
@@ -146,6 +173,20 @@ class Listed:
             )
         return answer
 
+    def _other(self, child: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._asked is None and self._kept:
+            call = self._kept.popleft()
+            if call.module is child and call.made_of == _shapes((args, kwargs)) and call.is_as_it_was:
+                call.after.restore()
+                return call.made
+            self._kept.clear()
+        made = forward(*args, **kwargs)
+        if self._asked is not None and not self._asked:
+            tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+            after = Generators(tensors[0].device if tensors else torch.device("cpu"))
+            self._kept.append(_Call(child, _shapes((args, kwargs)), made, [(t, version(t)) for t in tensors], after))
+        return made
+
     def _made_of_none(self, x: Tensor) -> Tensor:
         kind = x.dtype, x.device, torch.is_autocast_enabled(x.device.type), x.shape[-1]
         if kind not in self._made:
@@ -155,21 +196,19 @@ class Listed:
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        gpu = next((leaf.device for leaf in leaves if leaf.is_cuda), None)
-        drawn = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
+        before = Generators(next((leaf.device for leaf in leaves if leaf.is_cuda), torch.device("cpu")))
         self._asked = []
         try:
             forward(*args, **kwargs)
-        finally:
             asked, self._asked = self._asked, None
-        back = self._answered(asked, leaves[0].device)
-        torch.set_rng_state(drawn[0])
-        if gpu is not None and drawn[1] is not None:
-            torch.cuda.set_rng_state(drawn[1], gpu)
-        result = forward(*args, **kwargs)
-        if self._answers:
-            self._answers = []
-            raise JobError("what calls the experts ran twice, and asked for less the second time")
+            back = self._answered(asked, leaves[0].device)
+            before.restore()
+            result = forward(*args, **kwargs)
+            if self._answers:
+                raise JobError("what calls the experts ran twice, and asked for less the second time")
+        finally:
+            self._asked, self._answers = None, []
+            self._kept.clear()
         return result if back is None else _depending(result, back)
 
     def _answered(self, asked: list[tuple[int, Tensor]], device: torch.device) -> Tensor | None:
@@ -185,6 +224,22 @@ class Listed:
         if journey is None:
             self._answers = []
             return None
+        back = journey.back(self._made_by_own(journey))
+        parts = back.split([len(each) for each in rows])
+        answers: list[Any] = [None] * len(asked)
+        for place, part in zip(order, parts, strict=True):
+            number, x = asked[place]
+            answers[place] = number, part.view(*x.shape[:-1], part.shape[1])
+        self._answers = answers
+        return back
+
+    def _made_by_own(self, journey: Journey) -> Tensor:
+        """What the experts that are here make of the rows that came."""
+        if self._grouped is not None and any(journey.called) and self._grouped.fits(journey.arrived):
+            order, inverse = journey.by_expert_order()
+            rows: Any = _Taken.apply(journey.arrived, order, inverse, 1)
+            counts = [sum(each) for each in zip(*journey.counts, strict=True)]
+            return _Taken.apply(self._grouped(rows, counts, journey.called), inverse, order, 1)  # type: ignore
         own = self._forwards[self.travel.own.start : self.travel.own.stop]
         made = [
             forward(given) if called else None
@@ -193,14 +248,28 @@ class Listed:
         real = next((each for each in made if each is not None), None)
         if real is None:
             real = self._made_of_none(journey.arrived)
-        back = journey.back(journey.in_order([real[:0] if each is None else each for each in made]))
-        parts = back.split([len(each) for each in rows])
-        answers: list[Any] = [None] * len(asked)
-        for place, part in zip(order, parts, strict=True):
-            number, x = asked[place]
-            answers[place] = number, part.view(*x.shape[:-1], part.shape[1])
-        self._answers = answers
-        return back
+        return journey.in_order([real[:0] if each is None else each for each in made])
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Of a module that is no expert."""
+
+    module: nn.Module
+    made_of: list[Any]
+    made: Any
+    tensors: list[tuple[Tensor, int]]
+    """In ``made``, and how often each had been changed in place."""
+    after: Generators
+    """Random numbers, as it left them."""
+
+    @property
+    def is_as_it_was(self) -> bool:
+        return all(version(tensor) == before for tensor, before in self.tensors)
+
+
+def _shapes(given: Any) -> list[Any]:
+    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_leaves(given)]
 
 
 def _depending(result: Any, back: Tensor) -> Any:

@@ -10,14 +10,14 @@ so autograd comes by on all of them.
               on a GPU it waits for the counts of all ranks, once a call; meanwhile the device puts the rows in order
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from meshfit.axes.data import batchnorm
 from meshfit.axes.expert.load import Load
-from meshfit.comm.collectives import all_to_all
+from meshfit.comm.collectives import all_to_all, send_rows
 from meshfit.comm.group import Group
 from meshfit.errors import RankError
 from meshfit.transfer import HostCopy, upload
@@ -81,14 +81,15 @@ class Announced:
     def __init__(self, travel: Travel, every: Tensor, coming: HostCopy):
         self._travel, self._every, self._coming = travel, every, coming
 
-    def go(self, rows: Tensor) -> "Journey":
-        """Send ``rows``, which lie by expert; behind those that have an expert others may lie. The host waits here."""
+    def go(self, rows: Tensor, meanwhile: Callable[[], None]) -> "Journey":
+        """Send ``rows``, which lie by expert; behind those that have an expert others may lie. The host waits here.
+        ``meanwhile`` is called while they are on their way."""
         travel, heard = self._travel, self._coming.tolist()
         travel._heard(heard)
         counts = [theirs[HEADER:] for theirs in heard]
         sent = sum(counts[travel.group.rank])
         own = self._every[:, HEADER + travel.own.start : HEADER + travel.own.stop]
-        return Journey(travel, rows if sent == len(rows) else rows[:sent], counts, counts, own)
+        return Journey(travel, rows if sent == len(rows) else rows[:sent], counts, counts, own, meanwhile)
 
 
 class Journey:
@@ -101,6 +102,7 @@ class Journey:
         counts: list[list[int]],
         calls: list[list[int]],
         own_counts: Tensor | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ):
         group, own, share = travel.group, travel.own, travel.share
         self._group, mine = group, counts[group.rank]
@@ -112,13 +114,22 @@ class Journey:
         """The same on the device."""
         self.called = [any(theirs[expert] for theirs in calls) for expert in own]
         """Whether anyone called each of the experts that are here, if maybe with no row."""
-        self.arrived = all_to_all(rows, self._sent, self._taken, group, travel._anchor)
+        arrive = send_rows(rows, self._sent, self._taken, group, travel._anchor)
+        meanwhile()
+        self.arrived = arrive()
 
     def experts(self) -> Tensor:
         """For each row that came, which of the experts that are here it is for."""
-        assert self._own_counts is not None
-        local = torch.arange(len(self.called), device=self.arrived.device).repeat(len(self.counts))
-        return local.repeat_interleave(self._own_counts.flatten(), output_size=len(self.arrived))
+        device, counts = self.arrived.device, self._own_counts
+        if counts is None:
+            counts = upload([n for each in self.counts for n in each], device)
+        local = torch.arange(len(self.called), device=device).repeat(len(self.counts))
+        return local.repeat_interleave(counts.flatten(), output_size=len(self.arrived))
+
+    def by_expert_order(self) -> tuple[Tensor, Tensor]:
+        """Where each of the rows sorted by expert lies among those that came, and the inverse."""
+        order = self.experts().sort(stable=True)[1]
+        return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
     def by_expert(self) -> list[Tensor]:
         """The rows that came for each of the experts that are here."""
