@@ -246,9 +246,11 @@ class Counted(RankGroup):
         self._count("all_gather", x.numel() * self.size)
         return super().start_all_gather(x)
 
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
+    def start_all_to_all(
+        self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]
+    ) -> tuple[Tensor, Callable[[], object]]:
         self._count("all_to_all", rows.numel())
-        return super().all_to_all(rows, sent, taken)
+        return super().start_all_to_all(rows, sent, taken)
 
 
 @distributed(world=2)

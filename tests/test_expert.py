@@ -23,6 +23,7 @@ from meshfit.anatomy.trace import Trace
 from meshfit.axes.expert import balance, spread
 from meshfit.axes.expert.axis import expert_cost, spread_experts
 from meshfit.axes.expert.find import plan_experts
+from meshfit.axes.expert.grouped import Grouped
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.expert.travel import Travel
 from meshfit.axes.pipeline.axis import pipeline_of
@@ -41,6 +42,7 @@ from tests.few import every_other
 
 cloudpickle.register_pickle_by_value(zoo_experts)
 WIDTH, SAMPLES = 8, 13
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def case_of(name: str) -> Case:
@@ -172,6 +174,36 @@ def test_listed_experts_run_as_one_where_that_is_the_same(what: str, grouped: st
     model.experts = nn.ModuleList(Odd(what) for _ in range(4))
     (mixture,) = found(model).mixtures
     assert mixture.grouped == grouped
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_experts_as_one_make_and_learn_what_they_do_one_by_one(device: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(nn.Linear(16, 32, bias=bias), nn.GELU(), nn.Linear(32, 16, bias=bias))
+    experts = nn.ModuleList(make() for _ in range(4)).to(device)
+    counts, called = [5, 0, 9, 0], [True, True, True, False]  # one called with no row, one by nobody
+    rows = torch.randn(14, 16, device=device)
+    kept = []
+    for as_one in (False, True):
+        experts.zero_grad()
+        x = rows.clone().requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            if as_one:
+                made = Grouped(list(experts), experts[0].forward, always=False)(x, counts, called)
+            else:
+                parts = zip(experts, x.split(counts), called, strict=True)
+                made = torch.cat([expert(part) for expert, part, wanted in parts if wanted])
+        made.float().square().sum().backward()
+        assert made.dtype == torch.bfloat16
+        kept.append((made.detach().float(), x.grad, {name: p.grad for name, p in experts.named_parameters()}))
+    assert {name for name, grad in kept[1][2].items() if grad is None} == {n for n in kept[0][2] if n.startswith("3.")}
+    close = lambda got, want: torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * float(want.abs().max()))
+    close(kept[1][0], kept[0][0])
+    close(kept[1][1], kept[0][1])
+    for name, want in kept[0][2].items():
+        if want is not None:
+            close(kept[1][2][name], want)
 
 
 class Shared(Routed):

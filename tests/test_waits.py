@@ -1,6 +1,7 @@
 """On a GPU: how often the host waits for it in a training step, under plans of one device; of several ranks that is
 counted by benchmarks/syncs.py. Which waits there are, and why: docs/waits.md."""
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -108,7 +109,9 @@ def waits(*, verb: str = "callbacks", model: Any = Words, **asked: Any) -> Count
     ids=str,
 )
 def test_no_step_waits(asked: dict[str, Any]) -> None:
-    assert waits(**asked) == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it compiles
+        assert waits(**asked) == {}
 
 
 @gpu

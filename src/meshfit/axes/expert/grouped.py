@@ -40,7 +40,7 @@ class Grouped:
 
     def __call__(self, rows: Tensor, counts: Sequence[int], called: Sequence[bool]) -> Tensor:
         """``rows`` lie by expert, ``counts`` of each. One that nobody called gets no gradient."""
-        groups = _Groups(counts, called, rows.device)
+        groups = _Groups(counts, called, rows.device, kernel=not self.always)
         with self._multiplying(groups):
             return self.forward(rows)
 
@@ -56,10 +56,10 @@ class Grouped:
 
 
 class _Groups:
-    """Which rows are whose."""
+    """Which rows are whose. ``kernel``: multiply by torch's own; else one by one, in any precision."""
 
-    def __init__(self, counts: Sequence[int], called: Sequence[bool], device: torch.device):
-        self.counts, self.called = list(counts), called
+    def __init__(self, counts: Sequence[int], called: Sequence[bool], device: torch.device, *, kernel: bool):
+        self.counts, self.called, self.kernel = list(counts), called, kernel
         ends = torch.tensor(self.counts).cumsum(0)
         self.ends = upload(ends.tolist(), device, torch.int32)
 
@@ -68,7 +68,7 @@ class _Groups:
             raise Refused("an expert gives its linear layers other rows than its own")
         weights = [self._own(i, each.weight) for i, each in enumerate(layers)]
         biases = [None if each.bias is None else self._own(i, each.bias) for i, each in enumerate(layers)]
-        if not x.is_cuda:
+        if not self.kernel:
             parts = zip(x.split(self.counts), weights, biases, strict=True)
             return torch.cat([F.linear(*part) for part in parts])
         low = torch.bfloat16
