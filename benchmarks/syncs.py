@@ -48,6 +48,8 @@ and a NaN is met. The GPU has this step's work by then."""
 
 REASONS: dict[str, tuple[int, str]] = {
     "each_step": (2, "all ranks wait for the caller after each step: that is what each_step= asks for"),
+    "mixture": (32, "the model's own code asks for the nonzero rows of 4 experts in 2 layers, and runs twice"),
+    "exchange=": (3, "a rank whose targets are all left out must not step; an averaging says whether to stop"),
 }
 """By a word of the case: how often two steps may wait, and why."""
 
