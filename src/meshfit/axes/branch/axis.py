@@ -22,7 +22,6 @@ from torch import nn
 
 from meshfit.anatomy.branches import branches
 from meshfit.anatomy.copies import twin
-from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.cuts import StageCut, Stages
 from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.trace import Event, Trace
@@ -70,10 +69,10 @@ class Branch:
 
     def find(self, model: nn.Module, objective: Objective, batch: Any, *, device: str = "cuda") -> "BranchPlan":
         """Who runs what, from one step recorded on ``batch``: on one rank, for all of them."""
-        meter, found, trace = partial(Meter, target=device), [], None
+        found, trace = [], None
         for share in SHARES:
             atoms, recording = faithful(
-                model, objective, batch, meter=meter, share=share, atoms=self.atoms, refusal=self._refusal
+                model, objective, batch, device=device, share=share, atoms=self.atoms, refusal=self._refusal
             )
             trace = _relative(recording.trace)
             self._check(trace)

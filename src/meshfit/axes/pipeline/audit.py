@@ -5,12 +5,14 @@ when it is run again.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshfit.anatomy.copies import twin
+from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.cuts import storage_of
 from meshfit.anatomy.record import Recording, TraceError, record
 from meshfit.anatomy.record_program import Instruction, ValueRef, decode, references, tensors
@@ -35,18 +37,36 @@ class Misfit(Exception):
         self.module, self.error = module, error
 
 
-def audit(recording: Recording, whole: nn.Module, batch: Any) -> None:
-    """Run ``whole`` and its recording on copies, in training mode, and compare; a ``Misfit`` if they differ."""
+def audit(recording: Recording, whole: nn.Module, batch: Any, device: str) -> None:
+    """Run ``whole`` and its recording on copies, in training mode, and compare; a ``Misfit`` if they differ. A model in
+    host memory is tried on the GPU, where it takes moments; where that cannot be, on the CPU."""
     own = [*whole.parameters(), *whole.buffers(), *tree.tensors(batch)]
     if recording.trace.parameter_bytes > LARGEST or any(tensor.is_meta for tensor in own):
         return
-    gpus = list({tensor.device for tensor in own if tensor.is_cuda})
+    if device == "cuda" and torch.cuda.is_available() and not any(tensor.is_cuda for tensor in own):
+        try:
+            _compare(recording, whole, batch, torch.device("cuda", torch.cuda.current_device()))
+            return
+        except (RuntimeError, Misfit):  # out of memory, or a tensor that is no module's: the CPU can tell
+            torch.cuda.empty_cache()
+    _compare(recording, whole, batch, None)
+
+
+def _compare(recording: Recording, whole: nn.Module, batch: Any, device: torch.device | None) -> None:
+    """On ``device``; None: where the model is."""
+
+    def copied() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model, content = twin(whole, meta=False), tree.map_tensors(torch.clone, batch)
+        return (model, content) if device is None else (model.to(device), tree.to_device(content, device))
+
+    own = [*whole.parameters(), *whole.buffers(), *tree.tensors(batch)]
+    gpus = list({tensor.device for tensor in own if tensor.is_cuda} | ({device} if device is not None else set()))
     with torch.random.fork_rng(gpus), torch.no_grad():
-        torch.manual_seed(0)
-        wanted = twin(whole, meta=False)(tree.map_tensors(torch.clone, batch))
-        torch.manual_seed(0)
-        copy = twin(whole, meta=False)
-        env = Environment(copy, bind(recording, (tree.map_tensors(torch.clone, batch),)))
+        model, content = copied()
+        wanted = model(content)
+        model, content = copied()
+        env = Environment(model, bind(recording, (content,)))
         for step in recording.steps:
             try:
                 run([step], env)
@@ -65,13 +85,14 @@ def faithful(
     objective: Callable[[nn.Module, Any], Any],
     batch: Any,
     *,
-    meter: Any,
+    device: str,
     share: float,
     atoms: Iterable[str],
     refusal: Callable[[str, TraceError], PlanError],
 ) -> tuple[tuple[str, ...], Recording]:
-    """A recording that does what the model does, and the modules whose code it cannot run again: they are taken as a
-    whole, as ``atoms`` are."""
+    """A recording that does what the model does, with costs on ``device``, and the modules whose code it cannot run
+    again: they are taken as a whole, as ``atoms`` are."""
+    meter = partial(Meter, target=device)
     taken = [f"model.{path}" if path else "model" for path in atoms]
     whole = Whole(model, objective)
     while True:
@@ -88,7 +109,7 @@ def faithful(
         if "real tensors" in notes:
             raise refusal("no rank could tell what the others do", _undecided(recording))
         try:
-            audit(recording, whole, batch)
+            audit(recording, whole, batch, device)
             return tuple(path.removeprefix("model.") for path in taken), recording
         except Misfit as misfit:
             if misfit.module in ("", "model", *taken):

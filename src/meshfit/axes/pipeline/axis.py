@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from meshfit.anatomy.copies import twin
-from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.cuts import Stages, stages, work
 from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.trace import Event, Trace
@@ -141,8 +140,7 @@ class Pipeline:
     def _record(
         self, model: nn.Module, objective: Any, batch: Any, share: float, device: str
     ) -> tuple[tuple[str, ...], Recording]:
-        meter = partial(Meter, target=device)
-        return faithful(model, objective, batch, meter=meter, share=share, atoms=self.atoms, refusal=self._refusal)
+        return faithful(model, objective, batch, device=device, share=share, atoms=self.atoms, refusal=self._refusal)
 
     def _refusal(self, what: str, error: TraceError) -> PlanError:
         return PlanError(
