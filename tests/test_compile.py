@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
-from benchmarks.zoo import ZOO
+from benchmarks.zoo import ZOO, Case, labels_kept, next_tokens, seeded
 from benchmarks.zoo_branches import BRANCHES
+from benchmarks.zoo_experts import token_loss
 from meshfit.axes.compile import pieces
 from meshfit.axes.compile.axis import Blocks, compilable, own_numbers
 from meshfit.axes.compile.pieces import InPieces
@@ -76,7 +77,29 @@ def aot_eager_adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
+class MLPInCode(nn.Module):
+    """A region that is compiled by itself: what is around it acts inside the block's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(96, 16), nn.Linear(16, 96)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.mlps = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids)
+        for norm, mlp in zip(self.norms, self.mlps, strict=True):
+            x = x + mlp(norm(x))
+        return self.head(x)
+
+
+OWN = {
+    "mlp-in-code": Case(
+        name="mlp-in-code", build=seeded(MLPInCode), data=next_tokens, loss=token_loss, weight_of=labels_kept
+    )
+}
 SPREAD_PLANS = [
+    ("mlp-in-code", "tensor=2 sequence=split compile=block"),
     ("tied-gpt", "pipeline=2 microbatches=2 compile=block"),
     ("tied-gpt", "pipeline=2 schedule=zbv microbatches=4 compile=block"),
     ("mixtral", "expert=2 compile=block"),
@@ -91,7 +114,7 @@ SPREAD_PLANS = [
 @pytest.mark.parametrize(("name", "plan"), SPREAD_PLANS)
 def test_blocks_are_compiled_inside_other_axes(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", torch.compile)
-    case = (ZOO | BRANCHES)[name]
+    case = (ZOO | BRANCHES | OWN)[name]
     verdict = meshfit.verify(
         case.build(), case.data(16), loss=case.loss, optimizer=aot_eager_adamw, batch_size=8, steps=3, plan=plan
     )

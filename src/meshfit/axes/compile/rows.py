@@ -6,8 +6,8 @@ compiled for a kind of inputs, it runs both ways once, without the compiler, on 
 of inputs and weights must agree, on all ranks of the group. A block that does not stays as it is.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -70,6 +70,16 @@ class BlockOfRows:
         every = self._group.all_gather(torch.tensor([agree], device=device).int())
         return rows if bool(every.all()) else None
 
+    @contextmanager
+    def _bare(self) -> Iterator[None]:
+        """Without what other axes put around the block: that is not compiled either."""
+        around = self._block.__dict__.pop("forward")
+        self._block.__dict__["forward"] = self._forward
+        try:
+            yield
+        finally:
+            self._block.__dict__["forward"] = around
+
     def _run(self, how: str, leaves: list[Any], spec: Any) -> tuple[list[Tensor | None], tuple[bool, ...], None]:
         """Outputs and gradients, of copies of weights and inputs; which outputs are rows."""
         held = {**dict(self._block.named_parameters()), **dict(self._block.named_buffers())}
@@ -80,7 +90,7 @@ class BlockOfRows:
             for leaf, mine in zip(leaves, given, strict=True)
         ]
         args, kwargs = tree_unflatten(shown, spec)
-        with trying.set_to(how):
+        with trying.set_to(how), self._bare():
             made, _ = tree_flatten(torch.func.functional_call(self._block, own, args, kwargs))
         rows = tuple(isinstance(leaf, SlicedTensor) for leaf in made)
         outputs = [_local(leaf) for leaf in made if isinstance(leaf, Tensor)]

@@ -120,6 +120,7 @@ class Crossing:
                 (x,) = (*args, *kwargs.values())
                 if is_plain():
                     return product(layer, self.plain.enter(x))
+                self.plain.note_column(x)
                 x = x.whole() if isinstance(x, SlicedTensor) and not x.length else x
                 if self.stream is not None:
                     self.stream.own(self, x.device)

@@ -39,12 +39,18 @@ class PlainCrossing:
         self._group, self._size, self._alone = traced.number_of(group), group.size, alone
         self._rows: tuple[bool, ...] = ()
         """Which leaves of what the region is given are rows."""
+        self._column_rows = False
+        """Whether what enters its layers are rows: where the region itself is not called by what is compiled."""
         self._entered: list[tuple[Tensor, Tensor]] = []
 
     def note(self, args: Any, kwargs: Any) -> None:
         if trying.get() == "noting":
             leaves, _ = tree_flatten((args, kwargs))
             self._rows = tuple(isinstance(leaf, SplitTensor) for leaf in leaves)
+
+    def note_column(self, x: Any) -> None:
+        if trying.get() == "noting":
+            self._column_rows = isinstance(x, SplitTensor)
 
     def around(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._entered = []
@@ -64,7 +70,10 @@ class PlainCrossing:
         for known, own in self._entered:
             if known is x:
                 return own
-        own = traced.copy(in_autocast(x) if self._alone else x, self._group, self._size)
+        if self._column_rows:
+            own = self._gathered(x)
+        else:
+            own = traced.copy(in_autocast(x) if self._alone else x, self._group, self._size)
         self._entered.append((x, own))
         return own
 
