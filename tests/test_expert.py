@@ -23,7 +23,7 @@ from meshfit.anatomy.trace import Trace
 from meshfit.axes.expert import balance, spread
 from meshfit.axes.expert.axis import expert_cost, spread_experts
 from meshfit.axes.expert.find import plan_experts
-from meshfit.axes.expert.grouped import Grouped
+from meshfit.axes.expert.grouped import Grouped, linears
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.expert.travel import Travel
 from meshfit.axes.pipeline.axis import pipeline_of
@@ -709,3 +709,11 @@ def test_check_needs_no_process() -> None:
         check(Plan.parse("expert=2 offload=parameters"), nn.Linear(2, 2))
     assert spread.roles((torch.ones(3, 2), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)), {}) == (0, 1, 2)
     assert spread.roles((torch.ones(3, 2), torch.ones(3, 1)), {}) is None
+
+
+def test_experts_with_buffers_of_their_own_do_not_run_as_one() -> None:
+    """The code of the first would use its own for the rows of all; a trial sees that only of experts that get rows."""
+    expert = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    assert linears(expert)
+    expert.register_buffer("scale", torch.ones(4))
+    assert not linears(expert)

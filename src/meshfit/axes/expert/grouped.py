@@ -1,8 +1,8 @@
 """Experts of a list as one: the code of the first runs once, on the rows of all, and each of its linear layers
 multiplies the rows of every expert by that expert's own weights, in one grouped product.
 
-That holds for experts of one kind whose parameters are all those of linear layers, and whose code treats each row by
-itself; the check tries it (check.py). It pays where torch has a kernel for it: on GPUs, in bfloat16.
+That holds for experts of one kind without buffers, whose parameters are all those of linear layers, and whose code
+treats each row by itself; the check tries it (check.py). It pays where torch has a kernel for it: on GPUs, in bfloat16.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -85,10 +85,11 @@ class _Groups:
 
 
 def linears(expert: nn.Module) -> dict[str, nn.Linear]:
-    """By path, if all parameters of ``expert`` are those of plain linear layers, and nobody listens; else nothing."""
+    """By path, if all parameters of ``expert`` are those of plain linear layers, it has no buffers (those of the first
+    would stand for all), and nobody listens; else nothing."""
     found = {path: each for path, each in expert.named_modules() if type(each) is nn.Linear}
     own = {id(p) for layer in found.values() for p in layer.parameters()}
-    plain = all(id(p) in own for p in expert.parameters()) and "" not in found
+    plain = all(id(p) in own for p in expert.parameters()) and "" not in found and not list(expert.buffers())
     plain = plain and not any(map(has_forward_hooks, expert.modules()))
     return found if plain and not any("forward" in vars(layer) for layer in found.values()) else {}
 
