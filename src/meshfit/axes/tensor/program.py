@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from meshfit.anatomy.copies import study, twin
 from meshfit.anatomy.record_program import tensors
 from meshfit.data import tree
-from meshfit.torch_private import TorchDispatchMode, storage_id, tree_flatten, tree_map, watched_functions
+from meshfit.torch_private import (
+    TorchDispatchMode,
+    storage_id,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    watched_functions,
+)
 
 SHORT = 32
 """Sequences are cut to so much and the remainder of their length, so that it can be divided by as much as before."""
@@ -72,6 +79,7 @@ class _Digest(TorchDispatchMode):
         super().__init__()
         self.shaped, self.shapeless = hashlib.sha256(), hashlib.sha256()
         self._numbers: dict[int, int] = {}
+        self._names: dict[Any, str] = {}
         self._held: list[torch.UntypedStorage] = []  # an address must not be used again
         for tensor in (*model.parameters(), *model.buffers(), *tree.tensors(batch)):
             self._number(tensor, made=True)
@@ -92,7 +100,7 @@ class _Digest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves, spec = tree_flatten((args, kwargs))
-        said, read = [str(func), str(spec)], [str(func)]
+        said, read = [self._named(func), self._named(spec)], [self._named(func)]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 number = self._number(leaf)
@@ -102,12 +110,20 @@ class _Digest(TorchDispatchMode):
                 said.append(repr(leaf))
         self.add("|".join(said), "|".join(read))
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-            args, kwargs = tree_map(_to_meta, (args, kwargs))
+            moved = [_to_meta(leaf) for leaf in leaves]
+            if any(new is not old for new, old in zip(moved, leaves, strict=True)):
+                args, kwargs = tree_unflatten(moved, spec)
         out = func(*args, **kwargs)
-        for leaf in tree_flatten(out)[0]:
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._number(leaf, made=True)
         return out
+
+    def _named(self, thing: Any) -> str:
+        """Of an operation or the form of its arguments, which are few."""
+        if thing not in self._names:
+            self._names[thing] = str(thing)
+        return self._names[thing]
 
     def _number(self, tensor: Tensor, made: bool = False) -> int:
         """Of its memory. What no operation made is a constant of the code: its values count."""
