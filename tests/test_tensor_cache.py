@@ -115,6 +115,8 @@ def test_whatever_differs_is_planned_again(kept: Path, plans: list) -> None:
         (Net(layers=3), loss, 8, 2, False),
         (Net(scale=2.0), loss, 8, 2, False),
         (Net().requires_grad_(False), loss, 8, 2, False),
+        (Net(look=lambda x: x.sin()), loss, 8, 2, False),
+        (Net(look=torch.no_grad()(lambda x: x.sin())), loss, 8, 2, False),
         (by_heads([1.0]), loss, 8, 2, False),
         (by_heads([2.0]), loss, 8, 2, False),
     ]

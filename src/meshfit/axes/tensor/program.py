@@ -57,7 +57,7 @@ def program_of(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: A
                 module.register_forward_pre_hook(partial(digest.entered, path))
                 module.register_forward_hook(_noted(sizes, path, digest))
             watched = watched_functions(digest.applied)
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), watched, digest:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), watched, digest:
                 loss(copy, batch)
         except Exception:  # of the model's own code, in ways that cannot be foreseen
             continue
@@ -100,7 +100,8 @@ class _Digest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves, spec = tree_flatten((args, kwargs))
-        said, read = [self._named(func), self._named(spec)], [self._named(func)]
+        name = f"{self._named(func)} {torch.is_grad_enabled()}"
+        said, read = [name, self._named(spec)], [name]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 number = self._number(leaf)
