@@ -26,9 +26,10 @@ def recurrent(func: Any, x: Any, hx: Any, weights: Any, *rest: Any) -> Any:
         return NotImplemented
     attended["carried"] += 1
     group, several = x.group, isinstance(hx, tuple | list)
-    state = torch.stack(tuple(hx)) if several else hx
+    state: Any = torch.stack(tuple(hx)) if several else hx
     # So that backward, too, comes to every sum on every rank: parts of tensors, without elements
-    out, link = x.local, x.local.flatten()[:0].sum() + weights[0].flatten()[:0].sum()
+    out: Any = None
+    link = x.local.flatten()[:0].sum() + weights[0].flatten()[:0].sum()
     links: list[Tensor] = []
     for turn in range(group.size):
         mine = torch.zeros_like(state)
