@@ -106,7 +106,7 @@ def waits(*, verb: str = "callbacks", model: Any = Words, **asked: Any) -> Count
         {"model": normed, "plan": "microbatches=2 compile=none"},
         {"model": normed, "plan": "microbatches=2 compile=none", "loss": contrast},
     ],
-    ids=str,
+    ids=lambda asked: " ".join(f"{word}={getattr(value, '__name__', value)}" for word, value in asked.items()),
 )
 def test_no_step_waits(asked: dict[str, Any]) -> None:
     with warnings.catch_warnings():

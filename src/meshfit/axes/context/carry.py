@@ -21,7 +21,8 @@ def recurrent(func: Any, x: Any, hx: Any, weights: Any, *rest: Any) -> Any:
     """As ``nn.RNNBase`` calls them: rest is has_biases, num_layers, dropout, train, bidirectional, batch_first."""
     if not isinstance(x, Piece) or len(rest) != 6 or pieces((hx, weights)) or x.span.zigzag or not x.span.plain:
         return NotImplemented
-    _, _, dropout, training, bidirectional, batch_first = rest
+    settings: list[Any] = list(rest)
+    dropout, training, bidirectional, batch_first = settings[2:]
     if bidirectional or x.dim() != 3 or x.span.dim != (1 if batch_first else 0):
         return NotImplemented
     attended["carried"] += 1
@@ -36,7 +37,7 @@ def recurrent(func: Any, x: Any, hx: Any, weights: Any, *rest: Any) -> Any:
         if turn == group.rank:
             given = tuple(state.unbind(0)) if several else state
             with own_draws(group, x.device) if dropout and training else nullcontext():
-                out, *last = func(x.local, given, weights, *rest)
+                out, *last = func(x.local, given, weights, *settings)
             mine = torch.stack(last) if several else last[0]
         state = all_reduce(mine + link, group)
         links.append(state.flatten()[:0].sum())
