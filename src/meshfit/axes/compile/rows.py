@@ -58,10 +58,10 @@ class BlockOfRows:
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         drawn = Generators(device)
         try:
-            want, rows, _ = self._run("noting", leaves, spec)
+            want, rows = self._run("noting", leaves, spec)
             drawn.restore()
             try:
-                got, _, _ = self._run("plain", leaves, spec)
+                got, _ = self._run("plain", leaves, spec)
                 agree = len(want) == len(got) and all(map(_close, want, got))
             except (RuntimeError, ValueError, TypeError):  # another shape than its code is made for
                 agree = False
@@ -80,7 +80,7 @@ class BlockOfRows:
         finally:
             self._block.__dict__["forward"] = around
 
-    def _run(self, how: str, leaves: list[Any], spec: Any) -> tuple[list[Tensor | None], tuple[bool, ...], None]:
+    def _run(self, how: str, leaves: list[Any], spec: Any) -> tuple[list[Tensor | None], tuple[bool, ...]]:
         """Outputs and gradients, of copies of weights and inputs; which outputs are rows."""
         held = {**dict(self._block.named_parameters()), **dict(self._block.named_buffers())}
         own = {name: _leaf(tensor) for name, tensor in held.items()}
@@ -97,11 +97,11 @@ class BlockOfRows:
         inputs = [t for t in (*given, *own.values()) if isinstance(t, Tensor) and t.requires_grad]
         roots = [out for out in outputs if out.requires_grad]
         if not roots or not inputs:
-            return [*outputs], rows, None
+            return [*outputs], rows
         weights = [torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view_as(out) for out in roots]
         with trying.set_to(how) if how == "plain" else nullcontext():
             found = torch.autograd.grad(roots, inputs, weights, allow_unused=True)
-        return [*outputs, *found], rows, None
+        return [*outputs, *found], rows
 
 
 def _local(leaf: Any) -> Any:

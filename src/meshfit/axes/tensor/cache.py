@@ -23,7 +23,7 @@ from meshfit.anatomy.record_build import tied
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.program import Program, contents_of, program_of, shorter
 from meshfit.axes.tensor.region import Region, TensorPlan, joined
-from meshfit.axes.tensor.twin import is_plain
+from meshfit.axes.tensor.twin import is_constant
 from meshfit.comm.group import Traffic
 from meshfit.errors import MeshfitError
 from meshfit.launch.folders import cache_folder
@@ -121,7 +121,7 @@ def _structure(model: nn.Module) -> Iterator[bytes]:
 
 
 def _plain(thing: Any) -> str:
-    return str(sorted((name, str(value)) for name, value in vars(thing).items() if is_plain(value)))
+    return str(sorted((name, str(value)) for name, value in vars(thing).items() if is_constant(value)))
 
 
 @cache

@@ -19,7 +19,7 @@ def kinds_of(model: nn.Module) -> dict[str, int]:
 
     def kind(module: nn.Module) -> int:
         if id(module) not in known:
-            plain = [(k, v) for k, v in vars(module).items() if is_plain(v) and not is_number(k)]
+            plain = [(k, v) for k, v in vars(module).items() if is_constant(v) and not is_number(k)]
             shapes = [
                 (n, tuple(p.shape), p.dtype, p.requires_grad)
                 for n, p in own_parameters(module).items()
@@ -70,6 +70,6 @@ def _around(path: str) -> Iterator[str]:
         yield path
 
 
-def is_plain(value: object) -> bool:
+def is_constant(value: object) -> bool:
     """Whether it is a number, a word or several: what two modules must have alike to do the same."""
-    return isinstance(value, (int, float, str)) or (isinstance(value, tuple) and all(map(is_plain, value)))
+    return isinstance(value, (int, float, str)) or (isinstance(value, tuple) and all(map(is_constant, value)))
