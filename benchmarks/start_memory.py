@@ -142,7 +142,7 @@ def measured(arguments: argparse.Namespace, plan: str) -> list[dict[str, Any]]:
     command += [__file__, "--rank", "--plan", plan, "--width", str(arguments.width), "--layers", str(arguments.layers)]
     command += ["--as-object"] * arguments.as_object + ["--one-gpu"] * arguments.one_gpu
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    found = [json.loads(line.partition("SEEN ")[2]) for line in done.stdout.splitlines() if "SEEN " in line]
+    found = [json.JSONDecoder().raw_decode(said)[0] for said in done.stdout.split("SEEN ")[1:]]  # ranks share a line
     if len(found) < size:
         sys.exit(done.stderr[-4000:])
     return sorted(found, key=lambda each: each["rank"])
