@@ -1,21 +1,26 @@
-# make demo: trains the example on a fresh machine.   make test: all tests.   make check: what CI runs.
-# make more: what make test leaves out: the same properties over many more models.
+# make demo: trains the example on a fresh machine.   make test: the tests.   make check: what CI runs.
+# make more: what make test leaves out: the same properties over more models and plans.
+# make faults: real faults injected into real runs, as a table; some minutes.
 # make wide: the libraries of benchmarks/zoo_wide.py.
 PYTHON ?= python3
 VENV := .venv/bin
 TESTS := $(VENV)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 PIP := $(VENV)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check more wide clean
+.PHONY: demo test check more faults wide clean
 
 demo: .venv/demo
 	$(VENV)/python examples/digits.py
+	@echo "         . .venv/bin/activate                                puts meshfit on the path, for this shell"
 
 test: .venv/dev
 	$(TESTS)
 
 more: .venv/dev
 	$(TESTS) -m more
+
+faults: .venv/dev
+	$(VENV)/python -m tests.faults
 
 check: .venv/dev
 	$(VENV)/ruff check .

@@ -33,7 +33,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from meshfit.axes.pipeline.axis import Pipeline
+from benchmarks.gantt import gantt
+from meshfit.axes.pipeline.staged import Staged
+from meshfit.axes.pipeline.stages import Pipeline
 from meshfit.axes.precision import Precision
 from meshfit.comm.transport import Transport
 from meshfit.data.loader import Batch, Microbatch
@@ -46,7 +48,6 @@ from meshfit.launch.world import World, cores
 from meshfit.loss.objective import LossDenominator, Objective
 from meshfit.passes.loss_sum import LossSum
 from meshfit.passes.pipeline import Pipelined
-from meshfit.schedule.gantt import gantt
 from meshfit.schedule.issue import pairs
 from meshfit.schedule.simulate import Simulated, formula, simulate
 
@@ -106,7 +107,7 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
     group = dist.group.WORLD
     assert group is not None
     where = pipeline.find(model, objective, (x[:4], x[:4]), device="cpu")
-    staged = pipeline.apply(model, where, world.rank, group)
+    staged = Staged.of(pipeline, model, where, world.rank, group)
     exchange = Across(
         AllReduce(staged.model.parameters(), None, CPU),
         [staged],

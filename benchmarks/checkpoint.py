@@ -100,7 +100,7 @@ class Meshfit:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self.run.optimizer
+        return self.run.optimizer.each[0]
 
 
 class Sharded:

@@ -4,10 +4,10 @@
     python benchmarks/compose.py --only pipeline,expert     # pairs and triples with both
     python benchmarks/compose.py --pairs                    # without the triples
 
-Trains models that have what the axes need, under every pair of the seven axes and a dozen triples, each axis at degree
-two, and compares losses and weights with one device, as ``parity.py`` does. A pair is *equal* if all its models are,
-*refused* if the plan is refused before it trains, with the property that it hurts. Exits with 1 if any run raised or
-differs.
+Trains models that have what the axes need, under every pair of the seven axes (with tensor=2 also sequence=split) and a
+dozen triples, each axis at degree two, and compares losses and weights with one device, as ``parity.py`` does. A pair
+is *equal* if all its models are, *refused* if the plan is refused before it trains, with the property that it hurts.
+Exits with 1 if any run raised or differs.
 """
 
 import argparse
@@ -91,8 +91,12 @@ CASES = parity.EVERY | {"two-mixtures": two_mixtures()}
 parity.EVERY.update(CASES)
 
 
+SPLIT = "tensor sequence=split"
+
+
 def plan_of(axes: Iterable[str]) -> str:
     words = [f"{axis}=2" for axis in DEGREES if axis in axes]
+    words += ["tensor=2 sequence=split"] if SPLIT in axes else []
     return " ".join([*words, *(["microbatches=2"] if "pipeline" in axes else [])])
 
 
@@ -128,12 +132,14 @@ def main() -> int:
     for pair in itertools.combinations(DEGREES, 2):
         if only <= set(pair):
             found[pair] = judged(pair, models_of(pair))
+    for axis in (axis for axis in DEGREES if axis != "tensor" and only <= {axis, "tensor"}):
+        found[axis, SPLIT] = judged((axis, SPLIT), models_of((axis, SPLIT)))
     for words, model in {} if asked.pairs else TRIPLES.items():
         if only <= set(words.split()):
             found[tuple(words.split())] = judged(tuple(words.split()), [model])
     table = Table("", *DEGREES, title="pairs of axes, each at degree 2: models that train like one device")
-    for i, row in enumerate(DEGREES):
-        pairs = [(DEGREES[j], row) for j in range(i)]
+    for i, row in enumerate((*DEGREES, SPLIT)):
+        pairs = [(axis, row) for axis in DEGREES[:i]]
         table.add_row(row, *(cell(found[pair]) if pair in found else "" for pair in pairs), *[""] * (7 - i))
     console = Console(width=120)
     console.print(table)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.zoo import diffusers, torchvision, transformers
 from meshfit.anatomy.cuts import cuts, work
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.pipeline.axis import Pipeline
+from meshfit.axes.pipeline.stages import Pipeline
 from meshfit.errors import PlanError
 from meshfit.loss.objective import Objective
 

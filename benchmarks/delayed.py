@@ -164,7 +164,10 @@ class DelayedGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> DelayedWork:
         def fill() -> None:
-            output.view(self._size, -1).copy_(given.reshape(1, -1).expand(self._size, -1))
+            whole, own = output.view(-1), given.reshape(-1)
+            if all(t.data_ptr() % 8 == 0 and t.nbytes % 8 == 0 for t in (whole, own)):
+                whole, own = whole.view(torch.int64), own.view(torch.int64)  # single bytes are copied slowly
+            whole.view(self._size, -1).copy_(own.expand(self._size, -1))
 
         return self._issue(self._others * output.nbytes, (output, given), fill)
 
@@ -252,6 +255,8 @@ def connect(ranks: int) -> None:
     make = lambda store, rank, size, timeout: DelayedGroup(rank, size)
     dist.Backend.register_backend(NAME, make, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, rank=0, world_size=ranks, store=store)
+    made = dist.new_group
+    dist.new_group = lambda *args, backend=None, **kwargs: made(*args, **kwargs)  # there is nobody to meet over gloo
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
         LINK.calibrate()

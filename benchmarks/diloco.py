@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.traffic import counted
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.local import Local, Outer
+from meshfit.exchange.protocol import StepScalars
 from meshfit.exchange.update import Update
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks
@@ -120,11 +121,11 @@ class Work:
         def run() -> None:
             for step in range(self.steps):
                 warm, rest = min(1.0, (step + 1) / 100), 0.5 * (1 + math.cos(math.pi * step / self.steps))
-                update.optimizer.param_groups[0]["lr"] = self.lr * warm * (0.1 + 0.9 * rest)
+                update.optimizers[0].param_groups[0]["lr"] = self.lr * warm * (0.1 + 0.9 * rest)
                 starts = torch.randint(len(train) - LENGTH - 1, (BATCH,), generator=draw)
                 mine = starts[world.rank * own : (world.rank + 1) * own]
                 loss = loss_of(model, train, mine) / world.size
-                exchange.arm(loss.item(), float(own), stop=False, broken=False)
+                exchange.arm(StepScalars(loss.item(), float(own)))
                 loss.backward()
                 scalars = exchange.finish()
                 correction = 1.0 if isinstance(exchange, AllReduce) else world.size

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import queue
+import random
 import signal
 import threading
 import time
@@ -219,16 +220,16 @@ def _work(
 
 
 def _break_often(worker: Worker, times: int) -> None:
-    """Break the connection after a question is sent, before its answer is heard: every third time, until ``times``."""
-    worker.broken, asked = 0, [0]  # type: ignore[attr-defined]
+    """Break the connection after a question is sent, before its answer is heard: at every third or so, ``times`` times.
+    By chance, since by count it would always be a push, or always a step."""
+    worker.broken, chance = 0, random.Random(0)  # type: ignore[attr-defined]
     for connection in worker.connections:
         plain = connection.recv
 
         def recv(timeout: float, connection: Any = connection, plain: Any = plain) -> Any:
-            asked[0] += 1
-            if asked[0] % 3 == 0 and worker.broken < times:  # type: ignore[attr-defined]
+            if chance.random() < 1 / 3 and worker.broken < times:  # type: ignore[attr-defined]
                 worker.broken += 1  # type: ignore[attr-defined]
-                time.sleep(0.002 * (asked[0] % 2))  # at times the server has done it by then, at times not
+                time.sleep(0.002 * (worker.broken % 2))  # type: ignore[attr-defined]  # at times the server has done it by then, at times not
                 connection.close()
             return plain(timeout)
 

@@ -29,6 +29,7 @@ from benchmarks.zoo import CASES, Case, batches, mean_loss, take
 from meshfit.axes.shard.axis import Shard
 from meshfit.axes.shard.units import traced, units
 from meshfit.data import tree
+from meshfit.exchange.protocol import StepScalars
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.update import Update
 from meshfit.loss.objective import Objective
@@ -97,7 +98,7 @@ def over_nccl(case: Case, zero: int) -> tuple[list[float], dict[str, Tensor]]:
     for _, index in zip(range(STEPS), batches(SAMPLES, BATCH), strict=False):
         with shards.inside():
             loss = mean_loss(case, model, take(data, index.cuda()))
-        exchange.arm(loss.detach(), 1.0, stop=False, broken=False)
+        exchange.arm(StepScalars(loss.detach(), 1.0))
         loss.backward()
         scalars = exchange.finish()
         update(exchange.gradients, scalars.loss, 1.0, exchange.norm)

@@ -199,10 +199,7 @@ def by_accelerate(shape: Shape, clock: Clock) -> Trained:
 
 
 def by_lightning(shape: Shape, clock: Clock) -> Trained:
-    try:
-        import lightning as L
-    except ImportError:
-        import pytorch_lightning as L
+    import pytorch_lightning as L
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -223,7 +220,7 @@ def by_lightning(shape: Shape, clock: Clock) -> Trained:
             nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
     class Timer(L.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             clock(trainer.global_step)
 
     module = Module()

@@ -95,7 +95,7 @@ def found(tree: Tree) -> dict[str, tuple[int, list[str]]]:
     classes = recurring(tree)
     every["class names that recur"] = len(classes), [f"{name}: {' '.join(paths)}" for name, paths in classes.items()]
     private = private_torch(tree)
-    every["private torch outside its file"] = len(private), [f"{p.file}:{p.line} {p.name}" for p in private]
+    every["private torch outside its folder"] = len(private), [f"{p.file}:{p.line} {p.name}" for p in private]
     lines = Counter(path for path, _ in duplicated(tree))
     every["duplicated lines"] = sum(lines.values()), [f"{path} {n}" for path, n in lines.most_common()]
     for kind, words in WORDS.items():

@@ -39,7 +39,8 @@ from benchmarks.anatomy_live import LiveBytes
 from benchmarks.zoo import Case, diffusers, seeded, take, torchvision, transformers
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.offload import Offloaded
+from meshfit.axes.offload.axis import Offloading
+from meshfit.axes.offload.optimizer import Offloaded
 from meshfit.axes.shard.units import traced
 from meshfit.cost import Cost
 from meshfit.data import tree
@@ -238,13 +239,17 @@ def watch(job: Job, world: World) -> Cost:
         pass
     held = {"activations": kept(), "gathered": gathered()}
     away: dict[str, int] = {}
-    parts = away if run.plan.offload == "parameters" else held
+    parts = away if run.plan.offloads("parameters") else held
     parts["weights"] = size_of(run.model.parameters())  # of one that is cut, a view of this rank's part
     parts["gradients"] = max(summed(), size_of(gradients(run)))
     parts["optimizer"] = size_of(tree.tensors(dict(run.optimizer.state)))
     if (offload := run.update.offload) is not None:
         held["optimizer"] = state()
-        away["optimizer"] = size_of(one.host for chunk in offload.chunks for one in chunk.away.values())
+        away["optimizer"] = size_of(
+            one.host for each in offload.each for chunk in each.chunks for one in chunk.away.values()
+        )
+    if (moving := run.placed.layer(Offloading)) is not None:
+        away["activations"] = moving.host.pool.bytes
     return Cost(held=held, host=away)
 
 

@@ -66,6 +66,7 @@ def cells() -> list[Cell]:
     found += [Cell("expert=2", "mixtral-balanced"), Cell("data=2", "mixtral-balanced"), Cell("expert=2", "deepseek")]
     compiled = ("data=2 compile=whole", "shard=2 compile=block", "pipeline=2 microbatches=4 compile=block")
     compiled += ("tensor=2 sequence=whole compile=block", "tensor=2 sequence=split compile=block")
+    compiled += ("context=2 compile=block",)
     found += [*(Cell(plan) for plan in compiled), Cell("expert=2 compile=block", "mixture")]
     found += [Cell("data=2", "batchnorm"), Cell("shard=2 recompute=full"), Cell("shard=2 offload=optimizer")]
     whole = ("data=2", "shard=2 microbatches=2", "pipeline=2 microbatches=4", "data=2 pipeline=2 microbatches=2")
@@ -78,7 +79,8 @@ def cells() -> list[Cell]:
         "data=2 shard=2",
         "data=2 context=2",
         "shard=2 context=2",
-        "context=2 tensor=2",
+        "context=2 tensor=2 sequence=whole",
+        "context=2 tensor=2 sequence=split",
         "data=2 pipeline=2 microbatches=4",
         "data=2 pipeline=2 schedule=zbv microbatches=4",
         "shard=2 pipeline=2 microbatches=4",
@@ -88,8 +90,9 @@ def cells() -> list[Cell]:
         "context=2 pipeline=2 schedule=zbv microbatches=4",
     ]
     mixed = [Cell(plan) for plan in many] + [Cell("data=2 expert=2", "mixture"), Cell("data=2 branch=2", "ensemble")]
-    for beside in ("tensor=2", "context=2", "pipeline=2 microbatches=4", "pipeline=2 schedule=zbv microbatches=4"):
+    for beside in ("tensor=2", "pipeline=2 microbatches=4", "pipeline=2 schedule=zbv microbatches=4"):
         mixed.append(Cell(f"expert=2 {beside}", "mixture"))
+    mixed.append(Cell("expert=2 context=2", "mixtral-balanced"))  # most of the mixture's activations are its experts'
     mixed += [Cell(f"branch=2 {beside}", "ensemble") for beside in ("shard=2", "tensor=2")]
     mixed += [Cell("branch=2 expert=2", "two-mixtures"), Cell("branch=2 context=2", "tied-heads")]
     mixed += [Cell("branch=2 tensor=2 sequence=split", "tied-heads")]

@@ -112,6 +112,9 @@ ROWS = (
         "tensor={n} sequence=split compile=block",
         (("torch tensor sequence compiled blocks", 1.0, None),),
     ),
+    Row("context", "meshfit context gather", "context={n} attention=gather compile=none"),
+    Row("context", "meshfit context ulysses", "context={n} attention=ulysses compile=none"),
+    Row("context", "meshfit context gather compile=block", "context={n} attention=gather compile=block"),
     Row("pipeline", "torch pipelining 1F1B"),
     Row("pipeline", "torch pipelining 1F1B compiled blocks"),
     Row(
@@ -186,7 +189,8 @@ class GPT(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    """In fp32 everywhere: on CUDA autocast leaves the log-softmax of ``F.cross_entropy`` in bf16."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 # In a rank
@@ -309,7 +313,7 @@ def fsdp2(bench: Bench, compiled: bool = False) -> Loop:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return _simple(bench, lambda x, y: token_loss(model(x).float(), y), model.parameters())
+    return _simple(bench, lambda x, y: token_loss(model(x), y), model.parameters())
 
 
 def torch_tensor(bench: Bench, sequence: bool = False, compiled: bool = False) -> Loop:
@@ -353,7 +357,7 @@ def torch_tensor(bench: Bench, sequence: bool = False, compiled: bool = False) -
         x, y = next(batches)
         with loss_parallel():
             with bench.bf16():
-                loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+                loss = token_loss(model(x), y)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -27,7 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from meshfit.events import MARKED, SAME_SECONDS, WINDOW, Events
+from meshfit.events import MARKED, WINDOW, Events
+from meshfit.gpu_clock import SAME_SECONDS
 from meshfit.observe.sampler import Sampler
 
 LIMIT = 0.005

@@ -8,18 +8,21 @@ This process is rank 0 of 8 (of 64 for the last row): collectives take the time 
 a host, and over 25 GB/s, as between hosts, on streams of their own (``delayed.py``). A model in the shape of Llama 3 8B
 (32 layers, width 4096, 32 heads, 8 of them for keys and values, vocabulary 128256), bf16 with fp32 weights, AdamW, a
 sequence of 8192 tokens a rank; under tensor parallelism one for all ranks, in the pipeline one a microbatch; 32768 with
-context=8. Beside shard=8 FSDP2 by block, beside shard=4 tensor=2 FSDP2 over torch's tensor parallelism (sequence and
-loss parallel), both with bf16 weights and fp32 gradients on the wire.
+context=8. Beside shard=8 FSDP2 by block, with its own casts alone (residuals and norms in bf16) and within autocast, as
+meshfit computes; beside shard=4 tensor=2 FSDP2 over torch's tensor parallelism (sequence and loss parallel). All of
+them with bf16 weights and fp32 gradients on the wire.
 
     free       ms a step if communication took no time
     exposed    how much longer it takes over that bandwidth, as a share of what the communication itself takes
     memory     GiB at the most, and that over what ``meshfit.plan_cost.cost`` foretells
+    computing  ms that the planner foretells for what is computed on an H200, and that over ``free``
 
 What the other ranks would send is not known here: losses mean nothing, and a pipeline's stage waits for no other.
 Exits with 0 if all goals are met (at most torch's time and memory; cost within 4 %), 1 if not, 4 without a GPU.
 """
 
 import argparse
+import faulthandler
 import json
 import math
 import os
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +48,9 @@ from meshfit.plan import Plan
 WARM_UP, STEPS = 2, 3
 BANDWIDTHS = {"free": math.inf, "400 GB/s": 400e9, "25 GB/s": 25e9}
 LATENCY = 10e-6
-COST_LIMIT = 0.04
+COST_LIMIT, TIME_LIMIT = 0.04, 0.10
+DEVICE = "8xH200"
+"""For which the planner says how long computing takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +73,17 @@ class Row:
     ranks: int = 8
     plan: str = ""
     """meshfit's; empty: a loop of torch's own."""
-    peer: str = ""
+    peers: tuple[str, ...] = ()
     longer: int = 1
     """Sequences are so many times as long."""
 
 
 ROWS = (
     Row("FSDP2"),
-    Row("shard=8", plan="shard=8", peer="FSDP2"),
+    Row("FSDP2 with autocast"),
+    Row("shard=8", plan="shard=8", peers=("FSDP2", "FSDP2 with autocast")),
     Row("FSDP2 x torch tensor"),
-    Row("shard=4 tensor=2", plan="shard=4 tensor=2", peer="FSDP2 x torch tensor"),
+    Row("shard=4 tensor=2", plan="shard=4 tensor=2", peers=("FSDP2 x torch tensor",)),
     Row("tensor=8", plan="tensor=8"),
     Row("pipeline=8", plan="pipeline=8 microbatches=8"),
     Row("context=8 shard=8", ranks=64, plan="context=8 shard=8", longer=4),
@@ -98,7 +105,7 @@ class Norm(nn.Module):
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x``: [samples, positions, heads, width of a head]."""
     first, second = x.float().chunk(2, -1)
-    cos, sin = cos[None, :, None], sin[None, :, None]
+    cos, sin = (t[None, : x.shape[1], None] for t in (cos, sin))
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
@@ -166,7 +173,7 @@ class Llama(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 # Loops
@@ -175,8 +182,8 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 @dataclass
 class Loop:
     step: Callable[[], Any]
-    foretold: Callable[[], dict[str, int]] = dict
-    """Bytes by kind."""
+    foretold: Callable[[], tuple[dict[str, int], float]] = lambda: ({}, 0.0)
+    """Bytes by kind, and seconds of what is computed."""
 
 
 def built(shape: Shape, device: torch.device) -> Llama:
@@ -186,16 +193,21 @@ def built(shape: Shape, device: torch.device) -> Llama:
 
 
 def by_meshfit(row: Row, shape: Shape, device: torch.device) -> Loop:
-    import meshfit.run
-    from meshfit.drive import begin
+    from meshfit.drive import begin, here
     from meshfit.job import Job
     from meshfit.loss.objective import LossDenominator
+    from meshfit.run import denominators
 
-    # found by comparing losses of real ranks, which there are not
-    meshfit.run.find_denominator = lambda *_, **__: LossDenominator(kind="targets", unit=shape.length)
-    plan, runs = Plan.parse(row.plan), []
+    found_by = denominators.find_denominator
+
+    def find_denominator(*args: Any, **kwargs: Any) -> LossDenominator:
+        found_by(*args, **kwargs)  # for its time and memory: losses of ranks that are not there mean nothing
+        return LossDenominator(kind="targets", unit=shape.length)
+
+    denominators.find_denominator = find_denominator
+    plan, runs = Plan.parse(f"{row.plan} precision=bf16 compile=none"), []
     samples = plan.shares * plan.microbatches
-    ids = torch.randint(shape.vocabulary, (4 * samples, shape.length + 1))
+    ids = torch.randint(shape.vocabulary // 8, (4 * samples, shape.length + 1))  # whose embeddings rank 0 holds
     job = Job(
         model=lambda: built(shape, device),
         data=(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()),
@@ -204,66 +216,51 @@ def by_meshfit(row: Row, shape: Shape, device: torch.device) -> Loop:
         batch_size=samples,
         steps=100_000,
         shuffle=False,
-        plan=f"{row.plan} precision=bf16 compile=none",
+        plan=str(plan),
     )
 
     def tap(run: Any) -> None:
-        run.guard = None  # gathered parts are all this rank's own, so some gradients are zero that should not be
+        # Gathered parts are all this rank's own: some gradients are zero that should not be, and sums too small.
+        run.phases[0].guard = None
+        run.coordination.met = lambda error: None
         run.schedule.loss.correction = lambda batch, count: 1.0  # which the last stage knows
         runs.append(run)
 
+    here.watched = lambda *_: nullcontext()  # for ranks that are not there
     steps = iter(begin(job.training(), lockstep=False, tap=tap))
     return Loop(lambda: next(steps), lambda: foretold(plan, shape, runs[0]))
 
 
-def foretold(plan: Plan, shape: Shape, run: Any) -> dict[str, int]:
-    """By ``cost``, whose activations are those of fp32 (torch ignores autocast on meta tensors, where traces are made):
-    they are scaled as those of the whole model are by autocast, on fake tensors. Where weights are not gathered as bf16
-    already, autocast rounds a copy of each for every microbatch that is under way."""
-    from meshfit.axes.pipeline.axis import pipeline_of
+def foretold(plan: Plan, shape: Shape, run: Any) -> tuple[dict[str, int], float]:
+    """By ``cost``, and by the planner for a device of this name."""
+    from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
     from meshfit.axes.shard.units import traced
     from meshfit.loss.objective import Objective
-    from meshfit.plan_cost import cost
+    from meshfit.plan_cost import costed
+    from meshfit.planner.cluster import Cluster
+    from meshfit.planner.plan_work import plan_work
+    from meshfit.planner.predict import FINE
+    from meshfit.planner.software import MESHFIT
+    from meshfit.planner.step import StepModel
 
     with torch.device("meta"):
         model = Llama(shape)
     ids = torch.zeros(1, shape.length, dtype=torch.long)
     objective, content = Objective(token_loss), (ids, ids)
-    if plan.pipeline > 1:
-        trace = pipeline_of(plan).find(model, objective, content, device="cuda").trace
-    else:
-        trace = traced(model, objective, content, device="cuda")
+    fine = {"share": FINE} if plan.tensor > 1 else {}
+    trace = traced(model, objective, content, device="cuda", plan=plan, operations=True, **fine)
     if isinstance(trace, Exception):
         raise trace
+    found = dict(run.placed.found)
+    if plan.pipeline > 1:
+        found["pipeline"] = FoundStages(None, 0.0, trace=trace, cut=pipeline_of(plan).cut_of(trace))  # type: ignore
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    found = cost(plan, trace, optimizer, found=run.placed.found, place={"pipeline": 0}, ahead=True)
-    held = dict(found.held)
-    held["activations"] = round(held["activations"] * kept_under_autocast(shape))
-    if plan.shard == 1:
-        linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-        share = linear / sum(p.numel() for p in model.parameters())
-        held["rounded weights"] = round(held["weights"] * share / 2 * plan.pipeline)
-    return held
-
-
-class Scored(nn.Module):
-    def __init__(self, shape: Shape):
-        super().__init__()
-        self.model = Llama(shape)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return token_loss(self.model(ids), ids)
-
-
-def kept_under_autocast(shape: Shape) -> float:
-    """Of what fp32 keeps, without rounded copies of the weights."""
-    from benchmarks.anatomy_live import Case, on_fake, on_meta
-
-    case = Case("", lambda: Scored(shape), lambda: torch.zeros(1, shape.length, dtype=torch.long))
-    with torch.device("meta"):
-        linear = sum(m.weight.numel() for m in Llama(shape).modules() if isinstance(m, nn.Linear))
-    kept = on_fake(case, "cuda", torch.autocast("cuda", torch.bfloat16)) - 2 * linear
-    return kept / on_meta(case, "cuda")
+    how = {"place": {"pipeline": 0}, "ahead": True, "estimates": True}
+    costing = costed(plan, trace, optimizer, found=found, **how)
+    work = plan_work(plan, [costing] * plan.pipeline, samples=1, tokens=shape.length, model_flops=0)
+    items = StepModel(Cluster.of(DEVICE), MESHFIT)(work).items
+    seconds = (items["computing"] + items["update"]) * MESHFIT.slack
+    return costing.total.held | {"passed": costing.total.passed}, seconds
 
 
 def _simple(model: nn.Module, shape: Shape, device: torch.device, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Loop:
@@ -284,7 +281,21 @@ def fsdp2(row: Row, shape: Shape, device: torch.device) -> Loop:
 
     model = built(shape, device)
     _fully_shard(model, init_device_mesh(device.type, (row.ranks,)))
-    return _simple(model, shape, device, lambda x, y: token_loss(model(x).float(), y))
+    return _simple(model, shape, device, lambda x, y: token_loss(model(x), y))
+
+
+def fsdp2_autocast(row: Row, shape: Shape, device: torch.device) -> Loop:
+    """As Accelerate runs it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = built(shape, device)
+    _fully_shard(model, init_device_mesh(device.type, (row.ranks,)))
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return token_loss(model(x), y)
+
+    return _simple(model, shape, device, loss_of)
 
 
 def _fully_shard(model: Llama, mesh: Any) -> None:
@@ -340,7 +351,7 @@ def fsdp2_tensor(row: Row, shape: Shape, device: torch.device) -> Loop:
         )
     _fully_shard(model, mesh["shard"])
 
-    loop = _simple(model, shape, device, lambda x, y: token_loss(model(x).float(), y))
+    loop = _simple(model, shape, device, lambda x, y: token_loss(model(x), y))
     inner = loop.step
 
     def step() -> None:
@@ -350,13 +361,30 @@ def fsdp2_tensor(row: Row, shape: Shape, device: torch.device) -> Loop:
     return Loop(step)
 
 
-PEERS = {"FSDP2": fsdp2, "FSDP2 x torch tensor": fsdp2_tensor}
+PEERS = {"FSDP2": fsdp2, "FSDP2 with autocast": fsdp2_autocast, "FSDP2 x torch tensor": fsdp2_tensor}
 
 
 # A row, in a process of its own
 
 
-def measure(row: Row, shape: Shape, device: torch.device) -> dict[str, Any]:
+def show_kernels(name: str, step: Callable[[], Any]) -> None:
+    """Where the device's time goes in a step, to the errors."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    kernels = [each for each in seen.key_averages() if each.self_device_time_total and each.device_type.name == "CUDA"]
+    kernels.sort(key=lambda each: -each.self_device_time_total)
+    total = sum(each.self_device_time_total for each in kernels)
+    lines = [
+        f"    {each.self_device_time_total / 1e3:8.2f} ms {each.count:5} x {each.key[:130]}" for each in kernels[:40]
+    ]
+    print(f"{name}: kernels take {total / 1e3:.1f} ms", *lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def measure(row: Row, shape: Shape, device: torch.device, profile: bool = False) -> dict[str, Any]:
     from benchmarks.delayed import LINK, connect
 
     connect(row.ranks)
@@ -369,10 +397,13 @@ def measure(row: Row, shape: Shape, device: torch.device) -> dict[str, Any]:
     wait()
     found: dict[str, Any] = {"begun": time.perf_counter() - began, "ms": {}}
     if cuda:
-        torch.cuda.reset_peak_memory_stats()
+        found["start_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    most: dict[str, float] = {}
     LINK.latency = LATENCY
     for word, bandwidth in BANDWIDTHS.items():
         LINK.bandwidth, LINK.latency = bandwidth, 0.0 if math.isinf(bandwidth) else LATENCY
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
         loop.step()
         wait()
         LINK.bytes = LINK.calls = 0
@@ -384,17 +415,24 @@ def measure(row: Row, shape: Shape, device: torch.device) -> dict[str, Any]:
             times.append(time.perf_counter() - start)
         found["ms"][word] = 1e3 * statistics.median(times)
         found |= {"bytes": LINK.bytes / STEPS, "calls": LINK.calls / STEPS}
-    found["gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+        if cuda:
+            most[word] = torch.cuda.max_memory_allocated() / 2**30
+    found["gib"], found["gibs"] = max(most.values(), default=None), most
+    if profile:
+        LINK.bandwidth, LINK.latency = math.inf, 0.0
+        show_kernels(row.name, loop.step)
     if not cuda:
         return found
     try:
-        found["foretold"] = {kind: size / 2**30 for kind, size in loop.foretold().items()}
+        sizes, seconds = loop.foretold()
+        found["foretold"] = {kind: size / 2**30 for kind, size in sizes.items()}
+        found["foretold_ms"] = 1e3 * seconds
     except Exception as error:  # what was measured still counts
         found["foretold_error"] = f"{type(error).__name__}: {error}"
     return found
 
 
-def shown(row: Row, found: dict[str, Any], peer: dict[str, Any] | None) -> tuple[str, bool]:
+def shown(row: Row, found: dict[str, Any], peers: dict[str, dict[str, Any]]) -> tuple[str, bool]:
     ms, free = found["ms"], found["ms"]["free"]
     takes = {word: 1e3 * (found["bytes"] / bw + found["calls"] * LATENCY) for word, bw in BANDWIDTHS.items()}
     text, good = f"{row.name:<22} free {free:7.0f} ms", True
@@ -403,24 +441,30 @@ def shown(row: Row, found: dict[str, Any], peer: dict[str, Any] | None) -> tuple
         text += f"   {word} {ms[word]:7.0f} ms, exposed {100 * share:3.0f} % of {takes[word]:.0f}"
     if found["gib"] is not None:
         text += f"   {found['gib']:6.2f} GiB"
+        if found["gib"] > 1.02 * min(found["gibs"].values()):
+            text += " (" + ", ".join(f"{word} {gib:.2f}" for word, gib in found["gibs"].items()) + ")"
     if found.get("foretold") and found["gib"] is not None:
         off = found["gib"] / sum(found["foretold"].values()) - 1
         kinds = ", ".join(f"{kind} {size:.2f}" for kind, size in found["foretold"].items())
         text += f"\n    {100 * off:+.1f} % of cost(): {kinds}"
         good = abs(off) <= COST_LIMIT
         text += "" if good else "  NOT WITHIN 4 %"
+        off = found["foretold_ms"] / free - 1
+        text += f"\n    computing foretold: {found['foretold_ms']:.0f} ms, {100 * off:+.0f} %"
+        text += "" if abs(off) <= TIME_LIMIT else "  NOT WITHIN 10 %"
     if "foretold_error" in found:
         text, good = f"{text}\n    cost(): {found['foretold_error']}", False
-    if peer is not None:
+    for name, peer in peers.items():
         ratios = {word: ms[word] / peer["ms"][word] for word in ms}
-        text += "\n    of " + row.peer + "'s: " + ", ".join(f"{word} {ratio:.2f}" for word, ratio in ratios.items())
+        text += f"\n    of {name}'s: " + ", ".join(f"{word} {ratio:.2f}" for word, ratio in ratios.items())
         met = max(ratios.values()) <= 1.0
         if found["gib"] is not None:
             text += f", memory {found['gib'] / peer['gib']:.2f}"
             met = met and found["gib"] <= peer["gib"]
         text += "  ok" if met else "  NOT MET"
         good = good and met
-    return f"{text}\n    began in {found['begun']:.0f} s; {found['calls']:.0f} collectives a step", good
+    began = f"began in {found['begun']:.0f} s" + (f", {found['start_gib']:.2f} GiB" if "start_gib" in found else "")
+    return f"{text}\n    {began}; {found['calls']:.0f} collectives a step", good
 
 
 def main() -> int:
@@ -432,6 +476,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=0, help="of a sequence, instead of 8192")
     parser.add_argument("--only", default="", help="names of rows, commas between")
     parser.add_argument("--seconds", type=float, default=120.0, help="a row that takes longer is cut")
+    parser.add_argument("--profile", action="store_true", help="show where the device's time goes, too")
     parser.add_argument("--json", type=Path, help="write what was measured there")
     options = parser.parse_args()
     shape = SMALL if options.small else Shape()
@@ -439,7 +484,8 @@ def main() -> int:
     if options.row:
         row = next(row for row in ROWS if row.name == options.row)
         sys.stdin.readline()  # until the one before is done
-        print(json.dumps(measure(row, shape, torch.device(options.device))), flush=True)
+        faulthandler.dump_traceback_later(0.8 * options.seconds)  # where it stands when it is cut
+        print(json.dumps(measure(row, shape, torch.device(options.device), options.profile)), flush=True)
         os._exit(0)  # there is nobody to put the model together again with
     names = [name for name in options.only.split(",") if name]
     rows = [row for row in ROWS if not names or row.name in names]
@@ -458,7 +504,7 @@ def main() -> int:
             print(f"{row.name:<22} FAILED: {type(error).__name__}", flush=True)
             good = False
             continue
-        text, fine = shown(row, results[row.name], results.get(row.peer))
+        text, fine = shown(row, results[row.name], {name: results[name] for name in row.peers if name in results})
         print(text, flush=True)
         good = good and fine
     if options.json:
@@ -468,7 +514,8 @@ def main() -> int:
 
 def _started(row: Row, options: argparse.Namespace) -> "subprocess.Popen[str]":
     asked = ["--row", row.name, "--device", options.device, "--layers", str(options.layers)]
-    asked += ["--length", str(options.length)] + ["--small"] * options.small
+    asked += ["--length", str(options.length), "--seconds", str(options.seconds)]
+    asked += ["--small"] * options.small + ["--profile"] * options.profile
     return subprocess.Popen(
         [sys.executable, __file__, *asked], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -21,15 +21,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE, DRAWN_IN = "src/meshfit", "docs/README.md"
 BLANK = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
-PRIVATE_FILES = ("torch_private.py", "torch_compat.py")
-"""The one file that may use private names of torch, under its present and its former name."""
+PRIVATE_FILES = ("torch_private", "torch_private.py", "torch_compat.py")
+"""The one folder that may use private names of torch, and the file that it was."""
 
 TORCH_TOO = frozenset(("_parameters", "_buffers", "_modules", "_version", "_apply", "_base", "_cdata"))
 """Attributes of torch's objects that a class of ours may have as well: torch's, unless they are ``self``'s."""
 
 OTHERS = frozenset(
     ("_fields", "_replace", "_asdict", "_fmt", "_inst", "_rand")  # Python, NumPy
-    + ("_update_count", "_reductions", "_can_record_outputs", "_CAN_RECORD_REGISTRY")  # torchmetrics, transformers
+    + ("_update_count", "_reductions")  # torchmetrics
+    + ("_can_record_outputs", "_CAN_RECORD_REGISTRY", "_attn_implementation")  # transformers
+    + ("_keys_to_ignore_on_load_unexpected", "_tied_weights_keys")
 )
 
 
@@ -218,7 +220,7 @@ def private_torch(tree: Tree) -> list[Private]:
     own = {name for module in tree.modules.values() for name in _defined(module)}
     found = set()
     for module in tree.modules.values():
-        if module.path not in PRIVATE_FILES:
+        if module.path.partition("/")[0] not in PRIVATE_FILES:
             found |= {Private(module.path, line, name) for line, name in _private_in(module, own)}
     return sorted(found)
 

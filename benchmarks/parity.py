@@ -127,13 +127,18 @@ TRIALS = (
     Trial(axis="schedule", plan="data=2 tensor=2 pipeline=2 microbatches=2"),
     Trial(axis="schedule", plan="tensor=2 sequence=split pipeline=2 microbatches=2"),
     Trial(axis="schedule", plan="context=2 pipeline=2 microbatches=2", models=WITH_SEQUENCES),
-    Trial(axis="schedule", plan="context=2 tensor=2 pipeline=2 microbatches=2", models=WITH_SEQUENCES),
+    Trial(
+        axis="schedule",
+        plan="context=2 tensor=2 sequence=split pipeline=2 microbatches=2",
+        models=WITH_SEQUENCES,
+    ),
     Trial(axis="more", plan="context=2", samples=30, models=WITH_SEQUENCES),
     Trial(axis="more", plan="context=3", samples=18, models=WITH_SEQUENCES),  # sequences of 16 and 17: uneven parts
     Trial(axis="more", plan="context=4", samples=30, models=WITH_SEQUENCES),
     Trial(axis="more", plan="data=2 context=2", samples=18, models=WITH_SEQUENCES),  # batches of 8, 8 and 2
     Trial(axis="more", plan="shard=2 context=2", samples=30, models=WITH_SEQUENCES),
     Trial(axis="more", plan="context=2 tensor=2", samples=30, models=WITH_SEQUENCES),
+    Trial(axis="more", plan="context=2 tensor=2 sequence=split", samples=18, models=WITH_SEQUENCES),
     Trial(axis="exchange", plan="server=1 data=3", samples=18),  # batches of 8, 8 and 2
     Trial(axis="exchange", plan="server=2 data=2", samples=32),
     Trial(axis="exchange", plan="server=1 data=2", batch_size=7),  # batches of 7 and at last 2: uneven shares

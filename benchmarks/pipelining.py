@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.zoo import CASES, Case, take
-from meshfit.axes.pipeline.axis import Pipeline
+from meshfit.axes.pipeline.stages import Pipeline
 from meshfit.loss.objective import Objective, split
 
 TRIES = 6

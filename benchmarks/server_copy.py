@@ -23,6 +23,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.served import SECRET
+from meshfit.exchange.protocol import StepScalars
 from meshfit.server.keeper import Keeper
 from meshfit.server.server import Server
 from meshfit.server.settings import ServerSettings
@@ -68,7 +69,7 @@ def main() -> int:
         source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
 
         def push() -> None:
-            worker.arm(0.0, 1.0, stop=False, broken=False)
+            worker.arm(StepScalars(0.0, 1.0))
             worker.finish()
 
         took: dict[str, list[float]] = {"copy": [], "push": [], "pull": []}

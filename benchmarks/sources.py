@@ -2,16 +2,22 @@
 
     python benchmarks/sources.py                 # PostgreSQL and an S3 server are started for it
     python benchmarks/sources.py --only sqlite
+    python benchmarks/sources.py --only formats,groups
 
 A table of 50,000 rows: a key, 3,072 bytes, a label. Batches of 256, visited in a random order, by one reader and by
 four threads. Beside it what one writes by hand, a batch's keys in one query, and a query a row; and the same rows from
 Parquet. From S3: a file of 256 MB in pieces of 4 MiB, in a random order, beside s3fs where that is installed (``pip
 install s3fs``): with an empty cache, into which it is written, and a full one.
+
+``formats``: the same rows from a folder of Hugging Face's ``datasets``, from its Dataset object through meshfit and by
+itself, from Delta, from Lance. ``groups``: a Parquet file that is too large for the cache, read by four ranks of one
+host, which share the row groups that the first of them decompresses; and as if each were on a host of its own.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import multiprocessing
 import sqlite3
 import sys
 import tempfile
@@ -23,6 +29,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -30,6 +37,7 @@ import meshfit
 from meshfit.data.blob import find
 from meshfit.data.cache import Cache
 from meshfit.data.draw import Key
+from meshfit.data.loader import Loader
 from meshfit.data.order import order
 from meshfit.data.reading import pool_of
 from meshfit.data.source import Source
@@ -42,7 +50,7 @@ Case = Callable[[], float]
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    asked.add_argument("--only", default="postgresql,sqlite,s3")
+    asked.add_argument("--only", default="postgresql,sqlite,s3,formats,groups")
     asked.add_argument("--rounds", type=int, default=3)
     asked.add_argument("--seconds", type=float, default=2.0)
     asked.add_argument("--rows", type=int, default=ROWS)
@@ -51,7 +59,7 @@ def main() -> None:
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         folder = Path(place)
-        if "sql" in args.only:
+        if "sql" in args.only or "formats" in args.only:
             rows = [random.bytes(WIDTH) for _ in range(args.rows)], random.integers(0, 10, args.rows).tolist()
             pq.write_table(pa.table({"x": rows[0], "y": rows[1]}), folder / "rows.parquet")
         if "postgresql" in args.only:
@@ -61,6 +69,10 @@ def main() -> None:
                 compare("PostgreSQL, rows a second", dict(from_postgres(folder, rows, stack, args)), args)
         if "sqlite" in args.only:
             compare("SQLite, rows a second", dict(from_sqlite(folder, rows, args)), args)
+        if "formats" in args.only:
+            compare("Formats, rows a second", dict(from_formats(folder, rows, args)), args)
+        if "groups" in args.only:
+            by_groups(folder, random, args)
         if "s3" in args.only:
             compare("S3, MB a second", dict(from_s3(folder, random, stack, args)), args)
 
@@ -201,6 +213,73 @@ def from_s3(folder: Path, random: Any, stack: Any, args: Any) -> Iterator[tuple[
         theirs = lambda start, stop: files.cat_file("bucket/big.dat", start=start, end=stop)
         yield "s3fs, random pieces, 4 threads", lambda: speed(theirs, shuffled, 4)
         yield "s3fs, random pieces, 1 thread", lambda: speed(theirs, shuffled, 1)
+
+
+def from_formats(folder: Path, rows: Any, args: Any) -> Iterator[tuple[str, Case]]:
+    yield from parquet(folder, args)
+    table = pa.table({"x": rows[0], "y": rows[1]})
+
+    def reads(source: Source) -> Case:
+        read = lambda ids: source.read(ids, Key())
+        read(np.arange(BATCH))
+        return lambda: timed(read, args.rows, args.seconds)
+
+    how: dict[str, Any] = {"columns": ("x", "y"), "decode": False}
+    if importlib.util.find_spec("datasets"):
+        import datasets
+
+        datasets.disable_progress_bars()
+        made = datasets.Dataset(pa.Table.from_arrays(table.columns, names=table.column_names))
+        made.save_to_disk(str(folder / "hf"))
+        held = datasets.load_from_disk(str(folder / "hf"))
+        yield "meshfit, saved by datasets", reads(meshfit.data.hf_dataset(folder / "hf", cache=folder / "cache", **how))
+        yield "meshfit, a datasets.Dataset", reads(meshfit.data.hf_dataset(held, **how))
+        yield "a datasets.Dataset by itself", lambda: timed(lambda ids: held[ids.tolist()], args.rows, args.seconds)
+    if importlib.util.find_spec("deltalake"):
+        import deltalake
+
+        deltalake.write_deltalake(str(folder / "delta"), table)
+        yield "meshfit, Delta", reads(meshfit.data.delta(folder / "delta", cache=folder / "cache", **how))
+    if importlib.util.find_spec("lance"):
+        import lance
+
+        held_lance = lance.write_dataset(table, str(folder / "rows.lance"))
+        yield "meshfit, Lance", reads(meshfit.data.lance(folder / "rows.lance", **how))
+        yield "Lance by itself", lambda: timed(lambda ids: held_lance.take(ids.tolist()), args.rows, args.seconds)
+
+
+def by_groups(folder: Path, random: Any, args: Any, ranks: int = 4) -> None:
+    """What ``ranks`` decompress in an epoch, of a file of so many MB, and what that costs."""
+    path, rows = folder / "groups.parquet", args.megabytes * 10**6 // 4 // WIDTH
+    values = random.integers(0, 64, (rows, WIDTH), dtype=np.uint8)  # compresses to three quarters
+    table = pa.table({"x": pa.array(list(map(bytes, values)), pa.binary()), "y": np.arange(rows)})
+    pq.write_table(table, path, compression="zstd", row_group_size=max(1, rows // 64))
+    print(f"\nA Parquet file of {path.stat().st_size / 1e6:.0f} MB by row groups, {ranks} ranks of one host, one epoch")
+    for name, shared in (("one cache", True), ("a cache for each", False)):
+        context = multiprocessing.get_context("spawn")
+        answers, together = context.Queue(), context.Barrier(ranks)
+        place = folder / name
+        given = [(rank, ranks, path, place / ("" if shared else str(rank)), together, answers) for rank in range(ranks)]
+        held = [context.Process(target=one_rank, args=each) for each in given]
+        for each in held:
+            each.start()
+        found = [answers.get(timeout=600) for _ in held]
+        for each in held:
+            each.join()
+        read, processor, seconds = (sum(each[i] for each in found) for i in range(3))
+        share, cpu, wall = read / path.stat().st_size, processor / ranks, seconds / ranks
+        print(f"  {name:18} decompressed {share:5.2f} of the file, {cpu:5.1f} s of processor a rank, {wall:5.1f} s")
+
+
+def one_rank(rank: int, ranks: int, path: Path, place: Path, together: Any, answers: Any) -> None:
+    cache = Cache(place, most=path.stat().st_size // 2)  # less than twice the decompressed size: by row groups
+    source: Any = meshfit.data.parquet(path, columns=("x", "y"), decode=False, cache=cache)
+    loader = Loader(source=source, batch_size=BATCH, rank=rank, ranks=ranks, device=torch.device("cpu"), workers=0)
+    together.wait()
+    began, before = time.perf_counter(), time.process_time()
+    for _ in loader.epoch(0):
+        together.wait()  # as a training's ranks do
+    answers.put((source.decompressed, time.process_time() - before, time.perf_counter() - began))
 
 
 if __name__ == "__main__":

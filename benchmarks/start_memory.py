@@ -1,7 +1,8 @@
 """Host memory of every rank at the start and at the end of a training under torchrun, of a model given as a function.
 
     python benchmarks/start_memory.py                              # 0.5 billion parameters, shard=4 and tensor=4
-    python benchmarks/start_memory.py --layers 32 --width 4096     # Llama-8B's shape
+    python benchmarks/start_memory.py --shape 8b --layers 8        # a quarter of the layers of Llama 3, 8B
+    python benchmarks/start_memory.py --from-file                  # weights that a safetensors file has
     python benchmarks/start_memory.py --as-object                  # the model itself, for comparison
 
 Peaks are the largest resident memory (VmHWM) beyond that of a process that has trained a small model before: until the
@@ -15,6 +16,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 GIB = 2**30
-VOCABULARY = 32000
+SHAPES = {"0.5b": (1536, 14, 32000), "1b": (2048, 16, 32000), "8b": (4096, 32, 128256)}
+"""Width, layers, vocabulary."""
 SLACK = 0.1
 """GiB that may be the allocator's: what it keeps, and has kept from the model before."""
 
@@ -50,22 +57,25 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, width: int, layers: int):
+    def __init__(self, width: int, layers: int, vocabulary: int, *, frozen: bool = False):
         super().__init__()
         heads = width // 128
-        self.embed = nn.Embedding(VOCABULARY, width)
+        self.embed = nn.Embedding(vocabulary, width)
         blocks = [Block(width, heads, max(1, heads // 4), width * 7 // 2) for _ in range(layers)]
         self.layers = nn.ModuleList(blocks)
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
         for p in self.parameters():  # a second time, as transformers does
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.02)
+        if frozen:
+            self.requires_grad_(False)
+            self.norm.requires_grad_(True)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x)).flatten(0, 1)
+        return self.head(self.norm(x)).transpose(1, 2)
 
 
 def resident(word: str) -> int:
@@ -78,8 +88,27 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def rank(width: int, layers: int, plan: str, as_object: bool, one_gpu: bool) -> None:
+def say_where(began: float) -> None:
+    """What this process is at, every few seconds."""
+    main = threading.main_thread().ident
+    while True:
+        time.sleep(10)
+        frame, at = sys._current_frames().get(main or 0), "?"
+        while frame is not None:
+            if "meshfit/" in frame.f_code.co_filename:
+                at = f"{frame.f_code.co_filename.rpartition('meshfit/')[2]}:{frame.f_lineno}"
+                break
+            frame = frame.f_back
+        since = time.perf_counter() - began
+        print(f"{since:.0f} s, {resident('VmRSS') / GIB:.2f} GiB, at {at}", file=sys.stderr, flush=True)
+
+
+def rank(
+    shape: tuple[int, int, int], plan: str, as_object: bool, one_gpu: bool, file: Path | None, frozen: bool
+) -> None:
     """One rank, under torchrun: prints what it saw."""
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=say_where, args=(time.perf_counter(),), daemon=True).start()
     if one_gpu:
         from benchmarks.nccl_ranks import RIG
 
@@ -88,29 +117,32 @@ def rank(width: int, layers: int, plan: str, as_object: bool, one_gpu: bool) -> 
     from meshfit.axes import place
     from meshfit.drive import begin
 
-    build = lambda: Llama(width, layers)
+    build = lambda: Llama(*shape, frozen=frozen)
     with torch.device("meta"):
-        shape = build()
-    weights = sum(p.nbytes for p in shape.parameters())
-    units = [*shape.layers, shape.embed, shape.head]
-    ids = torch.randint(VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(0))
+        empty = build()
+    weights = sum(p.nbytes for p in empty.parameters())
+    units = [*empty.layers, empty.embed, empty.head]
+    ids = torch.randint(1000, (8, 17), generator=torch.Generator().manual_seed(0))
     asked: dict[str, Any] = {
-        "loss": lambda out, targets: F.cross_entropy(out, targets.flatten()),
-        "optimizer": lambda params: torch.optim.SGD(params, lr=0.01, foreach=False),
-        "steps": 2,
+        "loss": F.cross_entropy,  # what it is a mean over is known: no forward to find out
+        "optimizer": lambda params: torch.optim.SGD([p for p in params if p.requires_grad], lr=0.01, foreach=False),
+        "steps": 1,
         "batch_size": 4,
         "plan": plan,
         "devices": "auto" if one_gpu else "cpu",
     }
     data = ids[:, :-1], ids[:, 1:]
-    meshfit.fit(lambda: Llama(512, 2), data, progress=False, **asked)  # imports, connections, CUDA's own memory
+    meshfit.fit(lambda: Llama(512, 2, 32000), data, progress=False, **asked)  # imports, connections, CUDA's own memory
     base = resident("VmRSS")
-    job = meshfit.Job(build() if as_object else build, data, **asked).training()
+    job = meshfit.Job(build() if as_object else build, data, weights=file, **asked).training()
     forget_peak()
     seen: dict[str, Any] = {}
+    began = time.perf_counter()
 
     def in_place(*_: Any) -> None:
-        seen["start"] = resident("VmHWM") - base
+        seen["start"], seen["seconds"] = resident("VmHWM") - base, time.perf_counter() - began
+        said = f"rank {os.environ['RANK']}: weights in place, {seen['start'] / GIB:.2f} GiB, {seen['seconds']:.0f} s"
+        print(said, file=sys.stderr, flush=True)
         if one_gpu:
             seen["gpu_start"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -133,36 +165,67 @@ def rank(width: int, layers: int, plan: str, as_object: bool, one_gpu: bool) -> 
     print("SEEN " + json.dumps(seen | {"rank": int(os.environ["RANK"])}), flush=True)
 
 
-def measured(arguments: argparse.Namespace, plan: str) -> list[dict[str, Any]]:
+def pretend_weights(shape: tuple[int, int, int], folder: Path) -> Path:
+    """A file of the model's shape; each tensor is a row of random numbers, again and again."""
+    from meshfit.checkpoint.export import write
+
+    with torch.device("meta"):
+        empty = Llama(*shape)
+    row = 0.02 * torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    described = {name: (p.dtype, tuple(p.shape)) for name, p in empty.named_parameters()}
+
+    def chunks(name: str) -> Iterator[torch.Tensor]:
+        left = prod(described[name][1])
+        while left > 0:
+            yield row[:left]
+            left -= len(row)
+
+    return Path(write(folder / "weights.safetensors", described, chunks)[0])
+
+
+def measured(arguments: argparse.Namespace, plan: str, file: Path | None) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     size = arguments.ranks
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", str(port)]
-    command += [__file__, "--rank", "--plan", plan, "--width", str(arguments.width), "--layers", str(arguments.layers)]
+    command += [__file__, "--rank", "--plan", plan, "--shape", arguments.shape]
+    command += [] if arguments.layers is None else ["--layers", str(arguments.layers)]
+    command += ["--frozen"] * arguments.frozen
+    command += [] if file is None else ["--file", str(file)]
     command += ["--as-object"] * arguments.as_object + ["--one-gpu"] * arguments.one_gpu
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     found = [json.JSONDecoder().raw_decode(said)[0] for said in done.stdout.split("SEEN ")[1:]]  # ranks share a line
     if len(found) < size:
-        sys.exit(done.stderr[-4000:])
+        sys.exit(f"{len(found)} of {size} ranks came to the end")
     return sorted(found, key=lambda each: each["rank"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--layers", type=int, help="other than the shape has")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--plan", action="append", help="default: shard and tensor over all ranks")
     parser.add_argument("--as-object", action="store_true")
+    parser.add_argument("--from-file", action="store_true")
+    parser.add_argument("--frozen", action="store_true", help="all but the last norm: a third of a step's traffic")
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--one-gpu", action="store_true", help="ranks share one GPU, as in benchmarks/nccl_ranks.py")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    width, layers, vocabulary = SHAPES[arguments.shape]
+    shape = width, arguments.layers or layers, vocabulary
     if arguments.rank:
-        rank(arguments.width, arguments.layers, arguments.plan[0], arguments.as_object, arguments.one_gpu)
+        rank(shape, arguments.plan[0], arguments.as_object, arguments.one_gpu, arguments.file, arguments.frozen)
         return
+    with tempfile.TemporaryDirectory() as folder:
+        compare(arguments, pretend_weights(shape, Path(folder)) if arguments.from_file else None)
+
+
+def compare(arguments: argparse.Namespace, file: Path | None) -> None:
     for plan in arguments.plan or [f"shard={arguments.ranks}", f"tensor={arguments.ranks}"]:
-        found = measured(arguments, plan)
+        found = measured(arguments, plan, file)
         weights, unit = found[0]["weights"] / GIB, found[0]["unit"] / GIB
         share = weights / arguments.ranks
         print(f"{plan}: {weights:.2f} GiB of weights; share {share:.2f}, unit {unit:.2f}, both {share + unit:.2f} GiB")

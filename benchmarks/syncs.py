@@ -49,6 +49,7 @@ and a NaN is met. The GPU has this step's work by then."""
 REASONS: dict[str, tuple[int, str]] = {
     "each_step": (2, "all ranks wait for the caller after each step: that is what each_step= asks for"),
     "mixture": (32, "the model's own code asks for the nonzero rows of 4 experts in 2 layers, and runs twice"),
+    "offload=parameters": (12, "the optimizer steps on the CPU: gradients, their norm and the loss are waited for"),
     "exchange=": (3, "a rank whose targets are all left out must not step; an averaging says whether to stop"),
 }
 """By a word of the case: how often two steps may wait, and why."""
@@ -183,7 +184,7 @@ def warned() -> Iterator[list[str]]:
     found: list[str] = []
 
     def show(message: Any, *_: Any, **__: Any) -> None:
-        if "synchroniz" in str(message):
+        if "synchroniz" in str(message) and "prototype" not in str(message):  # the mode itself is one
             found.append(_line(traceback.extract_stack()))
 
     with warnings.catch_warnings():

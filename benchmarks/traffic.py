@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.collectives import Collectives
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.pipeline.axis import pipeline_of
+from meshfit.axes.pipeline.stages import pipeline_of
 from meshfit.axes.shard.units import traced
 from meshfit.drive import begin
 from meshfit.job import Job

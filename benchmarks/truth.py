@@ -94,7 +94,7 @@ ITEMS: tuple[tuple[str, str, str, list[str]], ...] = (
             "tests/test_lost_gradients.py::test_a_function_bound_when_its_file_was_read_has_its_gradient",
             "tests/test_lost_gradients.py::test_a_bound_function_is_recorded_as_one_call",
             "tests/test_lost_gradients.py::test_a_gradient_that_no_step_made_is_not_recorded_as_none",
-            "tests/test_compat.py::test_functions_are_watched_however_they_are_called",
+            "tests/test_torch_private.py::test_functions_are_watched_however_they_are_called",
         ],
     ),
     (
@@ -444,7 +444,7 @@ ITEMS: tuple[tuple[str, str, str, list[str]], ...] = (
         "B trackers",
         "an exception in Track ended the training; Track('mlflow', project=...) raised",
         "told once, training goes on; project= is MLflow's experiment",
-        ["tests/test_observe.py::test_a_tracker_that_fails_is_told_once_and_training_goes_on"],
+        ["tests/test_track.py::test_a_tracker_that_fails_is_told_once_and_training_goes_on"],
     ),
     (
         "B arguments",

@@ -54,7 +54,7 @@ print(
   open   {result.folder.resolve() / "report.html"}
          in a browser: losses, who worked when, what held it back
 
-  next:  meshfit verify examples/digits.py --plan data=3     does three ranks train like one?
+  next:  meshfit verify examples/digits.py --plan data=3     do three ranks train like one?
          meshfit train examples/digits.py --plan data=2      the same script, another plan
          docs/strategies/README.md                           what the plans do, in pictures
 """

@@ -1,6 +1,7 @@
 """Training as one rank of a plan does it, inside a distributed test; and what it is held against."""
 
 import sys
+from itertools import islice
 from typing import Any
 
 import cloudpickle
@@ -9,9 +10,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import meshfit
+from benchmarks.collectives import Collectives
+from benchmarks.zoo import ZOO
+from meshfit.data.loader import Batch
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.loop import train
+from meshfit.plan import Plan
 from meshfit.run import Run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -37,10 +43,52 @@ def trained(model: nn.Module, plan: str, *, steps: int = 3, **asked: Any) -> tup
     return run, [step.loss for step in seen], [step.grad_norm for step in seen]
 
 
+def counted_step(case: Any, plan: Plan) -> tuple[Job, Run, Batch, Collectives]:
+    """The second step of a training in this rank, with two samples in each microbatch of each rank, and what is
+    communicated in it: in the first, ranks also say what they have."""
+    each = 2 * plan.shares * plan.microbatches
+    job = Job(
+        model=case.build,
+        data=case.data(2 * each),
+        loss=case.loss,
+        optimizer=torch.optim.AdamW,
+        batch_size=each,
+        steps=2,
+        plan=plan,
+        shuffle=False,
+    ).settled(count=plan.devices, kind="cpu")
+    run = Run(job, World(dist.get_rank(), plan.devices, torch.device("cpu")))
+    first, batch = islice(run.batches(), 2)
+    run.schedule(first)
+    run.exchange.finish()
+    run.exchange.clear()
+    with Collectives() as seen:
+        run.schedule(batch)
+        run.exchange.finish()
+    return job, run, batch, seen
+
+
 def built(make: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make()
+
+
+def assert_verified(name: str, plan: str, *, samples: int, steps: int) -> None:
+    """The model ``name`` of the zoo trains like one device; the last of its batches of 8 is a short one."""
+    case = ZOO[name]
+    verdict = meshfit.verify(
+        case.build,
+        case.data(samples),
+        loss=case.loss,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        batch_size=8,
+        check_steps=steps,
+        clip=1.0,
+        plan=plan,
+        devices=f"cpu:{Plan.parse(plan).devices}",
+    )
+    assert verdict.equal, verdict
 
 
 def assert_near(got: dict[str, Any], want: dict[str, Any]) -> None:

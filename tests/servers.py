@@ -24,6 +24,7 @@ from typing import Any
 
 PASSWORD = "pa55-w0rd-of-the-tests"
 ACCESS, SECRET = "access-of-the-tests", "s3cret-of-the-tests"
+READER = "reader-of-the-tests"  # may read alone
 
 
 def free_port() -> int:
@@ -100,7 +101,9 @@ class S3:
     def __init__(self, folder: Path):
         folder.mkdir(parents=True)
         admin = {"name": "tests", "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}], "actions": ["Admin"]}
-        (folder / "s3.json").write_text(json.dumps({"identities": [admin]}))
+        reader = {"name": "reader", "credentials": [{"accessKey": READER, "secretKey": SECRET}]}
+        reader["actions"] = ["Read", "List"]
+        (folder / "s3.json").write_text(json.dumps({"identities": [admin, reader]}))
         (folder / "data").mkdir()
         self.port = free_port()
         ports = {f"{name}.port": free_port() for name in ("master", "volume", "filer")}

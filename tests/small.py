@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,3 +49,13 @@ def assert_same(got: meshfit.Result, want: meshfit.Result, limit: float = 1e-5) 
     theirs = want.model.state_dict()
     for name, tensor in got.model.state_dict().items():
         torch.testing.assert_close(tensor, theirs[name], rtol=limit, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_same_training(got: meshfit.Result, want: meshfit.Result) -> None:
+    """Step by step, and in the end."""
+    assert losses(got) == pytest.approx(losses(want), rel=1e-5)
+    assert [s.lr for s in got.history] == pytest.approx([s.lr for s in want.history])
+    assert [s.grad_norm for s in got.history] == pytest.approx([s.grad_norm for s in want.history], rel=1e-4)
+    assert [s.samples for s in got.history] == [s.samples for s in want.history]
+    assert [s.valid and pytest.approx(s.valid, rel=1e-5) for s in got.history] == [s.valid for s in want.history]
+    assert_same(got, want)

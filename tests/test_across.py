@@ -16,7 +16,7 @@ from meshfit.plan import Plan
 from tests import ranked, traps
 from tests.distributed import distributed
 from tests.few import more
-from tests.ranked import SGD, X, Y, assert_alike, built, trained
+from tests.ranked import SGD, X, Y, assert_alike, assert_verified, built, trained
 
 cloudpickle.register_pickle_by_value(traps)
 
@@ -28,27 +28,23 @@ DIAGONAL = {
     "shard=2 tensor=2 zero=1 microbatches=2": ["tied-gpt"],
     "tensor=2 recompute=full": ["vit"],
     "tensor=2 offload=parameters": ["tied-gpt"],
-    "tensor=2 offload=optimizer microbatches=3": ["mamba"],
+    "tensor=2 offload=optimizer microbatches=3": ["tied-gpt", "mamba"],
 }
+
+SELDOM = {("tensor=2", "swin"), ("tensor=2", "tied-gpt"), ("shard=2 tensor=2", "llama")}
+SELDOM |= {("tensor=2 offload=optimizer microbatches=3", "mamba"), ("data=2 tensor=2", "mixtral")}
 
 
 @pytest.mark.parametrize(
     ("plan", "name"),
-    [more(plan, name) if name == "swin" else (plan, name) for plan, names in DIAGONAL.items() for name in names],
+    [
+        more(plan, name) if (plan, name) in SELDOM else (plan, name)
+        for plan, names in DIAGONAL.items()
+        for name in names
+    ],
 )
 def test_trains_like_one_device(plan: str, name: str) -> None:
-    case = ZOO[name]
-    verdict = meshfit.verify(
-        case.build,
-        case.data(30),
-        loss=case.loss,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
-        batch_size=8,
-        clip=1.0,
-        plan=plan,
-        devices=f"cpu:{Plan.parse(plan).devices}",
-    )
-    assert verdict.equal, verdict
+    assert_verified(name, plan, samples=18, steps=3)
 
 
 def test_bfloat16() -> None:
@@ -64,7 +60,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "shard=2 tensor=2"])
+@pytest.mark.parametrize("plan", ["tensor=2", more("shard=2 tensor=2")])
 def test_hostile_models(plan: str) -> None:
     @distributed(world=Plan.parse(plan).devices)
     def run(plan: str, names: list[str]) -> None:
@@ -151,13 +147,13 @@ def test_an_optimizer_that_has_been_used() -> None:
 
 
 class Muddled(torch.optim.SGD):
-    """Steps by the norm of each tensor."""
+    """Steps by the norm of all gradients together."""
 
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data -= group["lr"] * p.grad / p.grad.norm()
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in every if p.grad is not None]).norm()
+        for p in every:
+            p.data -= 0.1 * p.grad / norm
 
 
 def test_a_penalty_on_gradients() -> None:
@@ -173,9 +169,13 @@ def test_a_penalty_on_gradients() -> None:
 REFUSED = {
     "weights read by the step": ("tensor=2", {"loss": None, "step": traps.decay}, "is read outside of"),
     "a model that is not called": ("tensor=2", {"loss": None, "step": traps.parts}, "never calls the model"),
-    "an optimizer by tensors": ("tensor=2", {"optimizer": lambda p: Muddled(p, lr=0.1)}, "cannot step parameters"),
+    "an optimizer over all tensors": (
+        "tensor=2",
+        {"optimizer": lambda p: Muddled(p, lr=0.1)},
+        "cannot step parameters",
+    ),
     "compiled whole": ("tensor=2 compile=whole", {}, "tensor=2 sums activations over ranks"),
-    "compiled blocks": ("context=2 compile=block", {}, "compile=none works"),
+    "compiled whole, positions split": ("context=2 compile=whole", {}, "compile=block works"),
     "nothing to split": ("tensor=7", {}, "splits nothing"),
 }
 

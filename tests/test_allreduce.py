@@ -7,6 +7,7 @@ from torch import nn
 
 from meshfit.exchange import allreduce
 from meshfit.exchange.allreduce import AllReduce, split_buckets
+from meshfit.exchange.protocol import StepScalars
 from tests.distributed import distributed
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def test_sums_like_one_device(bucket: int, turns: bool) -> None:
     plain = dist.all_reduce
     dist.all_reduce = lambda tensor, group, **kwargs: used.append(group) or plain(tensor, group=group, **kwargs)
     for _ in range(2):  # the second time over the same buckets
-        exchange.arm(1.0 + dist.get_rank(), 2.0, stop=False, broken=False)
+        exchange.arm(StepScalars(1.0 + dist.get_rank(), 2.0))
         model(x[dist.get_rank()][None]).sum().backward()
         scalars = exchange.finish()
         for want, got in zip(alone, model.parameters(), strict=True):
@@ -63,7 +64,8 @@ def test_sums_like_one_device(bucket: int, turns: bool) -> None:
 def test_riders_tell_who_broke_and_who_stops() -> None:
     model = nn.Linear(2, 1)
     exchange = exchange_of(model)
-    exchange.arm(float("nan"), 1.0, stop=dist.get_rank() == 1, broken=dist.get_rank() == 1)
+    mine = float(dist.get_rank() == 1)
+    exchange.arm(StepScalars(float("nan"), 1.0, stop=mine, broken=[mine]))
     model(torch.ones(1, 2)).sum().backward()
     scalars = exchange.finish()
     assert scalars.stop
@@ -75,7 +77,7 @@ def test_a_parameter_has_a_gradient_if_any_rank_used_it() -> None:
     model = Branches()
     exchange = exchange_of(model)
     for used_by in ({0}, {0, 1}, set(), {1}):
-        exchange.arm(0.0, 0.0, stop=False, broken=False)
+        exchange.arm(StepScalars())
         model(torch.ones(1, 3), dist.get_rank() in used_by).backward()
         exchange.finish()
         assert model.never.weight.grad is None
@@ -94,7 +96,7 @@ def test_only_the_armed_backward_is_summed() -> None:
     model = nn.Linear(2, 1, bias=False)
     exchange = exchange_of(model)
     model(torch.ones(1, 2)).sum().backward()
-    exchange.arm(0.0, 0.0, stop=False, broken=False)
+    exchange.arm(StepScalars())
     model(torch.ones(1, 2) * 2).sum().backward()
     exchange.finish()
     torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 6.0))
@@ -111,7 +113,7 @@ def test_cost_is_what_runs(dtype: torch.dtype) -> None:
     dist.all_reduce = lambda tensor, **kwargs: (
         calls.append(tensor.numel() * tensor.element_size()) or plain(tensor, **kwargs)
     )
-    exchange.arm(0.0, 0.0, stop=False, broken=False)
+    exchange.arm(StepScalars())
     model(torch.ones(1, 20, dtype=dtype)).sum().backward()
     exchange.finish()
     cost = exchange.cost()
@@ -129,7 +131,7 @@ def test_sums_start_while_backward_runs() -> None:
     happened, plain = [], dist.all_reduce
     dist.all_reduce = lambda tensor, **kwargs: happened.append("sum") or plain(tensor, **kwargs)
     model[0].weight.register_hook(lambda grad: happened.append("first layer"))
-    exchange.arm(0.0, 0.0, stop=False, broken=False)
+    exchange.arm(StepScalars())
     model(torch.ones(1, 4)).sum().backward()
     exchange.finish()
     assert happened.index("sum") < happened.index("first layer")

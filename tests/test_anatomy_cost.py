@@ -218,8 +218,8 @@ def test_events_share_out_the_whole() -> None:
         meter.reach([y])
     first, activation, last = meter.costs.values()
     read, made, hidden = 4 * (5 * 8 + 16 * 8 + 16), 4 * 5 * 16, 2 * 5 * 8 * 16
-    assert first == EventCost(hidden, hidden, read, made, 4 * 5 * 8)  # y is kept, its gradient not wanted
-    assert activation == EventCost(0, 0, made, made, made)
+    assert first == EventCost(hidden, hidden, read, made, 4 * 5 * 8, passed=made)  # y is kept, its gradient not wanted
+    assert activation == EventCost(0, 0, made, made, made, passed=2 * made)
     assert last.flops_backward == 2 * last.flops == 2 * (2 * 5 * 16 * 4)
     assert last.kept == 0  # what the activation keeps already
     assert meter.outside == EventCost(0, 0, 4 * 5 * 8, 4 * 5 * 8, 0)
@@ -395,3 +395,55 @@ def test_seventy_billion_parameters_in_seconds() -> None:
     scores = 80 * 2 * 2 * 64 * 4096 * 4096 * 128
     vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert cost.flops == pytest.approx(2 * 4096 * (products - vectors) + scores, rel=1e-6)  # some rotate by a product
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (layer(y).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class _Language(nn.Module):
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(500, width), nn.Sequential(_Block(width), _Block(width))
+        self.head = nn.Linear(width, 500, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.blocks(self.embed(ids))).flatten(0, 1), ids.flatten())
+
+
+def _images() -> nn.Module:
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU()
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 12 * 12, 10))
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [(_Language, lambda: torch.zeros(2, 32, dtype=torch.long)), (_images, lambda: torch.zeros(4, 3, 16, 16))],
+)
+def test_what_autocast_keeps_is_told_from_a_forward_in_fp32(build: Any, inputs: Callable[[], Tensor]) -> None:
+    model, x = build(), inputs()
+    known = [*model.parameters(), *model.buffers(), x]
+    with Meter(known, target="cpu") as real, torch.autocast("cpu", torch.bfloat16):
+        real.reach([model(x)])
+    model, x = model.to("meta"), x.to("meta")
+    with Meter([*model.parameters(), *model.buffers(), x], target="cpu", rounds="each") as told:
+        told.reach([model(x)])
+    products = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    assert told.total.rounded == sum(weight.nbytes for weight in products) // 2  # autograd keeps no bias
+    assert told.total.kept + told.total.rounded == pytest.approx(real.total.kept, rel=0.005)
+
+
+def test_one_kernel_for_rms_norm_on_gpus() -> None:
+    x, weight = torch.zeros(2, 5, 8, device="meta", requires_grad=True), nn.Parameter(torch.ones(8, device="meta"))
+    meter = metered(lambda: F.rms_norm(x * 2, (8,), weight), [x, weight], target="cuda")
+    assert meter.total.kept == 2 * 5 * 8 * 4 + 2 * 5 * 4

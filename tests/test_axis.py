@@ -18,7 +18,7 @@ from meshfit.axes.forward import unwrap, wrap
 from meshfit.axes.order import ORDER
 from meshfit.axes.place import Placed
 from meshfit.axes.shard.units import traced
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost
 from meshfit.loss.objective import Objective
 from meshfit.plan import Plan
 from meshfit.plan_cost import Costing
@@ -43,7 +43,7 @@ class CountAxis(Axis):
         return Counted(placed.model, finding)
 
     def cost(self, costing: Costing, finding: tuple[str, ...]) -> None:
-        costing.total += Cost(calls={"count": len(finding)})
+        costing.total += Cost(collectives=(CollectiveCall("count", 0, count=len(finding)),))
 
 
 class Counted(Applied):

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
-from benchmarks.collectives import Collectives
 from benchmarks.compose import CASES
 from benchmarks.zoo import Case
 from benchmarks.zoo_branches import BRANCHES
@@ -19,19 +18,17 @@ from meshfit.axes.branch.assign import deal
 from meshfit.axes.branch.axis import Branch
 from meshfit.axes.branch.flow import ALL, Flow
 from meshfit.axes.branch.groups import even
-from meshfit.axes.pipeline.axis import pipeline_of
+from meshfit.axes.pipeline.stages import pipeline_of
 from meshfit.axes.tensor.axis import TensorAxis, inside_modules
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.errors import PlanError
 from meshfit.job import Job
-from meshfit.launch.world import World
 from meshfit.plan import Plan
 from meshfit.plan_cost import cost
-from meshfit.run import Run
 from tests.distributed import distributed
-from tests.few import every_other
-from tests.ranked import SGD, assert_alike, built, trained
+from tests.few import more
+from tests.ranked import SGD, assert_alike, built, counted_step, trained
 
 
 def deep(layers: int = 3, width: int = 32, dropout: float = 0.0) -> nn.Sequential:
@@ -201,22 +198,27 @@ MODELS = (
 
 
 @pytest.mark.parametrize(
-    "plan", ["branch=2", "branch=2 microbatches=2", "branch=2 data=2", "branch=2 shard=2", "branch=2 pipeline=2"]
+    ("plan", "models"),
+    [
+        ("branch=2", MODELS),
+        ("branch=2 microbatches=2", (Towers, Detached, TwoGroups, TiedToTrunk)),  # BatchNorm would have one sample
+        ("branch=2 data=2", (Towers, SharedNorm, TrunkNorm, InPlace)),
+        ("branch=2 shard=2", (OneGoesBack, TwoGroups, TiedToTrunk, SharedLayer)),
+        ("branch=2 pipeline=2", (Detached, Nested, TrunkNorm, SharedLayer)),
+        more("branch=2 shard=2", MODELS),
+        more("branch=2 pipeline=2", MODELS),
+    ],
 )
-def test_trains_like_one_device(plan: str) -> None:
+def test_trains_like_one_device(plan: str, models: tuple[type[nn.Module], ...]) -> None:
     """Losses, norms, weights, buffers, optimizer state; and the model is left whole."""
 
     @distributed(world=Plan.parse(plan).devices, timeout=200)
-    def run(plan: str) -> None:
+    def run(plan: str, models: tuple[type[nn.Module], ...]) -> None:
         like = "data=1 microbatches=2" if "micro" in plan else "data=1"
-        few = {  # no BatchNorm with microbatches: of the last two samples, each would have one
-            "branch=2 microbatches=2": (Towers, Detached, TwoGroups, TiedToTrunk),
-            "branch=2 data=2": (Towers, SharedNorm, TrunkNorm, InPlace),
-        }
-        for make in few.get(plan, MODELS):
+        for make in models:
             assert_alike(make, plan, like=like, optimizer=SGD, clip=0.5)
 
-    run(plan=plan)
+    run(plan=plan, models=models)
 
 
 @distributed(world=3)
@@ -239,16 +241,37 @@ REST = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan"), every_other(["siamese", "tied-heads"], REST))
+OFTEN = {
+    ("siamese", "branch=2 precision=bf16"),
+    ("tied-heads", "branch=2 shard=2 recompute=full"),
+    ("siamese", "branch=2 tensor=2 microbatches=2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        (name, plan) if (name, plan) in OFTEN else more(name, plan)
+        for name in ("siamese", "tied-heads")
+        for plan in REST
+    ],
+)
 def test_with_the_rest_of_the_plan(name: str, plan: str) -> None:
     assert_verified(BRANCHES[name], plan)
 
 
-def test_tensors_that_are_split_pass_between_branches() -> None:
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        more("clip", "branch=2 context=2"),
+        ("tied-heads", "branch=2 context=2"),
+        ("tied-heads", "branch=2 tensor=2 sequence=split"),
+        ("two-mixtures", "branch=2 expert=2"),
+    ],
+)
+def test_tensors_that_are_split_pass_between_branches(name: str, plan: str) -> None:
     """Positions of sequences enter and join branches as parts; the experts of a tower are spread over its own ranks."""
-    assert_verified(BRANCHES["clip"], "branch=2 context=2")
-    assert_verified(BRANCHES["tied-heads"], "branch=2 tensor=2 sequence=split")
-    assert_verified(CASES["two-mixtures"], "branch=2 expert=2")
+    assert_verified((BRANCHES | CASES)[name], plan)
 
 
 def assert_verified(case: Case, plan: str) -> None:
@@ -331,40 +354,35 @@ def test_towers_draw_their_own_numbers() -> None:
     assert losses[0] > 1e-4
 
 
+COUNTED = {
+    "branch=2": ("shared-layer",),
+    "branch=2 shard=2": ("two-decoders",),
+    "branch=2 tensor=2": ("tied-heads",),
+    "branch=2 pipeline=2 microbatches=2": ("tied-heads", "shared-layer"),
+}
+
+
+EVERY = ("siamese", "tied-heads", "two-decoders", "shared-layer")
+
+
 @pytest.mark.parametrize(
-    "plan", ["branch=2", "branch=2 shard=2", "branch=2 tensor=2", "branch=2 pipeline=2 microbatches=2"]
+    ("plan", "names"),
+    [
+        *COUNTED.items(),
+        *(more(plan, EVERY if "tensor" not in plan else ("siamese", "tied-heads")) for plan in COUNTED),
+    ],
 )
-def test_cost_is_what_runs(plan: str) -> None:
+def test_cost_is_what_runs(plan: str, names: tuple[str, ...]) -> None:
     """Sends and collectives of every rank, calls and bytes; and the bytes of its weights."""
 
     @distributed(world=Plan.parse(plan).devices)
-    def run(text: str) -> None:
+    def run(text: str, names: tuple[str, ...]) -> None:
         plan = Plan.parse(text)
         rows = lambda n: (torch.linspace(-1, 1, 8 * n).view(n, 8), torch.linspace(1, -1, 4 * n).view(n, 4))
         shared = Case(name="shared-layer", build=lambda: built(SharedLayer), data=rows, loss=F.mse_loss)
-        cases = [BRANCHES[name] for name in ("siamese", "tied-heads")]
-        cases += [BRANCHES["two-decoders"], shared] if plan.tensor == 1 else []
-        for case in cases:
-            name = case.name
-            job = Job(
-                model=case.build,
-                data=case.data(16),
-                loss=case.loss,
-                optimizer=torch.optim.AdamW,
-                batch_size=8,
-                epochs=1,
-                plan=plan,
-                shuffle=False,
-            ).settled(count=plan.devices, kind="cpu")
-            run = Run(job, World(dist.get_rank(), plan.devices, torch.device("cpu")))
-            batches = run.batches()
-            first, batch = next(batches), next(batches)
-            run.schedule(first)  # ranks also say what they have to hand out
-            run.exchange.finish()
-            run.exchange.clear()
-            with Collectives() as seen:
-                run.schedule(batch)
-                run.exchange.finish()
+        for name in names:
+            case = shared if name == shared.name else BRANCHES[name]
+            job, run, batch, seen = counted_step(case, plan)
             model, content = case.build().train(), batch.microbatches[0].content
             split = split_of(job, model, content) if plan.tensor > 1 else None
             branch = Branch(degree=2, atoms=tuple(TensorAxis().closed(split)) if split else ())
@@ -380,7 +398,7 @@ def test_cost_is_what_runs(plan: str) -> None:
             if plan.shard == 1:
                 assert sum(p.nbytes for p in run.model.parameters()) == said.held["weights"]
 
-    run(text=plan)
+    run(text=plan, names=names)
 
 
 def split_of(job: Job, model: nn.Module, content: Any) -> TensorPlan:
@@ -388,7 +406,7 @@ def split_of(job: Job, model: nn.Module, content: Any) -> TensorPlan:
 
 
 def test_checkpoints_go_over_to_other_plans(tmp_path: Any) -> None:
-    """Saved in branches and gone on with on one device, and the other way round."""
+    """Saved in branches and gone on with on one device, and in other parts. From one device: test_resume_axes.py."""
     case = BRANCHES["two-decoders"]
     fit = lambda plan, steps, folder, resume: meshfit.fit(
         case.build,
@@ -406,16 +424,14 @@ def test_checkpoints_go_over_to_other_plans(tmp_path: Any) -> None:
         resume=resume,
     )
     wanted = fit("data=1", 6, "alone", False).model.state_dict()
-    for number, (before, after) in enumerate(
-        (("branch=2", "data=1"), ("data=1", "branch=2 shard=2"), ("branch=2 pipeline=2", "branch=2"))
-    ):
+    for number, (before, after) in enumerate((("branch=2", "data=1"), ("branch=2 pipeline=2", "branch=2 shard=2"))):
         fit(before, 3, str(number), False)
         found = fit(after, 6, str(number), True).model.state_dict()
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-7, rtol=1e-6)
 
 
-@pytest.mark.parametrize("plan", ["branch=2", "branch=2 pipeline=2"])
+@pytest.mark.parametrize("plan", [more("branch=2"), "branch=2 pipeline=2"])
 def test_predictions_and_metrics(plan: str) -> None:
     case = BRANCHES["two-decoders"]
     model, data = case.build().eval(), case.data(11)

@@ -176,7 +176,7 @@ def buffers_alone() -> nn.Module:
     return Net(Tallies(), Quantiser(), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=1 microbatches=2", "data=2 tensor=2"])
+@pytest.mark.parametrize("plan", [more("shard=2"), "shard=2 zero=1 microbatches=2", "data=2 tensor=2"])
 def test_where_weights_are_cut(plan: str) -> None:
     assert_alone(trained(plan, buffers_alone), buffers_alone)
 

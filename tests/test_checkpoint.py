@@ -305,7 +305,7 @@ def test_a_step_that_was_dropped_comes_again() -> None:
 def test_offloaded_state(move: bool, tmp_path: Path) -> None:
     def offloaded() -> Run:
         run = begun(traps.Plain, "data=1 offload=optimizer")
-        run.update.offload.move = move  # type: ignore[union-attr]
+        run.update.offload.each[0].move = move  # type: ignore[union-attr]
         return run
 
     run = offloaded()
@@ -393,7 +393,7 @@ def test_partial_loading_lists_what_was_skipped(tmp_path: Path) -> None:
     advance(run, 1)
     save(run, tmp_path)
     other = begun(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4)), optimizer=SGD)
-    restore(other, tmp_path, allow_partial=True)
+    restore(other, tmp_path, partial=True)
     skipped = [note for note in other.notes if "skipped" in note]
     assert len(skipped) == 3
     assert torch.equal(other.model[0].weight, run.model[0].weight)  # type: ignore[index]

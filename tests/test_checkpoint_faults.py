@@ -106,6 +106,48 @@ def test_killed_at_any_point_of_a_save(tmp_path: Path) -> None:
     assert min(seen.values()) > 0
 
 
+def test_killed_while_older_ones_are_removed(tmp_path: Path) -> None:
+    """The new one is whole before the first byte of another goes; the best is never touched; the next save goes on."""
+    run, start = begun(MODEL), tmp_path / "start"
+    saver = Saver(start, block=BLOCK, keep=9)
+    for loss in (1.0, 3.0, 2.0):
+        advance(run, 1)
+        saver.save(run, {"loss": loss}, wait=True)
+    saver.close()
+    advance(run, 1)
+    seen: set[tuple[str, ...]] = set()
+    for point in range(1, 99):
+        folder = tmp_path / "now"
+        shutil.copytree(start, folder)
+
+        def kill(n: int, act: str, name: str, removed: list[int] = [], point: int = point) -> None:  # noqa: B006
+            removed += [n] * ((act == "remove" and "manifest" in name) or bool(removed))
+            if len(removed) == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if (child := os.fork()) == 0:
+            try:
+                Saver(Faulty(folder, kill), block=BLOCK, keep=1, keep_best="-loss").save(run, {"loss": 4.0}, wait=True)
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        there = [found.name for found in complete(Files(folder))]
+        assert {"0001-step-1", "0004-step-4"} <= set(there)
+        assert all(verify(found) == [] for found in complete(Files(folder)))
+        seen.add(tuple(there))
+        again = begun(MODEL)
+        assert restore(again, folder).step == 4
+        saver = Saver(folder, keep=1, keep_best="-loss")
+        saver.save(again, wait=True)
+        saver.close()
+        assert sorted(name for name in os.listdir(folder) if "step" in name) == ["0001-step-1", "0005-step-4"]
+        shutil.rmtree(folder)
+        if not os.WIFSIGNALED(status):
+            break
+    assert len(seen) == 3
+    assert point >= 8
+
+
 @distributed(world=2)
 def test_a_rank_that_fails_after_the_other_has_written(tmp_path: Path) -> None:
     """Never a mix: the older checkpoint is used, and both ranks hear of it."""
@@ -453,7 +495,7 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path: Path) -> None:
 def test_who_has_just_lost_its_caller_is_waited_for(tmp_path: Path) -> None:
     code = f"from meshfit.checkpoint.lock import Lock; from pathlib import Path; Lock(Path({str(tmp_path)!r})).take()"
     dying = subprocess.Popen(
-        [sys.executable, "-c", code + "; print(flush=True); import time; time.sleep(1)"], stdout=-1
+        [sys.executable, "-c", code + "; print(flush=True); import os, time; time.sleep(1); os._exit(0)"], stdout=-1
     )
     assert dying.stdout is not None
     with dying, dying.stdout:

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from meshfit.checkpoint import CheckpointError, Saver, newest, save
 from meshfit.checkpoint.export import export, shards
-from meshfit.checkpoint.outside import load_weights, open_weights
+from meshfit.checkpoint.outside import open_weights
+from meshfit.checkpoint.weights import load_weights
 from meshfit.cli.verbs import app
 from tests import traps
 from tests.ranked import built
@@ -122,7 +123,7 @@ def test_weights_of_others(kind: str, tmp_path: Path, run: Any) -> None:
     assert fresh.head.weight is fresh.token.weight
     wide = nn.Linear(3, 3)
     before = wide.weight.clone()
-    with pytest.raises(CheckpointError, match="does not fit this run"):
+    with pytest.raises(CheckpointError, match="does not fit the model"):
         load_weights(wide, path)
     assert torch.equal(wide.weight, before)
 
@@ -131,7 +132,7 @@ def test_other_dtypes_are_cast_and_parts_are_listed(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     torch.save({**model.half().state_dict(), "2.weight": torch.ones(1)}, tmp_path / "w.pt")
     fresh = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
-    assert load_weights(fresh, tmp_path / "w.pt", allow_partial=True) == [
+    assert load_weights(fresh, tmp_path / "w.pt", partial=True) == [
         "1.weight has shape [3, 3] here, [2, 3] in the checkpoint",
         "1.bias has shape [3] here, [2] in the checkpoint",
         "2.weight is in the checkpoint, and not in the model",
@@ -181,7 +182,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     torch.save(Evil(canary), held)
     data.write_bytes(held.getvalue().ljust(data.stat().st_size, b"\0"))
     with pytest.raises(CheckpointError):
-        load_weights(model, tmp_path / "chunk", allow_partial=True)
+        load_weights(model, tmp_path / "chunk", partial=True)
     assert not canary.exists()
 
 

@@ -6,10 +6,13 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tests import command
 
 SCRIPT = """
 import sys
@@ -41,12 +44,10 @@ print("plan", result.plan, "loss", result.history[-1].loss)
 PLAIN = SCRIPT.replace("LOSS", "loss = F.mse_loss")
 
 
-def meshfit(folder: Path, script: str | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+def meshfit(folder: Path, script: str | None, *arguments: str) -> CompletedProcess[str]:
     if script is not None:
         (folder / "train.py").write_text(script)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100"}
-    command = [sys.executable, "-c", "from meshfit.cli import main; main()", *arguments]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    return command.meshfit(folder, *arguments)
 
 
 def executed(folder: Path) -> list[str]:
@@ -58,7 +59,11 @@ def test_train_runs_a_script_once_under_another_plan(tmp_path: Path, monkeypatch
     (tmp_path / "alone.py").write_text(PLAIN)
     alone = runpy.run_path("alone.py", run_name="__main__")["result"]
     (tmp_path / "executed").unlink()
-    spread = meshfit(tmp_path, PLAIN, "train", "train.py", "--plan", "data=2", "--out", "run", "--", "--size", "3")
+    (tmp_path / "train.py").write_text(PLAIN)
+    asked = ["train", "train.py", "--plan", "data=2", "--out", "run", "--", "--size", "3"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    fresh = [sys.executable, "-c", "from meshfit.cli import main; main()", *asked]
+    spread = subprocess.run(fresh, env=environ, capture_output=True, text=True, timeout=120)
     assert spread.returncode == 0, spread.stderr
     assert executed(tmp_path) == ["__main__ ['--size', '3']"]
     assert str(alone.plan) == "data=1"
@@ -119,6 +124,47 @@ def test_a_wrong_plan_is_one_block_and_exit_code_2(tmp_path: Path):
     assert done.returncode == 2
     assert done.stderr == "meshfit: the plan has no key 'dta'\n  did you mean data?\n"
     assert done.stdout == ""
+
+
+def test_a_checkpoint_that_is_not_there_is_one_block_and_exit_code_2(tmp_path: Path):
+    for verb in ("show", "list", "verify", "prune"):
+        done = meshfit(tmp_path, None, "checkpoint", verb, "nowhere")
+        assert done.returncode == 2, verb
+        assert done.stderr.startswith("meshfit: there is no ")
+        assert "nowhere" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+DIES = """import os, signal, torch.distributed as dist
+def loss(outputs, targets):
+    if dist.is_initialized() and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return F.mse_loss(outputs, targets)"""
+
+
+def test_train_is_told_how_a_run_survives(tmp_path: Path):
+    for option, value in (("--grace", "soon"), ("--hang-timeout", "soon"), ("--preemption", "notice")):
+        done = meshfit(tmp_path, PLAIN, "train", "train.py", option, value)
+        assert done.returncode == 2, done.stderr
+        assert f"{option[2:].replace('-', '_')}=" in done.stderr
+    killed = PLAIN.replace("loss = F.mse_loss", DIES)
+    done = meshfit(
+        tmp_path,
+        killed,
+        "train",
+        "train.py",
+        "--plan",
+        "data=2",
+        "--out",
+        "run",
+        "--checkpoint",
+        "1 steps",
+        "--restarts",
+        "0",
+    )
+    assert done.returncode == 1
+    assert "rank 1 was killed by signal 9" in done.stderr
+    assert "started again" not in done.stderr
 
 
 def test_a_script_that_is_not_there_or_calls_no_fit(tmp_path: Path):

@@ -16,8 +16,12 @@ from benchmarks.zoo_branches import BRANCHES
 from benchmarks.zoo_experts import token_loss
 from meshfit.axes.compile import pieces
 from meshfit.axes.compile.axis import Blocks, compilable, own_numbers
+from meshfit.axes.compile.parts import BlockOfParts, _kind
 from meshfit.axes.compile.pieces import InPieces
-from meshfit.axes.compile.rows import BlockOfRows
+from meshfit.axes.context.axis import plan_context
+from meshfit.axes.context.piece import Piece
+from meshfit.axes.context.span import SplitDim
+from meshfit.axes.find import as_number
 from meshfit.axes.forward import unwrap
 from meshfit.axes.shard.units import traced
 from meshfit.axes.spec import whole_output
@@ -25,8 +29,10 @@ from meshfit.axes.tensor.vocabulary import SlicedTensor
 from meshfit.comm.group import RankGroup
 from meshfit.exchange import allreduce
 from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.protocol import StepScalars
 from meshfit.loss.objective import Objective
 from tests.distributed import distributed
+from tests.few import more
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at what it warns of itself
@@ -70,6 +76,39 @@ def test_of_a_block_that_talks_the_other_parts_are_compiled() -> None:
     assert not any(path.startswith(each) or each.startswith(f"{path}.") for path in found for each in experts)
 
 
+def test_under_context_what_treats_positions_alike_is_compiled() -> None:
+    case = ZOO["llama"]
+    objective, batch = Objective(case.loss), case.data(4)
+    found = plan_context(case.build(), lambda model, some: as_number(objective(model, some)), batch, 2)
+    assert [path for path in found.meeting if "layers" in path] == [f"model.layers.{i}.self_attn" for i in range(3)]
+    trace = traced(case.build(), objective, batch, device="cpu")
+    assert not isinstance(trace, Exception)
+    parts = ("input_layernorm", "mlp", "post_attention_layernorm")
+    inside = {path for path in compilable(trace, (), found.meeting) if path.startswith("model.layers.0.")}
+    assert {path.removeprefix("model.layers.0.") for path in inside} >= set(parts)
+    assert not any("self_attn" in path for path in inside)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["alike", "mean", "number", "weight"])
+@distributed(world=2, timeout=240)
+def test_positions_are_plain_tensors_to_a_compiled_block_that_treats_them_alike(how: str) -> None:
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    block, span = OverRows(how), SplitDim.even(1, 7, 2, zigzag=True)
+    ran, made = [], BlockOfParts(block, block.forward, [group])
+    compiled = made._compiled
+    made._compiled = lambda *args: ran.append(args) or compiled(*args)
+    block.forward = made  # type: ignore[method-assign]
+    whole = torch.arange(28.0).view(1, 7, 4)
+    own = span.of(whole, group.rank).clone().requires_grad_()
+    for _ in range(2):
+        found = block(Piece(own, span, group))
+        assert isinstance(found, Piece)
+        torch.testing.assert_close(whole_output(found), OverRows(how)(whole))
+    assert [type(x) for (x,) in ran] == [Tensor] * (2 if how in ("alike", "weight") else 0)
+
+
 def aot_eager_adamw(params: Any) -> torch.optim.Optimizer:
     """Made in every rank before it compiles anything: from then on, with torch's own kernels."""
     if not isinstance(torch.compile, functools.partial):
@@ -100,13 +139,15 @@ OWN = {
 }
 SPREAD_PLANS = [
     ("mlp-in-code", "tensor=2 sequence=split compile=block"),
-    ("tied-gpt", "pipeline=2 microbatches=2 compile=block"),
+    more("tied-gpt", "pipeline=2 microbatches=2 compile=block"),
     ("tied-gpt", "pipeline=2 schedule=zbv microbatches=4 compile=block"),
     ("mixtral", "expert=2 compile=block"),
     ("tied-gpt", "shard=2 compile=block"),
     ("ensemble", "branch=2 compile=block"),
-    ("llama", "tensor=2 compile=block"),
+    more("llama", "tensor=2 compile=block"),
     ("llama", "tensor=2 sequence=split compile=block"),
+    ("llama", "context=2 compile=block"),
+    more("llama", "context=2 tensor=2 sequence=whole compile=block"),
 ]
 
 
@@ -146,7 +187,7 @@ def test_rows_are_plain_tensors_to_a_compiled_block_that_treats_them_alike(how: 
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
     block = OverRows(how)
-    ran, made = [], BlockOfRows(block, block.forward, group)
+    ran, made = [], BlockOfParts(block, block.forward, [group])
     compiled = made._compiled
     made._compiled = lambda *args: ran.append(args) or compiled(*args)
     block.forward = made  # type: ignore[method-assign]
@@ -155,7 +196,20 @@ def test_rows_are_plain_tensors_to_a_compiled_block_that_treats_them_alike(how: 
     for _ in range(2):
         found = block(SlicedTensor.rows(own, 6, group))
         torch.testing.assert_close(whole_output(found), OverRows(how)(whole))
-    assert [type(x) for (x,) in ran] == [Tensor] * (2 if how == "alike" else 0)
+    block(whole.clone().requires_grad_())  # all of it on every rank: regions inside know one way alone
+    found = block(SlicedTensor.rows(own, 6, group))
+    torch.testing.assert_close(whole_output(found), OverRows(how)(whole))
+    assert [type(x) for (x,) in ran if x.shape == own.shape] == [Tensor] * (3 if how == "alike" else 0)
+    assert how != "alike" or len(ran) == 3
+
+
+def test_what_a_block_is_compiled_for_anew() -> None:
+    x, block = torch.ones(2), nn.Linear(2, 2)
+    plain = _kind(block, [x, 3, object()])
+    assert plain == _kind(block, [x + 1, 3, object()])
+    assert plain != _kind(block, [x, 4, object()])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plain != _kind(block, [x, 3, object()])
 
 
 # A block that knows its number
@@ -293,7 +347,7 @@ def test_sums_start_while_a_compiled_backward_runs() -> None:
     for step in range(2):
         alone.zero_grad()
         torch.stack([alone(tokens[r], targets[r]) for r in range(2)]).sum().backward()
-        exchange.arm(0.0, 0.0, stop=False, broken=False)
+        exchange.arm(StepScalars())
         loss = run(tokens[rank], targets[rank])
         dist.all_reduce = lambda tensor, **kwargs: happened.append("sum") or plain(tensor, **kwargs)
         hook = model.layers[0].get_parameter("up.weight").register_hook(lambda grad: happened.append("first layer"))

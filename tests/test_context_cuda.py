@@ -1,4 +1,4 @@
-"""Attention on pieces on a GPU: FlashAttention, without a mask, and the numbers of one device."""
+"""Attention on pieces on a GPU: FlashAttention or cuDNN's, without a mask, and the numbers of one device."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from meshfit.axes.context import attend, local, mix, shapes  # noqa: F401  # reg
 from meshfit.axes.context.piece import Piece, guarded
 from meshfit.axes.context.span import SplitDim
 from meshfit.comm.group import ThreadGroup, in_threads
+from meshfit.torch_private.kernels import attention_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,7 +27,8 @@ def given(heads: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["equal", "grouped"])
 @pytest.mark.parametrize("attention", ["gather", "ulysses"])
 @pytest.mark.parametrize("zigzag", [False, True], ids=["in order", "zigzag"])
-def test_no_other_kernel_is_needed(zigzag: bool, attention: str, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=["flash", "cudnn"])
+def test_no_other_kernel_is_needed(kernel: SDPBackend, zigzag: bool, attention: str, heads: tuple[int, int]) -> None:
     more = {"is_causal": True, "enable_gqa": heads[0] != heads[1]}
     tensors = [given(count, seed) for seed, count in enumerate((heads[0], heads[1], heads[1]))]
     weights = given(heads[0], 9)
@@ -43,7 +45,10 @@ def test_no_other_kernel_is_needed(zigzag: bool, attention: str, heads: tuple[in
             (made.local * span.of(weights, group.rank)).sum().backward()
         return made.local.detach(), [x.grad for x in own]  # type: ignore[misc]
 
-    with guarded(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with guarded(), sdpa_kernel(kernel):
+        taken = attention_kernel(*tensors, scale=None, grouped=more["enable_gqa"])  # type: ignore[misc]
+        assert taken is not None
+        assert taken.cudnn == (kernel == SDPBackend.CUDNN_ATTENTION)
         parts = in_threads(ThreadGroup.make(RANKS), work)
     for rank, (made, gradients) in enumerate(parts):
         torch.testing.assert_close(made.double(), span.of(want.detach(), rank), rtol=2e-2, atol=2e-2)

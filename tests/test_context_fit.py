@@ -1,6 +1,7 @@
 """Trainings whose sequences are cut over ranks: like one device, or refused before anything starts."""
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,14 @@ from meshfit.axes.context.find import ContextPlan, begin
 from meshfit.axes.context.piece import RULES, Piece
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.find import as_number
+from meshfit.axes.find import find as find_all
 from meshfit.axes.prove import Refused
 from meshfit.axes.shard.units import traced
 from meshfit.comm.group import SUM, CountingGroup, RankGroup
 from meshfit.errors import PlanError
 from meshfit.loss.objective import Objective
+from meshfit.plan import Plan
+from meshfit.torch_private.kernels import AttentionKernel
 from tests.distributed import distributed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -165,12 +169,6 @@ def test_ulysses_needs_heads_that_divide() -> None:
         fit("data=2 attention=ulysses", built())
 
 
-def test_positions_are_split_once() -> None:
-    with pytest.raises(PlanError, match=r"both split positions of every sequence") as error:
-        fit("context=2 tensor=2 sequence=split", built())
-    assert "tensor=2 sequence=whole context=2 works" in str(error.value)
-
-
 def test_sequences_shorter_than_ranks_are_whole() -> None:
     ids, _ = text(4, 2)
     model = built()
@@ -238,6 +236,10 @@ class Counted(RankGroup):
         self._count("reduce_scatter", x.numel())
         return super().reduce_scatter(x)
 
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        self._count("reduce_scatter", x.numel())
+        return super().start_reduce_scatter(x)
+
     def all_gather(self, x: Tensor) -> Tensor:
         self._count("all_gather", x.numel() * self.size)
         return super().all_gather(x)
@@ -277,3 +279,76 @@ def test_ranks_say_what_the_cost_says(monkeypatch: pytest.MonkeyPatch, positions
     after, cost = context_cost(trace, plan)
     assert after.cost.kept == pytest.approx(plan.kept * trace.cost.kept, rel=1e-2)
     assert_said(plan=plan, calls=cost.calls, moved=cost.moved)
+
+
+# What overlaps, and what is kept
+
+
+def attention(group: Any, rank: int, length: int = 16) -> tuple[Tensor, Piece]:
+    span = SplitDim.even(2, length, 2, zigzag=True, attention="gather")
+    given = torch.randn(1, 2, span.counts[rank], 8, requires_grad=True)
+    made: Any = F.scaled_dot_product_attention(*[Piece(given * i, span, group) for i in (1, 2, 3)], is_causal=True)  # type: ignore[arg-type]
+    return given, made
+
+
+def test_own_keys_are_met_while_those_of_others_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Watched(CountingGroup):
+        def start_all_gather(self, x: Tensor) -> tuple[Tensor, Callable[[], object]]:
+            done.append("gather")
+            return self.all_gather(x), lambda: done.append("wait")
+
+        def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Callable[[], object]]:
+            done.append("scatter")
+            return self.reduce_scatter(x), lambda: done.append("wait")
+
+    def watched(name: str) -> Callable[..., Any]:
+        real = getattr(AttentionKernel, name)
+        return lambda *args, causal: (done.append("own" if causal else "others"), real(*args, causal=causal))[1]
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(AttentionKernel, name, watched(name))
+    _, made = attention(Watched(1, 2), 1)
+    assert done == ["gather", "gather", "own", "wait", "wait", "others"]  # rank 1: chunks 1 and 2, which are neighbours
+    done.clear()
+    made.local.sum().backward()
+    assert done == ["gather", "gather", "wait", "wait", "others", "scatter", "scatter", "own", "wait", "wait"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_is_kept_after_a_step(backward: bool) -> None:
+    group = RankGroup.__new__(RankGroup)
+    group.rank, group.size = 0, 1
+    group.start_all_gather = lambda x: (x.detach().clone().unsqueeze(0), lambda: None)  # type: ignore[method-assign]
+    group.start_reduce_scatter = lambda x: (x[0].clone(), lambda: None)  # type: ignore[method-assign]
+    span = SplitDim.even(2, 8, 1, attention="gather")
+    given = torch.randn(1, 2, 8, 8, requires_grad=True)
+    local = given * 2
+    held = weakref.ref(local.untyped_storage())
+    made: Any = F.scaled_dot_product_attention(*[Piece(local, span, group)] * 3, is_causal=True)  # type: ignore[arg-type]
+    if backward:
+        made.local.sum().backward()
+    del made, local
+    assert held() is None
+
+
+class Flexible(Decoder):
+    """Whose attention has no backward on CPUs."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        x = self.token(ids)
+        heads, size = x.unflatten(-1, (2, -1)).transpose(1, 2), ids.shape[1]
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, size, size, device="cpu")
+        found: Any = flex_attention(heads, heads, heads, block_mask=mask)
+        return self.head(self.blocks[0](found.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plan", ["context=2", "tensor=2"])
+def test_a_step_that_runs_on_gpus_alone_is_refused(plan: str) -> None:
+    with pytest.raises(PlanError, match=r"FlexAttention does not support backward on CPU") as error:
+        find_all(Plan.parse(plan), Flexible(), Objective(loss=loss), text(), "cuda")
+    assert "data= and shard= take the model as it is" in str(error.value)

@@ -143,7 +143,7 @@ def test_a_stream_ends_after_its_epochs_or_steps():
         ((X, Y[:3]), r"differ in length.*\(22, 6\), \(3, 3\)"),
         ((), "no sample|no tensor"),
         (torch.tensor(3.0), "sample"),
-        (torch.utils.data.DataLoader(Pairs()), "DataLoader"),
+        (torch.utils.data.DataLoader(Pairs(), batch_size=None), "DataLoader"),
         (iter([1, 2]), "iterator"),
         (None, "NoneType"),
         ("train.csv", "is a path"),

@@ -224,14 +224,14 @@ def test_bad_samples_are_skipped_counted_and_the_same_on_resume(tmp_path: Path):
     one = loader(held)
     labels = [y for batch in one.epoch(0) for part in batch.microbatches for y in part.content[1].tolist()]
     assert len(labels) == 200
-    skipping = held.source
+    skipping = held
     assert isinstance(skipping, Skipping)
     assert sorted(skipping.bad) == [17, 18]
     assert "a/017.jpg" in skipping.bad[17]
     assert one.state(1, 0)["source"]["bad"].keys() == {17, 18}
     again = make()
     loader(again).resume(one.state(1, 0))
-    assert again.source.bad == skipping.bad
+    assert again.bad == skipping.bad
     whole = [batch.microbatches[0].content[0] for batch in loader(make()).epoch(1)]
     later = [batch.microbatches[0].content[0] for batch in loader(again).epoch(1, 4)]
     assert all(torch.equal(x, y) for x, y in zip(whole[4:], later, strict=True))

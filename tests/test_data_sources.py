@@ -450,13 +450,16 @@ def test_times_are_microseconds_and_nested_columns_are_named(tmp_path: Path):
         "time64[ns]": pa.array([7], pa.time64("ns")),
         "struct<a: int64>": pa.array([{"a": 1}]),
         "map<string, int64": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
-        "list<element: list<element: int64>>": pa.array([[[1]]]),
+        "list<element: list<element: int64>>": pa.array([[[1], [1, 2]]]),
     }
     for kind, array in refused.items():
         pq.write_table(pa.table({"ok": [1], "c": array}), tmp_path / "b.parquet")
         with pytest.raises(meshfit.DataError) as error:
             len(meshfit.data.parquet(tmp_path / "b.parquet", columns="c"))
         assert f"column 'c' of {tmp_path}/b.parquet is {kind}" in str(error.value)
+    pq.write_table(pa.table({"c": pa.array([[[1, 2], [3, 4], [5, 6]]] * 2)}), tmp_path / "c.parquet")
+    whole = meshfit.data.parquet(tmp_path / "c.parquet", columns="c").fetch(np.arange(2))  # of one shape
+    assert whole.tolist() == [[[1, 2], [3, 4], [5, 6]]] * 2
 
 
 def test_corrupt_parquet_pages_name_the_file(tmp_path: Path):

@@ -1,6 +1,8 @@
 """Rows of databases by key: a real PostgreSQL, SQLite, DuckDB; connections that break, tables that change."""
 
 import contextlib
+import datetime
+import json
 import pickle
 import sqlite3
 import sys
@@ -22,6 +24,7 @@ from meshfit.data import Source, sql
 from meshfit.data.databases import database
 from meshfit.data.loader import Loader
 from tests.servers import PASSWORD, Postgres, postgres_folder
+from tests.test_data_exact import played
 from tests.test_data_sources import IDS, PICTURES, X, Y, encoded
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -263,7 +266,7 @@ def test_what_a_database_cannot_give_is_refused_in_words(filled: Postgres, lite:
         (lite, "select * from absent", "id", "no such table: absent"),
         (f"sqlite:///{tmp_path}/none.db", QUERY, "id", "cannot be opened"),
         ("mysql://u:geheim@h/d", QUERY, "id", "mysql:// is no database"),
-        (filled.url, "select id, now() as t from train", "id", "cast it in the query"),
+        (filled.url, "select id, '1.2.3.4'::inet as t from train", "id", "cast it in the query"),
     ):
         with pytest.raises(meshfit.DataError, match=words) as caught:
             sql(url, query, key=key).few()
@@ -291,3 +294,115 @@ def test_paths_of_sqlite_may_hold_any_sign(tmp_path: Path, copy: bool):
         made = database(f"sqlite:///{tmp_path}/{name}").connect()
         with contextlib.closing(made), pytest.raises(sqlite3.OperationalError, match="readonly"):
             made.execute("delete from t")
+
+
+# Keys of several columns, JSON, times, null
+
+MOMENT = datetime.datetime(2024, 2, 29, 12, 30, 15, 250_000)
+SINCE_1970 = 1_709_209_815_250_000
+
+
+def shop(i: int) -> dict[str, Any]:
+    """A row: its key is (user, day)."""
+    return {
+        "user": f"u{i % 4}",
+        "day": datetime.date(2024, 1, 1 + i // 4),
+        "n": i,
+        "info": {"score": i / 2, "tags": [i, i + 1], "deep": {"er": i}} | ({} if i == 9 else {"some": i}),
+        "moment": MOMENT + datetime.timedelta(microseconds=i),
+        "maybe": None if i == 5 else i,
+    }
+
+
+@pytest.fixture
+def shops(postgres: Postgres, tmp_path: Path) -> dict[str, Any]:
+    """The same rows in three databases."""
+    import duckdb
+    import psycopg
+
+    rows = [shop(i) for i in np.random.default_rng(1).permutation(20).tolist()]
+    with psycopg.connect(postgres.url, autocommit=True) as link:
+        link.execute("drop table if exists shop")
+        link.execute(
+            'create table shop ("user" text, day date, n int, info jsonb, moment timestamp, maybe int, '
+            'primary key ("user", day))'
+        )
+        for row in rows:
+            link.execute(
+                "insert into shop values (%(user)s, %(day)s, %(n)s, %(info)s, %(moment)s, %(maybe)s)",
+                {**row, "info": json.dumps(row["info"])},
+            )
+    plain = [(r["user"], str(r["day"]), r["n"], json.dumps(r["info"]), str(r["moment"]), r["maybe"]) for r in rows]
+    with contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as lite, lite:
+        lite.execute(
+            "create table shop (user text, day text, n int, info text, moment text, maybe int, primary key (user, day))"
+        )
+        lite.executemany("insert into shop values (?, ?, ?, ?, ?, ?)", plain)
+    with duckdb.connect(str(tmp_path / "shop.duckdb")) as duck:
+        duck.execute('create table shop ("user" text, day date, n int, info json, moment timestamp, maybe int)')
+        duck.executemany("insert into shop values (?, ?, ?, ?, ?, ?)", plain)
+    return {
+        "postgresql": postgres.url,
+        "sqlite": f"sqlite:///{tmp_path}/shop.db",
+        "duckdb": f"duckdb:///{tmp_path}/shop.duckdb",
+    }
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("kind", ["postgresql", "sqlite", "duckdb"])
+def test_keys_of_several_columns_and_fields_of_json(shops: dict[str, Any], kind: str, copy: bool, tmp_path: Path):
+    how: dict[str, Any] = {"key": ("user", "day"), "copy": copy, "cache": tmp_path / "cache"}
+    order = sorted(range(20), key=lambda i: (shop(i)["user"], shop(i)["day"]))
+    ids = np.array([19, 3, 3, 0, 11])
+    want = [order[i] for i in ids]
+    columns = ("n", "info.score", "info.deep.er", "info.tags")
+    source = sql(shops[kind], "select * from shop", columns=columns, **how)
+    for one in (source, pickle.loads(cloudpickle.dumps(source))):
+        n, score, deeper, tags = one.fetch(ids)
+        assert (n.tolist(), score.tolist(), deeper.tolist()) == (want, [i / 2 for i in want], want)
+        assert tags.tolist() == [[i, i + 1] for i in want]
+    assert "user='u0', day=2024-01-01" in source.name_of(0).replace("'2024-01-01'", "2024-01-01")
+    gap = order.index(9)
+    with pytest.raises(
+        meshfit.data.BadSample, match=r"user='u1', day='?2024-01-03'? of .* has no value in column 'info.some'"
+    ):
+        sql(shops[kind], "select * from shop", columns="info.some", **how).fetch(np.arange(20))
+    filled = sql(
+        shops[kind], "select * from shop", columns=("info.some", "maybe"), fill={"info.some": -1, "maybe": 0}, **how
+    )
+    assert filled.fetch(np.array([gap, order.index(5)]))[0].tolist() == [-1, 5]
+    assert filled.fetch(np.array([gap, order.index(5)]))[1].tolist() == [9, 0]
+    skipped = sql(shops[kind], "select * from shop", columns=("n", "maybe"), on_bad="skip", **how)
+    assert skipped.fetch(np.arange(20))[0].tolist().count(5) == 0
+    make = lambda: sql(shops[kind], "select * from shop", columns=("info.score", "n"), **how)
+    whole = played(make, [(1, 0, 999)], epochs=2)
+    assert sorted(y for e, labels, _ in whole if e == 1 for y in labels) == list(range(20))
+    assert played(make, [(2, 2, 1), (3, 0, 999)], epochs=2) == whole
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("kind", ["postgresql", "duckdb"])
+def test_times_of_databases_are_microseconds(shops: dict[str, Any], kind: str, copy: bool, tmp_path: Path):
+    zoned = "cast('2024-02-29 14:30:15.25+02' as timestamptz)" if kind == "postgresql" else "moment"  # duckdb: pytz
+    query = f"""select n, moment, day, cast(moment as time) as clock,
+        moment - (timestamp '2024-02-29 12:30:00') as since, {zoned} as zoned from shop"""
+    got = sql(shops[kind], query, key="n", copy=copy, cache=tmp_path / "cache").fetch(np.array([7, 0]))
+    seconds = (12 * 60 + 30) * 60 * 10**6
+    assert {name: value.tolist() for name, value in got.items()} == {
+        "moment": [SINCE_1970 + 7, SINCE_1970],
+        "day": [19_724 * 86_400 * 10**6, 19_723 * 86_400 * 10**6],
+        "clock": [seconds + 15_250_007, seconds + 15_250_000],
+        "since": [15_250_007, 15_250_000],
+        "zoned": [SINCE_1970 + 7 * (kind == "duckdb"), SINCE_1970],
+    }
+
+
+def test_whole_objects_of_json_are_dicts(shops: dict[str, Any]):
+    query = "select n, info from shop where n < 9"
+    got = sql(shops["postgresql"], query, key="n", columns="info").fetch(np.array([4, 2]))
+    assert got["score"].tolist() == [2, 1]
+    assert got["deep"]["er"].tolist() == [4, 2]
+    with pytest.raises(meshfit.data.BadSample, match=r"column 'user' of the row with n=0 of .* is not JSON"):
+        sql(shops["sqlite"], "select * from shop", key="n", columns="user.name").fetch(np.array([0]))
+    with pytest.raises(meshfit.DataError, match=r'(?s)day names more than one row.*key=\("user", "day"\)'):
+        sql(shops["sqlite"], "select * from shop", key="day")

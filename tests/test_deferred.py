@@ -149,7 +149,7 @@ def test_one_parameter_at_a_time() -> None:
     for _, value in deferred.values():
         most = max(most, resident() - before)
         assert value.isfinite().all()
-    assert most < 4 * 2048 * 2048 * 4  # of twelve
+    assert most < 5 * 2048 * 2048 * 4  # of twelve
 
 
 def reads_weights() -> nn.Module:

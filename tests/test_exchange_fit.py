@@ -29,7 +29,7 @@ from meshfit.step import Step
 from meshfit.verify import Verdict
 from tests import small
 from tests.few import every_other, more
-from tests.small import SCHEDULED, X, Y, assert_same, losses, slowly
+from tests.small import SCHEDULED, X, Y, assert_same, assert_same_training, losses, slowly
 
 
 def build() -> nn.Module:
@@ -49,12 +49,7 @@ fit = partial(small.fit, model=build)
 )
 def test_servers_in_step_train_like_one_device(plan: str, how: dict[str, Any]) -> None:
     alone, spread = fit("data=1", **how), fit(plan, **how)
-    assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
-    assert [s.lr for s in spread.history] == pytest.approx([s.lr for s in alone.history])
-    assert [s.grad_norm for s in spread.history] == pytest.approx([s.grad_norm for s in alone.history], rel=1e-4)
-    assert [s.samples for s in spread.history] == [s.samples for s in alone.history]
-    assert [s.valid and pytest.approx(s.valid, rel=1e-5) for s in spread.history] == [s.valid for s in alone.history]
-    assert_same(spread, alone)
+    assert_same_training(spread, alone)
 
 
 def test_batchnorm_is_over_all_workers_in_step() -> None:

@@ -1,5 +1,6 @@
 """Experts over ranks: found, proven, and trained like on one device; what fits only whole is left whole, or refused."""
 
+import functools
 import json
 import warnings
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import meshfit
 from benchmarks import parity, zoo_experts
-from benchmarks.collectives import Collectives
+from benchmarks.matrix_optimizers import LAMB, Distance
 from benchmarks.zoo import Case, mean_loss, train_alone
 from meshfit import plan_cost as costs
 from meshfit.anatomy import trace
@@ -26,19 +27,18 @@ from meshfit.axes.expert.find import plan_experts
 from meshfit.axes.expert.grouped import Grouped, linears
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.expert.travel import Travel
-from meshfit.axes.pipeline.axis import pipeline_of
+from meshfit.axes.pipeline.stages import pipeline_of
 from meshfit.axes.refuse import check
 from meshfit.axes.shard.units import traced
 from meshfit.comm import collectives
 from meshfit.comm.group import RankGroup, ThreadGroup
 from meshfit.errors import PlanError
 from meshfit.events import Events
-from meshfit.job import Job
-from meshfit.launch.world import World
 from meshfit.plan import Plan
-from meshfit.run import Run
 from tests.distributed import distributed
-from tests.few import every_other
+from tests.few import every_other, more
+from tests.ranked import counted_step
+from tests.small import assert_same
 
 cloudpickle.register_pickle_by_value(zoo_experts)
 WIDTH, SAMPLES = 8, 13
@@ -302,9 +302,24 @@ def test_a_model_without_experts_is_refused() -> None:
         )
 
 
-def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
+def test_an_optimizer_that_looks_at_all_parameters_is_refused() -> None:
     with pytest.raises(PlanError, match="cannot step parameters that are cut"):
-        fit_list("expert=2", optimizer=lambda params: torch.optim.Adafactor(params))
+        fit_list("expert=2", optimizer=Distance)
+
+
+@pytest.mark.parametrize(
+    "plan", ["expert=2", more("shard=2 expert=2"), more("expert=2 tensor=2"), more("data=2 expert=2")]
+)
+@pytest.mark.parametrize("name", ["expert-list", "mixtral"])
+def test_optimizers_that_need_whole_parameters_have_them(plan: str, name: str) -> None:
+    case = case_of(name)
+    how: dict[str, Any] = {"loss": case.loss, "batch_size": 8, "steps": 4, "progress": False, "optimizer": LAMB}
+
+    def trained(plan: str) -> meshfit.Result:
+        torch.manual_seed(0)
+        return meshfit.fit(case.build(), case.data(24), plan=plan, devices="cpu", **how)
+
+    assert_same(trained(plan), trained("data=1"), 1e-4)
 
 
 # Trains like one device
@@ -326,7 +341,13 @@ TRIED = {
 }
 
 
-@pytest.mark.parametrize(("plan", "name"), TRIED.items())
+OFTEN = {
+    *("data=2", "expert=2", "data=2 expert=2", "expert=2 tensor=2", "expert=2 context=2"),
+    "expert=2 pipeline=2 schedule=zbv microbatches=4",
+}
+
+
+@pytest.mark.parametrize(("plan", "name"), [tried if tried[0] in OFTEN else more(*tried) for tried in TRIED.items()])
 def test_trains_like_one_device(plan: str, name: str) -> None:
     trial = next(trial for trial in parity.TRIALS if trial.plan == plan and name in trial.models)
     outcome = parity.judge(case_of(name), replace(trial, steps=6), parity.fit)
@@ -397,24 +418,29 @@ def test_an_auxiliary_loss_of_each_rank_by_itself_is_another_loss(monkeypatch: p
     assert len(balance.balanced(model)) == 1
 
 
-def test_clipped_averaged_evaluated_and_predicted_like_one_device() -> None:
+@functools.cache
+def clipped_and_averaged(plan: str) -> tuple[list[float | None], float, float, Any]:
+    """Gradient norms, the loss seen in training and that evaluated afterwards, and the outputs."""
     case = case_of("expert-list")
     valid = case.data(9)
-    kept = []
-    for plan in ("data=1", "expert=2", "data=2 expert=2", "expert=2 tensor=2", "expert=2 pipeline=2 microbatches=2"):
-        trained = fit_list(plan, clip=0.05, ema=0.9, valid=valid, valid_every=4)
-        measured = meshfit.evaluate(trained.model, valid, loss=case.loss, batch_size=5, plan=plan)["loss"]
-        outputs = meshfit.predict(trained.model, valid, batch_size=5, plan=plan)
-        norms = [step.grad_norm for step in trained.history]
-        kept.append((norms, trained.history[-1].valid["loss"], measured, outputs))
-    for norms, seen, measured, outputs in kept[1:]:
-        assert norms == pytest.approx(kept[0][0], rel=1e-5)
-        assert (seen, measured) == pytest.approx(kept[0][1:3], rel=1e-5)
-        torch.testing.assert_close(outputs, kept[0][3], rtol=1e-4, atol=1e-5)
-    assert min(kept[0][0]) > 0.05
+    trained = fit_list(plan, clip=0.05, ema=0.9, valid=valid, valid_every=4)
+    measured = meshfit.evaluate(trained.model, valid, loss=case.loss, batch_size=5, plan=plan)["loss"]
+    outputs = meshfit.predict(trained.model, valid, batch_size=5, plan=plan)
+    return [step.grad_norm for step in trained.history], trained.history[-1].valid["loss"], measured, outputs
 
 
-@pytest.mark.parametrize("plan", ["data=2", "expert=2", "expert=2 pipeline=2"])
+@pytest.mark.parametrize(
+    "plan", [more("expert=2"), "data=2 expert=2", more("expert=2 tensor=2"), more("expert=2 pipeline=2 microbatches=2")]
+)
+def test_clipped_averaged_evaluated_and_predicted_like_one_device(plan: str) -> None:
+    (norms, *numbers, outputs), wanted = clipped_and_averaged(plan), clipped_and_averaged("data=1")
+    assert norms == pytest.approx(wanted[0], rel=1e-5)
+    assert numbers == pytest.approx(wanted[1:3], rel=1e-5)
+    torch.testing.assert_close(outputs, wanted[3], rtol=1e-4, atol=1e-5)
+    assert min(wanted[0]) > 0.05
+
+
+@pytest.mark.parametrize("plan", ["data=2", more("expert=2"), "expert=2 pipeline=2"])
 def test_an_auxiliary_loss_is_evaluated_like_on_one_device(plan: str) -> None:
     """Of three batches the last has one sample: a rank without any takes part, and adds nothing."""
     case = case_of("mixtral-balanced")
@@ -452,11 +478,9 @@ def test_an_auxiliary_loss_is_over_all_workers_of_a_server() -> None:
 
 def test_verified() -> None:
     case = case_of("mixtral-balanced")
-    for plan in ("expert=2", "shard=2 expert=2"):
-        verdict = meshfit.verify(
-            case.build, case.data(10), optimizer=lambda p: torch.optim.AdamW(p), batch_size=4, plan=plan, check_steps=3
-        )
-        assert verdict.equal, str(verdict)
+    how = {"optimizer": lambda p: torch.optim.AdamW(p), "batch_size": 4, "check_steps": 3}
+    verdict = meshfit.verify(case.build, case.data(10), plan="shard=2 expert=2", **how)
+    assert verdict.equal, str(verdict)
 
 
 class Two(nn.Module):
@@ -494,18 +518,24 @@ def test_with_the_rest_frozen(trained: str) -> None:
     assert verdict.equal, str(verdict)
 
 
+CHANGES = [
+    ("data=1", "expert=2"),
+    ("expert=2", "data=1"),
+    ("expert=2", "shard=2 expert=2"),
+    ("expert=2 tensor=2", "expert=2"),
+    ("shard=2", "expert=2 tensor=2"),
+    ("expert=2 pipeline=2 microbatches=2", "expert=2"),
+]
+
+
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("data=1", "expert=2"),
-        ("expert=2", "data=1"),
-        ("expert=2", "shard=2 expert=2"),
-        ("expert=2 tensor=2", "expert=2"),
-        ("shard=2", "expert=2 tensor=2"),
-        ("expert=2 pipeline=2 microbatches=2", "expert=2"),
+    ("name", "first", "second"),
+    [  # from and to one device: see test_resume_axes.py
+        (name, *plans) if i in kept else more(name, *plans)
+        for name, kept in (("mixtral", (4,)), ("expert-list", (5,)))
+        for i, plans in enumerate(CHANGES)
     ],
 )
-@pytest.mark.parametrize("name", ["mixtral", "expert-list"])
 def test_goes_on_under_another_plan(name: str, first: str, second: str, tmp_path: Path) -> None:
     case = case_of(name)
     want, state = train_alone(case, samples=20, batch_size=6, steps=8)
@@ -649,10 +679,10 @@ def test_the_cost_of_plans_with_experts() -> None:
 
 
 COUNTED = [
-    ("expert=2 tensor=2", "mixtral"),
+    more("expert=2 tensor=2", "mixtral"),
     ("expert=2 tensor=2", "expert-list"),
     ("expert=2 context=2", "mixtral"),
-    ("expert=2 context=2", "expert-list"),
+    more("expert=2 context=2", "expert-list"),
     ("expert=2 pipeline=2 microbatches=2 cut=model.layers.1", "mixtral"),
 ]
 
@@ -664,25 +694,7 @@ def test_cost_is_what_runs(plan: str, name: str) -> None:
     @distributed(world=4)
     def run(plan: str, name: str) -> None:
         case, how = case_of(name), Plan.parse(plan)
-        each = 2 * how.shares * how.microbatches
-        job = Job(
-            model=case.build,
-            data=case.data(2 * each),
-            loss=case.loss,
-            optimizer=torch.optim.AdamW,
-            batch_size=each,
-            steps=2,
-            plan=how,
-            shuffle=False,
-        ).settled(count=how.devices, kind="cpu")
-        run = Run(job, World(dist.get_rank(), how.devices, torch.device("cpu")))
-        batches = run.batches()
-        for _ in range(2):
-            batch = next(batches)
-            with Collectives() as seen:
-                run.schedule(batch)
-                run.exchange.finish()
-            run.exchange.clear()
+        job, run, batch, seen = counted_step(case, how)
         model, content = case.build().train(), batch.microbatches[0].content
         if how.pipeline > 1:
             closed = tuple(mixture.module for mixture in run.placed.found["expert"].mixtures)

@@ -5,11 +5,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from meshfit.comm import first
 from meshfit.comm.first import from_first_rank
-from meshfit.errors import PlanError
+from meshfit.errors import JobError, PlanError
 from tests.distributed import distributed
 
 
@@ -37,6 +38,27 @@ def test_what_it_raises_is_raised_by_all() -> None:
     with pytest.raises(PlanError, match="because"):
         from_first_rank(refuse, dist.group.WORLD)
     assert from_first_rank(lambda: dist.get_rank(), dist.group.WORLD) == 0
+
+
+@distributed(world=2)
+def test_a_collective_that_the_others_do_not_call_is_refused() -> None:
+    """Also where the rank takes what its model raises for an answer. A group of its own is nobody else's business."""
+
+    def swallowed() -> str:
+        try:
+            dist.all_reduce(torch.ones(3))
+        except Exception:
+            return "the model does not run"
+        return "it runs"
+
+    for find in (lambda: dist.all_reduce(torch.ones(3)), swallowed):
+        with pytest.raises(
+            JobError, match=r"calls all_reduce of float32 \[3\] over ranks 0, 1\n  at test_first_rank.py"
+        ):
+            from_first_rank(find, dist.group.WORLD)
+    own, _ = dist.new_subgroups(1)
+    assert from_first_rank(lambda: dist.all_reduce(torch.ones(3), group=own), dist.group.WORLD) is None
+    dist.all_reduce(torch.ones(3))
 
 
 @distributed(world=2)

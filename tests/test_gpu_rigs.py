@@ -23,7 +23,7 @@ def test_without_a_gpu_nothing_passes(script: Any, monkeypatch: pytest.MonkeyPat
 def test_every_row_of_meshfit_has_a_peer_to_beat() -> None:
     names = {row.name for row in nccl_speed.ROWS}
     for row in nccl_speed.ROWS:
-        assert bool(row.goals) == bool(row.meshfit)
+        assert bool(row.goals) == bool(row.meshfit) or row.family == "context"  # compared with each other
         assert all(peer in names for peer, _, _ in row.goals)
         assert row.meshfit or row.name in nccl_speed.PEERS
         assert not row.meshfit or Plan.parse(row.meshfit.format(n=2)).devices == 2

@@ -1,15 +1,21 @@
 """Asked to end, by Ctrl-C, SIGTERM or a file: a training ends after a step, saved, and goes on as if never stopped."""
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from meshfit.checkpoint.preemption import noticed
+from meshfit.errors import JobError
+from tests.few import more
 from tests.test_resume import X, Y, fit, weights
 
 SCRIPT = """
@@ -21,18 +27,20 @@ from tests.test_resume import fit
 if __name__ == "__main__":
     def began(step):
         Path({out!r}, "began").touch()
-        time.sleep(0.02)
+        time.sleep({pause})
 
-    fit(Path({out!r}), steps=3000, plan={plan!r}, checkpoint=100_000, each_step=[began])
+    fit(Path({out!r}), steps=3000, plan={plan!r}, checkpoint=100_000, each_step=[began], **{more})
     print("to the end")
 """
 
 
-def started(tmp_path: Path, plan: str) -> tuple[subprocess.Popen, Path]:
+def started(tmp_path: Path, plan: str, pause: float = 0.02, **more: object) -> tuple[subprocess.Popen, Path]:
     """A training some steps in."""
     out, script = tmp_path / "run", tmp_path / "train.py"
-    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1]), out=str(out), plan=plan))
-    process = subprocess.Popen([sys.executable, str(script)], stdout=-1, stderr=-1, text=True)
+    how = {"plan": plan, "pause": pause, "more": more}
+    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1]), out=str(out), **how))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the tests themselves: sums in the same order
+    process = subprocess.Popen([sys.executable, str(script)], stdout=-1, stderr=-1, text=True, env=environ)
     until = time.monotonic() + 120
     while not (out / "began").exists() and time.monotonic() < until:
         time.sleep(0.05)
@@ -47,6 +55,11 @@ def test_a_signal_saves_and_ends(plan: str, number: signal.Signals, tmp_path: Pa
     assert "to the end" not in said
     assert "ends after this step, saved" in told
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number), told
+    goes_on(out, plan)
+
+
+def goes_on(out: Path, plan: str) -> None:
+    """Saved once, at the end; resumed, it trains as if never stopped."""
     assert not (out / "stop").exists()
     (saved,) = out.glob("checkpoints/*/manifest.json")
     step = int(saved.parent.name.rpartition("-")[2])
@@ -56,6 +69,119 @@ def test_a_signal_saves_and_ends(plan: str, number: signal.Signals, tmp_path: Pa
     never = fit(steps=step + 5, plan=plan)
     for name, tensor in weights(never).items():
         assert torch.equal(weights(resumed)[name], tensor), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, more(signal.SIGUSR2)])
+def test_a_signal_to_one_rank_ends_all_at_the_same_step(number: signal.Signals, tmp_path: Path) -> None:
+    process, out = started(tmp_path, "data=2")
+    below = psutil.Process(process.pid).children(recursive=True)
+    second = sorted((each for each in below if each.ppid() != process.pid), key=lambda each: each.create_time())[1]
+    second.send_signal(number)
+    _, told = process.communicate(timeout=120)
+    assert f"{number.name} to rank 1: all end after this step, saved" in told
+    assert process.returncode == (143 if number == signal.SIGTERM else 75), told
+    goes_on(out, "data=2")
+
+
+def test_a_signal_to_all_processes_of_a_run_saves_it(tmp_path: Path) -> None:
+    """As schedulers send it: to the caller, the template, the ranks, and their readers of data."""
+    process, out = started(tmp_path, "data=2", workers="1 processes")
+    every = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    assert len(every) == 6
+    for each in reversed(every):
+        each.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 143, told
+    goes_on(out, "data=2")
+
+
+@pytest.mark.parametrize("notice", [more("SIGUSR1"), more("file"), "address"])
+def test_a_notice_of_preemption_saves_and_says_run_me_again(notice: str, tmp_path: Path) -> None:
+    plan = "data=1" if notice == "SIGUSR1" else "data=2"
+    with Metadata() as cloud:
+        cloud.answers["/preempted"] = 200, "FALSE"
+        where = {"SIGUSR1": {}, "file": {"preemption": str(tmp_path / "gone")}, "address": {"preemption": cloud.url}}
+        process, out = started(tmp_path, plan, **where[notice])
+        if notice == "SIGUSR1":
+            process.send_signal(signal.SIGUSR1)
+        elif notice == "file":
+            (tmp_path / "gone").touch()
+        else:
+            cloud.answers["/preempted"] = 200, "TRUE"
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == 75, told
+    assert "ends after this step, saved, within 30 s" in told
+    goes_on(out, plan)
+
+
+def test_what_cannot_be_saved_in_time_ends_all_the_same(tmp_path: Path) -> None:
+    process, out = started(tmp_path, "data=1", pause=60, grace="0.2 s")
+    process.send_signal(signal.SIGUSR1)
+    began = time.monotonic()
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 75, told
+    assert "nothing was saved within 0.2 s" in told
+    assert time.monotonic() - began < 50
+    assert not list(out.glob("checkpoints/*/manifest.json"))
+
+
+class Metadata:
+    """An address as clouds have it: a real server on this machine."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, str]] = {}
+        self.needs_token = False
+        answers = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, text = answers.answers.get(self.path, (404, ""))
+                if answers.needs_token and self.headers["X-aws-ec2-metadata-token"] != "secret":
+                    code = 401
+                self._send(code, text)
+
+            def do_PUT(self) -> None:
+                self._send(200, "secret" if self.headers["X-aws-ec2-metadata-token-ttl-seconds"] else "")
+
+            def _send(self, code: int, text: str) -> None:
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/preempted"
+
+    def __enter__(self) -> "Metadata":
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def test_notices_as_clouds_give_them() -> None:
+    with Metadata() as cloud:
+        given = [(404, ""), (200, "FALSE"), (200, "NONE"), (200, '{"DocumentIncarnation": 1, "Events": []}')]
+        given += [(200, "TRUE"), (200, '{"action": "terminate"}'), (200, '{"Events": [{"EventType": "Preempt"}]}')]
+        found = []
+        for cloud.answers["/preempted"] in given:
+            found.append(noticed(cloud.url))
+        assert found == [False] * 4 + [True] * 3
+        cloud.needs_token = True
+        assert noticed(cloud.url)
+        cloud.answers["/preempted"] = 404, ""
+        assert not noticed(cloud.url)
+        cloud.answers["/preempted"] = 500, ""
+        with pytest.raises(OSError, match="500"):
+            noticed(cloud.url)
+    with pytest.raises(JobError, match="preemption='ftp://x/y' cannot be looked at"):
+        fit(Path("unused"), checkpoint=1, preemption="ftp://x/y")
+    with pytest.raises(JobError, match="preemption= needs checkpoint="):
+        fit(preemption="/tmp/x")
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -113,10 +239,10 @@ if __name__ == "__main__":
     ("plan", "number", "before"),
     [
         ("data=2", signal.SIGTERM, []),
-        ("data=1", signal.SIGINT, []),
+        more("data=1", signal.SIGINT, [], id="Ctrl-C"),
         ("data=2", signal.SIGTERM, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
     ],
-    ids=["SIGTERM", "Ctrl-C", "torchrun"],
+    ids=["SIGTERM", None, "torchrun"],
 )
 def test_a_signal_while_it_starts_ends_it_at_once(
     plan: str, number: signal.Signals, before: list[str], tmp_path: Path

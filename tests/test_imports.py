@@ -1,7 +1,12 @@
 """Imports point one way, as docs/README.md draws it."""
 
+import os
+import subprocess
+import sys
+
 from benchmarks.house import recurring
 from benchmarks.package import Private, Tree, private_torch
+from meshfit.torch_private.compilation import COMPILER
 
 README = """
 ```imports
@@ -22,6 +27,14 @@ def test_imports_point_down() -> None:
 
 def test_one_class_name_one_class() -> None:
     assert recurring(Tree.here()) == {}
+
+
+def test_importing_meshfit_leaves_the_compiler_alone() -> None:
+    """It takes as long to import as torch does, and an import of torch's own may bring it in unseen."""
+    code = f"import sys, meshfit; print({COMPILER!r} in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_an_import_upward_or_sideways_is_found() -> None:
@@ -63,7 +76,7 @@ def test_private_names_of_torch_are_found_and_our_own_are_not() -> None:
         module._buffers
         getattr(module, "_forward_hooks")
     """
-    tree = Tree.of({"layer.py": ours.replace("\n        ", "\n"), "torch_private.py": "import torch\ntorch._C"})
+    tree = Tree.of({"layer.py": ours.replace("\n        ", "\n"), "torch_private/c.py": "import torch\ntorch._C"})
     assert private_torch(tree) == [
         Private("layer.py", 6, "torch.utils._pytree"),
         Private("layer.py", 8, "torch._dynamo"),

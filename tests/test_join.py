@@ -31,6 +31,7 @@ from meshfit.server.fingerprint import differences, facts_of
 from meshfit.server.join import addresses
 from meshfit.server.wire import connect
 from meshfit.step import Step
+from tests.few import more
 
 SCRIPT = """
 import os, sys, time
@@ -240,7 +241,7 @@ def test_one_that_makes_no_sense_is_refused_alone(kind: str, words: dict[str, An
 
 
 def test_another_version_is_told_so(host: Host, key: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshfit.drive.VERSION", "9.9")
+    monkeypatch.setattr("meshfit.drive.ranked.VERSION", "9.9")
     assert "here" in (found := refusal(join=host.at))
     assert found.startswith(f"the run at {host.at} is of another version")
     wire = connect(f"tcp:{host.at}", host.key.encode())
@@ -324,7 +325,7 @@ def slow(coming: Path | None = None, dies: int = 0) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("plan", ["server=2 data=1", "server=1 data=1 staleness=4"])
+@pytest.mark.parametrize("plan", ["server=2 data=1", more("server=1 data=1 staleness=4")])
 def test_one_that_joined_is_killed(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that join, of which one dies in the middle of a step; the other leaves, and the run is the host's alone."""
     at, marks = f"127.0.0.1:{free_ports()}", [tmp_path / "one", tmp_path / "other"]

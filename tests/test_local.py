@@ -12,6 +12,7 @@ from meshfit.errors import PlanError
 from meshfit.exchange import allreduce
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.local import Local, Outer
+from meshfit.exchange.protocol import StepScalars
 from meshfit.exchange.update import Update
 from tests.distributed import distributed
 
@@ -42,7 +43,7 @@ def train(exchange: Any, model: nn.Module, update: Update, steps: int, *, uneven
         x, y = (X[at], Y[at]) if count else (X[:2], Y[:2])
         model.eval()  # BatchNorm by its running statistics: what it does over ranks is not what is tested
         loss = F.mse_loss(model(x), y) * (count / whole)
-        exchange.arm(loss.item(), float(count), stop=False, broken=False)
+        exchange.arm(StepScalars(loss.item(), float(count)))
         loss.backward()
         scalars = exchange.finish()
         correction = 1.0 if summed else whole / scalars.count
@@ -120,7 +121,7 @@ def test_diloco_steps_with_nesterov_momentum_on_the_mean_change() -> None:
                 torch.testing.assert_close(got, common)
     for p, own in zip(model.parameters(), inner.parameters(), strict=True):  # the inner state went on by itself
         torch.testing.assert_close(
-            update.optimizer.state[p]["exp_avg"], steps.optimizer.state[own]["exp_avg"], rtol=1e-3, atol=1e-6
+            update.optimizers[0].state[p]["exp_avg"], steps.optimizers[0].state[own]["exp_avg"], rtol=1e-3, atol=1e-6
         )
 
 
@@ -136,7 +137,7 @@ def test_overlap_adds_what_averaging_would_have_changed() -> None:
         exchange = Local(m, dist.group.WORLD, CPU, every=4, overlap=overlap)
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         for _ in range(9):
-            exchange.arm(0.0, 1.0, stop=False, broken=False)
+            exchange.arm(StepScalars(0.0, 1.0))
             m.weight.grad = gradient.clone()
             exchange.finish()
             optimizer.step()
@@ -150,7 +151,7 @@ def test_one_rank_that_stops_stops_all_when_they_meet() -> None:
     exchange = Local(model, dist.group.WORLD, CPU, every=3)
     seen = []
     for step in range(5):
-        exchange.arm(0.0, 1.0, stop=dist.get_rank() == 1 and step == 1, broken=False)
+        exchange.arm(StepScalars(0.0, 1.0, stop=float(dist.get_rank() == 1 and step == 1)))
         seen.append(bool(exchange.finish().stop))
         exchange.clear()
     assert seen == [False, False, False, True, True]
@@ -168,7 +169,7 @@ def test_cost_is_what_runs(dtype: torch.dtype, outer: Outer | None) -> None:
     )
     exchange = Local(model, dist.group.WORLD, CPU, every=5, outer=outer)
     for _ in range(10):
-        exchange.arm(0.0, 1.0, stop=False, broken=False)
+        exchange.arm(StepScalars(0.0, 1.0))
         exchange.finish()
         exchange.clear()
     cost = exchange.cost()

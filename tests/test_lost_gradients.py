@@ -170,6 +170,41 @@ def test_gradients_that_a_function_asks_autograd_for_reach_the_shards(plan: str,
     assert_like_one_device(plan, Solver, kept)
 
 
+class Reads(torch.autograd.Function):
+    """Like ``Adjoint``, but its backward reads the parameters from the module."""
+
+    @staticmethod
+    def forward(ctx: Any, f: nn.Module, x: Tensor, flat: Tensor) -> Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = ctx.f(x)
+        first, *others = torch.autograd.grad(y, (x, *ctx.f.parameters()), g)
+        return None, first, torch.cat([each.flatten() for each in others])
+
+
+class ReadsThem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.head = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = torch.cat([parameter.flatten() for parameter in self.f.parameters()])
+        return self.head(Reads.apply(self.f, x, flat))  # type: ignore[arg-type]
+
+
+def test_a_function_that_reads_parameters_from_a_module_is_refused_where_they_are_gathered() -> None:
+    assert_like_one_device("data=2", ReadsThem)
+    with pytest.raises(MeshfitError, match=r"hand them to the Function"):
+        fit(ReadsThem(), "shard=2")
+
+
 @pytest.mark.parametrize("plan", ["data=2 recompute=full", "shard=2 recompute=full", "pipeline=2 microbatches=2"])
 def test_and_under_other_plans(plan: str) -> None:
     assert_like_one_device(plan, Solver, False)

@@ -183,3 +183,25 @@ def test_an_error_of_a_metric_is_the_users_own():
 def test_what_is_no_metric_is_refused():
     with pytest.raises(meshfit.JobError, match=r"(?s)metrics\['m'\] is 3.*update, compute and reset"):
         meshfit.evaluate(net(), data(), metrics={"m": 3}, devices="cpu")
+
+
+def evaluated(model: nn.Module, batch: Any) -> Any:
+    """A loss that training has not, and outputs for metrics of one forward."""
+    x, y = batch
+    outputs = model(x)
+    return F.cross_entropy(outputs, y, label_smoothing=0.1), {"largest": outputs.softmax(1).amax(1).mean()}, outputs
+
+
+@pytest.mark.parametrize("plan", ["data=1", "data=2", "pipeline=2"])
+def test_evaluations_may_run_a_step_of_their_own(plan: str):
+    x, y = data()
+    asked = {"metrics": {"f1": macro_f1}, "best": "largest", "steps": 2, "plan": plan, "optimizer": torch.optim.SGD}
+    model = net()
+    result = meshfit.fit(model, (x, y), loss=F.cross_entropy, valid=(x, y), valid_step=evaluated, **asked)
+    model.eval()
+    with torch.no_grad():
+        loss, values, outputs = evaluated(model, (x, y))
+    found = max((step.valid for step in result.history if step.valid), key=lambda valid: valid["largest"])
+    assert found == pytest.approx(
+        {"loss": loss.item(), "largest": values["largest"].item(), "f1": macro_f1(outputs, y).item()}, rel=1e-4
+    )

@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshfit.axes.precision import Precision
 from meshfit.data import tree
 from meshfit.errors import JobError
+from meshfit.loss import probe, trial
 from meshfit.loss.objective import LossDenominator, Objective, call, split
 from meshfit.loss.probe import find_denominator
+from meshfit.loss.running_on import running_on
 
 CPU = torch.device("cpu")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -77,6 +80,21 @@ def test_a_models_own_loss(shift: int) -> None:
     over = find_denominator(Objective(), Labelled(shift), {"ids": ids, "labels": labels}, CPU)
     assert over.kind == "targets"
     assert over.count({"ids": ids, "labels": labels}) == (labels[:, shift:] != -100).sum()
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("first", [False, True])
+def test_targets_that_are_the_tokens_in_the_samples_on_trial(shift: int, first: bool) -> None:
+    """Which of two tensors that hold the same the loss reads: others of a batch may have labels that are ignored."""
+    ids = torch.randint(0, 11, (8, 7), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    labels[:, 0] = labels[0, 0] if first else -100
+    ids[:, 0] = labels[0, 0] if first else ids[:, 0]
+    over = find_denominator(Objective(), Labelled(shift), {"ids": ids, "labels": labels}, CPU)
+    other = torch.full((8, 7), -100)
+    other[3:, :4] = 1
+    assert over.kind == "targets"
+    assert int(over.count({"ids": ids, "labels": other})) == int((other[:, shift:] != -100).sum())
 
 
 def contrastive(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -214,6 +232,86 @@ def test_a_model_that_has_a_loss_only_in_training() -> None:
             return {"loss": self.head(x).square().mean()} if self.training else [self.head(x)]
 
     assert find_denominator(Objective(step=lambda m, b: m(b[0])["loss"]), Detector(), (X, Y), CPU).kind == "samples"
+
+
+class _Seen(nn.Module):
+    """Notes how it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.calls = nn.Linear(6, 3), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append((len(x), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        return self.head(x)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is too large to be copied."""
+    monkeypatch.setattr(probe, "LARGEST", 0)
+
+
+LARGE = {"precision": Precision("bf16"), "microbatch": 1}
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_large_model_is_tried_as_it_is_trained(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the plan's precision, without a graph, two samples at a time; also where its outputs are too large to try the
+    loss by itself."""
+    monkeypatch.setattr(trial, "LARGEST_OUTPUTS", 2**28 if alone else 1)
+    model = _Seen()
+    loss = lambda out, y: F.cross_entropy(out.reshape(-1, 3), y.reshape(-1))
+    assert find_denominator(Objective(loss), model, (X, Y), CPU, **LARGE).kind == "targets"
+    assert {size for size, _, _ in model.calls} == {1, 2}
+    assert all(rounded and not graph for _, rounded, graph in model.calls)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    ("loss", "alone"),
+    [(loss, True) for loss in WHOLE if loss is not slightly]  # rounding hides it
+    + [(loss, False) for loss in WHOLE if loss not in (slightly, normalised)],  # no gradients through the model
+)
+def test_a_loss_of_the_whole_batch_is_found_on_few_samples(loss, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "LARGEST_OUTPUTS", 2**28 if alone else 1)
+    over = find_denominator(Objective(loss), classes(), (X, Y), CPU, **LARGE)
+    assert over.kind == "batch"
+    assert over.dims == (0,)
+
+
+@pytest.mark.usefixtures("large")
+def test_what_two_samples_do_not_tell_the_next_two_do() -> None:
+    """A mean over what a mask leaves, written by hand: the first samples have all of it."""
+    mask = torch.tensor([1.0, 1, 1, 1, 1, 0, 1, 1])
+
+    def step(model: nn.Module, batch):
+        each = model(batch[0]).square().mean(-1)
+        return (each * batch[1]).sum() / batch[1].sum().clamp(min=1)
+
+    assert find_denominator(Objective(step=step), classes(), (X, mask), CPU, **LARGE).kind == "batch"
+    assert find_denominator(Objective(step=step), classes(), (X, torch.ones(8)), CPU, **LARGE).kind == "samples"
+
+
+def test_a_model_in_host_memory_runs_on_a_device() -> None:
+    """All of it, or a module at a time, tied weights too; and it is as it was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Linear(6, 6)).eval()
+    model[2].weight = model[0].weight
+    tensors = [*model.parameters(), *model.buffers()]
+    meta = torch.device("meta")
+    for room in (2**20, 300, 0):
+        with running_on(meta, model, room):
+            assert model(X.to(meta)).is_meta
+            assert model[0].weight.is_meta == (room == 2**20)
+        assert all(a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True))
+        with running_on(CPU, model, room):
+            assert not model(X).is_meta
+    with pytest.raises(RuntimeError), running_on(meta, model, 0):
+        model(X[:, :4].to(meta))
+    assert model(X).shape == X.shape
 
 
 def test_nothing_changes() -> None:

@@ -2,13 +2,10 @@
 
 import gzip
 import json
-import sys
 import threading
 import time
-import types
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -26,7 +23,6 @@ from meshfit.observe.reading import Reader, read
 from meshfit.observe.sampler import Sampler
 from meshfit.observe.tensorboard import Scalars
 from meshfit.observe.timeline import chrome_trace, drawn, nice, picture, windows
-from meshfit.observe.track import Track
 from tests.recorded import folder
 
 X, Y = torch.randn(64, 8), torch.randint(4, (64,))
@@ -247,55 +243,6 @@ def test_a_run_with_a_folder_writes_for_tensorboard(tmp_path: Path) -> None:
     found = EventAccumulator(str(result.folder / "tensorboard")).Reload()
     assert [event.value for event in found.Scalars("loss")] == pytest.approx([step.loss for step in result.history])
     assert {"valid/loss", "lr", "grad_norm", "rate"} <= set(found.Tags()["scalars"])
-
-
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
-def test_trackers_hear_of_every_step(tracker: str, monkeypatch) -> None:
-    told: list[tuple[int, dict]] = []
-    ended: list[bool] = []
-    module = types.ModuleType(tracker)
-    run = types.SimpleNamespace(log=lambda values, step: told.append((step, values)))
-    module.init = module.start_run = lambda **options: run  # type: ignore[attr-defined]
-    module.log_metrics = lambda values, step: told.append((step, values))  # type: ignore[attr-defined]
-    module.finish = module.end_run = lambda: ended.append(True)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, tracker, module)
-    result = fit(callbacks=Track(tracker), plan="data=2", valid=(X, Y))
-    assert [step for step, _ in told] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [values["loss"] for _, values in told] == [step.loss for step in result.history]
-    assert "valid/loss" in told[-1][1]
-    assert ended == [True]
-
-
-@pytest.mark.parametrize("fails", ["start", "log", "finish"])
-def test_a_tracker_that_fails_is_told_once_and_training_goes_on(fails: str, monkeypatch) -> None:
-    """As in the docs: ``Track("mlflow", project=...)``; an exception in it ended the training."""
-    calls: list[str] = []
-
-    def act(name: str, what: str) -> None:
-        calls.append(name)
-        if what == fails:
-            raise ConnectionError("no route to the tracker")
-
-    module: Any = types.ModuleType("mlflow")
-    module.set_experiment = lambda name: act(f"experiment {name}", "")
-    module.start_run = lambda run_name=None: act(f"run {run_name}", "start")  # as MLflow's: no project
-    module.log_metrics = lambda values, step: act("log", "log")
-    module.end_run = lambda: act("end", "finish")
-    monkeypatch.setitem(sys.modules, "mlflow", module)
-    with pytest.warns(UserWarning, match="mlflow failed, and training goes on without it: .*no route") as told:
-        result = fit(callbacks=Track("mlflow", project="digits", name="one"))
-    assert len(result.history) == 8
-    assert len([one for one in told if "mlflow" in str(one.message)]) == 1
-    want = {"start": [], "log": ["log"], "finish": ["log"] * 8 + ["end"]}[fails]
-    assert calls == ["experiment digits", "run one", *want]
-
-
-def test_a_tracker_that_is_missing_is_named(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(JobError, match="needs wandb"):
-        Track("wandb")
-    with pytest.raises(JobError, match="no tracker"):
-        Track("comet")
 
 
 MICRO = [

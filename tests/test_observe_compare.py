@@ -1,8 +1,6 @@
 """Runs side by side."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +9,7 @@ from rich.console import Console
 
 from meshfit.observe.compare import compared, picture, run_names, table
 from meshfit.observe.reading import read
+from tests.command import meshfit
 from tests.recorded import folder
 
 SCRIPT = """
@@ -24,15 +23,10 @@ print("not reached")
 """
 
 
-def meshfit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from meshfit.cli import main; main()", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=180)
-
-
 def test_plans_of_a_script_are_put_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     plans = "data=1; data=2; shard=2; data=2 pipeline=9 schedule=none"
-    done = meshfit("compare", "train.py", "--plans", plans, "--steps", "6", "--devices", "cpu", cwd=tmp_path)
+    done = meshfit(tmp_path, "compare", "train.py", "--plans", plans, "--steps", "6", "--devices", "cpu")
     assert done.returncode == 0, done.stderr
     text = done.stdout
     assert "not reached" not in text
@@ -46,7 +40,7 @@ def test_plans_of_a_script_are_put_side_by_side(tmp_path: Path) -> None:
 
 def test_a_script_needs_plans(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = meshfit("compare", "train.py", cwd=tmp_path)
+    done = meshfit(tmp_path, "compare", "train.py")
     assert done.returncode == 2
     assert "needs plans" in done.stderr
 
@@ -54,7 +48,7 @@ def test_a_script_needs_plans(tmp_path: Path) -> None:
 def test_runs_are_compared_as_they_are(tmp_path: Path) -> None:
     folder(tmp_path / "a", [{}, {}], plan="data=2")
     folder(tmp_path / "b", [{}, {}], plan="shard=2", step=0.2, loss=2.1)
-    done = meshfit("compare", "a", "b", cwd=tmp_path)
+    done = meshfit(tmp_path, "compare", "a", "b")
     assert done.returncode == 0, done.stderr
     assert "differ by 5.0e-02" in done.stdout
     ElementTree.parse(tmp_path / "compare.svg")

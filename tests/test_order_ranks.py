@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _world
 from benchmarks import compose, zoo, zoo_branches, zoo_experts
 from meshfit.axes.data.axis import broadcast
 from meshfit.axes.mesh import Mesh
+from meshfit.comm.order_check import CollectiveLog, Operation, check
 from meshfit.comm.transport import Transport
 from meshfit.job import Job
 from meshfit.launch.world import World
@@ -22,9 +23,9 @@ from meshfit.plan import Plan
 from meshfit.run import Run
 from meshfit.schedule.actions import schedule
 from meshfit.schedule.issue import pairs
-from meshfit.torch_private import timeout_of
+from meshfit.torch_private.groups import timeout_of
 from tests.distributed import distributed
-from tests.order_checker import Operation, Recorder, check
+from tests.few import more
 from tests.ranked import ADAMW, X, Y
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def recorded(case: zoo.Case, plan: str, **asked: Any) -> list[list[Operation]]:
     data = case.data(14)
     asked = {"data": data, "valid": data, "valid_every": 1, "optimizer": ADAMW, "batch_size": 8, "steps": 2, **asked}
     how = {} if case.loss is None else {"loss": case.loss}
-    with Recorder() as recorder:
+    with CollectiveLog() as recorder:
         job = Job(**{"model": case.build(), "plan": plan, **asked, **how}).training()
         run = Run(job.settled(count=world.size, kind="cpu"), world)
         if run.placed.shards is not None:
@@ -61,16 +62,16 @@ def recorded(case: zoo.Case, plan: str, **asked: Any) -> list[list[Operation]]:
 @pytest.mark.parametrize(
     "plan",
     [
-        "pipeline=4 microbatches=4",
-        "pipeline=4 schedule=interleaved microbatches=4",
+        more("pipeline=4 microbatches=4"),
+        more("pipeline=4 schedule=interleaved microbatches=4"),
         "pipeline=4 schedule=zbv microbatches=4",
         "pipeline=4 schedule=dualpipev microbatches=8",
-        "data=2 pipeline=2 microbatches=4",
+        more("data=2 pipeline=2 microbatches=4"),
         "shard=2 pipeline=2 microbatches=2",
         "shard=4",
-        "shard=4 zero=2",
+        more("shard=4 zero=2"),
         "shard=4 zero=1 microbatches=2",
-        "data=2 shard=2",
+        more("data=2 shard=2"),
     ],
 )
 @distributed(world=4)
@@ -84,22 +85,23 @@ def test_layers_and_shards(plan: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
-        ("data=2 tensor=2 sequence=split", "tied-gpt"),
-        ("shard=2 tensor=2", "tied-gpt"),
-        ("tensor=2 pipeline=2 microbatches=2", "tied-gpt"),
+        more("data=2 tensor=2 sequence=split", "tied-gpt"),
+        more("shard=2 tensor=2", "tied-gpt"),
+        more("tensor=2 pipeline=2 microbatches=2", "tied-gpt"),
         ("tensor=2 sequence=split pipeline=2 microbatches=2", "tied-gpt"),
         ("shard=2 context=2", "tied-gpt"),
-        ("context=2 pipeline=2 schedule=zbv microbatches=2", "tied-gpt"),
-        ("data=2 expert=2", "expert-list"),
+        ("context=2 tensor=2 sequence=split", "tied-gpt"),
+        more("context=2 pipeline=2 schedule=zbv microbatches=2", "tied-gpt"),
+        more("data=2 expert=2", "expert-list"),
         ("expert=2 tensor=2", "mixtral-balanced"),
-        ("expert=2 tensor=2 microbatches=2", "expert-list"),
-        ("expert=2 context=2", "expert-list"),
-        ("expert=2 pipeline=2 microbatches=2", "mixtral-balanced"),
+        more("expert=2 tensor=2 microbatches=2", "expert-list"),
+        more("expert=2 context=2", "expert-list"),
+        more("expert=2 pipeline=2 microbatches=2", "mixtral-balanced"),
         ("expert=2 pipeline=2 schedule=zbv microbatches=4", "expert-list"),
-        ("data=2 branch=2", "ensemble"),
-        ("shard=2 branch=2 microbatches=2", "two-decoders"),
-        ("branch=2 tensor=2", "tied-heads"),
-        ("pipeline=2 branch=2 microbatches=4", "siamese"),
+        more("data=2 branch=2", "ensemble"),
+        more("shard=2 branch=2 microbatches=2", "two-decoders"),
+        more("branch=2 tensor=2", "tied-heads"),
+        more("pipeline=2 branch=2 microbatches=4", "siamese"),
         ("pipeline=2 schedule=interleaved branch=2 microbatches=4", "two-decoders"),
     ],
 )
@@ -108,6 +110,7 @@ def test_operations_sequences_experts_and_branches(plan: str, name: str) -> None
     assert check(recorded(CASES[name], plan)) == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("plan", ["expert=2 tensor=2 pipeline=2 microbatches=2", "shard=2 expert=2 tensor=2"])
 @distributed(world=8)
 def test_three_axes(plan: str) -> None:
@@ -135,6 +138,19 @@ def test_evaluations_make_no_groups_and_a_run_leaves_none() -> None:
     recorded(DEEP, plan, metrics={"groups": metric})
     assert len(_world.pg_map) == before
     assert len(set(seen)) <= 1
+
+
+@pytest.mark.parametrize("part", ["optimizer", "scheduler"])  # before the model is laid out, and after
+@distributed(world=4)
+def test_a_run_that_cannot_be_built_leaves_no_groups(part: str) -> None:
+    before = len(_world.pg_map)
+
+    def fails(_: Any) -> Any:
+        raise ValueError("not today")
+
+    with pytest.raises(ValueError, match="not today"):
+        recorded(DEEP, "data=2 pipeline=2 microbatches=2", **{part: fails})
+    assert len(_world.pg_map) == before
 
 
 @distributed(world=3)

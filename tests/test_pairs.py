@@ -19,14 +19,6 @@ from tests.few import few
 WIDTH, HEADS = 32, 4
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # Proof: what a rank holds shows nowhere but through the rank's own slices of the rows
 
 

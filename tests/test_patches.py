@@ -1,11 +1,16 @@
 """Functions that are replaced for a while, by threads that come and go in any order."""
 
+import builtins
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+import meshfit
 from meshfit.patches import replaced
 
 
@@ -67,3 +72,36 @@ def test_it_is_put_back_after_an_error() -> None:
     with pytest.raises(KeyError), replaced(home, "say", _plus(" a")):
         raise KeyError
     assert home.say is real
+
+
+def _process() -> list[Any]:
+    """What trainings change in torch for a while."""
+    from torch._dynamo import config
+
+    level = torch.autograd.function._SingleLevelFunction
+    changed = [
+        nn.Module.__call__,
+        nn.Module.__setattr__,
+        F.batch_norm,
+        torch.compiler.is_compiling,
+        builtins.__import__,
+    ]
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return [
+        *changed,
+        vars(level).get("apply"),
+        frozenset(torch.library._impls),
+        (config.recompile_limit, torch.compiler.config.dynamic_sources),
+        (nesting, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch._C._len_torch_function_stack()),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_leaves_the_process_as_it_was() -> None:
+    before = _process()
+    data = torch.randn(8, 4), torch.randn(8, 4)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    plan = "microbatches=2 precision=bf16 recompute=full"
+    meshfit.fit(model, data, loss=F.mse_loss, optimizer=torch.optim.AdamW, batch_size=8, steps=2, plan=plan)
+    assert _process() == before

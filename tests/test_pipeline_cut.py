@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks import zoo
 from meshfit.anatomy.record_build import tied
-from meshfit.axes.pipeline.axis import FoundStages, Pipeline, Staged, part_of_trace
 from meshfit.axes.pipeline.cut import Shell
+from meshfit.axes.pipeline.staged import Staged
+from meshfit.axes.pipeline.stages import FoundStages, Pipeline, part_of_trace
 from meshfit.errors import PlanError
 from meshfit.loss.objective import Objective
 from tests.few import few
@@ -79,7 +80,7 @@ def found(model: nn.Module, stages: int = 2, batch: Any = None, objective: Any =
 def all_stages(model: nn.Module, stages: int, batch: Any, objective: Any = MSE, **asked: Any) -> list[Staged]:
     pipeline = Pipeline(degree=stages, **asked)
     where = pipeline.find(model, objective, batch, device="cpu").to_send()
-    return [pipeline.apply(model, where, rank, drop=False) for rank in range(stages)]
+    return [Staged.of(pipeline, model, where, rank, drop=False) for rank in range(stages)]
 
 
 def through(staged: list[Staged], objective: Any, content: Any, *, training: bool = True) -> Any:
@@ -115,7 +116,7 @@ def test_what_is_not_held_is_let_go() -> None:
     pipeline = Pipeline(degree=2)
     objective = Objective(lambda out, y: F.cross_entropy(out.view(-1, zoo.VOCABULARY), y.view(-1)))
     where = pipeline.find(model, objective, zoo.next_tokens(4), device="cpu")
-    staged = pipeline.apply(model, where, 0)
+    staged = Staged.of(pipeline, model, where, 0)
     assert list(dict(model.named_parameters())) == names
     assert tied(model) == ties
     held = dict(staged.model.named_parameters())
@@ -134,7 +135,9 @@ def test_tied_parameters_are_on_both_sides_under_one_name() -> None:
         assert "head.weight" not in dict(staged.model.named_parameters())
         assert staged.owners["token.weight"] == 0
     v_shaped = Pipeline(degree=2, word="zbv", microbatches=4)
-    staged = v_shaped.apply(model, v_shaped.find(model, objective, zoo.next_tokens(4), device="cpu"), 0, drop=False)
+    staged = Staged.of(
+        v_shaped, model, v_shaped.find(model, objective, zoo.next_tokens(4), device="cpu"), 0, drop=False
+    )
     assert staged.tied == {}, "both ends are on one rank, where it is one tensor"
 
 
@@ -240,7 +243,5 @@ def test_cost_of_a_rank() -> None:
         assert [event.index for event in mine.events] == list(range(len(mine.events)))
     whole = part_of_trace(trace, cut, (0, 1))
     assert whole.cost == trace.cost
-    step = pipeline.forecast(trace, cut, seconds=3.0)
-    assert step.bubble == pytest.approx(1 / 5, abs=0.05)
     sizes = [sum(trace.events[i].cost.kept for i in events) for events in cut.ranges]
     assert pipeline.kept(trace, cut) == (2 * sizes[0], sizes[1])

@@ -5,6 +5,7 @@ import pytest
 from meshfit.errors import PlanError
 from meshfit.launch.devices import Devices, find
 from meshfit.plan import Plan, settle
+from meshfit.plan_words import translated
 
 
 @pytest.mark.parametrize("text", ["data=4", "data=1", "data=2 microbatches=3 precision=bf16", "data=2 batchnorm=local"])
@@ -18,14 +19,14 @@ def test_text_form_reads_back(text: str) -> None:
     [
         ("dta=2", "did you mean data?"),
         ("data=two", "not a number"),
-        ("fsdp=2", "no key 'fsdp'\n  in meshfit that is shard=2"),
-        ("FSDP=4", "in meshfit that is shard=4"),
-        ("ddp", "in meshfit that is data=2"),
-        ("tp=4", "in meshfit that is tensor=4"),
+        ("hsdp=8", "no key 'hsdp'\n  in meshfit that is data=2 shard=4"),
+        ("tp", "'tp' in the plan has no value\n  write tensor=2, say"),
+        ("tp=2 tensor=2", "names tensor twice"),
+        ("Tensor_Parallel=4", "in meshfit that is tensor=4"),
         ("grad_accum=8", "in meshfit that is microbatches=8"),
         ("data=2 gradient_checkpointing=true", "in meshfit that is recompute=full"),
         ("xyzzy=1", "its degrees are pipeline, data, shard"),
-        ("data=2,shard=2", "holds a comma\n  write spaces between words: data=2 shard=2"),
+        ("data=2,ddp", "holds a comma\n  write spaces between words: data=2 ddp"),
         ("data=0", "counts from 1"),
         ("data", "no value"),
         ("data=2 data=3", "twice"),
@@ -37,6 +38,41 @@ def test_what_cannot_be_read_is_said(text: str, says: str) -> None:
     with pytest.raises(PlanError) as error:
         Plan.parse(text)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "own", "said"),
+    [
+        ("tp=2", None, "tensor=2", ["plan: tp=2 is tensor=2 here"]),
+        ("FSDP=8", 8, "shard=8", ["plan: FSDP=8 is shard=8 here"]),
+        ("ddp=2,pp=4, microbatches=8", None, "data=2 pipeline=4 microbatches=8", ["ddp=2", "pp=4"]),
+        ("cp=2 ep=2", None, "context=2 expert=2", ["cp=2", "ep=2"]),
+        ("pipeline=2,cut=layers.4,tp=2", None, "tensor=2 pipeline=2 cut=layers.4", ["tp=2"]),
+        ("pipeline=3 cut=layers.4,layers.8", None, "pipeline=3 cut=layers.4,layers.8", []),
+        ("ddp", 4, "data=4", ["plan: ddp takes the devices that are left: data=4"]),
+        ("ddp", None, "data=1", ["data=1"]),
+        ("data", 4, "data=4", ["data=4"]),
+        ("fsdp tp=2 precision=bf16", 8, "shard=4 tensor=2 precision=bf16", ["shard=4", "tensor=2"]),
+        ("data=2 fsdp", 8, "data=2 shard=4", ["shard=4"]),
+        ("zero=1", 4, "shard=4 zero=1", []),
+        ("zero=3", 4, "shard=4", []),
+        ("zero=2 tp=2", 8, "shard=4 zero=2 tensor=2", ["tp=2"]),
+    ],
+)
+def test_the_words_of_other_libraries(text: str, devices: int | None, own: str, said: list[str]) -> None:
+    plan = settle(text, devices)
+    assert plan == Plan.parse(own)
+    assert len(notes := translated(text, plan)) == len(said)
+    assert all(each in note for each, note in zip(said, notes, strict=True))
+
+
+def test_one_degree_may_be_open() -> None:
+    with pytest.raises(PlanError, match="leaves two degrees open"):
+        settle("ddp fsdp", 8)
+    with pytest.raises(PlanError, match="needs 6 devices but there are 8"):
+        settle("fsdp tp=3", 8)
+    with pytest.raises(PlanError, match="shard=1 cuts nothing"):
+        settle("data=4 zero=1", 4)
 
 
 def test_auto_takes_every_device() -> None:

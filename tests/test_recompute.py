@@ -25,9 +25,10 @@ from benchmarks.anatomy_live import LiveBytes
 from benchmarks.zoo import ZOO, Case, mean_loss, take
 from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.blocks import blocks
-from meshfit.anatomy.cost import Meter, worth_keeping
+from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.flops import FORMULAS
 from meshfit.anatomy.record import record
+from meshfit.anatomy.running import worth_keeping
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.data import batchnorm
 from meshfit.axes.forward import unwrap
@@ -45,15 +46,6 @@ MODELS = [
     *("gpt2", "llama", "mixtral", "bert", "t5", "vit", "convnext", "unet-diffusers"),
     *("resnet10", "mobilenet", "densenet", "tied-gpt", "lstm"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So that sums are taken in one order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Models nobody here wrote
@@ -206,6 +198,7 @@ def test_dropout_is_the_same_again(name: str, word: str) -> None:
     assert not torch.equal(want[0], trained(case.build().train(), lambda _: torch.zeros((), requires_grad=True))[0][0])
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")  # of transformers 5.23
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("word", WORDS)
 def test_beside_checkpoints_of_its_own(word: str, reentrant: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import zoo
+from meshfit import generators
 from meshfit.anatomy.record import Recording, TraceError, record
 from meshfit.anatomy.record_program import tensors
 from meshfit.anatomy.replay import Environment, bind, replay, replay_steps
@@ -438,3 +439,14 @@ def test_a_file_that_a_forward_imports_makes_its_constants_for_everybody(tmp_pat
     model = Importing()
     record(model, torch.randn(2, 4))
     assert not model(torch.randn(2, 4)).is_meta
+
+
+def test_the_second_of_two_normal_numbers_is_a_draw() -> None:
+    """NumPy makes two at a time, and the second moves nothing but a flag."""
+    np.random.seed(0)
+    np.random.randn()
+    before, held = generators.places(), generators.Generators(torch.device("cpu"))
+    assert generators.places() == before
+    np.random.randn()
+    assert generators.places() != before
+    assert held.moved_others

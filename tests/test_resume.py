@@ -16,7 +16,7 @@ from torch import nn
 
 import meshfit
 from meshfit.checkpoint import CheckpointError
-from tests.few import every_other
+from tests.few import every_other, more
 
 X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(2))
@@ -66,6 +66,35 @@ def test_goes_on_under_any_plan(first: str, second: str, tmp_path: Path) -> None
     assert not (tmp_path / "run-2").exists()
 
 
+def test_workers_of_servers_draw_what_they_would_have_drawn(tmp_path: Path) -> None:
+    """One of them saves; what a batch draws follows from its number, not from where generators stand."""
+    drop = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+    begin = {name: tensor.clone() for name, tensor in drop.state_dict().items()}
+    given: dict[str, Any] = {"loss": F.mse_loss, "batch_size": 6, "plan": "server=1 data=2"}
+    given["optimizer"] = lambda params: torch.optim.AdamW(params, lr=1e-2)
+    found = []
+    for out, steps in ((None, (10,)), (tmp_path / "run", (5, 10))):
+        result: Any = None
+        for last in steps:
+            drop.load_state_dict(begin)
+            saves: dict[str, Any] = {} if out is None else {"out": out, "checkpoint": 5, "resume": last == 10}
+            result = meshfit.fit(drop, (X, Y), steps=last, **given, **saves)
+        found.append(weights(result))
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name])
+
+
+@pytest.mark.parametrize("exchange", ["local", more("diloco")])
+def test_local_steps_go_on_with_the_states_of_one_rank(exchange: str, tmp_path: Path) -> None:
+    """Each rank has its own. A first moment of one beside a second moment of another makes steps of any length."""
+    plan = f"data=2 exchange={exchange} every=5"
+    whole = fit(steps=15, plan=plan)
+    fit(tmp_path / "run", steps=10, plan=plan, checkpoint=100)
+    rest = fit(tmp_path / "run", steps=15, plan=plan, checkpoint=100, resume=True)
+    want = [step.loss for step in whole.history[10:]]  # of the first rank, until all meet
+    assert [step.loss for step in rest.history] == pytest.approx(want, rel=1e-5)
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
@@ -79,7 +108,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+@pytest.mark.parametrize("plan", [more("data=2"), "shard=2"])
 def test_killed_and_resumed_is_never_stopped(plan: str, tmp_path: Path) -> None:
     """To the last bit, under the same plan."""
     out, root = tmp_path / "run", str(Path(__file__).parents[1])
@@ -98,6 +127,45 @@ def test_killed_and_resumed_is_never_stopped(plan: str, tmp_path: Path) -> None:
         assert torch.equal(weights(resumed)[name], tensor), name
 
 
+def folders(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("*-step-*"))
+
+
+@pytest.mark.parametrize("plan", ["data=1", "shard=2"])
+def test_the_newest_stay_and_the_best(plan: str, tmp_path: Path) -> None:
+    """A learning rate that ruins the weights from step 5 on: the best evaluation is an early one, and stays. A resumed
+    run knows it, and what it has saved before counts."""
+    ruined = lambda optimizer, _: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 4 else 500.0)
+    asked: dict[str, Any] = {"plan": plan, "valid": (X, Y), "valid_every": 2, "scheduler": ruined, "ema": None}
+    asked |= {"checkpoint": 3, "keep": 2, "keep_best": "-loss"}
+    fit(tmp_path / "run", steps=9, **asked)
+    assert folders(tmp_path / "run") == ["0003-step-4", "0004-step-6", "0005-step-9"]
+    fit(tmp_path / "run", steps=15, resume=True, **asked)
+    assert folders(tmp_path / "run") == ["0003-step-4", "0006-step-12", "0007-step-15"]
+    whole = fit(steps=4, **{name: asked[name] for name in ("plan", "scheduler", "ema")})
+    best = network()
+    meshfit.load_weights(best, tmp_path / "run" / "checkpoints" / "0003-step-4")
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(best.state_dict()[name], tensor)
+    fit(tmp_path / "run", steps=16, resume=True, **{**asked, "keep": 1, "keep_best": None})
+    assert folders(tmp_path / "run") == ["0008-step-16"]
+
+
+def test_one_that_could_not_be_loaded_does_not_count(tmp_path: Path) -> None:
+    """keep=2 after a damaged one: what the run went on from stays beside the new one."""
+    fit(tmp_path / "run", steps=4, checkpoint=2)
+    damage(tmp_path / "run" / "checkpoints" / "0002-step-4")
+    fit(tmp_path / "run", steps=5, checkpoint=100, resume=True, keep=2)
+    assert folders(tmp_path / "run") == ["0001-step-2", "0002-step-4", "0003-step-5"]
+
+
+def damage(checkpoint: Path) -> None:
+    tensors = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(tensors.read_bytes())
+    content[-9] ^= 1
+    tensors.write_bytes(content)
+
+
 def test_resume_without_a_checkpoint_begins(tmp_path: Path) -> None:
     result = fit(tmp_path / "run", steps=2, resume=True)
     assert len(result.history) == 2
@@ -113,11 +181,7 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     fit(tmp_path / "run", steps=4, checkpoint=2)
-    newest = sorted((tmp_path / "run" / "checkpoints").glob("*-step-*"))[-1]
-    tensors = next(newest.glob("*.safetensors"))
-    content = bytearray(tensors.read_bytes())
-    content[-9] ^= 1
-    tensors.write_bytes(content)
+    damage(tmp_path / "run" / "checkpoints" / folders(tmp_path / "run")[-1])
     rest = fit(tmp_path / "run", steps=6, checkpoint=100, resume=True)
     assert [step.step for step in rest.history] == [3, 4, 5, 6]
     assert any("skipped" in note for note in rest.notes), rest.notes
@@ -132,7 +196,15 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [({"checkpoint": 5}, "needs out="), ({"resume": True}, "needs out="), ({"checkpoint": "often"}, "not understood")],
+    [
+        ({"checkpoint": 5}, "needs out="),
+        ({"resume": True}, "needs out="),
+        ({"checkpoint": "often"}, "not understood"),
+        ({"keep": 0}, "above 0"),
+        ({"keep_best": "-loss"}, "needs valid="),
+        ({"keep_best": "-loss", "valid": (X, Y)}, "needs checkpoint="),
+        ({"keep_best": "accuracy", "valid": (X, Y)}, "not measured"),
+    ],
 )
 def test_refused(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(meshfit.JobError, match=says):

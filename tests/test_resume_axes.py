@@ -11,6 +11,7 @@ import meshfit
 from benchmarks import parity, zoo_branches, zoo_experts
 from benchmarks.zoo import Case
 from meshfit.plan import Plan
+from tests.few import more
 
 cloudpickle.register_pickle_by_value(zoo_experts)
 cloudpickle.register_pickle_by_value(zoo_branches)
@@ -45,12 +46,13 @@ def there_and_back(case: Case, trial: parity.Trial, *, out: Path) -> parity.Trai
     [
         ("expert=2", "qwen-moe"),  # experts are slices of one parameter
         ("expert=2", "expert-list"),  # modules in a list, and a tied head
-        ("data=2 expert=2", "gpt-oss"),
-        ("branch=2", "clip"),
-        ("branch=2", "tied-heads"),
+        more("data=2 expert=2", "gpt-oss"),
+        more("branch=2", "clip"),
+        more("branch=2", "tied-heads"),
         ("branch=2", "siamese"),  # a tower that both branches use
         ("context=2", "tied-gpt"),
-        ("context=2 tensor=2", "llama"),
+        ("context=2 tensor=2", "tied-gpt"),
+        more("context=2 tensor=2", "llama"),
     ],
 )
 def test_there_and_back(plan: str, name: str, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed.pipelining.schedules as theirs
 
+from benchmarks.gantt import gantt
 from meshfit.errors import PlanError
 from meshfit.schedule.actions import WORDS, Action, check, rank_of, schedule, short, stages_of
-from meshfit.schedule.gantt import gantt
 from meshfit.schedule.simulate import formula, simulate
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

@@ -13,8 +13,12 @@ from torch import nn
 
 from benchmarks.fleet import Fleet, as_tensors, longest_pause, merged
 from benchmarks.served import Training
+from meshfit.server.client import Client
 from meshfit.server.clocks import Clocks, Tickets
+from meshfit.server.server import Server
 from meshfit.server.snapshot import common, newest, write
+from meshfit.server.wire import Message
+from tests.few import every_other, more
 
 SAMPLES, BATCH = 96, 12
 
@@ -72,8 +76,7 @@ def same(got: dict[str, np.ndarray], want: dict[str, torch.Tensor], off: float =
 # Together
 
 
-@pytest.mark.parametrize("tcp", [False, True], ids=["memory", "tcp"])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("servers", "tcp"), every_other([1, 2], [False, True]))
 def test_synchronous_over_processes(tmp_path: Path, servers: int, tcp: bool) -> None:
     losses, state = alone(16)
     with Fleet(training, tmp_path, servers=servers, tcp=tcp, workers=3, total=16) as fleet:
@@ -85,8 +88,7 @@ def test_synchronous_over_processes(tmp_path: Path, servers: int, tcp: bool) -> 
             same(end["weights"], state)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("lost", ["average", "redo"])
+@pytest.mark.parametrize(("lost", "servers"), every_other(["average", "redo"], [1, 2]))
 def test_a_worker_killed_in_step(tmp_path: Path, lost: str, servers: int) -> None:
     """Those left go on; when the batch is shared anew, as if nothing had been."""
     losses, state = alone(40)
@@ -147,8 +149,7 @@ def test_a_hung_worker_is_given_up(tmp_path: Path) -> None:
         os.kill(hung.process.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("staleness", [0, 4])
-@pytest.mark.parametrize("tcp", [False, True], ids=["memory", "tcp"])
+@pytest.mark.parametrize(("staleness", "tcp"), every_other([4, 0], [False, True]))
 def test_a_broken_connection_changes_nothing(tmp_path: Path, staleness: int, tcp: bool) -> None:
     """25 times, after a question was sent and before its answer came: each push is applied once."""
     terms = {"workers": 2, "staleness": staleness, "batch_size": BATCH, "lost": "redo"}
@@ -167,6 +168,33 @@ def test_a_broken_connection_changes_nothing(tmp_path: Path, staleness: int, tcp
     else:
         assert sorted(ends[0]["tickets"] + ends[1]["tickets"]) == list(range(160))
         assert sum(server["staleness"].values()) == 160
+
+
+def slow_to_answer() -> Training:
+    """The server begins with what it is asked only when the worker's connection has broken and it has come back."""
+    answer, seen = Server._answer, set()
+
+    def late(self: Server, client: Client, message: Message) -> bool:
+        if client.id == 0 and (message.kind, message.sequence) not in seen:
+            seen.add((message.kind, message.sequence))
+            time.sleep(0.02)
+        return answer(self, client, message)
+
+    Server._answer = late
+    return training()
+
+
+def test_a_worker_that_comes_back_finds_its_old_connection_done_with(tmp_path: Path) -> None:
+    """What is still under way there is carried out first: not beside the new one, behind the worker's back."""
+    terms = {"workers": 2, "staleness": 4, "batch_size": BATCH, "lost": "redo"}
+    with Fleet(slow_to_answer, tmp_path, total=40, **terms) as fleet:
+        fleet.work(0, drops=8)
+        fleet.work(1, nap=0.03)
+        ends = [fleet.workers[id].end() for id in range(2)]
+        server = fleet.servers[0].end()
+    assert ends[0]["broken"] == 8
+    assert sorted(ends[0]["tickets"] + ends[1]["tickets"]) == list(range(40))
+    assert server["version"] == 40
 
 
 # Apart
@@ -203,7 +231,7 @@ def test_unbounded_workers_take_what_they_can(tmp_path: Path) -> None:
     same(ends[0]["weights"], as_tensors(ends[1]["weights"]), 0)  # the last weights, both
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [more(1), 2])
 def test_a_worker_killed_among_those_that_step_apart(tmp_path: Path, servers: int) -> None:
     """Nobody pauses, and what it had under way is done by others."""
     terms = {"workers": 3, "staleness": 4, "batch_size": BATCH}

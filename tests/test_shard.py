@@ -1,6 +1,8 @@
 """Sharding: which parameters are gathered together, how they are cut, and what that costs."""
 
+import gc
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks import zoo
 from benchmarks.collectives import Collectives
@@ -17,9 +20,11 @@ from meshfit.axes.mesh import Mesh
 from meshfit.axes.place import Placed, place
 from meshfit.axes.precision import DTYPES
 from meshfit.axes.shard.axis import Shard
+from meshfit.axes.shard.rounding import SharedCopies
 from meshfit.axes.shard.units import traced, units
 from meshfit.comm.flat import Flat
 from meshfit.cost import Cost
+from meshfit.exchange.protocol import StepScalars
 from meshfit.exchange.scatter import Scatter
 from meshfit.loss.objective import Objective
 from meshfit.plan import Plan
@@ -167,7 +172,7 @@ def laid_out(name: str, plan: Plan) -> tuple[Placed, Scatter, Any, Cost]:
             with torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bf16"), placed.inside():
                 loss = objective(model, batch)
             if i == plan.microbatches - 1:
-                exchange.arm(0.0, 0.0, stop=False, broken=False)
+                exchange.arm(StepScalars())
             loss.backward()
         exchange.finish()
 
@@ -269,7 +274,7 @@ def test_a_trial_without_autocast_is_exact_and_changes_nothing(plan: str) -> Non
             got = objective(placed.model, batch)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
         if grad:
-            exchange.arm(0.0, 0.0, stop=False, broken=False)
+            exchange.arm(StepScalars())
             got.backward()
             exchange.finish()
             exchange.clear()
@@ -318,3 +323,43 @@ def test_held_is_what_there_is(plan: str) -> None:
             assert (name, max(most)) == (name, cost.held.get("gathered", max(most)))
         if whole is not None and "zero" not in plan and name == "Adapters":
             assert max(most) + sum(weights.values()) < whole
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_products_of_one_tensor_share_its_copy(changes: bool) -> None:
+    """Under autocast, to the last bit; one that was changed in between is rounded again."""
+
+    def run(copies: Callable[[Any, torch.dtype], Any]) -> tuple[list[Tensor], set[int]]:
+        torch.manual_seed(0)
+        x, layers, saved = torch.randn(4, 8, requires_grad=True), [nn.Linear(8, 8) for _ in range(3)], set[int]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.update([tensor.untyped_storage().data_ptr()] if tensor.shape == x.shape else [])
+            kept.append(tensor)
+            return tensor
+
+        kept: list[Tensor] = []
+        with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(pack, lambda t: t):
+            y, outputs = x * 2, []
+            for layer in layers:
+                outputs.append(layer(copies(y, torch.bfloat16)))
+                y = y.mul_(1.5) if changes else y
+        total = sum((out.float() * (i + 1)).square().sum() for i, out in enumerate(outputs))
+        assert isinstance(total, Tensor)
+        total.backward()
+        assert x.grad is not None
+        return [*outputs, x.grad, *(layer.weight.grad for layer in layers)], saved  # type: ignore[list-item]
+
+    want, each = run(lambda x, dtype: x)
+    got, shared = run(SharedCopies())
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert (len(each), len(shared)) == (3, 3 if changes else 1)
+
+
+def test_a_shared_copy_goes_with_its_tensor() -> None:
+    copies, x = SharedCopies(), torch.randn(2, requires_grad=True) * 1
+    assert copies(x, torch.bfloat16).dtype == torch.bfloat16
+    assert copies(x.detach(), torch.bfloat16).dtype == torch.float32  # autocast rounds it
+    del x
+    gc.collect()
+    assert not copies._copy.numel()

@@ -47,7 +47,7 @@ def test_help_explains_each_argument_of_fit() -> None:
     said = subprocess.run(
         [sys.executable, "-c", "import meshfit; help(meshfit.fit)"], capture_output=True, text=True, check=True
     ).stdout
-    assert "batch_size: int | str = 32" in said
+    assert "batch_size: int | str | None = None" in said
     assert "samples of an optimizer step, over all devices" in said
 
 

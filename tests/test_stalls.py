@@ -21,7 +21,7 @@ from torch import nn
 
 import meshfit
 from meshfit.errors import RankError
-from meshfit.launch import heartbeat
+from meshfit.launch import frames, heartbeat
 from meshfit.launch.channel import memory_file
 from meshfit.launch.devices import Devices
 from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, parsed, silence_of
@@ -73,8 +73,8 @@ def test_a_look_at_a_thread_keeps_nothing_of_it() -> None:
     gc.disable()
     try:
         assert thread.ident is not None
-        heartbeat.where(thread.ident)
-        assert "go.wait()" in heartbeat.stack(thread.ident)
+        frames.where(thread.ident)
+        assert "go.wait()" in frames.stack(thread.ident)
         go.set()
         thread.join()
         assert kept[0]() is None
@@ -213,19 +213,18 @@ def test_a_stopped_worker_of_a_server_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(heartbeat, "SILENCE", 1.0)
-    with pytest.raises(RankError) as caught:
-        fit(Slow(60), plan="server=1 data=2", timeout=4)
+    result = fit(Slow(60), plan="server=1 data=2", timeout=4, hang_timeout="8 s")
+    assert result.steps == 12  # the servers lose patience first, and the other worker goes on
     told = capfd.readouterr().err
     assert "rank 1 has stalled" in told
     assert "rank 0 has stalled" not in told
     assert "server 0 has stalled" not in told
-    assert "rank 1" in str(caught.value) or "worker 1" in str(caught.value)  # whoever comes first to say it
 
 
 TORCHRUN = """
 import sys
 sys.path.insert(0, {root!r})
-from meshfit.launch import heartbeat
+from meshfit.launch import frames, heartbeat
 from tests.test_stalls import Slow, fit
 heartbeat.SILENCE = 1.0
 fit(Slow(60), timeout=5)
@@ -240,5 +239,5 @@ def test_under_torchrun_too(tmp_path: Path) -> None:
     assert ended.returncode != 0
     assert "meshfit: rank 1 has stalled for" in ended.stderr
     assert "time.sleep(self.seconds)" in ended.stderr
-    assert "RankError: rank 1 stalled, and the others waited for it for 5 s" in ended.stderr
+    assert "Died: rank 1 stalled, and the others waited for it for 5 s" in ended.stderr
     assert "rank 0 has stalled" not in ended.stderr

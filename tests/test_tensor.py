@@ -3,7 +3,7 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +36,10 @@ SAMPLES, STEPS = 4, 4
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    torch.set_num_threads(threads)
 
 
 # Training
@@ -80,7 +77,7 @@ def trained(case: Case, plan: TensorPlan) -> tuple[list[float], dict[str, Array]
     for _ in range(STEPS):
         loss = mean_loss(case, model, batch)
         loss.backward()
-        parts.sum_partial()
+        parts.after_backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -174,8 +171,8 @@ def test_two_ranks_train_like_one_device(share: dict[str, float]) -> None:
     assert_two_train_alike(jobs=jobs, cases={name: CASES[name] for name in share})
 
 
-FOUR = {"gpt2": 0.95, "t5": 0.95, "vit": 0.9}
-FOUR_MORE = {"llama": 0.98, "bert": 0.95, "tied-gpt": 0.95, "unet-diffusers": 0.95}
+FOUR = {"gpt2": 0.95, "vit": 0.9}
+FOUR_MORE = {"t5": 0.95, "llama": 0.98, "bert": 0.95, "tied-gpt": 0.95, "unet-diffusers": 0.95}
 SINGLE = {"mixtral": 0.98, "tied-gpt": 0.8, "convnext": 0.8}
 SINGLE_MORE = {"llama": 0.98, "t5": 0.9, "unet-diffusers": 0.96}
 
@@ -271,9 +268,9 @@ def odd_case(block: type[nn.Module]) -> Case:
 ODD = {block.__name__: odd_case(block) for block in (*odd_blocks.PAIRED, *odd_blocks.OTHERS)}
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_odd_blocks_train_like_one_device(degree: int) -> None:
-    least = {name: 0.45 if name in ("Latents", "MultiQuery") else 0.8 for name in ODD}
+@pytest.mark.parametrize(("degree", "names"), [(2, ODD), more(4, ODD)])
+def test_odd_blocks_train_like_one_device(degree: int, names: Iterable[str]) -> None:
+    least = {name: 0.45 if name in ("Latents", "MultiQuery") else 0.8 for name in names}
     jobs = jobs_of(ODD, degree, torch.float64, (1e-9, 1e-7), least)
     {2: assert_two_train_alike, 4: assert_four_train_alike}[degree](jobs=jobs, cases=ODD)
 
@@ -392,7 +389,7 @@ def test_dropout_differs_inside_and_agrees_outside() -> None:
     for _ in range(2):
         loss = F.mse_loss(model(x), y)
         loss.backward()
-        parts.sum_partial()
+        parts.after_backward()
         optimizer.step()
         optimizer.zero_grad()
     inside, outside = drops[0::2], drops[1::2]
@@ -419,7 +416,7 @@ def test_the_norm_of_gradients_counts_each_once_and_undo_gives_all_back() -> Non
         parts = spread(model, plan)
         for each in (alone, model):
             F.mse_loss(each(x), y).backward()
-        parts.sum_partial()
+        parts.after_backward()
         want = {name: p.grad for name, p in alone.named_parameters()}
         own = torch.zeros((), dtype=torch.float64)
         for name, p in model.named_parameters():
@@ -475,15 +472,20 @@ def assert_cost(jobs: dict[str, tuple]) -> None:
         dist.all_reduce, comm_group.all_gather_single = counted_reduce, counted_gather
         try:
             mean_loss(case, model, batch).backward()
-            parts.sum_partial()
+            parts.after_backward()
         finally:
             dist.all_reduce, comm_group.all_gather_single = reduce, gather
         assert (calls, moved) == (cost.calls, cost.moved), name
 
 
-def test_cost_is_what_is_counted() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [("gpt2", "tied-gpt", "batchnorm-cnn", "two-inputs"), more(("llama", "bert", "t5"))],
+    ids=["some", "more"],
+)
+def test_cost_is_what_is_counted(names: tuple[str, ...]) -> None:
     jobs = {}
-    for name in ("gpt2", "llama", "tied-gpt", "bert", "t5", "batchnorm-cnn", "two-inputs"):
+    for name in names:
         case = ZOO[name]
         data = case.data(SAMPLES)
         plan = plan_of(case, 2)
@@ -515,7 +517,12 @@ GROUPED = {
 }
 
 
-def test_heads_of_keys_that_do_not_go_round_are_held_by_several_ranks() -> None:
+@pytest.mark.parametrize(
+    "share",
+    [{"two": 0.98, "one": 0.9, "normed": 0.98}, more({"biased": 0.98, "repeated": 0.98})],
+    ids=["some", "more"],
+)
+def test_heads_of_keys_that_do_not_go_round_are_held_by_several_ranks(share: dict[str, float]) -> None:
     plan = plan_of(wide(GROUPED["two"], torch.float64), 4)
     assert [region.kind for region in plan.regions if region.module.endswith("self_attn")] == ["attention"] * 2
     cuts = plan.cuts
@@ -523,7 +530,6 @@ def test_heads_of_keys_that_do_not_go_round_are_held_by_several_ranks() -> None:
         cuts[f"model.layers.{i}.self_attn.{name}.weight"].copies for i in (0, 1) for name in ("k_proj", "v_proj")
     } == {2}
     assert cuts["model.layers.0.self_attn.q_proj.weight"].copies == 1
-    share = {"two": 0.98, "one": 0.9, "biased": 0.98, "normed": 0.98, "repeated": 0.98}
     jobs = jobs_of(GROUPED, 4, torch.float64, (1e-6, 1e-5), share)
     assert not any(region.kind == "gather" for plan, *_ in jobs.values() for region in plan.regions)
     assert_four_train_alike(jobs=jobs, cases=GROUPED)

@@ -52,6 +52,20 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Placed(Net):
+    places: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("places", torch.randn(100, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.places[None, : ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 def loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
@@ -182,6 +196,13 @@ def test_long_sequences_are_planned_on_short_ones(by_rows: bool, plans: list) ->
     assert (found.why, found.notes, found.samples) == (want.why, want.notes, want.samples)
     for ours, theirs in zip(found.collectives, want.collectives, strict=True):
         assert (ours[0], ours[1].op, ours[1].elements) == (theirs[0], theirs[1].op, theirs[1].elements)
+
+
+def test_the_first_rows_of_a_table_are_no_other_operation(plans: list) -> None:
+    """Positions up to the longest sequence: of all of them a slice is no operation, of some it is."""
+    net = Placed()
+    planned(net, loss, tokens(100), 2, by_rows=False)
+    assert {shape[1] for shape in plans} == {SHORT + 100 % SHORT}
 
 
 def test_what_depends_on_the_length_is_planned_as_it_is(plans: list) -> None:

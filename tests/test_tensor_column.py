@@ -1,6 +1,7 @@
 """Layers cut by output channels: gradients are those of plain layers, and their sum is under way while the weights get
 theirs."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshfit.axes.tensor.column import Entrance, is_product
 from meshfit.comm import collectives
 from meshfit.comm.group import CountingGroup, RankGroup, Wait
 from meshfit.passes.backward import input_gradients
+from meshfit.torch_private.modules import own_parameters
 from tests.distributed import distributed
 
 
@@ -155,3 +159,18 @@ def test_a_sum_in_place_of_what_autograd_saved_is_told() -> None:
     collectives.reduce(x * 2, CountingGroup(), alone=True).sum().backward()
     with torch.inference_mode():  # which counts no changes
         assert collectives.reduce(torch.ones(3) * 2, CountingGroup(), alone=True).sum() == 6
+
+
+def test_the_graph_does_not_hold_on_to_weights_that_hooks_pack_away() -> None:
+    """As under sharding, where gathered weights are dropped after the forward: the memory of all layers was held."""
+    layer = nn.Linear(6, 4, bias=False)
+    weight = layer.weight * 1  # what is gathered stands in place of the parameter
+    own_parameters(layer)["weight"] = weight
+    gathered, x = StorageWeakRef(weight.untyped_storage()), torch.randn(2, 6, requires_grad=True)
+    with saved_tensors_hooks(lambda t: t.shape, torch.zeros):
+        (out,) = through([layer], x, CountingGroup())
+    own_parameters(layer)["weight"] = None
+    del weight
+    gc.collect()
+    assert out.requires_grad
+    assert gathered.expired()

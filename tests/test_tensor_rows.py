@@ -23,6 +23,7 @@ from meshfit.comm.group import RankGroup
 from meshfit.errors import PlanError
 from tests import test_tensor_step
 from tests.distributed import distributed
+from tests.few import more
 from tests.test_tensor_step import WIDTH, Model, built, error, gradients, loss_of, text
 
 cloudpickle.register_pickle_by_value(test_tensor_step)
@@ -61,7 +62,7 @@ def test_norms_and_dropout_are_found_wherever_they_are() -> None:
     assert forward.count("all_gather") == 7  # and one for the head
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", more("llama"), more("bert"), "vit"])
 def test_blocks_by_themselves_give_the_plan_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = plan_of(name)
     monkeypatch.setattr(planning, "CHECKED_WHOLE", 0)

@@ -85,7 +85,7 @@ def gradients(model: nn.Module, parts: TensorSplit | None = None, **auto: Any) -
     loss.backward()
     if parts is None:
         return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
-    parts.sum_partial()
+    parts.after_backward()
     return loss.item(), {name: parts.whole(p, p.grad).clone() for name, p in model.named_parameters()}
 
 
@@ -197,7 +197,7 @@ def test_shares_held_by_several_ranks_count_once_in_the_norm() -> None:
     assert sum(cut.copies == 2 for cut in parts.cuts.values()) == 8
     for each in (alone, model):
         each(x).square().mean().backward()
-    parts.sum_partial()
+    parts.after_backward()
     own = sum(parts.weight(p) * p.grad.square().sum() for p in model.parameters())
     want = torch.stack([p.grad.norm() for p in alone.parameters()]).norm()
     torch.testing.assert_close(parts.ranks.all_reduce(own).sqrt(), want)

@@ -55,6 +55,7 @@ for plan in sys.argv[2:]:
         parts = bool(result.model) and False
     except JobError:
         parts = True
+    result.save(os.path.join(folder, "saved", plan), shard=3000)
     model = result.gather_model()
     assert result.model is model and model.head.weight is model.embed.weight
     found[plan] = [step.loss for step in result.history], model.state_dict(), parts, result.notes, model(x)
@@ -102,3 +103,8 @@ def test_parts_are_put_together_when_asked(worlds: tuple[dict, dict, dict, Path]
     assert saved.keys() == weights.keys() - {"head.weight"}
     assert all(torch.equal(saved[name], first[plan][1][name]) for name in saved)
     assert (out / "report.html").exists()
+    files = sorted((folder / "saved" / plan).glob("model-*.safetensors"))
+    assert len(files) > 1
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert saved.keys() == written.keys()
+    assert all(torch.equal(saved[name], written[name]) for name in saved)

@@ -1,6 +1,7 @@
 """Two trainings in two threads of one process train like one after the other, and leave the process as it was."""
 
 import builtins
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -130,7 +131,8 @@ def _in_the_process() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at what it warns of itself
 @pytest.mark.parametrize("plan", ["data=1", "recompute=full", "compile=block", "data=2"])
-def test_nothing_is_left_of_a_training(plan: str) -> None:
+def test_nothing_is_left_of_a_training(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     before = _in_the_process()
     _fit(3, plan)
     after = _in_the_process()

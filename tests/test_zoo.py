@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,15 +15,6 @@ from tests.few import few
 PADDED = ("gpt2", "mixtral", "t5", "tied-gpt", "token-sum", "lstm")
 
 every_case = pytest.mark.parametrize("case", few(CASES, "gpt2", "batchnorm-cnn", "partial"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Layers this small gain nothing from threads, and on busy cores lose much by waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def built(case: Case) -> nn.Module:

@@ -6,13 +6,16 @@ result = meshfit.fit(model, (x, y), loss=F.cross_entropy, optimizer=torch.optim.
 """
 
 from meshfit import data
-from meshfit.checkpoint.outside import load_weights
+from meshfit.checkpoint.weights import load_weights
 from meshfit.errors import CheckpointError, DataError, JobError, MeshfitError, NonFiniteError, PlanError, RankError
 from meshfit.evaluate import evaluate, predict
 from meshfit.fit import fit, steps
 from meshfit.job import Job
 from meshfit.loss.gather import gather
+from meshfit.phases import every
 from meshfit.plan import Plan
+from meshfit.planner.cluster import Cluster
+from meshfit.rehearse import Rehearsal, rehearse
 from meshfit.result import Result
 from meshfit.step import Step
 from meshfit.verify import Verdict, verify
@@ -22,6 +25,7 @@ __version__ = VERSION
 
 __all__ = [
     "CheckpointError",
+    "Cluster",
     "DataError",
     "Job",
     "JobError",
@@ -30,15 +34,18 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankError",
+    "Rehearsal",
     "Result",
     "Step",
     "Verdict",
     "data",
     "evaluate",
+    "every",
     "fit",
     "gather",
     "load_weights",
     "predict",
+    "rehearse",
     "steps",
     "verify",
 ]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.axes.tensors import tensors_of
+from meshfit.optimizers import measure_named
 
 
 class Best:
@@ -18,8 +19,8 @@ class Best:
         self.misses = 0
 
     def consider(self, measured: dict[str, float], model: nn.Module) -> None:
-        name = self.metric.lstrip("-")
-        value = -measured[name] if self.metric.startswith("-") else measured[name]
+        value = measure_named(self.metric.lstrip("-"), measured)
+        value = -value if self.metric.startswith("-") else value
         if self.value is not None and not (value > self.value or math.isnan(self.value)):
             self.misses += 1
             return

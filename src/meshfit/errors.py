@@ -10,13 +10,31 @@ ours, or the user's own exception, and keeps its traceback.
 """
 
 import difflib
+import re
+
+PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^/\s:@'\"]*):[^@/\s'\"]+@")
+SIGNATURE = re.compile(
+    r"([?&;](?:x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|awsaccesskeyid|signature|sig|"
+    r"(?:access_?)?token|(?:api_?)?key|password|secret)=)[^&;\s'\"]+",
+    re.IGNORECASE,
+)
+
+
+def masked(text: str) -> str:
+    """Without the passwords and signatures of URLs in it."""
+    return SIGNATURE.sub(r"\1***", PASSWORD.sub(r"\1:***@", text)) if "://" in text else text
 
 
 class MeshfitError(Exception):
     """One clear block: a headline, then one fact or remedy a line."""
 
+    step = 0
+    """In which a rank met it; 0: outside of steps."""
+    rank: int | None = None
+    """That died, if one did."""
+
     def __init__(self, headline: str, *facts: str):
-        self.headline, self.facts = headline, tuple(fact for fact in facts if fact)
+        self.headline, self.facts = masked(headline), tuple(masked(fact) for fact in facts if fact)
         super().__init__("\n  ".join((self.headline, *self.facts)))
 
     def __reduce__(self):  # travels from a rank to the caller as it is
@@ -43,6 +61,10 @@ class Damaged(CheckpointError):
     """What is on disk is not what was written: another checkpoint may do."""
 
 
+class NoCheckpoint(CheckpointError):
+    """There is none where one was asked for."""
+
+
 class NonFiniteError(MeshfitError):
     """A loss or a gradient was NaN or infinite; names the step and the samples."""
 
@@ -52,15 +74,22 @@ class RankError(MeshfitError):
 
     def __init__(self, headline: str, *facts: str, trace: str = ""):
         super().__init__(headline, *facts)
-        self.trace = trace
+        self.trace = masked(trace)
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n\n{self.trace}" if self.trace else super().__str__()
 
 
+class Died(RankError):
+    """A process ended, or had to be ended, before its work was done: started again, it may get further."""
+
+    agreed: int | None = None
+    """Where replicas were found to differ: the last step after which they did not."""
+
+
 def in_short(error: BaseException) -> str:
     """An exception in one line; of our own, the headline alone."""
-    line = next(iter(str(error).splitlines()), "")[:160]
+    line = masked(next(iter(str(error).splitlines()), ""))[:160]
     return line if isinstance(error, MeshfitError) else f"{type(error).__name__}: {line}"
 
 

@@ -36,18 +36,17 @@ def evaluate(
     data: Any,
     *,
     loss: Callable[..., Any] | None = None,
-    step: Callable[..., Any] | None = None,
+    step: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
     metrics: Mapping[str, Any] = NO_METRICS,
-    batch_size: int | str = 32,
+    batch_size: int | str | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
     plan: Plan | str = "auto",
     devices: str | int = "auto",
 ) -> dict[str, float]:
     """The loss and the metrics of ``model`` over ``data``: means in which every sample counts once. The arguments are
     those of ``fit``."""
-    job = _settled(Job(**dict(locals()), valid=data))
-    if job.loss is None and job.step is None and not job.metrics and not isinstance(data, Mapping):
-        raise JobError("evaluate has nothing to measure", "give loss=, or metrics={name: function}")
+    job = settle(Job(**dict(locals()), valid=data))
     return everywhere(job, _evaluate)[0]
 
 
@@ -56,27 +55,30 @@ def predict(
     model: nn.Module | Callable[[], nn.Module],
     data: Any,
     *,
-    batch_size: int | str = 32,
+    batch_size: int | str | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
     plan: Plan | str = "auto",
     devices: str | int = "auto",
 ) -> Any:
-    """``model``'s outputs for every sample of ``data``, in order, on the CPU.
+    """``model``'s outputs for every sample of ``data``, in order, on the CPU; where batches were padded to lengths of
+    their own, a list of one tensor for each sample.
 
     ``data`` is given as to ``fit``: the last of a tuple is its targets, and left out, where the model takes so many
     arguments; where it needs all of the tuple it is given all, and where it may be called both ways the question is
     refused: ``predict(model, x)`` and ``predict(model, ((a, b),))`` are clear. The other arguments are
     those of ``fit``.
     """
-    job = _settled(Job(**dict(locals())))
+    job = settle(Job(**dict(locals())))
     parts = [part for found in everywhere(job, _predict) for part in found]
-    return tree.concatenate([outputs for _, outputs in sorted(parts, key=lambda part: part[0])])
+    return tree.concatenate([outputs for _, outputs in sorted(parts, key=lambda part: part[0])], ragged=True)
 
 
 Inputs = Callable[[Any], Any]
 
 
-def _settled(job: Job) -> Job:
+def settle(job: Job) -> Job:
+    """With the plan and the batch size of the devices that there are."""
     world = from_environment(job.devices)
     return job.settled() if world is None else job.settled(count=world.size, kind=world.device.type)
 
@@ -85,6 +87,8 @@ def _evaluate(job: Job, world: World) -> dict[str, float]:
     found: list[LossDenominator | None] = []
     loader, precision, placed = _prepare(job, world, lambda *whole: found.append(_over(job, *whole)))
     objective = _objective(job, loader.source.few())
+    if objective is None and not job.metrics:
+        raise JobError("evaluate has nothing to measure", "give loss=, or metrics={name: function}")
     over = found[0] or _over(job, placed.model, loader, placed.inside) or LossDenominator()
     if objective is not None and loader.ranks > 1:
         batch_loss.check(_plan(job), over, objective)
@@ -105,16 +109,24 @@ def _over(
 ) -> LossDenominator | None:
     """The denominator of its loss. Of a small model, or one whose modules are partitioned, it is found before the model
     is laid out, maybe in host memory; None: not yet."""
-    few, device = loader.source.few(), loader.device
+    few = loader.source.few()
     if (objective := _objective(job, few)) is None:
         return LossDenominator()
-    if inside is None:
-        if not _plan(job).partitions_modules and sum(p.numel() for p in model.parameters()) > LARGEST:
-            return None
-        device = next((p.device for p in model.parameters()), device)
+    small = sum(p.numel() for p in model.parameters()) <= LARGEST
+    if inside is None and not small and not _plan(job).partitions_modules:
+        return None
     auxiliary = is_apart(_plan(job))
     try:
-        return find_denominator(objective, model, few, device, inside, auxiliary=auxiliary)
+        return find_denominator(
+            objective,
+            model,
+            few,
+            loader.device,
+            inside,
+            auxiliary=auxiliary,
+            precision=Precision(_plan(job).precision),
+            microbatch=loader.batch_size // loader.ranks,
+        )
     except Exception:
         if loader.ranks > 1:
             raise
@@ -132,7 +144,12 @@ def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
 def _inputs(model: nn.Module, few: Any) -> Inputs:
     """What of a batch the model is called with, to predict: all but the targets, if it holds some."""
     first = lambda batch: split(batch)[0]
-    if not isinstance(few, tuple | list) or len(few) < 2 or not isinstance(few[0], Tensor):
+    if (
+        isinstance(few, tree.PerSample)
+        or not isinstance(few, tuple | list)
+        or len(few) < 2
+        or not isinstance(few[0], Tensor)
+    ):
         return first
     least, most = _takes(model)
     count, kind = len(few), type(model).__name__

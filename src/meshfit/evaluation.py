@@ -23,12 +23,15 @@ from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.order import share
 from meshfit.errors import DataError
+from meshfit.live import LIVE
 from meshfit.loss.batch_loss import BatchLoss
 from meshfit.loss.gather import gathering
 from meshfit.loss.gather import over as rows_over
+from meshfit.loss.logged import weighed
 from meshfit.loss.objective import LossDenominator, Objective, call, check_scalar, split
 from meshfit.metrics import Metrics, measures
 from meshfit.passes.forward import PlacedForward
+from meshfit.step import parted
 
 
 @contextmanager
@@ -61,6 +64,7 @@ def measure(
 ) -> dict[str, float]:
     """Over all samples of ``loader``, on every rank: the mean loss (if there is one) and each metric."""
     total, count = 0.0, 0.0
+    logged: dict[str, tuple[Any, Any]] = {name: (0.0, 0.0) for name, _ in over.logged if name not in metrics}
     measured = Metrics(metrics, placed.mesh.over("pipeline", *SHARES), loader.device, loader.rank)
 
     def returned(model: nn.Module, content: Any) -> tuple[Any, Any, Any]:
@@ -79,6 +83,7 @@ def measure(
     forward = PlacedForward(placed, run if whole is None else returned, precision, loader.device)
     with evaluating(placed), buffers_kept(placed.model) as restore:
         for batch in loader.epoch(0):
+            LIVE.tick()
             (part,) = batch.microbatches
             result = None
             if part.samples or together:
@@ -90,15 +95,21 @@ def measure(
                 with precision.arithmetic(loader.device):
                     loss = whole([(outputs, part.content, part.samples > 0)])
             if result is not None and part.samples and objective is not None:
+                loss, values = parted(loss)
                 more, weight = _weighed(loss, over, part.content, part.samples)
                 total, count = total + more, count + weight
+                for name, kind in ((name, kind) for name, kind in over.logged if name in logged):
+                    by = part.samples if kind == "samples" or whole is not None else weight
+                    more, weight_of = weighed(name, values[name], "loss" if whole is not None else kind, by)
+                    logged[name] = logged[name][0] + more, logged[name][1] + weight_of
             measured.update(outputs, targets, part.samples if result is not None else 0, batch.size)
         forward.finish()
-    sums = {} if objective is None else {"loss": (total, count)}
+    sums = {} if objective is None else {"loss": (total, count), **logged}
     summed = {"loss"} if over.kind == "sum" else set()
+    summed |= {name for name, kind in over.logged if kind == "sum" and whole is None}
     means = _mean_over_ranks(sums | measured.sums(), summed, placed.mesh.over("pipeline", *SHARES), loader.device)
     found = means | measured.values()
-    return {key: value for name in ("loss", *metrics) for key, value in found.items() if measures(name, key)}
+    return {key: value for name in ("loss", *logged, *metrics) for key, value in found.items() if measures(name, key)}
 
 
 def _weighed(loss: Any, over: LossDenominator, content: Any, samples: int) -> tuple[Any, Any]:
@@ -145,6 +156,8 @@ def outputs_of(
                     outputs = forward(part.content)
                 restore()
                 if part.samples and placed.mesh.has_results:
+                    if type(outputs) is list and tree.by_sample(part.content) and len(outputs) == part.samples:
+                        outputs = tree.PerSample(outputs)
                     yield at, tree.map_tensors(_on_cpu, outputs)
                 at += part.samples
             seen += batch.size

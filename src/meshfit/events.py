@@ -35,15 +35,19 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
+from meshfit.gpu_clock import GpuClock, GpuMark
+from meshfit.live import LIVE, StepTimes
+
 FLUSH_SECONDS = 1.0
 FULL_STEPS, WINDOW = 256, 8
 LONG_SECONDS = 0.25
-ANCHOR_SECONDS = 10.0  # elapsed_time() is a float of 32 bits: beyond some seconds it is coarse
-SAME_SECONDS = 25e-6  # marks closer than this are one
 PHASES = frozenset({"data", "forward_backward", "exchange", "update", "evaluate", "checkpoint"})
 """Timed on a GPU in every step; other spans in those of ``in_depth``, and their totals are estimated."""
+WAITS = ("meet", "gather", "average")
+"""Spans of waits for other ranks within forward and backward."""
+BESIDE = ("evaluate", "checkpoint")
+"""Phases that are not part of a step."""
 MARKED = 4  # one in so many windows of the first steps is timed in depth
-POOL = 64  # CUDA events made at the start
 
 About = dict[str, Any]
 NOTHING: About = {}
@@ -65,7 +69,7 @@ class HeldSpan(NamedTuple):
     at: float
     seconds: float
     about: About
-    marks: "tuple[_GpuMark, _GpuMark] | None"
+    marks: tuple[GpuMark, GpuMark] | None
     written: bool
 
 
@@ -91,9 +95,13 @@ class Events:
         self._reported = Ended(self.start, 0, {})
         """Where the last line of totals ended."""
         self._reported_traffic: dict[str, list[int]] = {}
+        self._gpu_told: tuple[int, dict[str, float]] = 0, {}
+        """The step in which ``gpu_seconds`` were last told, and what they were."""
+        self._gpu_each: dict[str, float] = {}
+        """Seconds a step since then."""
         self._held: deque[HeldSpan | dict[str, Any]] = deque()
         self._reading = threading.Lock()  # many threads may add, one at a time takes away
-        self._gpu: _GpuClock | None = None
+        self._gpu: GpuClock | None = None
         self._aside = False
         self._file: TextIO | None = None
         if folder is not None:
@@ -109,12 +117,39 @@ class Events:
     @step.setter
     def step(self, step: int) -> None:
         if self._step:
-            self._ended = self._now_ended()
+            before, self._ended = self._ended, self._now_ended()
             self._first = self._first or self._ended
+            if before is not None and step == self._step + 1:
+                self._tell_times(before, self._ended)
         else:
             with self._reading:
                 self._reported = self._reported._replace(step=step - 1)
         self._step, self._detailed, self._deep = step, in_detail(step), in_depth(step)
+        LIVE.step(step)
+
+    def _tell_times(self, before: Ended, ended: Ended) -> None:
+        """Whoever compares ranks reads them. On a GPU, what steps took there on average when that was last known."""
+        now, known = ended.seconds, before.seconds
+        if self._gpu is not None and (gpu := dict(self.gpu_seconds)) != self._gpu_told[1]:
+            step, told = self._gpu_told
+            each = max(1, ended.step - step)
+            self._gpu_each = {name: (took - told.get(name, 0.0)) / each for name, took in gpu.items()}
+            self._gpu_told = ended.step, gpu
+
+        def took(*names: str) -> float:
+            return sum(self._gpu_each.get(name, now.get(name, 0.0) - known.get(name, 0.0)) for name in names)
+
+        waits = took(*WAITS)
+        LIVE.timed(
+            StepTimes(
+                ended.step,
+                took("data"),
+                max(0.0, took("forward_backward") - waits),
+                took("update"),
+                took("exchange") + waits,
+                ended.at - before.at - took(*BESIDE),
+            )
+        )
 
     @property
     def kept(self) -> bool:
@@ -124,7 +159,7 @@ class Events:
     def on(self, device: torch.device) -> None:
         """Time spans on ``device`` too, if it is a GPU. Synchronises with it, once."""
         if device.type == "cuda":
-            self._gpu = _GpuClock(device, self.start)
+            self._gpu = GpuClock(device, self.start)
 
     def span(self, name: str, **about: Any) -> "_Span":
         """A context that is timed. ``about`` is written with it: microbatch=3, stage=0, bytes=4096."""
@@ -134,7 +169,7 @@ class Events:
         """This moment, on the host and in the device's stream. For ``between``."""
         return time.perf_counter(), self._mark("")
 
-    def _mark(self, name: str) -> "_GpuMark | None":
+    def _mark(self, name: str) -> GpuMark | None:
         if self._gpu is None or not (name in PHASES or (self._deep and self._file is not None)):
             return None
         return self._gpu.now()
@@ -273,7 +308,7 @@ class Events:
             return
         held = [self._held.popleft() for _ in range(len(self._held))]  # other threads may append meanwhile
         passed = len(held)
-        while not last and passed and not gpu.passed(held[passed - 1]):  # those before a passed one have passed, too
+        while not last and passed and not _passed(gpu, held[passed - 1]):  # those before a passed one have passed, too
             passed -= 1
         if not last:  # whole steps only
             later = (i for i, e in enumerate(held[:passed]) if isinstance(e, HeldSpan) and e.step > until)
@@ -319,6 +354,11 @@ def _stands_for(step: int) -> float:
     return max(1.0, (1 << (step.bit_length() - 1)) / FULL_STEPS) if step > FULL_STEPS else float(MARKED)
 
 
+def _passed(gpu: GpuClock, entry: HeldSpan | dict[str, Any]) -> bool:
+    """Whether the device has passed the end of a span; False where it has no marks."""
+    return isinstance(entry, HeldSpan) and entry.marks is not None and gpu.passed(entry.marks[1])
+
+
 def _text(span: HeldSpan) -> str:
     """As JSON; json.dumps would take longer."""
     more = "".join(
@@ -332,79 +372,21 @@ def _text(span: HeldSpan) -> str:
 
 
 class _Span:
-    __slots__ = ("about", "began", "events", "mark", "name")
+    __slots__ = ("about", "began", "events", "mark", "name", "outer")
 
     def __init__(self, events: Events, name: str, about: About):
         self.events, self.name, self.about = events, name, about
 
     def __enter__(self) -> None:
         self.mark = self.events._mark(self.name)
+        self.outer = LIVE.phase(self.name)
         self.began = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
         ended = time.perf_counter()
         marks = None if self.mark is None else (self.mark, self.mark.clock.now())
+        LIVE.phase(self.outer)
         self.events.add(self.name, self.began, ended, self.about, marks)
-
-
-class _GpuMark:
-    """A moment in a GPU's stream. Its CUDA event is reused after the mark is gone."""
-
-    __slots__ = ("at", "clock", "event")
-
-    def __init__(self, clock: "_GpuClock", event: torch.cuda.Event):
-        self.clock, self.event = clock, event
-        self.at: float | None = None
-
-    def __del__(self) -> None:
-        self.clock.free.append(self.event)
-
-
-class _GpuClock:
-    """Marks moments in a GPU's stream, and reads them as seconds on the rank's clock."""
-
-    def __init__(self, device: torch.device, start: float):
-        self.stream = torch.cuda.current_stream(device)  # asking each time would cost as much as a mark
-        self.free = [torch.cuda.Event(enable_timing=True) for _ in range(POOL)]
-        for event in self.free:
-            event.record(self.stream)  # CUDA creates an event when it is first recorded
-        self._last, self._made = None, 0.0
-        self._anchor = self.now()
-        self._anchor.event.synchronize()
-        self._anchor.at = self._zero = time.perf_counter() - start  # of the anchor, on the rank's clock
-
-    def now(self) -> _GpuMark:
-        made = time.perf_counter()
-        if self._last is not None and made - self._made < SAME_SECONDS:
-            return self._last
-        mark = _GpuMark(self, self.free.pop() if self.free else torch.cuda.Event(enable_timing=True))
-        mark.event.record(self.stream)
-        self._last, self._made = mark, time.perf_counter()
-        return mark
-
-    def passed(self, entry: HeldSpan | dict[str, Any]) -> bool:
-        """Whether the device has passed the end of a span; False where it has no marks."""
-        if isinstance(entry, dict) or entry.marks is None:
-            return False
-        end = entry.marks[1]
-        return end.at is not None or end.event.query()
-
-    def _at(self, mark: _GpuMark) -> float:
-        if mark.at is None:
-            try:
-                passed = self._anchor.event.elapsed_time(mark.event) / 1e3
-            except RuntimeError:  # not passed yet
-                mark.event.synchronize()
-                passed = self._anchor.event.elapsed_time(mark.event) / 1e3
-            mark.at = self._zero + passed
-            if passed > ANCHOR_SECONDS:
-                self._anchor, self._zero = mark, mark.at
-        return mark.at
-
-    def read(self, began: _GpuMark, ended: _GpuMark) -> tuple[float, float]:
-        """Start and length in seconds; waits for marks that have not passed."""
-        at = self._at(began)
-        return at, self._at(ended) - at
 
 
 _DROPPED = Events()

@@ -16,17 +16,18 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
-from meshfit.arguments import NO_METRICS, verb
+from meshfit.arguments import NO_METRICS, verb, verb_of
 from meshfit.drive import Training, begin
 from meshfit.errors import JobError
 from meshfit.history import History
 from meshfit.job import Job
+from meshfit.observe.about import about
 from meshfit.observe.folder import RunFolder
 from meshfit.observe.progress import Progress
 from meshfit.observe.summary import show
+from meshfit.observe.track import Track
 from meshfit.plan import Plan
 from meshfit.result import Result
 from meshfit.step import Step
@@ -44,31 +45,45 @@ def fit(
     data: Any,
     *,
     loss: Callable[..., Any] | None = None,
-    step: Callable[..., Any] | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
-    scheduler: Callable[..., Any] | None = None,
-    batch_size: int | str = 32,
+    step: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
+    weights: Path | str | Sequence[Path | str] | None = None,
+    partial: bool = False,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    batch_size: int | str | None = None,
+    batch_tokens: int | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    length: Any = None,
+    pack: int | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     valid: Any = None,
     valid_every: int | None = None,
+    valid_step: Callable[..., Any] | None = None,
     metrics: Mapping[str, Any] = NO_METRICS,
     best: str | None = None,
     patience: int | None = None,
     ema: float | None = None,
     clip: float | None = None,
     on_nan: Literal["stop", "skip"] = "stop",
-    shuffle: bool = True,
+    shuffle: bool | None = None,
     workers: int | str | None = None,
     seed: int = 0,
     plan: Plan | str = "auto",
     devices: str | int = "auto",
     out: Path | str | None = None,
     checkpoint: int | str | None = None,
+    keep: int = 2,
+    keep_best: str | None = None,
     resume: bool | Path | str = False,
+    restarts: int | Literal["auto"] = "auto",
+    preemption: Path | str | None = None,
+    grace: float | str = 30.0,
     listen: str | None = None,
     join: str | None = None,
     timeout: float = 600.0,
+    hang_timeout: float | str | None = None,
+    check_replicas: int | bool | None = None,
     independent: bool = False,
     callbacks: Callback | Sequence[Callback] = (),
     each_step: Callback | Sequence[Callback] = (),
@@ -79,19 +94,35 @@ def fit(
     What is trained
         model        an nn.Module, or a function that builds one, which on several devices is then nowhere whole (see
                      Result.gather_model); called as model(x), model(*x) or model(**x)
-        data         tensors, arrays, a Dataset, an IterableDataset; or a function that returns one, called in each rank
+        data         tensors, arrays, a Dataset, an IterableDataset, a DataLoader (its batch size, order and collate_fn
+                     are taken over); or a function that returns one, called in each rank
         loss         loss(outputs, targets): a mean, or (sum, count). None: the model returns it (Hugging Face's .loss)
-        step         instead of loss: step(model, batch) returns the loss, for distillation and the like
+        step         instead of loss: step(model, batch) returns the loss, for distillation and the like; or
+                     (loss, {"name": value}), to log values: they are averaged as the loss is. Or a dict of phases:
+                     {"critic": f, "generator": g}, run in order on each batch; meshfit.every(5, g): in each 5th step
+        weights      what the model starts from: safetensors, a Hugging Face folder, a state dict, a checkpoint; or a
+                     list, a base and its adapters. Each rank reads its part
+        partial      of weights what fits, for a model with a new head; else every name and shape must fit
         optimizer    needed: a function of the parameters, lambda params: torch.optim.AdamW(params, lr=3e-4); one whose
-                     argument is named ``model`` is given the model, for parameter groups
-        scheduler    a function of the optimizer (and, with two arguments, of the number of steps), stepped every step
-        batch_size   samples of an optimizer step, over all devices; "32/device" derives it
+                     argument is named ``model``, or used as one, is given the model, for parameter groups. A list
+                     of optimizers steps together. With phases a dict: each steps by the gradients of its phase
+        scheduler    a function of the optimizer (and, with two arguments, of the number of steps), stepped every step;
+                     of a list of optimizers a function of the list, or a list of functions; of phases a dict
+        batch_size   samples of an optimizer step, over all devices; "32/device" derives it; None: 32, or a DataLoader's
+        batch_tokens in place of batch_size: as many samples as make so many tokens, padded to the longest of them
+        collate      makes a batch of a list of samples, as a DataLoader's collate_fn does; None: they are stacked, and
+                     Hugging Face's fields (input_ids, labels, ...) padded
+        length       of a sample: the name of a field, a function of a sample, or a list of all lengths; batches are
+                     then made of samples of similar lengths
+        pack         tokens of a row: documents (dicts with input_ids) are packed into rows, kept apart by position_ids;
+                     batch_size is of rows
         epochs       passes over the data; one of epochs and steps is needed, with both the shorter ends it
         steps        optimizer steps
         clip         largest norm of the gradient; longer ones are scaled down to it
         ema          also keep an exponential moving average of the weights with this decay; evaluated and returned
         on_nan       a NaN or infinite loss or gradient: "stop" the run or "skip" the step; weights stay finite
-        shuffle      visit the samples in a new order each epoch, the same under every plan
+        shuffle      visit the samples in a new order each epoch, the same under every plan; None: yes, or as the
+                     DataLoader does
         workers      readers of data ahead of each rank: 4, "processes", "4 threads", 0 (the training itself reads);
                      None: as many as keep up, where that helps
         seed         of initial weights (of a model function), order of samples, dropout
@@ -99,6 +130,8 @@ def fit(
     Evaluation
         valid        data to evaluate on, in the form of data; every sample counts once
         valid_every  steps between evaluations; None: at the end of each epoch
+        valid_step   what evaluations run in place of loss or step: valid_step(model, batch) returns what step does; as
+                     (loss, {"name": value}, outputs) it hands metrics its outputs
         metrics      {name: function of outputs and targets} giving a number, one a sample, or (sum, count); or objects
                      with update, compute and reset, as torchmetrics has them. The same value under every plan
         best         keep the weights of the best evaluation by this metric: "accuracy" (highest), "-loss" (lowest)
@@ -106,10 +139,14 @@ def fit(
 
     Devices
         plan         how to spread it, and how each device computes: "data=4", "shard=8 precision=bf16 microbatches=2";
-                     "auto" takes every device for the data. All words: help(meshfit.Plan)
+                     "auto" searches for the fastest that fits. All words: help(meshfit.Plan)
         devices      "auto" (every GPU; without GPUs as many CPU ranks as the plan names), a number, "cpu:4",
-                     "cuda:0,2", "mps"
+                     "cuda:0,2", "mps"; "2..8": as many as are there, also after one is lost, or comes back
         timeout      seconds that a rank may wait for the others in a collective; then the training ends with an error
+        hang_timeout how long a rank may stand still in a step ("30 s") until it is ended, with a verdict: who stands
+                     where, who waits for whom. None: a minute more than timeout
+        check_replicas  steps after which ranks that hold the same compare a digest of it, bit by bit; None: so many
+                     that it takes less than 0.5 % of the time; False: never
         listen       where workers of other hosts may join, with server= in the plan: "10.0.0.5:7000"
         join         run workers for the run that listens there, one for each device; plan and end are that run's
         independent  train in this process alone, although srun, mpirun or Kubernetes started several: for a sweep
@@ -117,14 +154,21 @@ def fit(
     Files
         out          folder of the run's files; if it is not empty, a new one beside it
         checkpoint   how often to save into out/checkpoints: 500 (steps), "10 minutes", "3%" of the time; None: never
+        keep         checkpoints that stay, the newest; older ones go when the next one is on disk
+        keep_best    one more stays, that of the best evaluation by this metric: "accuracy", "-loss"; saved at once
         resume       continue from the newest intact checkpoint of out, if there is one (True), or from the one at a
                      path: at the same sample, under any plan
+        restarts     ranks that die, or raise, are started again from the newest checkpoint, at the same sample: so many
+                     times in a row without coming to a newer one. "auto": 3 times with checkpoint=, else never
+        preemption   a file that appears, or an address (http://...) that says so, when this machine is about to be
+                     taken away: the training ends after a step, saved, with exit code 75: run me again
+        grace        how long a save may take after such a notice, "30 s"; then it ends without
 
     Watching
         callbacks    called with each step as it arrives, and no device waits; returning "stop" ends the training soon,
                      after the same step on all devices
         each_step    called after each step, and all devices wait for it; returning "stop" ends it at exactly that step
-        progress     show a bar; None: on terminals
+        progress     show a bar; None: on terminals and in notebooks
     """
     asked = dict(locals())
     callbacks, each_step = (_functions(name, asked.pop(name)) for name in ("callbacks", "each_step"))
@@ -135,6 +179,8 @@ def fit(
     unread: deque[Step] = deque()  # steps whose loss is still on its way from a GPU: a callback would wait for it
     training = begin(job, lockstep=bool(each_step))
     with training, Progress(training, shown=shown) as bar, RunFolder(training) as folder:
+        for tracker in (function for function in (*callbacks, *each_step) if isinstance(function, Track)):
+            tracker.begin(about(training.job), folder.path)
         for each in training:
             history.add(each)
             bar.show(each)
@@ -152,50 +198,18 @@ def fit(
     for function in (*callbacks, *each_step):
         getattr(function, "finish", lambda: None)()
     result = Result.of(training, history)
-    if bar.shown:
+    if bar.shown and bar.notebook is None:  # a notebook shows the result itself
         show(result)
     return result
 
 
-@verb
-def steps(
-    model: nn.Module | Callable[[], nn.Module],
-    data: Any,
-    *,
-    loss: Callable[..., Any] | None = None,
-    step: Callable[..., Any] | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
-    scheduler: Callable[..., Any] | None = None,
-    batch_size: int | str = 32,
-    epochs: float | None = None,
-    steps: int | None = None,
-    valid: Any = None,
-    valid_every: int | None = None,
-    metrics: Mapping[str, Any] = NO_METRICS,
-    best: str | None = None,
-    patience: int | None = None,
-    ema: float | None = None,
-    clip: float | None = None,
-    on_nan: Literal["stop", "skip"] = "stop",
-    shuffle: bool = True,
-    workers: int | str | None = None,
-    seed: int = 0,
-    plan: Plan | str = "auto",
-    devices: str | int = "auto",
-    out: Path | str | None = None,
-    checkpoint: int | str | None = None,
-    resume: bool | Path | str = False,
-    listen: str | None = None,
-    join: str | None = None,
-    timeout: float = 600.0,
-    independent: bool = False,
-) -> Generator[Step, None, None]:
+@verb_of(Job, like=fit)
+def steps(asked: dict[str, Any]) -> Generator[Step, None, None]:
     """Train, yielding after every optimizer step. The arguments are those of ``fit``, checked at the call.
 
     All devices wait for the caller at each step. Leaving the loop ends the training; the caller's model then has the
     weights of that step.
     """
-    asked = dict(locals())
     return _steps(begin(Job(**asked_through(asked)).training(), lockstep=True))
 
 
@@ -210,7 +224,7 @@ def _steps(training: Training) -> Generator[Step, None, None]:
 
 
 def _functions(name: str, given: Any) -> list[Callback]:
-    if not callable(given) and not isinstance(given, Iterable):
+    if not callable(given) and (not isinstance(given, Iterable) or isinstance(given, str | bytes)):
         raise JobError(f"{name}={given!r} is neither a function nor a list of functions")
     functions = [given] if callable(given) else list(given)
     for function in functions:

@@ -47,13 +47,21 @@ class Generators:
     @property
     def moved_others(self) -> bool:
         """Whether NumPy's or Python's have been drawn from since."""
-        _, keys, at, *_ = np.random.get_state()
-        _, was, stood, *_ = self._others[0]
+        _, keys, *at = np.random.get_state()
+        _, was, *stood = self._others[0]
         return random.getstate() != self._others[1] or at != stood or not np.array_equal(keys, was)
 
     def _states(self) -> list[Tensor]:
         own = state_of(self._device)
         return [torch.get_rng_state()] if own is None else [torch.get_rng_state(), own]
+
+
+def places() -> tuple[Any, ...]:
+    """Where NumPy's and Python's stand: another value after any draw, also that of the second of two normal numbers."""
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    inner = [value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy["state"].values()]
+    return inner, numpy["has_gauss"], random.getstate()
 
 
 def seed(number: int, device: torch.device) -> None:

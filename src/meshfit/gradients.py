@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from meshfit import generators
 from meshfit.anatomy.copies import twin
 from meshfit.axes.find import as_number
+from meshfit.comm.objects import broadcast_object
 from meshfit.data import tree
 from meshfit.data.loader import Batch
 from meshfit.errors import PlanError
 
 if TYPE_CHECKING:
+    from meshfit.phases import TrainedPhase
     from meshfit.run import Run
 
 NEAR = 1e-6
@@ -48,9 +50,10 @@ WATCHED = (3, 10)
 class Guard:
     """Called after the backward of each step; ``blank`` is the model without weights, on the first rank."""
 
-    def __init__(self, run: "Run", blank: nn.Module | None):
-        self.run, self.blank = run, blank
-        self.names = tuple(name for name, p in run.placed.shape.named_parameters() if p.requires_grad)
+    def __init__(self, run: "Run", blank: nn.Module | None, phase: "TrainedPhase"):
+        self.run, self.blank, self.phase = run, blank, phase
+        with phase.alone():
+            self.names = tuple(name for name, p in run.placed.shape.named_parameters() if p.requires_grad)
         self.watched: dict[str, int] | None = None
         """Parameters that had no gradient so far, and for how many steps they may go on so; None: before any step."""
         self.steps = 0
@@ -66,7 +69,7 @@ class Guard:
         if lost:
             raise self._error(lost)
         if not self.watched:
-            self.run.guard = None
+            self.phase.guard = None
 
     def _missing(self) -> set[str]:
         """Parameters that have no gradient, or one of zeros, on any rank."""
@@ -89,15 +92,15 @@ class Guard:
             self.run.notes.append(f"gradients: {len(missing)} are zero, in a model too large to see if it loses them")
             return {}
         weights = self.run.placed.tensors(keep=first)
-        said: list[Any] = [None]
+        said: dict[str, int] | None = None
         if first and self.blank is not None:
             try:
-                said[0] = self._tried(self.blank, weights, batch, missing)
+                said = self._tried(self.blank, weights, batch, missing)
             except Exception as error:  # it cannot be run by itself here: nothing is known
                 self.run.notes.append(f"gradients: not compared with one device's ({type(error).__name__}: {error})")
         if self.run.mesh.world is not None:
-            dist.broadcast_object_list(said, group=self.run.mesh.world)
-        return said[0] or {}
+            said = broadcast_object(said, self.run.mesh.world)
+        return said or {}
 
     def _fits(self, size: int) -> bool:
         device = self.run.world.device
@@ -130,7 +133,7 @@ class Guard:
         numpy.random.seed(seed)
         model.zero_grad(set_to_none=True)
         with torch.enable_grad():
-            loss = as_number(self.run.job.objective(model, tree.map_tensors(torch.clone, content)))
+            loss = as_number(self.phase.asked.objective(model, tree.map_tensors(torch.clone, content)))
         loss.backward()
         sizes = {name: float(_largest(p.grad)) for name, p in model.named_parameters() if p.grad is not None}
         limit = NEAR * max(sizes.values(), default=0.0)

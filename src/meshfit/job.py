@@ -1,8 +1,8 @@
 """What the user asked for: one value, checked before anything starts."""
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,17 +12,31 @@ from torch import nn
 from meshfit.arguments import check_arguments
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.cadence import Cadence
-from meshfit.data.datasets import sample_count
+from meshfit.checkpoint.preemption import check as check_notice
+from meshfit.checkpoint.weights import load_weights
+from meshfit.data.datasets import Recipe, sample_count
 from meshfit.data.reading import Readers
 from meshfit.deferred import Deferred, Unfollowable
 from meshfit.errors import JobError, PlanError, did_you_mean
-from meshfit.hugging_face import complete
+from meshfit.hugging_face import complete, padding_token
 from meshfit.launch.devices import Devices, find
+from meshfit.launch.system import check_ranks
 from meshfit.loss.objective import Objective, stated
 from meshfit.metrics import check as check_metric
 from meshfit.metrics import measures
-from meshfit.plan import Plan, settle
+from meshfit.optimizers import Optimizers, Schedulers, made_optimizers, made_schedulers, what
+from meshfit.phases import AskedPhase, SumOfPhases, phases_of
+from meshfit.plan import Plan, on_fewer, settle, settle_range
+from meshfit.quantised import prepare, quantised
 from meshfit.schedule.actions import schedule
+from meshfit.units import in_seconds
+
+GIVEN_UP = 60.0  # seconds after which those who wait in a collective have surely given up
+NO_EVALUATION: Mapping[str, Any] = {
+    **dict.fromkeys(("valid", "valid_step", "best", "keep_best", "patience")),
+    "metrics": {},
+}
+"""Arguments of a job that does not evaluate."""
 
 
 @dataclass(frozen=True)
@@ -33,67 +47,154 @@ class Job:
     data: Any
     _: KW_ONLY
     loss: Callable[..., Any] | None = None
-    step: Callable[..., Any] | None = None
+    step: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None
+    weights: Path | str | Sequence[Path | str] | None = None
+    partial: bool = False
     optimizer: Any = None
-    scheduler: Callable[..., Any] | None = None
-    batch_size: int | str = 32
+    scheduler: Any = None
+    batch_size: int | str | None = None
+    batch_tokens: int | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    length: Any = None
+    pack: int | None = None
     epochs: float | None = None
     steps: int | None = None
     valid: Any = None
     valid_every: int | None = None
+    valid_step: Callable[..., Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     best: str | None = None
     patience: int | None = None
     ema: float | None = None
     clip: float | None = None
     on_nan: Literal["stop", "skip"] = "stop"
-    shuffle: bool = True
+    shuffle: bool | None = None
     workers: int | str | None = None
     seed: int = 0
     plan: Plan | str = "auto"
     devices: Devices | str | int = "auto"
     out: Path | str | None = None
     checkpoint: int | str | None = None
+    keep: int = 2
+    keep_best: str | None = None
     resume: bool | Path | str = False
+    restarts: int | str = "auto"
+    preemption: Path | str | None = None
+    grace: float | str = 30.0
     listen: str | None = None
     join: str | None = None
     timeout: float = 600.0
+    hang_timeout: float | str | None = None
+    check_replicas: int | bool | None = None
     independent: bool = False
 
     def __post_init__(self) -> None:
         check_arguments(self)
+        self._take_recipe()
         if self.loss is not None and self.step is not None:
             raise JobError("loss= and step= were both given", "step(model, batch) computes the loss itself: keep one")
         for name, metric in self.metrics.items():
             check_metric(name, metric)
-        stated(self.objective)  # refuses a loss that is not one number
-        for name in ("best", "patience", "metrics"):
+        for phase in self.phases:
+            stated(phase.objective)  # refuses a loss that is not one number
+        for name in ("best", "keep_best", "patience", "metrics", "valid_step"):
             if getattr(self, name) and self.valid is None:
                 raise JobError(f"{name}= needs valid=, data to evaluate on")
-        if self.best and not any(measures(name, self.best.lstrip("-")) for name in (*self.metrics, "loss")):
-            raise JobError(f"best={self.best!r} is not measured", did_you_mean(self.best, ["-loss", *self.metrics]))
+        logs = self.step is not None or self.valid_step is not None  # it may be a value that these log
+        for name in ("best", "keep_best"):
+            asked = getattr(self, name)
+            if asked and not logs and not any(measures(m, asked.lstrip("-")) for m in (*self.metrics, "loss")):
+                raise JobError(f"{name}={asked!r} is not measured", did_you_mean(asked, ["-loss", *self.metrics]))
         Readers.of(self.workers)
         Cadence.of(self.checkpoint)  # refuses what it cannot parse
+        if self.keep_best and self.checkpoint is None:
+            raise JobError("keep_best= needs checkpoint=, how often to save", 'checkpoint="10 minutes", say')
         for name in ("checkpoint", "resume"):
             if self.out is None and (self.checkpoint is not None if name == "checkpoint" else self.resume is True):
                 raise JobError(f"{name}= needs out=, the run's folder", 'out="runs/one", say')
+        if self.preemption is not None:
+            check_notice(self.preemption)
+            if self.checkpoint is None:
+                raise JobError("preemption= needs checkpoint=, how often to save", 'checkpoint="10 minutes", say')
+        if self.partial and self.weights is None:
+            raise JobError("partial= needs weights=, the files that the model starts from")
         if self.patience and not self.best:
             raise JobError("patience= needs best=, the metric to watch", 'best="-loss", say')
 
     @property
+    def grace_seconds(self) -> float:
+        seconds = in_seconds(self.grace)
+        assert seconds is not None  # checked
+        return seconds
+
+    def _take_recipe(self) -> None:
+        """How samples become batches goes with the data."""
+        if self.pack is not None:
+            for name in ("collate", "length", "batch_size"):
+                if getattr(self, name) is not None and (name != "batch_size" or self.batch_tokens is not None):
+                    other = "batch_tokens=" if name == "batch_size" else "pack="
+                    raise JobError(f"{name}= and {other} were both given", "rows are packed to one length: keep one")
+            if self.batch_tokens is not None:
+                object.__setattr__(self, "batch_size", max(1, self.batch_tokens // self.pack))
+                object.__setattr__(self, "batch_tokens", None)
+        if self.batch_tokens is not None and self.length is None and not isinstance(self.data, Recipe):
+            raise JobError("batch_tokens= needs length=, what a sample's tokens are", 'length="input_ids", say')
+        how: dict[str, Any] = {"collate": self.collate, "length": self.length, "tokens": self.batch_tokens}
+        how["pack"] = self.pack
+        for name in ("data", "valid"):
+            if (data := getattr(self, name)) is None and name == "valid":
+                continue
+            data = Recipe.of(data, name, padding=padding_token(self.model), **how)
+            if name == "valid" and data.loader is not None:  # every sample counts
+                data = replace(data, loader=replace(data.loader, drop_last=False))
+            object.__setattr__(self, name, data)
+            if isinstance(how["length"], str) or callable(how["length"]):
+                continue
+            how |= {"length": None, "tokens": None}  # lengths that were given are those of data=
+        for name in ("collate", "length", "batch_tokens", "pack"):
+            object.__setattr__(self, name, None)
+        loader, default = self.data.loader, {"batch_size": 32, "shuffle": True, "workers": None}
+        for name, value in default.items():
+            asked, said = getattr(self, name), value if loader is None else getattr(loader, name)
+            if asked is not None and loader is not None and name != "workers" and asked != said:
+                raise JobError(f"{name}={asked} is given, and the DataLoader says {said}", "leave one out")
+            if asked is None:
+                object.__setattr__(self, name, said)
+
+    @cached_property
+    def skipped(self) -> list[str]:
+        """How ``weights`` differs from the model that was built last, with ``partial``."""
+        return []
+
+    @property
+    def hang_seconds(self) -> float:
+        """How long a rank may stand still in a step: longer than others wait for it, unless that was said."""
+        return in_seconds(self.hang_timeout) or self.timeout + GIVEN_UP
+
+    @property
+    def phases(self) -> tuple[AskedPhase, ...]:
+        return phases_of(self.step, self.loss, self.optimizer, self.scheduler)
+
+    @property
     def objective(self) -> Objective:
-        return Objective(self.loss, self.step)
+        """Of all phases together."""
+        phases = self.phases
+        return phases[0].objective if len(phases) == 1 else Objective(None, SumOfPhases(phases))
+
+    @property
+    def valid_objective(self) -> Objective:
+        """Of evaluations."""
+        return self.objective if self.valid_step is None else Objective(None, self.valid_step)
 
     def training(self) -> Self:
         """The same job, after a check of what only training needs."""
         if self.optimizer is None:
             raise JobError("optimizer= is missing", "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), say")
-        _check(
-            callable(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer),
-            "optimizer",
-            self.optimizer,
-            "a function of the parameters",
-        )
+        for phase in self.phases:
+            given = phase.optimizer
+            listed = isinstance(given, list | tuple) and bool(given) and all(map(_is_optimizer, given))
+            right = bool(callable(given) or _is_optimizer(given) or listed)
+            _check(right, "optimizer", given, "a function of the parameters")
         if self.epochs is None and self.steps is None:
             raise JobError("neither epochs= nor steps= was given", "epochs=5, say")
         return self
@@ -106,8 +207,18 @@ class Job:
         devices = self.devices if isinstance(self.devices, Devices) else find(self.devices)
         if count is not None:
             devices = Devices(kind or devices.kind, tuple(range(count)))
-        plan = settle(self.plan, devices.count)
-        settled = replace(self, devices=devices, plan=plan, batch_size=self._samples_a_batch(plan))
+        if devices.most:
+            plan = on_fewer(settle_range(self.plan, devices.most), devices.count or 1)
+        else:
+            plan = settle(self.plan, devices.count)
+        if devices.count is None:  # as many as the plan names
+            check_ranks(plan)
+        recipes = {name: recipe.measured() for name in ("data", "valid") if (recipe := getattr(self, name)) is not None}
+        if any(recipe.needs_padding_token for recipe in recipes.values()):
+            padding = padding_token(self._shape())
+            recipes = {name: replace(recipe, padding=padding) for name, recipe in recipes.items()}
+        measured = replace(self, **recipes)
+        settled = replace(measured, devices=devices, plan=plan, batch_size=measured._samples_a_batch(plan))
         return settled.flowing(self)
 
     def flowing(self, asked: "Job") -> Self:
@@ -129,7 +240,10 @@ class Job:
         return self
 
     def _samples_a_batch(self, plan: Plan) -> int:
+        if self.data.tokens is not None:
+            return self.data.mean_size() or plan.shares * plan.microbatches
         size = self.batch_size
+        assert size is not None  # as it is after _take_recipe
         if isinstance(size, str):
             each, _, unit = size.partition("/")
             if not each.isdecimal() or unit != "device":
@@ -138,7 +252,7 @@ class Job:
         _check(size > 0, "batch_size", size, "a number of samples above 0")
         parts = plan.shares * plan.microbatches
         if size < parts:
-            split = [key for key in ("data", "shard", "microbatches") if getattr(plan, key) > 1]
+            split = [key for key in ("data", "shard", "expert", "microbatches") if getattr(plan, key) > 1]
             largest = max(split, key=lambda key: getattr(plan, key))
             rest = parts // getattr(plan, largest)
             fits = f", or {largest}={size // rest}" if size >= rest else ""
@@ -158,14 +272,16 @@ class Job:
         if isinstance(self.model, nn.Module):
             complete(self.model)
             _refuse_meta(self.model)
-            return self.model
+            return prepare(self.model)
         model = self._run_function()
         _refuse_meta(model)
-        return model
+        return prepare(model)
 
     def defer(self) -> Deferred:
         """The model that a function builds, on meta. ``Unfollowable``: it must be built as it is."""
         deferred = Deferred(self._run_function)
+        if any(True for _ in quantised(deferred.model)):
+            raise Unfollowable("it holds weights in 4 bits")
         _refuse_meta(deferred.model, known=set(deferred.parameters))
         if any(isinstance(t, torch.Tensor) for state in self._state_at_start(deferred) for t in state.values()):
             raise Unfollowable("the optimizer makes tensors of them when it is built")
@@ -187,44 +303,52 @@ class Job:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self.model()
-        if not isinstance(model, nn.Module):
-            raise JobError(f"model= is a function that returned {_what(model)}, not an nn.Module")
+            if not isinstance(model, nn.Module):
+                raise JobError(f"model= is a function that returned {what(model)}, not an nn.Module")
+            self._load(model)
         return model
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            mine = {id(p) for p in model.parameters()}
-            if not all(id(p) in mine for group in self.optimizer.param_groups for p in group["params"]):
-                raise JobError(
-                    "optimizer= holds parameters that are not the model's",
-                    "pass a function: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
-                )
-            return self.optimizer
-        first = next(iter(_parameters(self.optimizer)), None)
-        optimizer = self.optimizer(model if first == "model" else list(model.parameters()))
-        if not hasattr(optimizer, "param_groups"):
-            raise JobError(f"optimizer= is a function that returned {_what(optimizer)}, not an optimizer")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise JobError(
-                "LBFGS evaluates the loss several times a step", "meshfit computes it once: use another optimizer"
-            )
-        return optimizer
+    def loaded(self) -> Self:
+        """The same job, with ``weights`` in the model where that is an object; a function's come when it is called."""
+        if isinstance(self.model, nn.Module):
+            self._load(self.model)
+        return self
 
-    def make_scheduler(self, optimizer: torch.optim.Optimizer, steps: int | None) -> Any:
-        if self.scheduler is None:
-            return None
-        needs = _parameters(self.scheduler)
-        if isinstance(self.scheduler, type) and len(needs) > 1:
-            raise JobError(
-                f"scheduler={self.scheduler.__name__} needs {', '.join(needs[1:])} too",
-                f"scheduler=lambda optimizer: {self.scheduler.__name__}(optimizer, {needs[1]}=...)",
-            )
-        scheduler = self.scheduler(optimizer, steps) if len(needs) > 1 else self.scheduler(optimizer)
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise JobError(
-                "ReduceLROnPlateau follows a metric, but schedulers are stepped every step", "use another one"
-            )
-        return scheduler
+    def _load(self, model: nn.Module) -> None:
+        if self.weights is not None:
+            self.skipped[:] = load_weights(model, self.weights, partial=self.partial)
+
+    def make_optimizer(self, model: nn.Module) -> Optimizers:
+        """Of all phases."""
+        return Optimizers([one for some in self.make_optimizers(model) for one in some.each])
+
+    def make_optimizers(self, model: nn.Module) -> list[Optimizers]:
+        """One for each phase."""
+        made = [made_optimizers(phase.optimizer, model) for phase in self.phases]
+        names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+        held: set[torch.Tensor] = set()
+        for p in (p for some in made for p in some.parameters):
+            if p in held:
+                raise JobError(
+                    f"{names.get(p, 'a parameter')} is in two optimizers",
+                    "each of them would step it, and keep a state of it: give it to one",
+                )
+            held.add(p)
+        return made
+
+    def make_scheduler(self, optimizers: Optimizers, steps: int | None, phase: int = 0) -> Schedulers | None:
+        """Of the optimizers of a phase."""
+        asked = self.phases[phase].scheduler
+        return None if asked is None else made_schedulers(asked, optimizers, steps)
+
+    @property
+    def followed(self) -> str:
+        """The metric that schedules follow."""
+        return self.best.lstrip("-") if self.best else "loss"
+
+
+def _is_optimizer(given: Any) -> bool:
+    return isinstance(given, torch.optim.Optimizer)
 
 
 def _refuse_meta(model: nn.Module, known: Collection[torch.Tensor] = ()) -> None:
@@ -243,17 +367,10 @@ def _refuse_meta(model: nn.Module, known: Collection[torch.Tensor] = ()) -> None
         )
 
 
-def _parameters(function: Callable) -> list[str]:
-    """Names of the required arguments."""
-    try:
-        given = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ["params"]
-    return [p.name for p in given if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _what(value: Any) -> str:
-    return "None" if value is None else f"something of type {type(value).__name__}"
+def plan_of(job: Job) -> Plan:
+    """Of a settled job."""
+    assert isinstance(job.plan, Plan)
+    return job.plan
 
 
 def _check(right: bool, name: str, value: Any, wanted: str) -> None:

@@ -7,11 +7,15 @@ whoever iterates.
 import time
 from collections.abc import Callable, Iterator
 
+from meshfit.data.loader import Batch
+from meshfit.errors import JobError
 from meshfit.exchange.protocol import RepeatBatch
+from meshfit.exchange.update import Evaluated
 from meshfit.nonfinite import NonFiniteWatch
 from meshfit.observe.rank import tell_batch
+from meshfit.phases import PhaseStep, TrainedPhase, together
 from meshfit.run import Run
-from meshfit.step import Reading, Step
+from meshfit.step import Step
 
 
 def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
@@ -20,6 +24,8 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
     ``stop`` is asked before each backward. If it says so on any rank, all ranks drop the step under way where
     ``run.may_stop``; else all end after the next step, when on a GPU too the flag has been read without waiting.
     """
+    if run.valid is None and run.scheduler is not None and run.scheduler.following:
+        raise JobError(f"{run.scheduler.name} follows a metric of evaluations", "give valid=, data to evaluate on")
     events, batches, watch = run.events, run.batches(), NonFiniteWatch(run)
     while True:
         events.step = run.step + 1
@@ -29,44 +35,81 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             break
         if run.step == 0:
             tell_batch(events, batch)
-        statistics = run.statistics.snapshot()
+        due = [phase for phase in run.phases if phase.due(run.step + 1)]
+        done, readings = [], []
         try:
-            with events.span("forward_backward"):
-                run.schedule(batch, stop)
-            with events.span("exchange"):
-                scalars = run.exchange.finish()
-            if run.may_stop and scalars.stop:
-                run.placed.buffers.drop()
-                run.statistics.restore(statistics)
-                run.exchange.clear()
-                break
-            if run.guard is not None:
-                run.guard(batch)
-            with events.span(run.update.span):
-                correction = run.schedule.loss.correction(batch, scalars.count)
-                loss, lr = scalars.loss * correction, run.update.learning_rate
-                run.tap(correction)
-                updated = run.update(run.exchange.gradients, loss, correction, run.exchange.norm)
-                run.placed.buffers.commit()
-                reading = Reading(loss, updated.norm, updated.taken, scalars.stop, *scalars.broken)
-                run.exchange.clear()
+            for phase in due:
+                statistics = run.statistics.snapshot()
+                with phase.alone():
+                    one = advance(run, phase, batch, stop if phase is due[-1] else lambda: False, last=phase is due[-1])
+                if one is None:
+                    run.statistics.restore(statistics)
+                    break
+                done.append(one)
+                readings.append(one.reading)
+                watch.see(readings[-1], batch, statistics, one.name)
         except RepeatBatch:
             run.placed.buffers.drop()
             continue
+        if len(done) < len(due):
+            break
         run.coordination.count(batch)
-        watch.see(reading, batch, statistics)
+        run.digests.after(run.step)
         yield Step(
             step=run.step,
             epoch=batch.epoch,
             last=batch.last,
-            lr=lr,
+            lr=done[0].lr,
             samples=run.samples,
             seconds=time.perf_counter() - run.started,
-            reading=reading,
-            valid=run.evaluate() if run.evaluation_is_due(batch) else None,
+            reading=readings[0] if len(run.phases) == 1 else together(done),
+            valid=run.evaluations.make() if run.evaluations.due_here(batch) else None,
             staleness=run.staleness,
         )
         if run.out_of_patience or watch.stopped:
             break
     watch.finish()
-    run.update.settle()
+    for phase in run.phases:
+        phase.update.settle()
+
+
+def advance(run: Run, phase: TrainedPhase, batch: Batch, stop: Callable[[], bool], *, last: bool) -> PhaseStep | None:
+    """One phase of a step: forward and backward, exchange, update. None: all ranks are to stop, and drop it."""
+    events, exchange, loss_sum = run.events, phase.exchange, phase.schedule.loss
+
+    def again() -> Evaluated:
+        run.placed.buffers.commit()
+        exchange.clear()
+        phase.schedule(batch, lambda: False)
+        sums = exchange.finish()
+        factor = loss_sum.correction(batch, sums.count)
+        return Evaluated(exchange.gradients, sums.loss * factor, factor, exchange.norm)
+
+    with events.span("forward_backward"):
+        phase.schedule(batch, stop)
+    with events.span("exchange"):
+        scalars = exchange.finish()
+    if run.may_stop and scalars.stop:
+        run.placed.buffers.drop()
+        exchange.clear()
+        return None
+    if phase.guard is not None:
+        phase.guard(batch)
+    with events.span(phase.update.span):
+        correction = loss_sum.correction(batch, scalars.count)
+        loss, lr = scalars.loss * correction, phase.update.learning_rate
+        run.tap(correction)
+        values = loss_sum.logged(scalars.values)
+        updated = phase.update(exchange.gradients, loss, correction, exchange.norm, last=last, again=again)
+        run.placed.buffers.commit()
+        exchange.clear()
+    return PhaseStep(
+        name=phase.asked.name,
+        loss=loss,
+        norm=updated.norm,
+        taken=updated.taken,
+        stop=scalars.stop,
+        broken=scalars.broken,
+        values=values,
+        lr=lr,
+    )

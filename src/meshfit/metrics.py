@@ -26,8 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.comm.first import from_first_rank
+from meshfit.comm.objects import gather_object
 from meshfit.data import tree
 from meshfit.errors import DataError, JobError
+from meshfit.transfer import wide
 
 TOLERANCE = 1e-6
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -59,8 +61,9 @@ def check(name: str, metric: Any) -> None:
 
 
 def measures(name: str, value: str) -> bool:
-    """Whether the metric ``name`` gives the number ``value``: itself, or one of several."""
-    return value == name or value.startswith(f"{name}/")
+    """Whether the metric ``name`` gives the number ``value``: itself, or one of several; one without a name may give
+    any."""
+    return value == name or not name or value.startswith(f"{name}/")
 
 
 class Metrics:
@@ -121,9 +124,7 @@ class Metrics:
         """What ranks have, where it is not None, on the first rank; None on the others."""
         if self.group is None:
             return [mine] if mine is not None else []
-        first = dist.get_rank(self.group) == 0
-        everybody: list[Any] | None = [None] * dist.get_world_size(self.group) if first else None
-        dist.gather_object(mine, everybody, group=self.group, group_dst=0)
+        everybody = gather_object(mine, self.group)
         return None if everybody is None else [each for each in everybody if each is not None]
 
     def _decide(self, parts: list[Any] | None) -> None:
@@ -153,7 +154,7 @@ class Mean:
 
     def update(self, outputs: Any, targets: Any, samples: int) -> None:
         total, count = reduced(self.name, self.metric(outputs, targets), samples)
-        if samples > 1 and not _adds_up(self.name, self.metric, outputs, targets, samples, (total, count)):
+        if samples > 1 and not adds_up(self.name, self.metric, outputs, targets, samples, (total, count)):
             count = float("nan")
         self.total, self.count = self.total + total, self.count + count
 
@@ -214,13 +215,13 @@ def reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
     if isinstance(value, list | np.ndarray):
         value = torch.as_tensor(value)
     if isinstance(value, Tensor) and value.dim() == 1 and len(value) == samples:
-        return value.double().sum(), samples
+        return wide(value).sum(), samples
     if isinstance(value, Tensor) and value.numel() != 1:
         raise DataError(
             f"the metric {name!r} returned a tensor of shape {tuple(value.shape)} for {samples} samples",
             "return a mean, one number a sample, or (sum, count)",
         )
-    return (value.double() if isinstance(value, Tensor) else value) * samples, samples
+    return (wide(value) if isinstance(value, Tensor) else value) * samples, samples
 
 
 def is_mean(name: str, metric: Callable[..., Any], outputs: Any, targets: Any) -> bool:
@@ -239,7 +240,7 @@ def is_mean(name: str, metric: Callable[..., Any], outputs: Any, targets: Any) -
             outputs = tree.map_tensors(lambda t: _noisy(t, draw), outputs)
         try:
             whole = reduced(name, metric(outputs, targets), samples)
-            if not _adds_up(name, metric, outputs, targets, samples, whole):
+            if not adds_up(name, metric, outputs, targets, samples, whole):
                 return False
         except DataError:  # it returned no number
             raise
@@ -248,7 +249,7 @@ def is_mean(name: str, metric: Callable[..., Any], outputs: Any, targets: Any) -
     return True
 
 
-def _adds_up(name: str, metric: Any, outputs: Any, targets: Any, samples: int, whole: tuple[Any, Any]) -> bool:
+def adds_up(name: str, metric: Any, outputs: Any, targets: Any, samples: int, whole: tuple[Any, Any]) -> bool:
     """Whether ``whole`` is the sum over two uneven parts."""
     cut = max(1, samples // 3)
     total = count = 0.0
@@ -272,7 +273,7 @@ def _noisy(tensor: Tensor, draw: torch.Generator) -> Tensor:
     if not tensor.is_floating_point() or not tensor.numel():
         return tensor
     noise = torch.randn(tensor.shape, generator=draw, dtype=torch.float64)
-    return tensor + (noise * (float(tensor.double().std(correction=0)) + 1e-3)).to(tensor)
+    return tensor + (noise * (float(wide(tensor).std(correction=0)) + 1e-3)).to(tensor)
 
 
 def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -299,15 +300,24 @@ def _reductions(metric: Any) -> dict[str, str]:
 
 def _local_copy(metric: Any, device: torch.device) -> Any:
     """A copy on ``device``, reset, that does not synchronise with other ranks."""
-    metric = copy.deepcopy(metric)
+    metric = unsynchronised(copy.deepcopy(metric))
     metric = metric.to(device) if hasattr(metric, "to") else metric
+    metric.reset()  # type: ignore[operator]
+    return metric
+
+
+def unsynchronised(metric: Any) -> Any:
+    """The same, without the communication of its own that torchmetrics' have."""
     parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
     for each in parts:
         if hasattr(each, "sync_on_compute"):
             each.sync_on_compute = each.dist_sync_on_step = False
-            each.distributed_available_fn = lambda: False
-    metric.reset()  # type: ignore[operator]
+            each.distributed_available_fn = _never
     return metric
+
+
+def _never() -> bool:
+    return False
 
 
 def _entries(at: list[tuple[int, int]], values: list[Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:
@@ -333,7 +343,8 @@ def _on_cpu(value: Any) -> Any:
 def _numbers(name: str, value: Any) -> dict[str, float]:
     """The value of a metric as named numbers: a dict by its keys, a tensor by its indices."""
     if isinstance(value, Mapping):
-        return {k: v for key, each in value.items() for k, v in _numbers(f"{name}/{key}", each).items()}
+        prefix = f"{name}/" if name else ""
+        return {k: v for key, each in value.items() for k, v in _numbers(f"{prefix}{key}", each).items()}
     if isinstance(value, tuple | list) or (isinstance(value, Tensor | np.ndarray) and value.ndim):
         return {k: v for i, each in enumerate(value) for k, v in _numbers(f"{name}/{i}", each).items()}
     return {name: float(value)}

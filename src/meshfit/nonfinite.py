@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class NonFiniteWatch:
     def __init__(self, run: "Run"):
         self.run = run
-        self.coming: deque[tuple[int, Reading, Batch, list]] = deque()
+        self.coming: deque[tuple[int, str, Reading, Batch, list]] = deque()
         self._stop: int | None = None
         """The step in which a rank asked to stop."""
 
@@ -34,15 +34,15 @@ class NonFiniteWatch:
         arrived at some ranks and at others has not."""
         return self._stop is not None and self.run.step > self._stop
 
-    def see(self, reading: Reading, batch: Batch, statistics: list) -> None:
+    def see(self, reading: Reading, batch: Batch, statistics: list, phase: str = "") -> None:
         """Look at the readings that have arrived; all but the newest must have.
 
         ``statistics`` are BatchNorm's from before the step. With steps to be skipped they are put back before the
         next step adds to them, so then the newest is waited for too.
         """
-        self.coming.append((self.run.step, reading, batch, statistics))
+        self.coming.append((self.run.step + 1, phase, reading, batch, statistics))
         wait = self.run.job.on_nan == "skip" and bool(statistics)
-        while self.coming and (wait or self.coming[0][1].ready or len(self.coming) > 1):
+        while self.coming and (wait or self.coming[0][2].ready or len(self.coming) > 1):
             self._judge(*self.coming.popleft())
 
     def finish(self) -> None:
@@ -50,7 +50,7 @@ class NonFiniteWatch:
             self._judge(*self.coming.popleft())
         self.run.coordination.agree()
 
-    def _judge(self, step: int, reading: Reading, batch: Batch, statistics: list) -> None:
+    def _judge(self, step: int, phase: str, reading: Reading, batch: Batch, statistics: list) -> None:
         loss, norm, taken, stop, *broken = reading.values
         if stop and self._stop is None:
             self._stop = step
@@ -62,7 +62,7 @@ class NonFiniteWatch:
             return
         what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
         error = NonFiniteError(
-            f"step {step}: {what}",
+            f"step {step}{phase and f', {phase}'}: {what}",
             self._samples(batch, sorted({rank // self.run.plan.context for rank, flag in enumerate(broken) if flag})),
             "the weights are as they were before that step",
             'on_nan="skip" would leave such steps out; a smaller learning rate or clip=1.0 may prevent them',

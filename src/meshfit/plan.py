@@ -9,6 +9,7 @@ report:
     shard=8                         eight devices, each keeps 1/8 of weights, gradients and optimizer state
     shard=8 zero=1                  ... of the optimizer state alone
     data=2 shard=4 recompute=full   two copies, each over four devices; blocks are computed again in backward
+    recompute=full+loss             ... and logits are never there at once
     offload=optimizer               optimizer state in host memory
     data=2 tensor=4                 two copies, each with its operations over four devices
     context=4                       each sequence over four devices
@@ -22,19 +23,22 @@ report:
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 from meshfit.errors import PlanError, did_you_mean
+from meshfit.plan_words import OPEN, meant, words_of
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true", "fp8")
+STATES = ("fp32", "bf16")
 COMPILES = ("auto", "none", "whole", "block")
 SEQUENCES = ("auto", "whole", "split")
 ATTENTIONS = ("auto", "gather", "ulysses")
 BATCHNORMS = ("global", "local")
 BUFFERS = ("exact", "local")
-RECOMPUTES = ("none", "selective", "full")
-OFFLOADS = ("none", "optimizer", "parameters")
+RECOMPUTES = ("none", "selective", "full", "loss", "selective+loss", "full+loss")
+OFFLOADS = ("none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations")
 ZEROS = (1, 2, 3)
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 EXCHANGES = ("allreduce", "local", "diloco")
@@ -49,6 +53,7 @@ WORDS = {
     "attention": ATTENTIONS,
     "schedule": SCHEDULES,
     "precision": PRECISIONS,
+    "states": STATES,
     "recompute": RECOMPUTES,
     "offload": OFFLOADS,
     "compile": COMPILES,
@@ -59,48 +64,6 @@ WORDS = {
     "late": LATES,
     "lost": LOSTS,
 }
-
-
-RENAMED = {"rows=cut": "sequence=split", "rows=whole": "sequence=whole", "rows=auto": "sequence=auto"}
-"""Words of earlier versions, and their replacements."""
-
-
-def renamed(text: str) -> list[str]:
-    """A note for each word of an earlier version in a plan's text."""
-    return [f"plan: {word} is now written {RENAMED[word]}" for word in text.split() if word in RENAMED]
-
-
-ELSEWHERE = {
-    "data=2": ("dp", "ddp", "dataparallel", "dataparallelism", "replicate", "replicas"),
-    "shard=2": ("fsdp", "fsdp2", "hsdp", "deepspeed", "zero1", "zero2", "zero3", "sharding", "dpshard"),
-    "tensor=2": ("tp", "tensorparallel", "modelparallel", "mp"),
-    "pipeline=2": ("pp", "pipe", "pipelineparallel", "stages"),
-    "context=2": ("cp", "sp", "contextparallel", "sequenceparallel", "ulysses", "ring"),
-    "expert=2": ("ep", "moe", "experts", "expertparallel"),
-    "microbatches=4": (
-        "accumulate",
-        "accumulation",
-        "gradaccum",
-        "gradientaccumulation",
-        "accumulategradbatches",
-        "ga",
-    ),
-    "recompute=full": ("checkpointing", "gradientcheckpointing", "activationcheckpointing", "remat"),
-    "precision=bf16": ("amp", "autocast", "bf16", "fp16", "mixedprecision", "dtype"),
-    "offload=optimizer": ("cpuoffload",),
-}
-"""The words of other libraries, in lower case and without separators."""
-
-
-def _meant(key: str, value: str, known: list[str]) -> str:
-    plain = "".join(letter for letter in key.lower() if letter.isalnum())
-    for here, names in ELSEWHERE.items():
-        if plain in names:
-            word, _, usual = here.partition("=")
-            return f"in meshfit that is {word}={value if value.isdecimal() and usual.isdecimal() else usual}"
-    if (near := did_you_mean(key, known)).startswith("did"):
-        return near
-    return f"its degrees are {', '.join(DEGREES)}, its other words in help(meshfit.Plan): data=2 shard=2, say"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,13 +119,19 @@ class Plan:
     """Passes in which a device works through its share of a batch."""
 
     precision: str = "fp32"
-    """Arithmetic of forward and backward: fp32, bf16, or fp16 with loss scaling. Weights stay as built."""
+    """Arithmetic of forward and backward: fp32, bf16, fp8 in linear layers, or fp16 with loss scaling. Weights stay as
+    built, but under "bf16-true" they are held in bf16, and rounded stochastically after each step."""
+
+    states: str = "fp32"
+    """Of the optimizer: "fp32", as it keeps them; "bf16", rounded stochastically."""
 
     recompute: str = "none"
-    """What backward recomputes instead of keeping it: "full" every block, "selective" what is cheap."""
+    """What backward recomputes instead of keeping it: "full" every block, "selective" what is cheap; "loss" (beside
+    either by "+"): logits and their cross entropy are computed some tokens at a time, and never kept."""
 
     offload: str = "none"
-    """What lives in host memory: the "optimizer" state, or the "parameters" too."""
+    """What lives in host memory: the "optimizer" state, or the "parameters" too; beside either by "+", or alone, the
+    "activations" from forward to backward."""
 
     compile: str = "auto"
     """torch.compile over model and loss together ("whole"), over each block ("block"), "none", or "auto" where it
@@ -203,8 +172,9 @@ class Plan:
             if not isinstance(degree := getattr(self, key), int) or degree < 1:
                 raise PlanError(f"{key}={degree} is not a degree", f"{key} counts from 1: {key}=2, say")
         for key, words in WORDS.items():
-            if (word := getattr(self, key)) not in words:
+            if (word := _in_order(getattr(self, key), words)) not in words:
                 raise PlanError(f"{key}={word} is not known", did_you_mean(str(word), words))
+            object.__setattr__(self, key, word)
         if not isinstance(self.chunks, int) or self.chunks < 0:
             raise PlanError(f"chunks={self.chunks} is not a number of stages", "chunks=2, say")
         if self.sequence != "auto" and self.tensor == 1:
@@ -265,16 +235,17 @@ class Plan:
         inside = [f"{axis}={getattr(self, axis)}" for axis in DEGREES if axis != "data" and getattr(self, axis) > 1]
         with_it = [] if self.server else inside  # a worker of servers may be several ranks
         with_it += [f"offload={self.offload}"] * (
-            self.offload == "parameters" or bool(self.server and self.offload != "none")
+            self.offloads("parameters") or bool(self.server and self.offloads("optimizer"))
         )
-        with_it += ["precision=fp16"] * (self.precision == "fp16")
+        with_it += [f"precision={self.precision}"] * (self.precision in ("fp16", "bf16-true"))
+        with_it += [f"states={self.states}"] * (self.states != "fp32")
         if with_it:
             raise PlanError(
                 f"{own} does not go with {with_it[0]}",
                 "servers keep the optimizer on the host already, and step in bf16 or fp32"
                 if self.server
                 else "its ranks hold the whole model, and step in bf16 or fp32",
-                f"{replace(self, offload='none', precision='fp32')} works"
+                f"{replace(self, offload='none', precision='fp32', states='fp32')} works"
                 if self.server
                 else f"data={self.devices} {own} works",
             )
@@ -288,15 +259,18 @@ class Plan:
             )
         known = [field.name for field in fields(cls)]
         given: dict[str, float | str] = {}
-        for word in (RENAMED.get(word, word) for word in text.split()):
-            key, equals, value = word.partition("=")
+        for word, own in words_of(text):
+            key, equals, value = own.partition("=")
             if "," in word and key != "cut":
                 spaced = " ".join(part for part in word.split(",") if part)
                 raise PlanError(f"{word!r} in the plan holds a comma", f"write spaces between words: {spaced}")
             if key not in known:
-                raise PlanError(f"the plan has no key {key!r}", _meant(key, value, known))
+                raise PlanError(f"the plan has no key {key!r}", meant(key, value, known, DEGREES))
             if not equals or not value:
-                raise PlanError(f"{word!r} in the plan has no value", f"write {key}={getattr(cls(), key)}, say")
+                raise PlanError(
+                    f"{word!r} in the plan has no value",
+                    f"write {key}={2 if key in DEGREES else getattr(cls(), key)}, say",
+                )
             if key in given:
                 raise PlanError(f"the plan names {key} twice", f"{key}={given[key]} and {word}")
             given[key] = value
@@ -338,7 +312,26 @@ class Plan:
     @property
     def cuts(self) -> bool:
         """Whether parameters are gathered before they are used."""
-        return self.shard > 1 or self.offload == "parameters"
+        return self.shard > 1 or self.offloads("parameters")
+
+    def offloads(self, what: str) -> bool:
+        """Whether ``what`` lives in host memory: "optimizer", "parameters" or "activations"."""
+        return what in self.offload.split("+")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights or optimizer states are held in a lower precision than they are stepped in."""
+        return self.precision == "bf16-true" or self.states != "fp32"
+
+    @property
+    def recomputed_blocks(self) -> str:
+        """What is computed again of every block: "none", "selective" or "full"."""
+        return {"loss": "none"}.get(self.recompute, self.recompute.removesuffix("+loss"))
+
+    @property
+    def head_loss(self) -> bool:
+        """Whether logits and their loss are computed some tokens at a time."""
+        return self.recompute.endswith("loss")
 
     @property
     def partitions_modules(self) -> bool:
@@ -370,7 +363,7 @@ def settle(plan: "Plan | str", devices: int | None) -> Plan:
             raise PlanError(f"{plan!r}: auto chooses the degrees itself", f"write {rest.strip()!r} to choose them")
         settled = replace(Plan.parse(rest), data=devices or 1)
     else:
-        settled = Plan.parse(plan)
+        settled = Plan.parse(_filled(plan, devices) if isinstance(plan, str) else plan)
     if devices is not None and settled.devices != devices:
         n = settled.devices
         raise PlanError(
@@ -380,3 +373,67 @@ def settle(plan: "Plan | str", devices: int | None) -> Plan:
             f"or devices={n} takes the first {n}" if n < devices else "",
         )
     return settled
+
+
+def settle_range(plan: "Plan | str", most: int) -> Plan:
+    """The plan as it would be on all devices of a range; one that names its degrees may take fewer than ``most``."""
+    try:
+        named = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    except PlanError:  # "auto", or a degree is open
+        named = settle(plan, most)
+    if named.devices > most:
+        raise PlanError(f"{named} takes {named.devices} devices, and at most {most} are asked for")
+    if named.server or named.exchange != "allreduce":
+        own = f"server={named.server}" if named.server else f"exchange={named.exchange}"
+        raise PlanError(
+            f"{own} does not go with a range of devices",
+            "workers of servers may come and go by themselves"
+            if named.server
+            else "each device takes steps of its own: with fewer it is another training",
+        )
+    return named
+
+
+def on_fewer(plan: Plan, devices: int, batch: int | None = None) -> Plan:
+    """The same plan on at most so many devices: fewer data or shard ranks, all else as it is. No share of a ``batch``
+    is then without a sample."""
+    inside = plan.devices // (plan.data * plan.shard)
+    if devices < inside:
+        degrees = " x ".join(f"{axis}={n}" for axis in DEGREES if (n := getattr(plan, axis)) > 1)
+        raise PlanError(f"{devices} devices are left, and {degrees} needs {inside} for each copy of the model")
+    for copies in range(min(devices, plan.devices) // inside, 0, -1):
+        shard = min(plan.shard, copies)
+        fitted = replace(plan, data=copies // shard, shard=shard, zero=plan.zero if shard > 1 else 3)
+        if batch is None or fitted.shares * fitted.microbatches <= batch:
+            return fitted
+    return replace(plan, data=1, shard=1, zero=3)
+
+
+def completed(plan: "Plan | str", words: Mapping[str, Any]) -> "Plan | str":
+    """``plan`` with these words, where it does not say them itself."""
+    if isinstance(plan, Plan):
+        usual = {field.name: field.default for field in fields(plan)}
+        return replace(plan, **{k: v for k, v in words.items() if getattr(plan, k) == usual[k]})
+    return " ".join([plan, *(f"{k}={v}" for k, v in words.items() if f"{k}=" not in plan)])
+
+
+def _filled(text: str, devices: int | None) -> str:
+    """A plan's text with its open degree: "fsdp tp=2" on eight devices as "shard=4 tensor=2"."""
+    words = [own for _, own in words_of(text)]
+    if any(word.startswith("zero=") for word in words) and not {word.partition("=")[0] for word in words} & set(OPEN):
+        words.insert(0, "shard")
+    if not (missing := [word for word in words if word in OPEN]):
+        return text
+    rest = [word for word in words if word not in OPEN]
+    if len(missing) > 1:
+        raise PlanError(f"{text!r} leaves two degrees open", "say one of them: data=2 fsdp takes 2 copies, say")
+    others = Plan.parse(" ".join(word for word in rest if not word.startswith("zero="))).devices
+    return " ".join([f"{missing[0]}={max(1, (devices or others) // others)}", *rest])
+
+
+def _in_order(word: str, words: tuple[str, ...]) -> str:
+    """ "loss+full" is "full+loss"."""
+    if word in words:
+        return word
+    parts = str(word).split("+")
+    return next((each for each in words if len(parts) > 1 and sorted(each.split("+")) == sorted(parts)), word)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -14,22 +15,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfit.anatomy.probe_optimizer import state_bytes
+from meshfit.anatomy.probe_optimizer import StateBytes, needs_whole, state_bytes
 from meshfit.anatomy.trace import Parameter, Trace
 from meshfit.axes.context.find import ContextPlan, begin
 from meshfit.axes.context.piece import guarded
 from meshfit.axes.data import batchnorm
-from meshfit.axes.offload import offload_cost
+from meshfit.axes.offload.optimizer import offload_cost
 from meshfit.axes.order import ORDER
-from meshfit.axes.pipeline.axis import FoundStages
+from meshfit.axes.pipeline.stages import FoundStages
 from meshfit.axes.pipeline.traffic import StageTraffic, count
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import TensorPlan
+from meshfit.checkpoint.pieces import boxes_of
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost, tallied
 from meshfit.exchange import across, allreduce, local, server_cost
-from meshfit.plan import Plan
+from meshfit.optimizers import Optimizers
+from meshfit.plan import DEGREES, Plan
+from meshfit.torch_private.tensors import set_grad_dtype
+from meshfit.whole_step import whole_step_cost
+
+SUMMED_OVER = ("data", "shard", "expert", "context")
+"""Axes over which gradients are summed."""
 
 
 @dataclass
@@ -55,12 +63,21 @@ class Costing:
     """Parameters that ranks before this one hold, too."""
     separate: dict[str, Parameter] = field(default_factory=dict)
     """Parameters whose gradients are summed over fewer ranks than the others', and which are not sharded."""
+    gathered: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By parameter: the number of the unit that it is gathered with, and the bytes of that."""
+    slices: Callable[[], dict[str, list[tuple[int, int]]]] = dict
+    """By parameter: the elements that each rank of the shard axis owns."""
     alive: float = 1.0
     """Activations that are kept at their most, over those of one microbatch."""
     after: list[Callable[[], None]] = field(default_factory=list)
     """What can be added only when all axes have been gone through."""
     parameters: Mapping[str, Parameter] | None = None
     """What a rank computes with, where the trace has what it keeps of them."""
+    estimates: bool = False
+    """Collectives inside the stages of a pipeline are told from those of the whole, where ``stages`` is not given."""
+
+    def __post_init__(self) -> None:
+        self.whole = self.trace
 
     def add(self, found: tuple[Trace, Cost]) -> None:
         self.trace, added = found
@@ -73,13 +90,13 @@ class Costing:
 
     @staticmethod
     def trained(parameters: Mapping[str, Parameter]) -> list[nn.Parameter]:
-        return [_parameter(p.shape, p.dtype) for p in parameters.values() if p.trained]
+        return [_parameter(p.shape, p.dtype, p.stepped) for p in parameters.values() if p.trained]
 
 
 def cost(
     plan: Plan,
     trace: Trace,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Optimizers,
     *,
     found: Mapping[str, Any] | None = None,
     place: Mapping[str, int] | None = None,
@@ -93,13 +110,32 @@ def cost(
     ``stages``: collectives inside and sends between the stages of a pipeline whose ranks split more than samples: see
     ``stage_traffic``.
 
-    ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, and what is gathered.
+    ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, what is gathered, and
+    copies of weights that autocast has rounded. For those, and for activations, ``trace`` must be of the plan's
+    precision (``traced(plan=...)``).
     """
     if server is not None:
         return server_cost.server(_payload(plan, trace), state_bytes(optimizer), workers=plan.data, index=server)
+    return costed(plan, trace, optimizer, found=found, place=place, ahead=ahead, stages=stages).total
+
+
+def costed(
+    plan: Plan,
+    trace: Trace,
+    optimizer: torch.optim.Optimizer | Optimizers,
+    *,
+    found: Mapping[str, Any] | None = None,
+    place: Mapping[str, int] | None = None,
+    ahead: bool = False,
+    stages: StageTraffic | None = None,
+    estimates: bool = False,
+    state: StateBytes | None = None,
+) -> Costing:
+    """The same with the trace of what the rank runs, its operations among it. ``state``: what ``optimizer`` keeps, if
+    that is known; ``estimates``: see ``Costing``."""
     joined = plan.shares // plan.data if plan.staleness else plan.shares
     outer, plan = plan, plan.worker if plan.worker_size > 1 else plan  # what ranks of one worker do among themselves
-    costing = Costing(plan, trace, place or {}, ahead, found=found or {}, stages=stages)
+    costing = Costing(plan, trace, place or {}, ahead, found=found or {}, stages=stages, estimates=estimates)
     for axis in (axis for axis in ORDER if axis.on(plan, nn.Module(), "cpu")):
         finding = costing.found.get(axis.word)
         if finding is None and axis.cost_needs_finding:
@@ -116,9 +152,9 @@ def cost(
         own = replace(costing.trace, parameters=rest)
         costing.total += Cost(held={"weights": own.parameter_bytes}) + _exchange(plan, own)
     tied = [p for name, p in costing.trace.parameters.items() if p.trained for _ in range(costing.tied[name])]
-    if tied:
-        summed = sum(p.bytes for p in tied)
-        costing.total += Cost(calls={"all_reduce": len(tied)}, moved={"all_reduce": summed})
+    how = {"axis": "pipeline" if plan.pipeline > 1 else "branch", "phase": "step", "once": True}
+    summed = (CollectiveCall("all_reduce", p.grad_bytes, 2, dtype=p.stepped or p.dtype, **how) for p in tied)
+    costing.total += Cost(collectives=tallied(summed))
     for step in costing.after:
         step()
     if outer.joins_batchnorms:
@@ -127,8 +163,79 @@ def cost(
     if outer.worker_size > 1:
         costing.total += _worker_group(outer, _payload(outer, trace), costing)
     if not outer.server:
-        costing.total += _optimizer(plan, costing.trace, optimizer)
-    return costing.total + Cost(held={"activations": round(costing.trace.cost.kept * costing.alive)})
+        costing.total += _optimizer(plan, costing.trace, state or state_bytes(optimizer))
+        costing.total += _whole_steps(plan, trace, costing, Optimizers.of(optimizer))
+    if rounded := _rounded(trace, costing):
+        costing.total += Cost(held={"rounded": rounded})
+    costing.total += Cost(held={"activations": round(costing.trace.cost.kept * costing.alive)})
+    costing.total += Cost(passed=_passed(costing))
+    costing.total = replace(
+        costing.total, collectives=tuple(_placed(outer, call) for call in costing.total.collectives)
+    )
+    return costing
+
+
+def _placed(plan: Plan, call: CollectiveCall) -> CollectiveCall:
+    """With the ranks between two of its group: axes lie from outer to inner, see axes/mesh.py."""
+    if call.axis == "step":
+        return replace(call, degree=plan.devices)
+    if call.axis not in DEGREES:
+        return call
+    used = SUMMED_OVER if call.axis == "data" and call.degree > plan.data else (call.axis,)
+    last = max(DEGREES.index(axis) for axis in used if getattr(plan, axis) > 1 or axis == used[0])
+    return replace(call, stride=prod(getattr(plan, axis) for axis in DEGREES[last + 1 :]))
+
+
+def _passed(costing: Costing) -> int:
+    """What backward adds where most is held: going back through the events, activations become fewer and gradients of
+    weights more; less than nothing, where there are no gradients yet when there are most activations. Those of a model
+    that several ranks hold whole lie in buckets that stay; others are made in the backward of the first microbatch.
+    Units that are gathered meanwhile may be smaller than the largest."""
+    trace, gradients = costing.trace, costing.total.held.get("gradients", 0)
+    users = {name: event.index for event in reversed(trace.events) for name in event.parameters}  # the first of each
+    sizes = {name: p.grad_bytes for name, p in costing.unsharded.parameters.items() if p.trained}
+    total, whole = max(sum(sizes.values()), 1), trace.cost.kept
+    first = Counter[int]()  # bytes of gradients, by the event that first uses their weights: -1 for none
+    for name, size in sizes.items():
+        first[users.get(name, -1)] += size
+    due = total
+    kept, gathered, found = whole, _gathered(costing), [-whole]  # the end: all gradients, no activations
+    plan = costing.plan
+    made = (plan.cuts or plan.shares * plan.context == 1) and plan.microbatches == 1
+    largest = max(gathered.values(), default=0)
+    for event in reversed(trace.events):
+        missing = gradients * due / total if made else 0
+        missing += largest - gathered[event.index]
+        found.append(round(kept + event.cost.passed - whole - missing))
+        kept -= event.cost.kept
+        due -= first[event.index]
+    return max(found)
+
+
+def _gathered(costing: Costing) -> dict[int, int]:
+    """Bytes of the units that are there at each event on the way back: that in use and, fetched ahead, the one before
+    it."""
+    found, order = {}, [(-1, 0)]
+    for event in costing.trace.events:
+        used = {costing.gathered[name] for name in event.parameters if name in costing.gathered}
+        order += [unit for unit in sorted(used) if unit != order[-1]]
+        found[event.index] = order[-1][1] + (order[-2][1] if costing.ahead and len(order) > 2 else 0)
+    return found
+
+
+def _rounded(whole: Trace, costing: Costing) -> int:
+    """Bytes of copies of weights in half precision: one of each for a forward and its backward, in a pipeline one for
+    all microbatches. Weights that are gathered are rounded before."""
+    if (costing.plan.cuts and costing.plan.zero == 3) or costing.plan.precision == "bf16-true":
+        return 0
+    found: dict[str, float] = {}
+    for event in costing.trace.events:
+        size = sum(whole.parameters[name].bytes for name in event.parameters if name in whole.parameters)
+        for name in event.parameters if event.cost.rounded and size else ():
+            if name in costing.unsharded.parameters:
+                copy = costing.unsharded.parameters[name].bytes * event.cost.rounded / size
+                found[name] = max(found.get(name, 0.0), copy)
+    return round(sum(found.values()))
 
 
 def stage_traffic(
@@ -161,12 +268,54 @@ def stage_traffic(
     return count(found, model, objective, content, laid_out)
 
 
-def _optimizer(plan: Plan, trace: Trace, optimizer: torch.optim.Optimizer) -> Cost:
-    state = state_bytes(optimizer)
-    if plan.offload == "optimizer":
-        return offload_cost(trace, state)
-    kept = sum(sum(state.of(p.shape, p.dtype)) for p in trace.parameters.values() if p.trained and prod(p.shape))
-    return Cost(host={"optimizer": kept}) if plan.offload == "parameters" else Cost(held={"optimizer": kept})
+def _optimizer(plan: Plan, trace: Trace, state: StateBytes) -> Cost:
+    if plan.offloads("optimizer"):
+        return offload_cost([_states(plan, p, state) for p in trace.parameters.values() if p.trained])
+    kept = sum(size for p in trace.parameters.values() if prod(p.shape) for size in _states(plan, p, state))
+    return Cost(host={"optimizer": kept}) if plan.offloads("parameters") else Cost(held={"optimizer": kept})
+
+
+def _whole_steps(plan: Plan, trace: Trace, costing: Costing, optimizers: Optimizers) -> Cost:
+    """Of moving parameters that are cut to the ranks that step them whole. ``trace``: with whole shapes."""
+    if plan.shard * plan.expert * plan.tensor == 1:
+        return Cost()
+    wanted = Counter(
+        tuple(p.shape)
+        for one in optimizers.each
+        if needs_whole(one)
+        for group in one.param_groups
+        for p in group["params"]
+    )
+    experts, split = ({} if costing.found.get(w) is None else costing.found[w].cuts for w in ("expert", "tensor"))
+    if not wanted:
+        return Cost()
+    boxes, sizes, slices = [], [], costing.slices()
+    for name in costing.trace.parameters:
+        p = trace.parameters[name]
+        if not p.trained or not wanted[p.shape]:
+            continue
+        wanted[p.shape] -= 1
+        held = [
+            boxes_of(
+                p.shape,
+                slices[name][s] if name in slices else None,
+                [(experts.get(name), e), (split.get(name), t)],
+            )
+            for s, e, t in product(range(plan.shard), range(plan.expert), range(plan.tensor))
+        ]
+        boxes.append(held)
+        now = costing.trace.parameters[name]
+        sizes.append((getattr(torch, now.dtype).itemsize, getattr(torch, now.stepped or now.dtype).itemsize))
+    place = [costing.place.get(word, 0) for word in ("shard", "expert", "tensor")]
+    rank = (place[0] * plan.expert + place[1]) * plan.tensor + place[2]
+    return whole_step_cost(boxes, sizes, rank)
+
+
+def _states(plan: Plan, p: Parameter, state: StateBytes) -> list[int]:
+    """Bytes of what the optimizer keeps for a parameter; with ``states=bf16`` moments are half as large."""
+    moment = 4 * prod(p.shape) if plan.states == "bf16" else -1
+    sizes = state.of(p.shape, p.stepped or p.dtype) if p.trained else ()
+    return [size // 2 if size == moment and p.shape else size for size in sizes]
 
 
 def _exchange(plan: Plan, trace: Trace) -> Cost:
@@ -180,8 +329,7 @@ def _exchange(plan: Plan, trace: Trace) -> Cost:
     running = [prod(b.shape) for name, b in trace.buffers.items() if name.endswith(("running_mean", "running_var"))]
     outer = plan.exchange == "diloco"
     met = local.cost(trained, plan.data, outer=outer, overlap=plan.overlap, running=running)
-    each = lambda many: {name: round(count / plan.every) for name, count in many.items()}
-    return Cost(held=met.held, calls=each(met.calls), moved=each(met.moved))
+    return replace(met, collectives=tuple(replace(c, count=c.count / plan.every) for c in met.collectives))
 
 
 def _worker_group(plan: Plan, payload: server_cost.Payload, costing: Costing) -> Cost:
@@ -205,5 +353,8 @@ def _tensor(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
-def _parameter(shape: tuple[int, ...], dtype: str) -> nn.Parameter:
-    return nn.Parameter(_tensor(shape, dtype))
+def _parameter(shape: tuple[int, ...], dtype: str, stepped: str = "") -> nn.Parameter:
+    made = nn.Parameter(_tensor(shape, dtype))
+    if stepped:
+        set_grad_dtype(made, getattr(torch, stepped))
+    return made

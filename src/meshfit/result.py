@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from meshfit.checkpoint.export import SHARD
+from meshfit.data.remote import without_secrets
 from meshfit.errors import JobError
 from meshfit.history import History
 from meshfit.observe.kinds import KINDS, PHASES
@@ -22,6 +25,7 @@ class Result:
 
     held: nn.Module | None
     gather: Callable[[], nn.Module]
+    write: Callable[..., list[Path | str]]
 
     history: History
     """Steps in order: all of the first 10,000; of a longer training some thousands, evenly, and every evaluation."""
@@ -40,7 +44,11 @@ class Result:
     """By rank: seconds in data, forward_backward, exchange, update, evaluate."""
 
     notes: list[str]
-    folder: Path | None = None
+    folder: Path | str | None = None
+    """Of the run's files; the URL of one in a bucket."""
+
+    local: Path | None = None
+    """Where they are on this machine."""
 
     @classmethod
     def of(cls, training: "Training", history: History) -> "Result":
@@ -56,6 +64,7 @@ class Result:
         return cls(
             held=training.model if training.parts is None else None,
             gather=training.gather,
+            write=training.save,
             history=history,
             metrics=metrics,
             best=best,
@@ -65,7 +74,8 @@ class Result:
             seconds=outcome.seconds,
             phases=outcome.phases,
             notes=[*training.said, *outcome.notes],
-            folder=training.folder,
+            folder=job.out,
+            local=training.folder,
         )
 
     @property
@@ -85,6 +95,14 @@ class Result:
         if self.held is None:
             object.__setattr__(self, "held", self.gather())
         return self.model
+
+    def save(self, target: Path | str, *, dtype: torch.dtype | None = None, shard: int = SHARD) -> list[Path | str]:
+        """Write the trained model. A folder gets what ``from_pretrained`` opens: the weights, in several files of
+        ``shard`` bytes if they are large, the config, and the tokenizer of the folder that ``weights=`` named; of a
+        model with adapters (peft), these alone. A file, "weights.safetensors", gets the weights under their own names.
+        ``dtype``: cast floating point to it. Where ranks hold parts of the model every rank must call it, and none
+        needs memory for all of it. Nothing is overwritten."""
+        return self.write(target, dtype=dtype, shard=shard)
 
     @property
     def rate(self) -> float:
@@ -110,6 +128,12 @@ class Result:
             rows.append(("skipped", f"{skipped:,} steps, not finite"))
         return rows
 
+    def _repr_html_(self) -> str:
+        """As notebooks show it: with pictures of how busy the devices were."""
+        from meshfit.observe.notebook import page
+
+        return page(self)
+
     def __repr__(self) -> str:
         rows = self.rows()
         if self.phases:
@@ -118,7 +142,7 @@ class Result:
             shown = [f"{KINDS[phase].label} {share:.0%}" for phase, share in shares.items() if share >= 0.005]
             rows.append(("time", ", ".join(shown)))
         if self.folder is not None:
-            rows.append(("folder", str(self.folder)))
+            rows.append(("folder", without_secrets(str(self.folder))))
         rows += [("note", note) for note in self.notes]
         return "\n".join(f"{word:<12}{said}" for word, said in rows)
 

@@ -1,7 +1,9 @@
 """What one optimizer step was."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,13 +11,27 @@ from torch import Tensor
 from meshfit.transfer import HostCopy
 
 
+def parted(result: Any) -> tuple[Any, Mapping[str, Any]]:
+    """(loss, values to log) of what a step function returned."""
+    if isinstance(result, tuple | list) and len(result) in (2, 3) and isinstance(result[1], Mapping):
+        return result[0], result[1]
+    return result, {}
+
+
+def has_outputs(result: Any) -> bool:
+    """Whether a step function returned outputs, too, for metrics: (loss, values, outputs)."""
+    return isinstance(result, tuple | list) and len(result) == 3 and isinstance(result[1], Mapping)
+
+
 class Reading:
-    """A few numbers on their way from the device. Asking for them waits until they are there, and lets go of the
-    pinned memory and the event: a history of steps keeps numbers alone."""
+    """A few numbers on their way from the device, the last of them with names. Asking for them waits until they are
+    there, and lets go of the pinned memory and the event: a history of steps keeps numbers alone."""
 
-    __slots__ = ("_coming", "_places", "_values")
+    __slots__ = ("_coming", "_names", "_places", "_values")
 
-    def __init__(self, *numbers: Tensor | float | bool):
+    def __init__(self, *numbers: Tensor | float | bool, named: Mapping[str, Tensor | float] | None = None):
+        named = named or {}
+        self._names, numbers = tuple(named), (*numbers, *named.values())
         there = [n for n in numbers if isinstance(n, Tensor) and n.is_cuda]
         self._values = [math.nan if isinstance(n, Tensor) and n.is_cuda else float(n) for n in numbers]
         self._places = [i for i, n in enumerate(numbers) if isinstance(n, Tensor) and n.is_cuda]
@@ -28,6 +44,15 @@ class Reading:
 
     @property
     def values(self) -> list[float]:
+        """Those without a name."""
+        return self._all[: len(self._values) - len(self._names)]
+
+    @property
+    def named(self) -> dict[str, float]:
+        return dict(zip(self._names, self._all[len(self._values) - len(self._names) :], strict=True))
+
+    @property
+    def _all(self) -> list[float]:
         if self._coming is not None:
             for place, number in zip(self._places, self._coming.tolist(), strict=True):
                 self._values[place] = number
@@ -35,7 +60,11 @@ class Reading:
         return self._values
 
     def __reduce__(self):
-        return Reading, tuple(self.values)
+        return _reading, (self.values, self.named)
+
+
+def _reading(values: list[float], named: dict[str, float]) -> Reading:
+    return Reading(*values, named=named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +107,16 @@ class Step:
         return self.reading.values[1]
 
     @property
+    def values(self) -> dict[str, float]:
+        """What the step function logged, of the whole batch."""
+        return self.reading.named
+
+    @property
     def taken(self) -> bool:
         """False: the step was skipped, because loss or gradient was not finite."""
         return bool(self.reading.values[2])
 
     def __repr__(self) -> str:
         valid = "".join(f" valid {name} {value:.4g}" for name, value in (self.valid or {}).items())
-        return f"step {self.step} loss {self.loss:.4g}{valid}"
+        logged = "".join(f" {name} {value:.4g}" for name, value in self.values.items())
+        return f"step {self.step} loss {self.loss:.4g}{logged}{valid}"

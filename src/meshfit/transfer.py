@@ -26,6 +26,15 @@ def together(numbers: Sequence[Tensor | float], device: torch.device, dtype: tor
     return made
 
 
+NO_FLOAT64 = ("mps",)
+"""Kinds of devices without it: Apple's."""
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float64; in float32 on a device that has none."""
+    return tensor.float() if tensor.device.type in NO_FLOAT64 else tensor.double()
+
+
 class HostCopy:
     """A tensor on its way to the host, which waits when it asks for it: for the copy, not for what the device was given
     since."""

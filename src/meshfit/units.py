@@ -1,5 +1,9 @@
 """Numbers with units, in three digits."""
 
+import re
+
+LENGTHS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
 
 def size(count: float) -> str:
     """Bytes, in powers of 1024: 1.5 KiB."""
@@ -20,6 +24,14 @@ def seconds(value: float) -> str:
         if value < limit:
             return f"{value / length:.3g} {unit}"
     return f"{value / 3600:.3g} h"
+
+
+def in_seconds(asked: object) -> float | None:
+    """30, "30 s", "10 minutes" or "2 hours" as seconds; None: it is none of them."""
+    if isinstance(asked, int | float) and not isinstance(asked, bool):
+        return float(asked) if asked > 0 else None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|seconds?|min|minutes?|h|hours?)\s*", str(asked).lower())
+    return (float(found[1]) * LENGTHS[found[2][0]] or None) if found else None
 
 
 def percent(share: float) -> str:

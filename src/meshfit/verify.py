@@ -15,19 +15,18 @@ though, weights averaged after each step are those of one device.
 
 import copy
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from meshfit.arguments import NO_METRICS, verb
+from meshfit.arguments import verb_of
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.drive import begin
 from meshfit.errors import PlanError
-from meshfit.job import Job
+from meshfit.fit import fit
+from meshfit.job import NO_EVALUATION, Job, plan_of
 from meshfit.launch.devices import Devices
 from meshfit.plan import Plan
 from meshfit.proof.compare import BEYOND, LIMITS, Comparison, Quantity, compare
@@ -35,7 +34,7 @@ from meshfit.proof.double import doubled
 from meshfit.proof.modules import first_that_differs, keeps_modules
 from meshfit.proof.training import Trained, Variant, can_go_backwards, rounding_of, train
 
-NOT_COMPARED = {"valid": None, "metrics": {}, "best": None, "patience": None, "ema": None, "out": None}
+NOT_COMPARED = {**NO_EVALUATION, "ema": None, "out": None}
 NOT_COMPARED |= {"checkpoint": None, "resume": False, "listen": None}
 EXIT_CODES = {"equal": 0, "different": 1, "undecided": 3}
 
@@ -70,51 +69,28 @@ class Verdict:
         return EXIT_CODES[self.answer]
 
 
-@verb
-def verify(
-    model: nn.Module | Callable[[], nn.Module],
-    data: Any,
-    *,
-    check_steps: int = 5,
-    loss: Callable[..., Any] | None = None,
-    step: Callable[..., Any] | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
-    scheduler: Callable[..., Any] | None = None,
-    batch_size: int | str = 32,
-    epochs: float | None = None,
-    steps: int | None = None,
-    valid: Any = None,
-    valid_every: int | None = None,
-    metrics: Mapping[str, Any] = NO_METRICS,
-    best: str | None = None,
-    patience: int | None = None,
-    ema: float | None = None,
-    clip: float | None = None,
-    on_nan: Literal["stop", "skip"] = "stop",
-    shuffle: bool = True,
-    workers: int | str | None = None,
-    seed: int = 0,
-    plan: Plan | str = "auto",
-    devices: str | int = "auto",
-    out: Path | str | None = None,
-    checkpoint: int | str | None = None,
-    resume: bool | Path | str = False,
-    listen: str | None = None,
-    join: str | None = None,
-    timeout: float = 600.0,
-    independent: bool = False,
-) -> Verdict:
+@dataclass(frozen=True, kw_only=True)
+class VerifyArguments(Job):
+    """What ``verify`` is asked: a job, and how many of its steps are compared."""
+
+    check_steps: int = 5
+
+
+@verb_of(VerifyArguments, like=fit)
+def verify(asked: dict[str, Any]) -> Verdict:
     """Train ``check_steps`` steps on one device and under the plan, and compare. The model is not changed.
 
     The other arguments are those of ``fit``; those about its length, evaluations and files have no effect.
     """
-    asked = dict(locals())
-    del asked["check_steps"]
-    return verify_job(Job(**{**asked, "steps": check_steps}).training(), check_steps)
+    steps = asked.pop("check_steps")
+    return verify_job(Job(**{**asked, "steps": steps}).training(), steps)
 
 
 def verify_job(job: Job, steps: int = 5) -> Verdict:
     """The same for a job."""
+    if job.weights is not None and isinstance(job.model, nn.Module):
+        loaded = replace(job, model=copy.deepcopy(job.model)).loaded()
+        job = replace(loaded, weights=None, partial=False)
     settled = replace(job, steps=steps, epochs=None, **NOT_COMPARED).settled()
     plan, devices = settled.plan, settled.devices
     assert isinstance(plan, Plan)
@@ -175,7 +151,7 @@ class _Proof:
         exact = replace(self.plan, precision="fp32")
         try:
             alone, spread = doubled(self.alone), doubled(self.spread)
-            alone = replace(alone, plan=replace(_plan(alone), precision="fp32"))
+            alone = replace(alone, plan=replace(plan_of(alone), precision="fp32"))
             spread = replace(spread, plan=exact)
             want = train(alone, replace(self.how, watched=True))
             eps = torch.finfo(torch.float64).eps
@@ -233,7 +209,7 @@ class _Proof:
         first, parameter = "", names.get("each gradient") or names.get("gradients")
         if keeps_modules(self.plan):
             short = [replace(side, steps=1) for side in (alone, spread)]
-            short[1] = replace(short[1], plan=replace(_plan(spread), compile="none"))
+            short[1] = replace(short[1], plan=replace(plan_of(spread), compile="none"))
             how = replace(self.how, watched=True)
             want, got = (train(side, how).modules for side in short)
             again = train(short[0], replace(how, perturbed=rounding)).modules
@@ -249,15 +225,11 @@ class _Proof:
         )
 
 
-def _plan(job: Job) -> Plan:
-    assert isinstance(job.plan, Plan)
-    return job.plan
-
-
 def _averages_gradients(plan: Plan, job: Job) -> bool:
     """Whether weights averaged after every step are those of one step with the mean gradient."""
-    optimizer = job.make_optimizer(job.build())
-    plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    (optimizer, *more) = job.make_optimizer(job.build()).each
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    plain = not more and type(optimizer) is torch.optim.SGD and not momentum
     return plan.exchange == "local" and plan.every == 1 and not plan.overlap and plain and job.clip is None
 
 

@@ -16,16 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.torch_private import (
-    TorchDispatchMode,
-    TreeSpec,
-    negated_view,
-    schema_of,
-    storage_id,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
+from meshfit.torch_private.kernels import negated_view
+from meshfit.torch_private.operators import TorchDispatchMode, schema_of
+from meshfit.torch_private.tensors import storage_id
+from meshfit.torch_private.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 Storage = torch.UntypedStorage
 

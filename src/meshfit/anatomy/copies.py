@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.record_program import PLAIN, TraceError, tensors
 from meshfit.errors import in_short
-from meshfit.torch_private import map_tensors_in_place
+from meshfit.torch_private.modules import map_tensors_in_place
 
 
 def twin(model: nn.Module, *, meta: bool) -> nn.Module:

@@ -5,8 +5,10 @@
     flops     by aten operation, see ``flops``
     traffic   bytes of the tensors each operation takes and makes; views are free, a lookup reads the rows it returns
     kept      storages that autograd saves, each once, at the event that saves it first. Not parameters, buffers
-              and the model's inputs: those are there anyway. Under autocast the low-precision copies of weights
-              are kept like activations, because that is what they are in memory: made in forward, freed in backward
+              and the model's inputs: those are there anyway. Under autocast, on fake tensors, the low-precision
+              copies of weights are kept like activations, because that is what they are in memory: made in forward,
+              freed in backward
+    rounded   those copies, where ``rounds`` tells sizes under autocast from a forward without (autocast.py)
 
 Only what the outputs depend on has a backward: ``Meter.reach`` walks the graph of autograd back from them, and finds
 the operations again by the sequence numbers of its nodes.
@@ -17,10 +19,10 @@ compiled code) are not counted at all.
 """
 
 import sys
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import cache
 from typing import Any
 
 import torch
@@ -29,32 +31,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
 from meshfit.anatomy import kernels
+from meshfit.anatomy.autocast import RoundedSizes
 from meshfit.anatomy.flops import backward_flops, forward_flops, has_flops, known_as, tensors
+from meshfit.anatomy.operations import LOOKUPS, Operation, backward_of, merged, operation_of
+from meshfit.anatomy.running import EMPTY, Operations, bytes_of, has_storage, is_view, weak_storage, worth_keeping
 from meshfit.anatomy.trace import EventCost, StorageUse
-from meshfit.torch_private import (
+from meshfit.torch_private.autograd import (
     CHECKPOINT_INPUTS,
     COPY_NODE,
     IN_PLACE_NODE,
-    VIEWS_NOT_SAID,
-    OpOverload,
-    TorchDispatchMode,
     checkpoint_now,
-    is_composite,
-    is_wrapper,
+    current_node,
     next_sequence_number,
-    packet_of,
-    schema_of,
     sequence_number,
-    storage_id,
     watched_functions,
-    without_torch_function,
 )
+from meshfit.torch_private.operators import packet_of, without_torch_function
+from meshfit.torch_private.tensors import storage_id
 
 aten = torch.ops.aten
-
-_EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
-_FREE = {*VIEWS_NOT_SAID, *_EMPTY}
-_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 
 _BESIDE = -1
 """In place of a node: torch.utils.checkpoint holds the inputs of what it recomputes outside of the graph."""
@@ -71,20 +66,26 @@ class Meter:
     meter.costs[0]
 
     Inside a ``FakeTensorMode``, not around it. Meta tensors belong to no device: ``target`` says whose kernels
-    they stand for (``kernels``). torch ignores autocast on meta tensors; fake ones follow it.
+    they stand for (``kernels``). torch ignores autocast on meta tensors; fake ones follow it. ``rounds``: what would
+    be kept if the forward, in fp32, ran under autocast to a half precision: a copy for "each" product that takes a
+    tensor, or one that is "shared". ``precision``: that of products of fp32 tensors; operations are then listed, event
+    by event, for which ``reach`` runs a backward.
     """
 
-    def __init__(self, known: Iterable[Tensor] = (), *, target: str = "cuda"):
+    def __init__(self, known: Iterable[Tensor] = (), *, target: str = "cuda", rounds: str = "", precision: str = ""):
         self.costs: dict[int, EventCost] = {}
         """By event, in the order in which they started; filled when the meter is left."""
         self.outside = EventCost()
         """What ran between events."""
-        self._target = target
-        self._known = {_key(tensor): tensor for tensor in known if _has_storage(tensor)}
+        self._target, self._rounded = target, RoundedSizes(target, shared=rounds == "shared") if rounds else None
+        self._known = {storage_id(tensor): tensor for tensor in known if has_storage(tensor)}
         self._event: int | None = None
         self._spent: dict[int | None, list[int]] = {None: [0, 0, 0]}  # flops, bytes read, bytes written
         self._backward: list[tuple[int, int | None, int]] = []  # node, event, flops
         self._saved: dict[int, list[tuple[int, int | None]]] = {}  # storage -> node and event of each save
+        self._saved_known: dict[int, list[tuple[int, int | None]]] = {}
+        self._kept: dict[int, int] = {}  # bytes by storage, copies of it included
+        self._passed: dict[int | None, int] = {}  # by event
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps the key from being reused
         self._uses: dict[int | None, dict[int, StorageUse]] = {}  # event -> by storage
         self._dear: dict[int, StorageUse] = {}  # by storage
@@ -93,13 +94,17 @@ class Meter:
         self._freed: set[int] = set()
         self._function: tuple[int, type] | None = None  # the autograd.Function under way: its node, its class
         self._touched: dict[int, StorageWeakRef] = {}  # within it, storages computed from what needs a gradient
+        self._precision, self._returning = precision, False
+        self._ahead: dict[int | None, list[Operation]] = {}  # by event
+        self._back: dict[int | None, list[Operation]] = {}
+        self._begins: list[tuple[int, int | None]] = []  # the first node of each event, in the order of making
         self._contexts = ExitStack()
 
     def __enter__(self) -> "Meter":
-        self._contexts.enter_context(kernels.standing_for(self._target))
+        self._contexts.enter_context(kernels.standing_for(self._target, half=self._rounded is not None))
         self._contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
         self._contexts.enter_context(watched_functions(self._apply))
-        self._contexts.enter_context(_Operations(self._count))
+        self._contexts.enter_context(Operations(self._count))
         return self
 
     def __exit__(self, *problem: Any) -> None:
@@ -114,14 +119,16 @@ class Meter:
         if self._event is not None:
             raise RuntimeError(f"event {key} starts inside event {self._event}")
         self._event = key
+        self._begins.append((next_sequence_number(), key))
         self._spent.setdefault(key, [0, 0, 0])
 
     def stop(self) -> None:
         self._event = None
+        self._begins.append((next_sequence_number(), None))
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """More tensors that are no activations: parameters and buffers of a copy that stands in for a module."""
-        self._known |= {_key(tensor): tensor for tensor in tensors if _has_storage(tensor)}
+        self._known |= {storage_id(tensor): tensor for tensor in tensors if has_storage(tensor)}
 
     def reach(self, outputs: Iterable[Tensor]) -> None:
         """Count for backward only what ``outputs`` depend on.
@@ -142,6 +149,24 @@ class Meter:
                     seen.add(following)
                     waiting.append(following)
         self._reached = reached
+        if self._precision:
+            self._go_back([output for output in outputs if output.grad_fn is not None])
+
+    def _go_back(self, outputs: list[Tensor]) -> None:
+        """Run the backward of ``outputs``, for its operations; where that fails (a kernel that refuses meta tensors),
+        they are told from those of the forward."""
+        wanted = [tensor for tensor in self._known.values() if tensor.requires_grad]
+        losses = [output for output in outputs if not output.dim()] or outputs
+        if not losses or not wanted:
+            return
+        self._returning = True
+        try:
+            ones = [torch.ones_like(loss) for loss in losses]
+            torch.autograd.grad(losses, wanted, ones, allow_unused=True)
+        except (RuntimeError, NotImplementedError):
+            self._back = {event: [*map(backward_of, ahead)] for event, ahead in self._ahead.items()}
+        finally:
+            self._returning = False
 
     @property
     def total(self) -> EventCost:
@@ -153,14 +178,45 @@ class Meter:
             if self._counts(node):
                 backward[event] += flops
         for key, saves in self._saved.items():
-            events = [event for node, event in saves if self._counts(node)]
-            if events and (self._reached is not None or key not in self._freed):
-                kept[events[0]] += self._storages[key][1]
+            counted = [(node, event) for node, event in saves if self._counts(node)]
+            if counted and (self._reached is not None or key not in self._freed):
+                for event, size in self._sizes(key, counted):
+                    kept[event] += size
+                    self._kept[key] = self._kept.get(key, 0) + size
+        rounded = self._rounded_copies(kept)
         uses = self._used()
+        same: dict[tuple[Operation, ...], tuple[Operation, ...]] = {}  # blocks that repeat share what they list
+        listed = lambda some: same.setdefault(found := merged(some), found)
         return {
-            event: EventCost(flops, backward[event], read, written, kept[event], uses.get(event, ()))
+            event: EventCost(
+                *(flops, backward[event], read, written, kept[event], rounded[event], self._passed.get(event, 0)),
+                uses.get(event, ()),
+                listed(self._ahead.get(event, ())),
+                listed(self._back.get(event, ())),
+            )
             for event, (flops, read, written) in self._spent.items()
         }
+
+    def _sizes(self, key: int, saves: list[tuple[int, int | None]]) -> Iterable[tuple[int | None, int]]:
+        """What is kept of one storage, by event."""
+        size = self._storages[key][1]
+        return [(saves[0][1], size)] if self._rounded is None else self._rounded.kept(key, size, saves)
+
+    def _rounded_copies(self, kept: dict[int | None, int]) -> dict[int | None, int]:
+        """Of parameters, by event; those of other tensors that were there before are added to ``kept``."""
+        found = dict.fromkeys(self._spent, 0)
+        if self._rounded is None:
+            return found
+        for key, saves in self._saved_known.items():
+            tensor, counted = self._known[key], [(node, event) for node, event in saves if self._counts(node)]
+            events = self._rounded.rounds(key, counted)
+            size = tensor.untyped_storage().nbytes() // 2
+            if events and tensor.requires_grad:
+                found[events[0]] += size
+            else:
+                for event in events:
+                    kept[event] += size
+        return found
 
     def _used(self) -> dict[int | None, tuple[StorageUse, ...]]:
         """By event, memory that is saved, dear, or of use to others too."""
@@ -171,15 +227,19 @@ class Meter:
         for event, used in self._uses.items():
             found[event] = tuple(u for k, u in used.items() if u.saved or u.dear or not u.made or events[k] > 1)
             for key, use in used.items():
-                use.storage, use.bytes = numbers[key], 0 if key in self._known else self._storages[key][1]
+                use.storage, use.bytes = numbers[key], 0 if key in self._known else self._size(key)
                 use.saved = use.saved and (key in self._known or (key, event) in saved)
         return found
 
+    def _size(self, key: int) -> int:
+        size = self._storages[key][1]
+        return self._kept.get(key) or (size if self._rounded is None else self._rounded.size(key, size))
+
     def _use(self, tensor: Tensor) -> StorageUse:
         """What is noted of ``tensor``'s memory in the event under way."""
-        key = _key(tensor)
+        key = storage_id(tensor)
         if key not in self._storages:
-            self._storages[key] = (_weak(tensor), tensor.untyped_storage().nbytes())
+            self._storages[key] = (weak_storage(tensor), tensor.untyped_storage().nbytes())
         return self._uses.setdefault(self._event, {}).setdefault(key, StorageUse())
 
     def _counts(self, node: int) -> bool:
@@ -188,21 +248,33 @@ class Meter:
     def _count(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         """Book one operation that has run."""
         with without_torch_function():  # a recorder of functions must not see what the meter looks at
-            self._book(func, args, kwargs, out)
+            if self._returning:
+                self._list_backward(func, args, kwargs, out)
+            else:
+                self._book(func, args, kwargs, out)
 
     def _book(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-        op, view = known_as(packet_of(func)), _is_view(func)
+        op, view = known_as(packet_of(func)), is_view(func)
         taken = tensors(args) + tensors(kwargs) if kwargs else tensors(args)
         if self._function is not None and any(self._needs(tensor) for tensor in taken):
-            self._touched |= {_key(made): _weak(made) for made in tensors(out) if _has_storage(made)}
-        if op in _EMPTY:  # memory without content: what fills it in place makes nothing
+            self._touched |= {storage_id(made): weak_storage(made) for made in tensors(out) if has_storage(made)}
+        if op in EMPTY:  # memory without content: what fills it in place makes nothing
             self._note([], tensors(out), 0, False)
+        recorded = self._function is None and torch.is_grad_enabled() and any(map(self._needs, taken))
+        if self._rounded is not None and (op in EMPTY or not view):
+            strided = [[t for t in some if has_storage(t)] for some in (taken, tensors(out))]
+            self._rounded.book(op, self._node() if recorded else None, *strided)
+        if self._precision and (not view or op is aten.empty_like):
+            operation = operation_of(op, func, args, kwargs, out, self._precision, self._size_of)
+            self._ahead.setdefault(self._event, []).extend([] if operation is None else [operation])
         if view:
             return
+        if recorded:
+            self._pass(op, [*filter(self._needs, taken)], tensors(out))
         spent = self._spent.setdefault(self._event, [0, 0, 0])
-        written = sum(map(_bytes, tensors(out)))
-        most = written if op in _LOOKUPS else None
-        spent[1] += sum(_bytes(tensor) if most is None else min(_bytes(tensor), most) for tensor in taken)
+        written = sum(map(bytes_of, tensors(out)))
+        most = written if op in LOOKUPS else None
+        spent[1] += sum(bytes_of(tensor) if most is None else min(bytes_of(tensor), most) for tensor in taken)
         spent[2] += written
         flops = forward_flops(op, args, kwargs, out) if has_flops(op) else 0
         self._note(taken, tensors(out), flops, worth_keeping(func, args, kwargs))
@@ -214,14 +286,38 @@ class Meter:
             backward = backward_flops(op, args, out, flops, self._needs) + again
             self._backward.append((self._node(), self._event, backward))
 
+    def _size_of(self, tensor: Tensor) -> int:
+        """Bytes that an operation reads or writes of it: halves in backward, where its gradients are."""
+        size = bytes_of(tensor)
+        if self._rounded is None or tensor.dtype != torch.float32:
+            return size
+        return size // 2 if self._returning else self._rounded.size(storage_id(tensor), size)
+
+    def _list_backward(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        """One operation of backward, with the event that made its node."""
+        op, node = known_as(packet_of(func)), current_node()
+        if node is None or (is_view(func) and op is not aten.empty_like):
+            return
+        operation = operation_of(op, func, args, kwargs, out, self._precision, self._size_of)
+        if operation is not None:
+            at = bisect_right(self._begins, sequence_number(node), key=lambda begin: begin[0]) - 1
+            self._back.setdefault(self._begins[at][1] if at >= 0 else None, []).append(operation)
+
+    def _pass(self, op: Any, taken: list[Tensor], made: list[Tensor]) -> None:
+        """Backward will have the gradients of what an operation made and took, but for parameters, at the same time."""
+        floats = [t for t in (*taken, *made) if t.is_floating_point() and has_storage(t)]
+        there = [t for t in floats if storage_id(t) not in self._known]
+        sizes = [bytes_of(t) if self._rounded is None else self._rounded.gradient(op, t, bytes_of(t)) for t in there]
+        self._passed[self._event] = max(self._passed.get(self._event, 0), sum(sizes))
+
     def _note(self, taken: list[Tensor], made: list[Tensor], flops: int, dear: bool) -> None:
         """Which memory an operation has read, made or changed."""
-        given = {_key(tensor) for tensor in taken if _has_storage(tensor)}
+        given = {storage_id(tensor) for tensor in taken if has_storage(tensor)}
         for tensor in taken:
-            if _has_storage(tensor) and _key(tensor) not in self._known:
+            if has_storage(tensor) and storage_id(tensor) not in self._known:
                 self._use(tensor)
         for tensor in made:
-            if not _has_storage(tensor) or (key := _key(tensor)) in self._known:
+            if not has_storage(tensor) or (key := storage_id(tensor)) in self._known:
                 continue
             use = self._use(tensor)
             if key in given:  # changed in place: what made it has to run again with the rest
@@ -237,13 +333,18 @@ class Meter:
             return self._save(tensor, saver=sys._getframe(1).f_code.co_filename)
 
     def _save(self, tensor: Tensor, saver: str) -> Tensor:
-        if _has_storage(tensor):
+        if has_storage(tensor):
             self._use(tensor).saved = True
             for use in self._uses[self._event].values():
                 use.late = False
-        if _has_storage(tensor) and (key := _key(tensor)) not in self._known:
+        if self._rounded is not None and has_storage(tensor):
+            self._rounded.save(tensor)
+            if (key := storage_id(tensor)) in self._known:
+                self._spent.setdefault(self._event, [0, 0, 0])
+                self._saved_known.setdefault(key, []).append((self._node(), self._event))
+        if has_storage(tensor) and (key := storage_id(tensor)) not in self._known:
             if key not in self._storages:
-                self._storages[key] = (_weak(tensor), tensor.untyped_storage().nbytes())
+                self._storages[key] = (weak_storage(tensor), tensor.untyped_storage().nbytes())
             self._spent.setdefault(self._event, [0, 0, 0])
             node, source = _BESIDE if saver == checkpoint.__file__ else self._node(), tensor.grad_fn
             if source is not None and sequence_number(source) == node and source.name() == COPY_NODE:
@@ -272,7 +373,7 @@ class Meter:
             return False
         if self._function is None or tensor.requires_grad:
             return tensor.requires_grad
-        return _has_storage(tensor) and _key(tensor) in self._touched
+        return has_storage(tensor) and storage_id(tensor) in self._touched
 
     def _recomputed(self) -> bool:
         """Whether backward will run this operation again, under torch.utils.checkpoint.
@@ -282,75 +383,3 @@ class Meter:
         if self._function is not None:
             return issubclass(self._function[1], checkpoint.CheckpointFunction)
         return checkpoint_now() is not None
-
-
-def worth_keeping(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether to keep what ``func`` made when the rest is computed again: products, convolutions, attention.
-
-    Not what has drawn random numbers: left out when the rest runs again, it would shift those that follow.
-    """
-    if not _is_dear(func):
-        return False
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return True
-    for place, argument in enumerate(schema_of(func).arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-            return given == 0
-    return False
-
-
-@cache
-def _is_dear(func: Any) -> bool:
-    return isinstance(func, OpOverload) and not schema_of(func).is_mutable and has_flops(known_as(packet_of(func)))
-
-
-class _Operations(TorchDispatchMode):
-    """Calls ``count`` after every operation."""
-
-    def __init__(self, count: Callable[[Any, tuple, dict[str, Any], Any], None]):
-        super().__init__()
-        self._count = count
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(_wraps(kind) for kind in types):
-            return NotImplemented  # a tensor made of others (DTensor): it comes back here with those
-        kwargs = kwargs or {}
-        if func.namespace == "prim":  # a fake tensor is asked for its device
-            return func(*args, **kwargs)
-        if _composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        out = func(*args, **kwargs)
-        self._count(func, args, kwargs, out)
-        return out
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether ``func`` makes nothing: a view of what it was given, or memory without content."""
-    returns = [result.alias_info for result in schema_of(func).returns]
-    aliases = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
-    return aliases or packet_of(func) in _FREE
-
-
-_composite, _wraps = cache(is_composite), cache(is_wrapper)
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not _wraps(type(tensor))
-
-
-def _key(tensor: Tensor) -> int:
-    return storage_id(tensor)
-
-
-def _weak(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-def _bytes(tensor: Tensor) -> int:
-    """An expanded tensor is no larger than the memory behind it."""
-    if not _has_storage(tensor):
-        return 0
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

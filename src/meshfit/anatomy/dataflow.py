@@ -1,8 +1,9 @@
 """One small forward, operation by operation: which values depend on parameters, on inputs, on random numbers."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from meshfit.anatomy.aten import SHAPED, OpTrace, Storage, StridedView, real
 from meshfit.anatomy.copies import converted, study, to_precision
 from meshfit.anatomy.record_program import tensors
-from meshfit.torch_private import Dropout, tree_leaves, tree_map
+from meshfit.torch_private.modules import Dropout
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 DOUBLE = 2**24
 """Parameters of the largest model that is recorded in double precision: 128 MiB of weights."""
@@ -57,7 +59,7 @@ class AtenTrace(OpTrace):
         ``model`` is left as it is.
 
         In double precision, where a difference is no matter of rounding; in single if the model refuses that or is
-        too large.
+        too large; as it is where it mixes precisions, and casts from one to another.
         """
         if isinstance(inputs, Arguments):
             args, kwargs = inputs.args, inputs.kwargs
@@ -66,14 +68,15 @@ class AtenTrace(OpTrace):
         else:
             args, kwargs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
 
-        def recorded(dtype: torch.dtype) -> AtenTrace:
-            cast = lambda x: to_precision(x.detach().cpu(), dtype).clone() if isinstance(x, Tensor) else x
-            return cls(_without_dropout(converted(study(model), dtype)), *tree_map(cast, (args, kwargs)))
+        def recorded(convert: Callable[[nn.Module], nn.Module], cast: Callable[[Tensor], Tensor]) -> AtenTrace:
+            own = lambda x: cast(x.detach().cpu()).clone() if isinstance(x, Tensor) else x
+            return cls(_without_dropout(convert(study(model))), *tree_map(own, (args, kwargs)))
 
-        if sum(parameter.numel() for parameter in model.parameters()) <= DOUBLE:
+        small = sum(parameter.numel() for parameter in model.parameters()) <= DOUBLE
+        for dtype in [torch.float64] * small + [torch.float32]:
             with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                return recorded(torch.float64)
-        return recorded(torch.float32)
+                return recorded(partial(converted, dtype=dtype), partial(to_precision, dtype=dtype))
+        return recorded(lambda module: module, lambda x: x)
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)

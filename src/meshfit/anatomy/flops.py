@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from meshfit.torch_private import (
+from meshfit.torch_private.kernels import (
     FUSED_ATTENTIONS,
     FUSED_ATTENTIONS_BACKWARD,
     GROUPED_PRODUCTS,
     RAGGED_ATTENTIONS,
     convolution_of_scripts,
     grouped_product,
-    qualified_name,
     recurrence_on_cuda,
     recurrence_on_cuda_backward,
     scaled_product,
 )
+from meshfit.torch_private.operators import qualified_name
 
 aten = torch.ops.aten
 Shape = Sequence[int]
@@ -92,6 +92,11 @@ _RECURRENT = {aten.mkldnn_rnn_layer, recurrence_on_cuda}
 
 _SAME = {"transformers::grouped_mm_fallback": grouped_product}
 """Operations of libraries, by the one of torch that they stand in for, with the same arguments."""
+
+
+def factors_of(op: Any) -> tuple[int, ...] | None:
+    """Places of the factors among the arguments of a product; None: it is none."""
+    return _FACTORS.get(op)
 
 
 def known_as(op: Any) -> Any:

@@ -15,27 +15,29 @@ Recurrent layers stay as they are: step by step on meta tensors, one kernel on d
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshfit.torch_private import (
+from meshfit.torch_private.kernels import (
     attention_by_products,
     attention_on_cpu,
     attention_on_cuda,
     attention_with_bias_on_cuda,
-    rms_norm_on_cuda,
-    unregister,
 )
+from meshfit.torch_private.operators import unregister
 
 aten = torch.ops.aten
 
 
 @contextmanager
-def standing_for(target: str) -> Iterator[None]:
-    """Within it, in every thread, meta tensors run by the kernels of ``target``: "cuda" or "cpu"."""
+def standing_for(target: str, *, half: bool = False) -> Iterator[None]:
+    """Within it, in every thread, meta tensors run by the kernels of ``target``: "cuda" or "cpu". ``half``: those of
+    fp32 stand for tensors of a half precision."""
     cuda = target == "cuda"
+    is_half = lambda query: query.element_size() == 2 or (half and query.dtype == torch.float32)
 
     def attention(
         query: Tensor,
@@ -48,7 +50,7 @@ def standing_for(target: str) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if not _fused(query, key, value, attn_mask, dropout_p, enable_gqa, cuda=cuda):
+        if not _fused(query, key, value, attn_mask, dropout_p, enable_gqa, cuda=cuda, half=is_half(query)):
             return attention_by_products(
                 *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
             )[0]
@@ -56,7 +58,7 @@ def standing_for(target: str) -> Iterator[None]:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         if not cuda:
             return attention_on_cpu(*(query, key, value, dropout_p, is_causal), attn_mask=attn_mask, scale=scale)[0]
-        if attn_mask is None and query.element_size() == 2:
+        if attn_mask is None and is_half(query):
             width, short = value.shape[-1], -value.shape[-1] % 8
             if short:
                 query, key, value = (F.pad(tensor, (0, short)) for tensor in (query, key, value))
@@ -72,7 +74,7 @@ def standing_for(target: str) -> Iterator[None]:
         )
 
     def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        return rms_norm_on_cuda(x, shape, weight, eps)[0]
+        return _FusedRMSNorm.apply(x, weight, len(shape))  # type: ignore[return-value]
 
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -85,13 +87,35 @@ def standing_for(target: str) -> Iterator[None]:
         unregister(library)
 
 
+class _FusedRMSNorm(torch.autograd.Function):
+    """Keeps what the kernel on GPUs keeps; on meta tensors torch has no such kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        scale = x.new_empty((*x.shape[: x.dim() - dims], *(1 for _ in range(dims))), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
 def _fused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, grouped: bool, *, cuda: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    grouped: bool,
+    *,
+    cuda: bool,
+    half: bool,
 ) -> bool:
     """Whether the device has one kernel for this attention."""
     if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]):
         return False
     if cuda:
-        half = query.element_size() == 2
         return query.dtype != torch.float64 and ((half and mask is None) or not grouped)
     return dropout == 0 and (mask is None or not mask.requires_grad)

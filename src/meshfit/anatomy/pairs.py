@@ -33,7 +33,7 @@ from torch import nn
 
 from meshfit.anatomy.dataflow import AtenTrace
 from meshfit.anatomy.pair_finder import Pair, PairFinder
-from meshfit.torch_private import Convolution
+from meshfit.torch_private.modules import Convolution
 
 MOST_OF_MODULE = 0.4
 """A pair that holds this share of the lowest module around it comes before larger ones that lie across modules."""

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 
 from meshfit.data import tree
 from meshfit.errors import in_short
-from meshfit.torch_private import STEP_HOOKS, without_step_hooks
+from meshfit.optimizers import Optimizers, needs_closure
+from meshfit.torch_private.optimizers import FUSED_OPTIMIZERS, STEP_HOOKS, without_step_hooks
 
 SCALES = (1.0, 1.0, 0.01, 30.0, 1.0, 1000.0, 1.0, 0.1, 1.0, 1.0)
 """Of the gradients, step by step: a norm that only acts above (or below) some bound is met on its other side too."""
@@ -86,8 +87,12 @@ class StateBytes:
         return tuple(one.of(shape) for one in kept)
 
 
-def probe_optimizer(optimizer: Optimizer) -> OptimizerKind:
+def probe_optimizer(optimizer: Optimizer | Optimizers) -> OptimizerKind:
     """Find out how ``optimizer`` bears being taken apart. It, its parameters and its state are left as they are."""
+    if isinstance(optimizer, Optimizers):
+        kinds = [probe_optimizer(one) for one in optimizer.each]
+        whys = "; ".join(kind.why for kind in kinds if kind.why)
+        return OptimizerKind(all(k.elementwise for k in kinds), all(k.separate for k in kinds), whys)
     name = type(optimizer).__name__
     with _quiet():
         tensors = [
@@ -123,9 +128,25 @@ def probe_optimizer(optimizer: Optimizer) -> OptimizerKind:
     return OptimizerKind(elementwise=not cut, separate=not turns, why="; ".join(filter(None, (cut, turns))))
 
 
-def state_bytes(optimizer: Optimizer) -> StateBytes:
-    """What ``optimizer`` keeps for a parameter once it has stepped twice, by a trial on small ones."""
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Whether it steps a tensor otherwise than piece by piece. Those with a fused kernel of torch's are not tried."""
+    if type(optimizer) in FUSED_OPTIMIZERS or needs_closure(optimizer):
+        return False
+    return not probe_optimizer(optimizer).elementwise
+
+
+def state_bytes(optimizer: Optimizer | Optimizers) -> StateBytes:
+    """What ``optimizer`` keeps for a parameter once it has stepped twice, by a trial on small ones. ``RuntimeError``:
+    one that evaluates the loss itself is not tried."""
     found: dict[tuple[int, str], tuple[StateTensor, ...]] = {}
+    for one in Optimizers.of(optimizer).each:
+        if needs_closure(one):
+            raise RuntimeError(f"{type(one).__name__} evaluates a loss, and there is none")
+        _add_state_bytes(one, found)
+    return StateBytes(found)
+
+
+def _add_state_bytes(optimizer: Optimizer, found: dict[tuple[int, str], tuple[StateTensor, ...]]) -> None:
     with _quiet():
         for kind in _kinds(optimizer):
             for dtype in kind.dtypes:
@@ -138,7 +159,6 @@ def state_bytes(optimizer: Optimizer) -> StateBytes:
                         continue  # takes no 1-D tensors, and holds none
                     key = dims, str(dtype).removeprefix("torch.")
                     found[key] = max(found.get(key, ()), kept, key=lambda k: sum(one.of(PRIMES[:dims]) for one in k))
-    return StateBytes(found)
 
 
 def bare_copy(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from meshfit import generators
 from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cost import Meter
+from meshfit.anatomy.meta_kernels import Remembered
 from meshfit.anatomy.record_atoms import choose
 from meshfit.anatomy.record_build import built
 from meshfit.anatomy.record_forward import Recorder
@@ -40,7 +41,7 @@ from meshfit.anatomy.trace import Dynamic, EventCost
 from meshfit.data import tree
 from meshfit.errors import in_short
 from meshfit.patches import replaced
-from meshfit.torch_private import COMPILER
+from meshfit.torch_private.compilation import COMPILER
 
 __all__ = ["Recording", "TraceError", "record"]
 
@@ -201,6 +202,7 @@ class _Attempt:
         with contextlib.ExitStack() as stack:
             if not self.real:
                 stack.enter_context(torch.device("meta"))
+                stack.enter_context(Remembered())
             if self.way == "compiling":
                 stack.enter_context(_compiling())
             stack.enter_context(_eager())

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit import generators
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.record_known import GlueError, Known, Origin, above, line_of_call, storage
 from meshfit.anatomy.record_meta import DEVICES, all_on_meta, on_meta, on_zeros
 from meshfit.anatomy.record_program import (
+    Apply,
     AttributeRef,
     Get,
     Instruction,
@@ -31,15 +33,10 @@ from meshfit.anatomy.replay import Environment, run
 from meshfit.anatomy.trace import Dynamic
 from meshfit.data import tree
 from meshfit.errors import in_short
-from meshfit.generators import Generators
-from meshfit.torch_private import (
-    checkpoint_now,
-    in_function_transform,
-    own_buffers,
-    schema_of,
-    version,
-    without_torch_function,
-)
+from meshfit.torch_private.autograd import checkpoint_now
+from meshfit.torch_private.modules import own_buffers
+from meshfit.torch_private.operators import in_function_transform, schema_of, without_torch_function
+from meshfit.torch_private.tensors import version
 
 READS = {
     **{"item": ".item()", "__bool__": "bool(tensor)", "__int__": "int(tensor)", "__float__": "float(tensor)"},
@@ -49,7 +46,6 @@ READS = {
 }
 """Functions whose result is a value in Python, and how the code spells them."""
 
-CPU = torch.device("cpu")
 SIZES = ("shape", "size", "numel", "__len__", "stride", "nelement")
 
 
@@ -91,7 +87,7 @@ class Recorder(TorchFunctionMode, Known):
 
     def start(self) -> None:
         """Take switches and random state as they are now for those of the start."""
-        self.start_mode, self.draws = current_mode(), Generators(CPU)
+        self.start_mode, self.draws = current_mode(), generators.places()
 
     # Steps
 
@@ -126,7 +122,8 @@ class Recorder(TorchFunctionMode, Known):
         if self.meta:
             args, kwargs = on_meta(args), on_meta(kwargs)
         result = self._run(step.number, call, args, kwargs, module)
-        self.draws = Generators(CPU)  # a module may draw as it likes: at replay it does so again
+        if module is not None or isinstance(target, Apply):  # it may draw as it likes: at replay it does so again
+            self.draws = generators.places()
         if self.looked and module is not None and any(isinstance(leaf, int | float) for leaf in tree.leaves(result)):
             self.fail(f"{name} returns numbers that it reads from tensors")  # another batch has others
         found = made(result, (args, kwargs), {id(tensor) for tensor in given})
@@ -327,6 +324,8 @@ class Recorder(TorchFunctionMode, Known):
             return self.read(func, READS[name], args, kwargs)
         if name == "_assert" and isinstance(args[0], Tensor):
             return None  # it says something of values, and makes none
+        if name == "register_hook":
+            self.fail("a hook is registered on the gradient of a tensor")  # it is no step, and would be lost
         if name in ("__repr__", "__format__", "__str__"):
             return func(*args, **kwargs)
         result = self.glue(func, name.strip("_") if name.endswith("__") else name, func, args, kwargs)
@@ -349,8 +348,8 @@ class Recorder(TorchFunctionMode, Known):
                     self.dark[storage(tensor)] = str(func)
 
     def check_draws(self) -> None:
-        if self.draws.moved_others:
-            self.draws = Generators(CPU)
+        if (now := generators.places()) != self.draws:
+            self.draws = now
             self.dynamic[Dynamic(self.inside, line_of_call(), "random number in Python", "random")] = None
             self.fail("Python draws a random number")
 

@@ -28,7 +28,8 @@ from meshfit.anatomy.record_program import (
     contents,
     rebuilt,
 )
-from meshfit.torch_private import own_buffers, own_parameters, storage_id
+from meshfit.torch_private.modules import own_buffers, own_parameters
+from meshfit.torch_private.tensors import storage_id
 
 OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, patches.__file__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_program import tensors
-from meshfit.torch_private import without_torch_function
+from meshfit.torch_private.operators import without_torch_function
 
 DEVICES: dict[str, Callable[[torch.device], Any]] = {
     "device": lambda device: device,

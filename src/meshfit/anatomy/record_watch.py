@@ -7,8 +7,8 @@ operators                 below all: which calls draw random numbers, and what i
 import                    a module that a forward imports makes its constants for everybody, not on meta
 """
 
-import builtins
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ from meshfit.anatomy.record_known import OWN, GlueError
 from meshfit.anatomy.record_program import Apply
 from meshfit.errors import in_short
 from meshfit.patches import replaced
-from meshfit.torch_private import TorchDispatchMode, watched_functions, without_torch_function
+from meshfit.torch_private.autograd import watched_functions
+from meshfit.torch_private.operators import TorchDispatchMode, without_torch_function
 
 
 class Operators(TorchDispatchMode):
@@ -77,12 +78,13 @@ def watched(recorder: Recorder) -> Iterator[None]:
             recorder.set(path, name, value)
         module_set(module, name, value)
 
-    def imported(import_module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def imported(load: Callable[..., Any], *args: Any) -> Any:
+        """Called for a module that is not there yet: every operator on meta tensors imports some that are."""
         with without_torch_function():  # nor is meta the default device here
-            return import_module(*args, **kwargs)
+            return load(*args)
 
     with (
-        replaced(builtins, "__import__", lambda real: partial(imported, real)),
+        replaced(importlib._bootstrap, "_find_and_load", lambda real: partial(imported, real)),  # type: ignore[attr-defined]
         replaced(nn.Module, "__call__", lambda real: partial(call, real)),
         replaced(nn.Module, "__setattr__", lambda real: partial(set_attribute, real)),
         watched_functions(applied),

@@ -5,7 +5,10 @@ them (the functions that the code of larger modules calls by itself). Values are
 events. Everything is plain data: it can be compared, printed, sent to another process, and costs nothing to keep.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from meshfit.anatomy.operations import Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,23 @@ class EventCost:
     kept: int = 0
     """Activation bytes that autograd keeps for backward, beyond parameters and the model's inputs."""
 
+    rounded: int = 0
+    """Bytes of the copies of its parameters in half precision that autocast makes, and autograd keeps."""
+
+    passed: int = 0
+    """Bytes of gradients of activations, at their most, while autograd goes through it: an operation's, in and out."""
+
     uses: tuple[StorageUse, ...] = field(default=(), compare=False, repr=False)
     """Of one event, for those who ask what would be kept if some of it were computed again; a sum has none."""
+
+    forward: tuple[Operation, ...] = field(default=(), repr=False)
+    """Operations of one event with their shapes, where they were asked for; a sum has none."""
+
+    backward: tuple[Operation, ...] = field(default=(), repr=False)
+    """Those that autograd runs because of it."""
+
+    again: tuple[Operation, ...] = field(default=(), repr=False)
+    """Of ``forward``, what backward computes again."""
 
     def __add__(self, other: "EventCost") -> "EventCost":
         return EventCost(
@@ -79,6 +97,8 @@ class EventCost:
             self.bytes_read + other.bytes_read,
             self.bytes_written + other.bytes_written,
             self.kept + other.kept,
+            self.rounded + other.rounded,
+            max(self.passed, other.passed),
         )
 
 
@@ -128,6 +148,12 @@ class Parameter:
     dtype: str
     bytes: int
     trained: bool
+    stepped: str = ""
+    """The dtype of its gradient, and in which it is stepped; "": its own."""
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.bytes * 2 if self.stepped == "float32" and self.dtype == "bfloat16" else self.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,3 +219,34 @@ class Trace:
     @property
     def parameter_bytes(self) -> int:
         return sum(parameter.bytes for parameter in self.parameters.values())
+
+
+def only(trace: Trace, some: Iterable[int]) -> Trace:
+    """What some events of ``trace`` do, as a trace of its own."""
+    kept = sorted(some)
+    place = {old: new for new, old in enumerate(kept)}
+    events = tuple(replace(trace.events[i], index=place[i]) for i in kept)
+    used = {id for event in events for id in (*event.reads, *event.writes, *event.mutates)}
+    values = {
+        id: replace(
+            value,
+            made_by=place.get(value.made_by, -1 if value.made_by >= 0 else value.made_by),
+            used_by=tuple(place[i] for i in value.used_by if i in place),
+        )
+        for id, value in trace.values.items()
+        if id in used
+    }
+    named = {name for event in events for name in event.parameters}
+    buffers = {name for event in events for name in event.buffers}
+    made = {id for event in events for id in event.writes}
+    return replace(
+        trace,
+        events=events,
+        values=values,
+        inputs=tuple(id for id, value in values.items() if id not in made),
+        outputs=tuple(id for id in trace.outputs if id in made),
+        parameters={name: p for name, p in trace.parameters.items() if name in named},
+        buffers={name: b for name, b in trace.buffers.items() if name in buffers},
+        ties={name: first for name, first in trace.ties.items() if first in named},
+        blocks=(),
+    )

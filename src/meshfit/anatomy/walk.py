@@ -26,7 +26,7 @@ from meshfit.anatomy.shares import (
     owners_of,
     same_owners,
 )
-from meshfit.torch_private import tree_leaves, tree_unflatten
+from meshfit.torch_private.trees import tree_leaves, tree_unflatten
 
 LONGEST_WALK = 1500
 """Operations after which a parameter is given up."""

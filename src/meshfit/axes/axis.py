@@ -22,7 +22,7 @@ from meshfit.plan import Plan
 if TYPE_CHECKING:
     from meshfit.anatomy.record import Recording
     from meshfit.axes.find import Study
-    from meshfit.axes.pipeline.axis import Inner
+    from meshfit.axes.pipeline.stages import Inner
     from meshfit.axes.place import Placed
     from meshfit.axes.tensor.region import Cut
     from meshfit.plan_cost import Costing
@@ -108,8 +108,9 @@ class Applied:
         """How much this rank's part counts in a sum over the axis in which every element counts once."""
         return 1 / self.degree
 
-    def sum_partial(self) -> None:
-        """Sum the gradients of which several ranks of the axis hold a term: once a step, before they are read."""
+    def after_backward(self) -> None:
+        """After the last backward of a step, before gradients are read: sum those of which several ranks of the axis
+        hold a term; tell what was seen in the step."""
 
     def whole(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """``tensor`` (the parameter, its gradient, a moment) put together from all ranks, which call it together."""
@@ -125,9 +126,6 @@ class Applied:
 
     def changed(self) -> None:
         """Weights were changed by other means than a step."""
-
-    def stepped(self) -> None:
-        """All gradients of a step are summed."""
 
     def undo(self) -> None:
         """Leave the model whole, with its own forwards. All ranks call it together."""

@@ -1,12 +1,13 @@
 """A model that was built on meta: what plans are tried on, and how each rank comes to its part of the weights.
 
 The first rank makes one parameter at a time (deferred.py) and sends it to all; each keeps its part. So no rank ever
-holds more than its part and one parameter, and all have the weights of the first, however each built the model.
+holds more than its part and one parameter, and all have the weights of the first, however each built the model. What
+each rank reads from a file by itself is not made (checkpoint/initial.py).
 """
 
 import re
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.anatomy.copies import copied
+from meshfit.axes.shard.gather import Shards
+from meshfit.comm.objects import broadcast_object
 from meshfit.deferred import Deferred
 from meshfit.errors import JobError
-from meshfit.torch_private import set_data
 
 if TYPE_CHECKING:
     from meshfit.axes.place import Placed
@@ -51,24 +53,26 @@ def rehearsal(deferred: Deferred | None) -> nn.Module:
     return copied(deferred.model, memo)
 
 
-def check_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
+def check_alike(deferred: Deferred, group: dist.ProcessGroup) -> None:
     """Refuse to go on where ranks have built different models: they would wait for each other in vain."""
+    model = deferred.model
     mine = [
-        (name, tuple(t.shape), t.dtype, t.is_meta) for name, t in (*model.named_parameters(), *model.named_buffers())
+        (name, tuple(t.shape), t.dtype, t.is_meta, t in deferred.sources)
+        for name, t in (*model.named_parameters(), *model.named_buffers())
     ]
-    first = [mine]
-    dist.broadcast_object_list(first, group=group, group_src=0)
-    if first[0] != mine:
-        differs = next((b for a, b in zip(first[0], mine, strict=False) if a != b), None)
+    first = broadcast_object(mine, group)
+    if first != mine:
+        differs = next((b for a, b in zip(first, mine, strict=False) if a != b), None)
         raise JobError(
             "the function given as model= builds another model on this rank than on the first",
-            f"{len(first[0])} tensors there, {len(mine)} here" + (f"; {differs[0]} differs" if differs else ""),
+            f"{len(first)} tensors there, {len(mine)} here" + (f"; {differs[0]} differs" if differs else ""),
             "it must build the same one in every process",
         )
 
 
-def fill(placed: "Placed", deferred: Deferred) -> None:
-    """Give every parameter that was on meta its values: all ranks call it together."""
+def fill(placed: "Placed", deferred: Deferred, besides: Collection[Tensor] = ()) -> None:
+    """Give every parameter that was on meta its values, ``besides`` those that have them: all ranks call it together,
+    with the same ones."""
     group, device = placed.mesh.world, placed.device
     assert group is not None
     parameters, held = deferred.parameters, set(placed.model.parameters())
@@ -84,17 +88,17 @@ def fill(placed: "Placed", deferred: Deferred) -> None:
         p = parameters[number]
         if p in held:
             for layer in placed.layers.values():
-                whole = layer.part(p, whole)
+                whole = layer.part(p, whole, copies=False) if isinstance(layer, Shards) else layer.part(p, whole)
             p.data.copy_(whole)
 
     with torch.no_grad():
         if dist.get_rank(group) == 0:
             numbers: dict[Tensor, int] = {p: i for i, p in enumerate(parameters)}
-            for p, whole in deferred.values(_now_and_then(lambda: announce(-1))):
+            for p, whole in deferred.values(_now_and_then(lambda: announce(-1)), besides=besides):
                 announce(numbers[p])
-                take(numbers[p], whole.to(device).contiguous())
+                take(numbers[p], whole.to(device, parameters[numbers[p]].dtype).contiguous())
         else:
-            for _ in parameters:
+            for _ in range(sum(p not in besides for p in parameters)):
                 announce(-1)
                 while (number := int(header)) < 0:
                     announce(-1)
@@ -112,10 +116,3 @@ def _now_and_then(act: Callable[[], None]) -> Callable[[], None]:
             last = time.monotonic()
 
     return told
-
-
-def materialise(deferred: Deferred) -> nn.Module:
-    """The whole model, as it is built plainly."""
-    for p, values in list(deferred.values()):
-        set_data(p, values)  # type: ignore[arg-type]
-    return deferred.model

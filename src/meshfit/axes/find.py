@@ -16,11 +16,12 @@ from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Axis
 from meshfit.axes.order import ORDER
-from meshfit.axes.pipeline.axis import Inner
+from meshfit.axes.pipeline.stages import Inner
 from meshfit.axes.shard.units import traced
 from meshfit.data import tree
-from meshfit.errors import PlanError
+from meshfit.errors import MeshfitError, PlanError
 from meshfit.plan import Plan
+from meshfit.step import parted
 
 Objective = Callable[[nn.Module, Any], Any]
 
@@ -76,11 +77,13 @@ class Study:
     @cached_property
     def trace(self) -> Trace | TraceError:
         """One step, recorded without arithmetic."""
-        return traced(self.model, self.objective, self.batch, device=self.device)
+        return traced(self.model, self.objective, self.batch, device=self.device, plan=self.plan)
 
     @cached_property
     def few(self) -> Any:
         """A few samples, for trials."""
+        if tree.by_sample(self.batch) is not None:
+            return tree.rows(self.batch, slice(0, TRIED), tree.size(self.batch))
         there = max((len(t) for t in tree.tensors(self.batch) if t.dim()), default=0)
         return tree.map_tensors(lambda t: t[:TRIED] if t.dim() and len(t) == there else t, self.batch)
 
@@ -105,6 +108,24 @@ class Study:
                 str(error),
                 "data= and shard= take the model as it is",
             ) from error.__cause__
+        except Exception as error:
+            if isinstance(error, MeshfitError) or self.device == "cpu" or not self._fails_on_cpu():
+                raise
+            raise PlanError(
+                f"{self.plan}: splits are found by trials on the CPU, on which a step of this model fails",
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                "data= and shard= take the model as it is",
+            ) from error
+
+    def _fails_on_cpu(self) -> bool:
+        """Whether the model's own step does, unchanged: a kernel of GPUs alone, FlexAttention's backward."""
+        try:
+            with torch.enable_grad():
+                self.loss(self.model, self.few).backward()
+        except Exception:
+            return True
+        self.model.zero_grad(set_to_none=True)
+        return False
 
 
 def find(
@@ -121,6 +142,7 @@ def find(
 
 def as_number(result: Any) -> Tensor:
     """The result of a step, as one number for backward."""
+    result, _ = parted(result)
     if isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[0], Tensor) and not result[0].dim():
         return result[0]  # a sum, and what it is over
     if isinstance(own := getattr(result, "loss", None), Tensor):  # of Hugging Face's models

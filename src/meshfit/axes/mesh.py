@@ -26,8 +26,9 @@ TOGETHER = (
     ("data", "expert", "context"),
     ("data", "shard", "context"),
     ("pipeline", *SHARES),
+    ("shard", "expert", "tensor"),
 )
-"""Sets of axes over which gradients, losses or metrics are summed."""
+"""Sets of axes over which gradients, losses or metrics are summed, or parameters cut."""
 
 OWN_EXPERT = frozenset({"expert", "all_to_all"})
 """The expert axis again, in a group without gradient traffic: see axes/expert/travel.py."""
@@ -60,12 +61,12 @@ class Mesh:
     """Which part of a batch this rank takes."""
     has_results: bool = True
     """Whether this rank reports what the model returns."""
-    made: tuple[Group, ...] = ()
-    """Groups that were created for it, and are not the world's."""
+    made: list[Group] = field(default_factory=list)
+    """Groups that were created for it, and are not the world's; none once it is closed."""
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, size: int) -> "Mesh":
-        """All ranks call it together."""
+    def of(cls, plan: Plan, rank: int, size: int, *, two_sums: bool = False) -> "Mesh":
+        """All ranks call it together. ``two_sums``: gradients are summed over two communicators in turn, as on GPUs."""
         if size == 1:
             return cls()
         degrees = {axis: getattr(plan, axis) for axis in DEGREES}
@@ -90,7 +91,7 @@ class Mesh:
             groups[OWN_EXPERT] = along(frozenset({"expert"}))
         if plan.shard > 1:
             groups[SCATTER_SHARD] = along(frozenset({"shard"}))
-        elif summing := used.intersection((*SHARES, "context")):
+        elif two_sums and (summing := used.intersection((*SHARES, "context"))):
             groups[SECOND_SUM] = along(summing)
         last = rank_of(plan.schedule, plan.pipeline, plan.pipeline * usual_chunks(plan.schedule) - 1)
         return cls(
@@ -98,7 +99,7 @@ class Mesh:
             groups=groups,
             batch=RankGroup.of(groups.get(used.intersection(SHARES))),
             place=place,
-            made=tuple(made),
+            made=made,
             rank=rank,
             part=place["pipeline"] * plan.branch + place["branch"],
             share=(place["data"] * plan.shard + place["shard"]) * plan.expert + place["expert"],
@@ -123,3 +124,4 @@ class Mesh:
     def close(self) -> None:
         """Destroy its groups. All ranks call it together, when no collective is under way."""
         destroy(self.made)
+        self.made.clear()

@@ -3,14 +3,13 @@
 What they need to know of the model is found before: see find.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_build import tied
@@ -28,7 +27,7 @@ from meshfit.axes.forward import is_wrapped, unwrap
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.order import ORDER
 from meshfit.axes.partition import Partition
-from meshfit.axes.pipeline.axis import Staged
+from meshfit.axes.pipeline.staged import Staged
 from meshfit.axes.pipeline.weights import collect
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.gather import Shards
@@ -36,9 +35,11 @@ from meshfit.axes.tensor.axis import splits_sequence
 from meshfit.axes.tensors import check_ties, parameters_to
 from meshfit.comm.first import from_first_rank
 from meshfit.comm.group import Group
+from meshfit.comm.objects import all_gather_object
 from meshfit.deferred import Deferred
 from meshfit.launch import heap
 from meshfit.plan import Plan
+from meshfit.quantised import states_to
 
 L = TypeVar("L", bound=Applied)
 
@@ -63,6 +64,13 @@ class Placed:
     notes: list[str] = field(default_factory=list)
     written: Written = field(default_factory=Written)
     """Buffers that a forward writes, but for BatchNorm's."""
+    prepared: ExitStack = field(default_factory=ExitStack)
+    """What stays as long as the model is laid out."""
+
+    def __post_init__(self) -> None:
+        self.prepared.enter_context(Precision(self.plan.precision).prepared(self.device))
+        if self.plan.precision == "fp8" and self.device.type == "cpu":
+            self.notes.append("precision=fp8: products are emulated on CPUs, which is slow")
 
     def layer(self, kind: type[L]) -> L | None:
         return next((layer for layer in self.layers.values() if isinstance(layer, kind)), None)
@@ -104,6 +112,7 @@ class Placed:
     def plain(self) -> bool:
         """Whether nothing acts inside the model: only then can it be compiled as a whole."""
         acts = self.shards is not None or any(layer.spreads for layer in self.layers.values())
+        acts = acts or self.plan.offloads("activations")
         return not acts and not any(is_wrapped(module) for module in self.model.modules())
 
     @contextmanager
@@ -147,10 +156,13 @@ class Placed:
             found |= {name: known[tensor] for name, tensor in names if tensor in known}
         return found if keep else {}
 
-    def wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    def wholes(
+        self, mine: dict[str, dict[str, Tensor]], uncut: Collection[Tensor] = ()
+    ) -> dict[str, dict[str, Tensor]]:
         """Tensors that go with parameters (gradients, optimizer state), whole, on the CPU: by the parameter's name,
-        then by a name of their own. A rank without a slice of a parameter may lack them. All ranks call it together."""
-        return self._collected(self._wholes(mine), keep=True)
+        then by a name of their own. A rank without a slice of a parameter may lack them. ``uncut``: parameters whose
+        tensors one rank has whole. All ranks call it together."""
+        return self._collected(self._wholes(mine, uncut), keep=True)
 
     def _collected(self, mine: dict[str, dict[str, Tensor]], keep: bool) -> dict[str, dict[str, Tensor]]:
         """``mine`` together with that of the ranks that hold other modules."""
@@ -159,7 +171,7 @@ class Placed:
             mine = collect(mine, partition.owners, partition.group, keep=keep or partition is not self.partitions[0])
         return mine
 
-    def _wholes(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    def _wholes(self, mine: dict[str, dict[str, Tensor]], uncut: Collection[Tensor]) -> dict[str, dict[str, Tensor]]:
         """Of the parameters of this rank."""
         named = dict(self.model.named_parameters())
         if self.shards is None and not any(layer.cuts for layer in self.layers.values()):
@@ -168,12 +180,9 @@ class Placed:
         for name, many in mine.items():
             p = named[name]
             if p.numel() or not (self.shards and p in self.shards.place):  # else no optimizer ever steps it
-                alike = {key: t.dim() and t.numel() == p.numel() for key, t in many.items()}
+                alike = {key: p not in uncut and t.dim() and t.numel() == p.numel() for key, t in many.items()}
                 said[name] = {key: t.dtype if alike[key] else t.cpu() for key, t in many.items()}
-        every: list[Any] = [said]
-        if self.mesh.world is not None:
-            every *= dist.get_world_size(self.mesh.world)
-            dist.all_gather_object(every, said, group=self.mesh.world)
+        every = [said] if self.mesh.world is None else all_gather_object(said, self.mesh.world)
         found: dict[str, dict[str, Tensor]] = {}
         for name, p in named.items():
             for key in dict.fromkeys(key for each in every for key in each.get(name, {})):
@@ -213,6 +222,7 @@ class Placed:
     def _end(self) -> None:
         for config in self.caches:
             config.use_cache = True
+        self.prepared.close()
         self.mesh.close()
 
 
@@ -232,6 +242,7 @@ def place(
     few: Callable[[], Any],
     same: bool,
     deferred: Deferred | None = None,
+    read: Callable[[Placed], Collection[Tensor]] = lambda placed: (),
     before_cut: Callable[[Callable[[], nn.Module]], None] = lambda tried: None,
     trains: bool = True,
     drops: bool = False,
@@ -239,47 +250,89 @@ def place(
 ) -> Placed:
     """Lay ``model`` out under ``plan``, in place. ``few`` gives some samples, for tracing a step.
 
-    ``deferred``: ``model`` is on meta, and its weights come from there. ``before_cut`` is called while the parameters
+    ``deferred``: ``model`` is on meta, and its weights come from there, but for those that ``read`` puts in place: it
+    returns which, the same on all ranks. ``before_cut`` is called while the parameters
     still have the shapes of the whole, which an optimizer made there sees. It is given what returns a model with
     values, to try things on: the first rank alone calls it where ``model`` has none.
     ``drops``: a step may be dropped after its forward. ``joins``: workers may come later.
     """
-    caches, found, written = _without_caches(model), Findings(), Written()
-    used = [axis for axis in ORDER if axis.on(plan, model, device.type)]
-    # stays in host memory at first: parts of it go to devices
-    stays = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.partitions_modules
-    rehearsed = cache(partial(rehearsal, deferred))
-    tried: Callable[[], nn.Module] = rehearsed if deferred is not None else lambda: model
-    if deferred is not None:
-        assert mesh.world is not None
-        check_alike(model, mesh.world)
-    elif not stays and plan.context == 1:
-        model.to(device)
-    if trains and (plan.devices > 1 or plan.server or plan.microbatches > 1 or drops):
-        arithmetic = lambda: Precision(plan.precision).arithmetic(device)
-        asks = plan.buffers == "exact"
-        written = from_first_rank(
-            lambda: find_written(model, objective, few, device, arithmetic, tries=asks, tried=tried), mesh.world
-        )
-        check_buffers.check(plan, written, by_rows=splits_sequence(plan, device.type), joins=joins)
-    if any(type(axis).find is not Axis.find for axis in used):
-        kept = [writer.path for writer in written.writers if check_buffers.splits(plan)]
-        shapes = deferred is not None and not (plan.tensor > 1 or plan.expert > 1 or plan.context > 1)
-        looked_at = (lambda: model) if shapes and not plan.partitions_modules else tried
-        found = from_first_rank(lambda: find(plan, looked_at(), objective, few(), device.type, kept), mesh.world)
-    if not stays and deferred is None:
-        model.to(device)
-    if not same:
-        broadcast(model, mesh, device)
-    before_cut(tried)
-    if rehearsed.cache_info().currsize:  # the model that plans were tried on is let go
-        rehearsed.cache_clear()
-        heap.give_back()
-    placed = Placed(plan, model, mesh, device, found.values, caches=caches, written=written)
-    placed.notes += [*found.notes, *([CACHES_OFF] if caches else []), *check_buffers.notes(plan, written)]
+    placed = Placed(plan, model, mesh, device, caches=_without_caches(model))
+    try:
+        used = [axis for axis in ORDER if axis.on(plan, model, device.type)]
+        # stays in host memory at first: parts of it go to devices
+        stays = plan.cuts or plan.tensor > 1 or plan.expert > 1 or plan.partitions_modules
+        rehearsed = cache(partial(rehearsal, deferred))
+        tried: Callable[[], nn.Module] = rehearsed if deferred is not None else lambda: model
+        if deferred is not None:
+            assert mesh.world is not None
+            check_alike(deferred, mesh.world)
+        elif not stays and plan.context == 1:
+            model.to(device)
+        if trains and (plan.devices > 1 or plan.server or plan.microbatches > 1 or drops):
+            placed.written = _find_written(placed, objective, few, tried, joins=joins)
+        found = Findings()
+        if any(type(axis).find is not Axis.find for axis in used):
+            found = _find(placed, objective, few, tried, on_meta=deferred is not None)
+        placed.found = found.values
+        placed.notes += [*found.notes, *([CACHES_OFF] if placed.caches else [])]
+        placed.notes += check_buffers.notes(plan, placed.written)
+        if not stays and deferred is None:
+            model.to(device)
+        if not same:
+            broadcast(model, mesh, device)
+        before_cut(tried)
+        if rehearsed.cache_info().currsize:  # the model that plans were tried on is let go
+            rehearsed.cache_clear()
+            heap.give_back()
+        _apply(placed, used)
+        if deferred is not None:
+            fill(placed, deferred, read(placed))
+        look_away_from(placed.buffers)
+    except BaseException:
+        placed.close()
+        raise
+    return placed
+
+
+def _find_written(
+    placed: Placed,
+    objective: Callable[[nn.Module, Any], Any],
+    few: Callable[[], Any],
+    tried: Callable[[], nn.Module],
+    *,
+    joins: bool,
+) -> Written:
+    """The buffers that a forward writes, checked: the plan can keep them as one device would."""
+    plan, model, device = placed.plan, placed.model, placed.device
+    arithmetic, asks = lambda: Precision(plan.precision).arithmetic(device), plan.buffers == "exact"
+    written = from_first_rank(
+        lambda: find_written(model, objective, few, device, arithmetic, tries=asks, tried=tried), placed.mesh.world
+    )
+    check_buffers.check(plan, written, by_rows=splits_sequence(plan, device.type), joins=joins)
+    return written
+
+
+def _find(
+    placed: Placed,
+    objective: Callable[[nn.Module, Any], Any],
+    few: Callable[[], Any],
+    tried: Callable[[], nn.Module],
+    *,
+    on_meta: bool,
+) -> Findings:
+    """What the axes act on, found by the first rank."""
+    plan, model, kind = placed.plan, placed.model, placed.device.type
+    kept = [writer.path for writer in placed.written.writers if check_buffers.splits(plan)]
+    shapes = on_meta and not (plan.tensor > 1 or plan.expert > 1 or plan.context > 1)
+    looked_at = (lambda: model) if shapes and not plan.partitions_modules else tried
+    return from_first_rank(lambda: find(plan, looked_at(), objective, few(), kind, kept), placed.mesh.world)
+
+
+def _apply(placed: Placed, used: Iterable[Axis]) -> None:
+    """The axes, from the outside in."""
     for axis in used:
         ties = tied(placed.model)
-        layer = axis.apply(placed, found.values.get(axis.word))
+        layer = axis.apply(placed, placed.found.get(axis.word))
         if layer is not None:
             placed.layers[axis.word] = layer
         if isinstance(layer, Partition):
@@ -287,12 +340,9 @@ def place(
         else:
             check_ties(placed.model, ties)
     if placed.shards is None:
-        parameters_to(placed.model, device)
-        placed.model.to(device)
-    if deferred is not None:
-        fill(placed, deferred)
-    look_away_from(placed.buffers)
-    return placed
+        parameters_to(placed.model, placed.device)
+        placed.model.to(placed.device)
+    states_to(placed.model, placed.device)
 
 
 CACHES_OFF = (

@@ -7,6 +7,7 @@ Random numbers have no part in it: dropout is left out, what else is drawn is th
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from meshfit.anatomy.copies import sharing
 from meshfit.axes.spec import whole_output
 from meshfit.comm.group import ThreadGroup, in_threads
 from meshfit.errors import in_short
-from meshfit.torch_private import tree_flatten, tree_unflatten
+from meshfit.torch_private.trees import tree_flatten, tree_unflatten
 
 R = TypeVar("R")
 
@@ -30,6 +31,12 @@ Given = tuple[tuple, dict[str, Any]]
 
 class Refused(Exception):
     """The parts do not compute what the whole computes; with the reason."""
+
+
+def forgotten(refused: Refused) -> Refused:
+    """The reason alone: where it was found holds on to all that was computed."""
+    refused.__cause__ = refused.__context__ = None
+    return refused.with_traceback(None)
 
 
 @dataclass(eq=False)
@@ -163,7 +170,7 @@ def size_of(x: Tensor) -> float:
 def summed(grads: Iterable[Tensor | None]) -> Tensor | None:
     """The sum of several ranks' gradients of one parameter."""
     there = [grad for grad in grads if grad is not None]
-    return torch.stack(there).sum(0) if there else None
+    return functools.reduce(torch.add, there) if there else None
 
 
 def tensors_of(out: Any) -> list[Tensor]:

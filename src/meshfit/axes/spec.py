@@ -5,7 +5,7 @@ index along the same axes, and builds the tensor again over its own group.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,13 @@ class SplitTensor(Tensor):
     axis: ClassVar[str]
     """The axis over which it is split."""
 
+    group: Group
+
+    @property
+    def split_dim(self) -> int:
+        """The dim of which each rank has a part."""
+        raise NotImplementedError
+
     def whole(self) -> Tensor:
         """All of it, gathered from all ranks, which call it together."""
         raise NotImplementedError
@@ -32,6 +39,15 @@ class SplitTensor(Tensor):
     @classmethod
     def from_local(cls, local: Tensor, group: Group, how: Any) -> Tensor:
         """The inverse of ``to_local``."""
+        raise NotImplementedError
+
+    def like(self, local: Tensor) -> Tensor:
+        """Another, split as this one is, of which this rank has ``local``."""
+        raise NotImplementedError
+
+    def on_local(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """What ``function`` makes of this rank's part, split as this one is; it leaves the dim that is split alone. So
+        an axis acts inside another: the part may be split again."""
         raise NotImplementedError
 
 

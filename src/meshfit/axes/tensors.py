@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_build import tied
-from meshfit.torch_private import own_buffers, set_data
+from meshfit.torch_private.modules import own_buffers
+from meshfit.torch_private.tensors import set_data
 
 
 def check_ties(model: nn.Module, ties: dict[str, str]) -> None:

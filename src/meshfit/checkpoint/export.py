@@ -1,26 +1,28 @@
-"""Weights for others: one safetensors file, or Hugging Face's layout, under the model's own names. Read and written in
-parts of some MiB, whatever the size of the model. Tied weights are there once; the file's metadata says which they are.
+"""Weights into safetensors files: one, or several and an index, as Hugging Face has them. Written as they come, in
+parts or tensor by tensor, whatever the size of the model. Tied weights are there once; a file's metadata names them.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from meshfit.arguments import check_local
+from meshfit.arguments import check_text
 from meshfit.checkpoint.box import sizes, slabs, whole
-from meshfit.checkpoint.files import Files
-from meshfit.checkpoint.manifest import Stored
-from meshfit.checkpoint.outside import INDEX, open_weights
-from meshfit.checkpoint.read import AT_ONCE, Tensors
+from meshfit.checkpoint.files import Files, open_files
+from meshfit.checkpoint.outside import AS_IS, INDEX, open_weights
+from meshfit.checkpoint.read import AT_ONCE
 from meshfit.checkpoint.tensorfile import header
 from meshfit.errors import CheckpointError
 
 SHARD = 5 * 10**9
 """Bytes of a file in Hugging Face's layout."""
+
+Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Tensors to be written: dtype and shape, by name."""
 
 
 def export(
@@ -31,34 +33,86 @@ def export(
     dtype: torch.dtype | None = None,
     shard: int = SHARD,
     told: Callable[[int], None] = lambda done: None,
-) -> list[Path]:
+) -> list[Path | str]:
     """Write the weights at ``source`` to ``target``: a file if it is called .safetensors, else a folder in Hugging
     Face's layout. ``dtype``: cast floating point to it. The files that were written; nothing is overwritten."""
-    check_local("target", target)
     tensors, ties = open_weights(source, kind)
-    target = Path(target)
-    stored = tensors.stored
-    metadata = {"format": "pt", **{name: kept for name, kept in ties.items() if kept in stored}}
-    if target.suffix == ".safetensors":
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _write(tensors, list(stored), target, metadata, dtype, told)
-        return [target]
-    target.mkdir(parents=True, exist_ok=True)
-    groups = shards({key: _size(each, dtype) for key, each in stored.items()}, shard)
-    if len(groups) == 1:
-        _write(tensors, groups[0], target / "model.safetensors", metadata, dtype, told)
-        return [target / "model.safetensors"]
-    written, index = [], {}
-    for i, keys in enumerate(groups):
-        name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-        here = {key: value for key, value in metadata.items() if key == "format" or value in keys}
-        _write(tensors, keys, target / name, here, dtype, told)
-        written.append(target / name)
-        index |= dict.fromkeys(keys, name)
-    total = sum(_size(each, dtype) for each in stored.values())
-    content = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
-    Files(target).put(INDEX, [content.encode()])
-    return [*written, target / INDEX]
+
+    def chunks(key: str) -> Iterator[Tensor]:
+        stored = tensors.stored[key]
+        for box in slabs(whole(stored.shape), AT_ONCE // stored.dtype.itemsize):
+            room: Tensor = torch.empty(sizes(box), dtype=stored.dtype)
+            tensors.fill(room, box, stored)
+            told(room.numel() * room.dtype.itemsize)
+            yield room
+
+    described = {key: (each.dtype, each.shape) for key, each in tensors.stored.items()}
+    return write(target, described, chunks, ties=ties, as_is=tensors.as_is, dtype=dtype, shard=shard)
+
+
+def write(
+    target: Path | str,
+    described: Described,
+    chunks: Callable[[str], Iterable[Tensor]],
+    *,
+    ties: Mapping[str, str] | None = None,
+    as_is: bool = False,
+    dtype: torch.dtype | None = None,
+    shard: int = SHARD,
+    stem: str = "model",
+    overwrite: bool = False,
+    here: bool = True,
+) -> list[Path | str]:
+    """Tensors, each given by ``chunks`` in parts along its first dim. Where ranks put them together all call this with
+    the same ones, and one of them writes ``here``: if it cannot, the others still come to the end."""
+    cast = {name: (_as(kind, dtype), shape) for name, (kind, shape) in described.items()}
+    check_text("target", target)
+    folder, name = open_files(target), ""
+    one = folder.above()[1].endswith(".safetensors")
+    if one:
+        folder, name = folder.above()
+    groups = shards({name: prod(shape) * kind.itemsize for name, (kind, shape) in cast.items()}, shard)
+    groups = [list(cast)] if one else groups
+    files = [name if one else f"{stem}.safetensors"]
+    if len(groups) > 1:
+        files = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    failed: Exception | None = None
+    try:
+        if here:
+            _prepare(folder, [*files, INDEX], overwrite)
+    except (CheckpointError, OSError) as error:
+        failed = error
+    for file, names in zip(files, groups, strict=True):
+        names.sort(key=lambda name: -cast[name][0].itemsize)
+        metadata = {"format": "pt"} | ({AS_IS: "as is"} if as_is else {})
+        metadata |= {name: kept for name, kept in (ties or {}).items() if kept in names}
+        each = (chunk.to(_as(chunk.dtype, dtype)) for name in names for chunk in chunks(name))
+        try:
+            if here and failed is None:
+                begin, _ = header({name: cast[name] for name in names}, metadata)
+                folder.put(file, _bytes(begin, each))
+        except (CheckpointError, OSError) as error:
+            failed = error
+        for _ in each:  # other ranks wait
+            pass
+    if failed is not None:
+        raise failed
+    if here and len(groups) > 1:
+        total = sum(prod(shape) * kind.itemsize for kind, shape in cast.values())
+        index = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        content = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
+        files = [*files, f"{stem}.safetensors.index.json"]
+        folder.put(files[-1], [content.encode()])
+    return [folder.where(file) for file in files]
+
+
+def _prepare(folder: Files, files: list[str], overwrite: bool) -> None:
+    if overwrite:  # a run's own folder
+        return
+    folder.make()
+    taken = next((folder.where(file) for file in files if folder.size(file) >= 0), None)
+    if taken is not None:
+        raise CheckpointError(f"{taken} is there already", "nothing is overwritten: remove it, or give another name")
 
 
 def shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -74,40 +128,13 @@ def shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
     return groups
 
 
-def _as(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+def _as(kind: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and kind.is_floating_point else kind
 
 
-def _size(stored: Stored, dtype: torch.dtype | None) -> int:
-    return prod(stored.shape) * _as(stored, dtype).itemsize
-
-
-def _write(
-    tensors: Tensors,
-    keys: list[str],
-    path: Path,
-    metadata: dict[str, str],
-    dtype: torch.dtype | None,
-    told: Callable[[int], None],
-) -> None:
-    if path.exists():
-        raise CheckpointError(f"{path} is there already", "nothing is overwritten: remove it, or give another name")
-    ordered = sorted(keys, key=lambda key: -_as(tensors.stored[key], dtype).itemsize)
-    begin, _ = header({key: (_as(tensors.stored[key], dtype), tensors.stored[key].shape) for key in ordered}, metadata)
-    Files(path.parent).put(path.name, _bytes(tensors, ordered, begin, dtype, told))
-
-
-def _bytes(
-    tensors: Tensors, keys: list[str], begin: bytes, dtype: torch.dtype | None, told: Callable[[int], None]
-) -> Iterator[memoryview]:
+def _bytes(begin: bytes, tensors: Iterator[Tensor]) -> Iterator[memoryview]:
     yield memoryview(begin)
-    for key in keys:
-        stored = tensors.stored[key]
-        for box in slabs(whole(stored.shape), AT_ONCE // stored.dtype.itemsize):
-            room: Tensor = torch.empty(sizes(box), dtype=stored.dtype)
-            if not room.numel():
-                continue
-            tensors.fill(room, box, stored)
-            told(room.numel() * room.dtype.itemsize)
-            ready = room.to(_as(stored, dtype)).reshape(-1).view(torch.uint8)
-            yield memoryview(ready.numpy())  # type: ignore[arg-type]
+    for tensor in tensors:
+        if tensor.numel():
+            row = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            yield memoryview(row.numpy())  # type: ignore[arg-type]

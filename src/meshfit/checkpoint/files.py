@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from meshfit.arguments import is_url
 from meshfit.checkpoint.lock import Lock
 from meshfit.errors import CheckpointError
+from meshfit.launch.system import BINARY, read_at, sync_folder
 from meshfit.units import size
 
 PART = ".part"
@@ -40,6 +42,18 @@ class Files:
             raise CheckpointError(f"{name!r} is no name within {self.root}", "the checkpoint is not to be trusted")
         return self.root / name
 
+    def where(self, name: str) -> Path | str:
+        """Of a file, as it may be shown."""
+        return self.root / name
+
+    def inside(self, name: str) -> "Files":
+        """The folder ``name`` within this one."""
+        return Files(self.path(name))
+
+    def above(self) -> "tuple[Files, str]":
+        """The folder that this one is in, and its name there."""
+        return Files(self.root.parent), self.root.name
+
     # Writing
 
     def make(self, name: str = "") -> None:
@@ -55,7 +69,7 @@ class Files:
         """A new file, on disk when this returns. How long it is."""
         self.about("open", name)
         size = 0
-        fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        fd = os.open(self.path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o644)
         try:
             for chunk in chunks:
                 left = memoryview(chunk).cast("B")
@@ -86,11 +100,7 @@ class Files:
     def sync(self, name: str = "") -> None:
         """Have the names in a folder on disk."""
         self.about("fsync folder", name)
-        fd = os.open(self.path(name), os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_folder(self.path(name))
 
     def remove(self, name: str, *, missing: bool = True) -> None:
         self.about("remove", name)
@@ -99,6 +109,11 @@ class Files:
     def remove_folder(self, name: str) -> None:
         self.about("remove", name)
         shutil.rmtree(self.path(name), ignore_errors=True)
+
+    def move(self, name: str, to: str) -> None:
+        """Another name for a file, or a folder."""
+        self.about("rename", to)
+        os.rename(self.path(name), self.path(to))
 
     def lock(self) -> Lock:
         """What keeps other runs out, once taken."""
@@ -134,14 +149,11 @@ class Files:
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from byte ``start`` on. How many bytes there were."""
-        done = 0
-        fd = os.open(self.path(name), os.O_RDONLY)
+        fd = os.open(self.path(name), os.O_RDONLY | BINARY)
         try:
-            while done < len(buffer) and (more := os.preadv(fd, [buffer[done:]], start + done)):
-                done += more
+            return read_at(fd, buffer, start)
         finally:
             os.close(fd)
-        return done
 
 
 def refused(error: OSError, files: Files, name: str, needed: int, before: str = "") -> CheckpointError:
@@ -156,12 +168,20 @@ def refused(error: OSError, files: Files, name: str, needed: int, before: str = 
     return CheckpointError(f"the checkpoint {os.path.join(str(files), name)} could not be written", *facts, before)
 
 
-def open_files(root: "Files | Path | str") -> Files:
-    """The folder at ``root``: a path, or a URL of a bucket."""
+def joined(root: Path | str, name: str) -> Path | str:
+    """The file or folder ``name`` in ``root``."""
+    if not is_url(root):
+        return Path(root) / name
+    base, mark, query = str(root).partition("?")
+    return f"{base.rstrip('/')}/{name}{mark}{query}"
+
+
+def open_files(root: "Files | Path | str", **how: Any) -> Files:
+    """The folder at ``root``: a path, or a URL of a bucket; ``how``: see ``Bucket``."""
     if isinstance(root, Files):
         return root
-    if "://" in str(root):
+    if is_url(root):
         from meshfit.checkpoint.bucket import Bucket
 
-        return Bucket(str(root))
+        return Bucket(str(root), **how)
     return Files(root)

@@ -1,84 +1,191 @@
-"""Ctrl-C and SIGTERM while checkpoints are kept: the training ends after a step, saved, not in the middle of one.
+"""Ctrl-C, SIGTERM and notices of preemption while checkpoints are kept: the training ends after a step, saved, not in
+the middle of one.
 
-The first signal leaves a file in the run's folder, which all ranks look for about twice a second, at the same step;
-the second ends it at once. So does the first one while ranks start: there is nothing to save yet. Whoever cannot send a
-signal can make the file: ``touch runs/a/stop``.
+The first word leaves a file in the run's folder, which says where it came from, and which all ranks look for about
+twice a second, at the same step; the second signal ends it at once. So does the first one while ranks start: there is
+nothing to save yet. Whoever cannot send a signal can make the file: ``touch runs/a/stop``.
+
+    SIGINT, SIGTERM            a person's: exit codes 130 and 143. To this process, or SIGTERM to any rank
+    SIGUSR1, SIGUSR2           of a scheduler, before it takes the machine away: exit code 75, "run me again"
+    a file, or an address      of a machine that is about to be taken away: see preemption.py; 75 as well
 """
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from meshfit.checkpoint.cadence import Cadence, Due
+from meshfit.checkpoint.preemption import watched
 from meshfit.checkpoint.ranks import Ranks
+from meshfit.errors import MeshfitError
 
 NAME = "stop"
 LOOK = Cadence(seconds=0.5)
+AGAIN = 75  # EX_TEMPFAIL: the exit code of a run that is to be started again
+OF_A_PERSON = ("SIGINT", "SIGTERM")
+OF_A_SCHEDULER = tuple(name for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 
 
 class GracefulStop:
-    """How a signal is answered."""
+    """How a signal or a notice is answered."""
 
-    def __init__(self, folder: Path):
-        self.file = folder / NAME
+    def __init__(self, folder: Path, grace: float):
+        self.folder, self.grace = folder, grace
         self.begun = False
         """Whether there are steps to end after; until then a signal ends it at once."""
-        self.came: list[int] = []
+        self.came: list[str] = []
+        """What asked for the end."""
+        self._deadline: threading.Timer | None = None
+        self._in_main = threading.current_thread() is threading.main_thread()
 
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        self.came.append(number)
-        if len(self.came) > 1:
-            _act(number)
+    def asked(self, *, but: str) -> bool:
+        """Whether it is to end, at anybody's word ``but`` that, which is then withdrawn."""
+        if (word := word_of(self.folder)) == but:
+            (self.folder / NAME).unlink(missing_ok=True)
+        return bool(self.came) or word not in (None, but)
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """A signal."""
+        name = signal.Signals(number).name
+        if self.came:
+            self._act(self.came[0] if name not in OF_A_PERSON or self._deadline is not None else name)
         if not self.begun:
-            print("\nmeshfit: ends now, it was still starting: nothing was saved", file=sys.stderr, flush=True)
-            _act(number)
-        self.file.touch()
-        print("\nmeshfit: ends after this step, saved; once more ends at once", file=sys.stderr, flush=True)
+            _say("ends now, it was still starting: nothing was saved")
+            self._act(name)
+        self.take(name)
+
+    def take(self, reason: str) -> None:
+        """End after this step: a signal, or a notice, asks for it."""
+        self.came.append(reason)
+        leave(self.folder, reason)
+        if reason in OF_A_PERSON:
+            _say("ends after this step, saved; once more ends at once")
+            return
+        _say(f"{reason}: ends after this step, saved, within {self.grace:g} s")
+        if self._in_main:
+            self._deadline = threading.Timer(self.grace, self._late)
+            self._deadline.daemon = True
+            self._deadline.start()
+
+    def _late(self) -> None:
+        _say(f"nothing was saved within {self.grace:g} s; ends now, and the newest checkpoint stands")
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGTERM)
+
+    def end(self, ended: str = "") -> None:
+        """Act on what was asked for, if anything; ``ended``: by the word of a rank."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        reasons = [*self.came, *([ended] if ended else [])]
+        if reasons:
+            self._act(reasons[0])
+
+    def _act(self, reason: str) -> None:
+        if reason == "SIGINT":
+            raise KeyboardInterrupt
+        raise SystemExit(128 + signal.SIGTERM if reason == "SIGTERM" else AGAIN)
+
+    def gave_up(self, error: MeshfitError) -> None:
+        """It failed. After a notice it is to be run again all the same, from the newest checkpoint."""
+        if self.came and self.came[0] not in OF_A_PERSON:
+            _say(str(error))
+            raise SystemExit(AGAIN) from error
 
 
 @contextmanager
-def graceful_stop(folder: Path | None, *, first: bool = True) -> Iterator[GracefulStop]:
+def graceful_stop(
+    folder: Path | None, *, first: bool = True, notice: str | None = None, grace: float = 30.0
+) -> Iterator[GracefulStop]:
     """While a training runs in ``folder``; afterwards, if a signal came, it is acted on. None: signals act at once.
-    The ``first`` process of a training takes away a file of before."""
-    graceful = GracefulStop(folder or Path())
-    if folder is not None and first:
-        graceful.file.unlink(missing_ok=True)
-    if folder is None or threading.current_thread() is not threading.main_thread():
+    The ``first`` process of a training takes away a file of before, and looks for a ``notice`` of preemption."""
+    graceful = GracefulStop(folder or Path(), grace)
+    if folder is None:
         yield graceful
         return
-    before = {number: signal.signal(number, graceful.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    if first:
+        (folder / NAME).unlink(missing_ok=True)
+    with _heard(graceful), watched(notice if first else None, graceful.take):
+        try:
+            yield graceful
+        except MeshfitError as error:
+            graceful.gave_up(error)
+            raise
+    graceful.end()
+
+
+@contextmanager
+def _heard(graceful: GracefulStop) -> Iterator[None]:
+    """Signals go to ``graceful``; those of schedulers only where nobody else listens to them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = [
+        *OF_A_PERSON,
+        *(name for name in OF_A_SCHEDULER if signal.getsignal(signal.Signals[name]) == signal.SIG_DFL),
+    ]
+    before = {signal.Signals[name]: signal.signal(signal.Signals[name], graceful.hear) for name in names}
     try:
-        yield graceful
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if graceful.came:
-        _act(graceful.came[0])
 
 
-def _act(number: int) -> None:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+def heard_in_rank(folder: Path, rank: int) -> None:
+    """From now on SIGTERM or SIGUSR2 to this rank asks all of them to end, saved; a second one ends this process.
+    SIGUSR1 prints its stack."""
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
+        leave(folder, name)
+        _say(f"{name} to rank {rank}: all end after this step, saved")
+
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, hear)
+
+
+def leave(folder: Path, reason: str) -> None:
+    """Make the file, whole at once."""
+    made = folder / f"{NAME}.{os.getpid()}.new"
+    with suppress(OSError):
+        made.write_text(reason)
+        made.replace(folder / NAME)
+
+
+def word_of(folder: Path) -> str | None:
+    """What the file says; None: there is none."""
+    try:
+        return (folder / NAME).read_text(errors="replace")[:200].strip()
+    except OSError:
+        return None
+
+
+def _say(text: str) -> None:
+    print(f"\nmeshfit: {text}", file=sys.stderr, flush=True)
 
 
 class Asked:
     """Whether the training is to end; all ``ranks`` ask after every step."""
 
     def __init__(self, folder: Path, ranks: Ranks):
-        self.file, self.ranks, self.due = folder / NAME, ranks, Due(LOOK, ranks)
+        self.folder, self.ranks, self.due = folder, ranks, Due(LOOK, ranks)
 
-    def now(self, step: int) -> bool:
+    def now(self, step: int) -> str | None:
+        """None: no. Else at whose word, the same on all ranks; "" where that is not known."""
         if not self.due.now(step):
-            return False
+            return None
         self.due.saved(0.0)
-        return any(self.ranks.gather(self.file.exists()))
+        found = [word for word in self.ranks.gather(word_of(self.folder)) if word is not None]
+        return max(found, key=bool) if found else None
 
     def answered(self) -> None:
         """It has ended."""
         if self.ranks.rank == 0:
-            self.file.unlink(missing_ok=True)
+            (self.folder / NAME).unlink(missing_ok=True)

@@ -5,10 +5,10 @@ every block was what had been written, are they put in place: a run is loaded, o
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,10 +20,11 @@ from meshfit.checkpoint.manifest import Manifest, Skipped, Stored
 from meshfit.checkpoint.pieces import ShardLayout, layout_of, uncut
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.read import OnDisk, Wanted, fill_all
-from meshfit.checkpoint.state import KERNELS, buffers, canonical, kind_of, nested, set_random_states
+from meshfit.checkpoint.state import KERNELS, buffers, canonical, kind_of, nested, set_random_states, short_kind
 from meshfit.data.loader import Position
-from meshfit.data.order import mix
+from meshfit.data.order import stream_seed
 from meshfit.errors import CheckpointError, Damaged, MeshfitError
+from meshfit.quantised import states_of
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -37,18 +38,18 @@ NO_SENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def restore(
-    run: "Run", path: Files | Path | str, *, allow_partial: bool = False, skipped: list[Skipped] | None = None
+    run: "Run", path: Files | Path | str, *, partial: bool = False, skipped: list[Skipped] | None = None
 ) -> Manifest:
     """Load the checkpoint at ``path``, or the newest in it that is intact, into ``run``, which then goes on from there.
 
-    All ranks call it together, before the first step. ``allow_partial`` loads what fits and notes what does not.
+    All ranks call it together, before the first step. ``partial`` loads what fits and notes what does not.
     """
     ranks = Ranks(run.world.rank, run.world.size)
     skipped = [] if skipped is None else skipped
     try:
         while True:
-            files, name = _agreed(ranks, path, skipped)
-            found = _loaded(run, files, name, ranks, allow_partial)
+            files, name = agreed(ranks, path, skipped)
+            found = _loaded(run, files, name, ranks, partial)
             if isinstance(found, Manifest):
                 run.notes.extend(f"resume: {each.name} was skipped: {each.why}" for each in skipped)
                 run.notes.append(f"resume: from step {found.step} of {found}")
@@ -60,7 +61,7 @@ def restore(
         ranks.close()
 
 
-def _agreed(ranks: Ranks, path: Any, skipped: list[Skipped]) -> tuple[Files, str]:
+def agreed(ranks: Ranks, path: Any, skipped: list[Skipped]) -> tuple[Files, str]:
     """The checkpoint to load: what the first rank finds."""
     word: Any = None
     if ranks.rank == 0:
@@ -85,7 +86,7 @@ def _agreed(ranks: Ranks, path: Any, skipped: list[Skipped]) -> tuple[Files, str
     return manifest.find(path)[0], word
 
 
-def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, allow_partial: bool) -> Manifest | CheckpointError:
+def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, partial: bool) -> Manifest | CheckpointError:
     """Load a checkpoint; or what stands against it, the same on every rank, and the run is as it was."""
     found: Manifest | None = None
     loading: Loading | None = None
@@ -112,7 +113,7 @@ def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, allow_partial: bo
     ]
     if run.update.average is None and found.named("average"):
         differences.append("the checkpoint has an average of the weights (ema=), and this run keeps none")
-    if differences and not allow_partial:
+    if differences and not partial:
         return mismatch(str(found), differences)
     word: CheckpointError | None = None
     try:
@@ -143,7 +144,7 @@ def mismatch(where: str, differences: list[str]) -> CheckpointError:
         f"{where} does not fit this run: {len(differences)} difference{'s' * (len(differences) != 1)}",
         *differences[:SHOWN],
         f"and {more} more" if more > 0 else "",
-        "nothing was loaded; allow_partial=True loads what fits",
+        "nothing was loaded; partial=True loads what fits",
     )
 
 
@@ -184,8 +185,10 @@ class Loading:
             each()
         self.run.placed.changed()
 
-    def _want(self, key: str, layout: ShardLayout, mine: Tensor, name: str, *, needed: bool = True) -> None:
-        """Read the tensor ``key`` into a copy of ``mine``, and from there into it."""
+    def _want(
+        self, key: str, layout: ShardLayout, mine: Tensor, name: str, *, needed: bool = True, there: bool = False
+    ) -> None:
+        """Read the tensor ``key`` into a copy of ``mine``, and from there into it; unless it is ``there``."""
         self.used.add(key)
         stored = self.found.tensors.get(key)
         if stored is None:
@@ -195,9 +198,10 @@ class Loading:
         elif stored.dtype != mine.dtype:
             wrong = f"{name} is {mine.dtype} here, {stored.dtype} in the checkpoint".replace("torch.", "")
         else:
-            staged = torch.empty_like(mine, device="cpu")
-            self._read(key, layout, staged)
-            self._then.append(lambda: mine.copy_(staged))
+            if not there:
+                staged = torch.empty_like(mine, device="cpu")
+                self._read(key, layout, staged)
+                self._then.append(lambda: mine.copy_(staged))
             return
         if needed:
             self.differences.append(wrong)
@@ -219,10 +223,14 @@ class Loading:
 
     def _want_weights(self) -> None:
         run = self.run
+        initial = run.initial
+        there = () if initial is None or initial.checkpoint != str(self.found) else initial.read
         for name, p in self.parameters.items():
-            self._want(f"model/{name}", self.layouts[name], p.detach(), name)
+            self._want(f"model/{name}", self.layouts[name], p.detach(), name, there=p in there)
         for kind, name, buffer in buffers(run.model):
             self._want(f"{kind}/{name}", layout_of(run.placed, buffer), buffer, name, needed=kind == "model")
+        for name, tensor in states_of(run.model).items():
+            self._want(f"model/{name}", uncut(tensor), tensor, name)
         if run.update.average is not None:
             for name, mine in zip(self.parameters, run.update.average.weights, strict=True):
                 self._want(f"average/{name}", self.layouts[name], mine, f"the average of {name}")
@@ -234,8 +242,8 @@ class Loading:
     def _want_optimizer(self) -> None:
         optimizer, held, groups = self.run.optimizer, self.state["optimizer"], self.state["groups"]
         if held["kind"] != kind_of(optimizer):
-            kind = held["kind"].rpartition(".")[2]
-            self.differences.append(f"the optimizer is {type(optimizer).__name__} here, {kind} in the checkpoint")
+            kind = short_kind(held["kind"])
+            self.differences.append(f"the optimizer is {optimizer.name} here, {kind} in the checkpoint")
             return
         settings, count = plain.decode(held["settings"]), len(optimizer.param_groups)
         if len(groups) != count:
@@ -251,21 +259,20 @@ class Loading:
         if elsewhere:
             self.differences += elsewhere
             return
+        if "states=bf16" in self.found.body["plan"].split() and self.run.plan.states != "bf16":
+            self.differences.append("the optimizer's states are rounded in the checkpoint (states=bf16), and not here")
+            return
         made = self._optimizer_state()
         offload = self.run.update.offload
 
         def put() -> None:
-            if offload is not None:
-                offload.fetch()
-            for p in self.parameters.values():
-                optimizer.state.pop(p, None)
-            for p, values in made.items():
-                optimizer.state[p] = values
-            for group, values in zip(optimizer.param_groups, settings, strict=True):
-                group.update({key: value for key, value in values.items() if key not in KERNELS})
-            if offload is not None:
-                for chunk in offload.chunks:
-                    offload._send(chunk)
+            with nullcontext() if offload is None else offload.present():
+                for p in self.parameters.values():
+                    optimizer.state.pop(p, None)
+                for p, values in made.items():
+                    optimizer.state[p] = values
+                for group, values in zip(optimizer.param_groups, settings, strict=True):
+                    group.update({key: value for key, value in values.items() if key not in KERNELS})
 
         self._then.append(put)
 
@@ -287,7 +294,8 @@ class Loading:
             new: dict[str, Any] = {}
             for path, stored in kept.get(name, {}).items():
                 counts = path.rpartition("/")[2] == "step"
-                like = p.detach() if stored.shape == layout.shape and not counts else None
+                cut = stored.shape == layout.shape and not counts and p not in self.run.stepped_whole
+                like = p.detach() if cut else None
                 device = "cpu" if counts and not there else p.device
                 new[path] = self._fresh(f"optimizer/{path}/{name}", device, layout, like)
             new |= plain.decode(self.state["values"].get(name, {}))
@@ -319,13 +327,13 @@ class Loading:
         self._then.append(put)
 
     def _want_scheduler(self) -> None:
-        scheduler, held = self.run.update.scheduler, self.state["scheduler"]
-        kind = "none" if held is None else held["kind"].rpartition(".")[2]
+        scheduler, held = self.run.scheduler, self.state["scheduler"]
+        kind = "none" if held is None else short_kind(held["kind"])
         if scheduler is not None and held is not None and held["kind"] == kind_of(scheduler):
             values = plain.decode(held["state"])
             self._then.append(lambda: scheduler.load_state_dict(values))
         elif scheduler is not None:
-            self.differences.append(f"the scheduler is {type(scheduler).__name__} here, {kind} in the checkpoint")
+            self.differences.append(f"the scheduler is {scheduler.name} here, {kind} in the checkpoint")
         elif held is not None:
             self.differences.append(f"the scheduler is {kind} in the checkpoint, and there is none here")
 
@@ -352,15 +360,14 @@ class Loading:
         own = f"random/rank{run.world.rank}/"
         kinds = [key.removeprefix(own) for key in self.found.tensors if key.startswith(own)]
         same = body["plan"] == str(run.plan) and body["world"] == run.world.size and body["seed"] == run.job.seed
-        cuda = run.world.device.type == "cuda"
-        if same and run.coordination.saves and "torch" in kinds and ("cuda" in kinds) == cuda:
+        gpus = {run.world.device.type} - {"cpu"}
+        if same and run.coordination.saves and "torch" in kinds and gpus == {"cuda", "mps"} & set(kinds):
             states = {kind: self._fresh(own + kind, "cpu") for kind in kinds}
             self._then.append(lambda: set_random_states(run, states))
             return
 
         def seed() -> None:
-            key = mix(np.array([run.share, body["step"]], np.uint64), np.uint64(run.job.seed % 2**64))
-            torch.manual_seed(int((key[0] ^ (key[1] << np.uint64(1))) >> np.uint64(1)))
+            torch.manual_seed(stream_seed(run.share, body["step"], run.job.seed))
 
         self._then.append(seed)
 

@@ -24,7 +24,7 @@ import torch
 from meshfit.checkpoint.box import Box, volume
 from meshfit.checkpoint.files import Files, open_files
 from meshfit.checkpoint.plain import dtype_named
-from meshfit.errors import CheckpointError, Damaged
+from meshfit.errors import CheckpointError, Damaged, NoCheckpoint
 
 FORMAT = "meshfit checkpoint 1"
 NAME = "manifest.json"
@@ -234,10 +234,9 @@ def complete(files: Files, skipped: list[Skipped] | None = None) -> Iterable[Man
 def find(path: Any) -> tuple[Files, str | None]:
     """What a user's path means: one checkpoint, or (None) a folder that holds some, maybe a run's folder."""
     files = open_files(path)
-    if files.size(NAME) >= 0 or FOLDER.fullmatch(os.path.basename(str(files).rstrip("/"))):
-        above, _, name = str(files).rstrip("/").rpartition("/")
-        return open_files(above or ("/" if str(files).startswith("/") else ".")), name
-    if not folders(files) and folders(inner := open_files(os.path.join(str(files), INSIDE))):
+    if files.size(NAME) >= 0 or FOLDER.fullmatch(files.above()[1]):
+        return files.above()
+    if not folders(files) and folders(inner := files.inside(INSIDE)):
         return inner, None
     return files, None
 
@@ -250,37 +249,4 @@ def newest(path: Any, skipped: list[Skipped] | None = None) -> Manifest:
     skipped = [] if skipped is None else skipped
     for found in complete(files, skipped):
         return found
-    raise CheckpointError(f"there is no checkpoint in {files}", *(f"{each.name}: {each.why}" for each in skipped[:5]))
-
-
-# Which stay
-
-
-def prune(files: Files, *, keep: int) -> list[str]:
-    """Remove all but the ``keep`` newest complete checkpoints, and what unfinished saves left; the names of what went.
-    For whoever has the lock: no save is under way."""
-    whole = [found.name for found in complete(files)]
-    gone = whole[max(1, keep) :]
-    for name in gone:
-        _remove(files, name)
-    return [*gone, *(sweep(files) if whole else ())]
-
-
-def sweep(files: Files, *, now: str | None = None) -> list[str]:
-    """Remove what unfinished saves left, but for ``now``. A checkpoint that is damaged stays as it is."""
-    gone = [
-        name
-        for name in folders(files)
-        if name != now and files.size(os.path.join(name, NAME)) < 0 and files.size(name) < 0
-    ]
-    for name in gone:
-        _remove(files, name)
-    return gone
-
-
-def _remove(files: Files, name: str) -> None:
-    """The manifest goes first: what is half removed is no checkpoint."""
-    files.remove(os.path.join(name, NAME))
-    files.sync(name)
-    files.remove_folder(name)
-    files.sync()
+    raise NoCheckpoint(f"there is no checkpoint in {files}", *(f"{each.name}: {each.why}" for each in skipped[:5]))

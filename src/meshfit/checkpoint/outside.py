@@ -4,31 +4,36 @@ Nothing in them is run. A ``.pt`` is read by torch's weights-only loader; a DCP 
 which only torch's own descriptions of tensors are let through.
 """
 
+import fnmatch
 import io
 import json
 import os
 import pickle
+import re
 import threading
 import warnings
-from collections.abc import Mapping
-from functools import partial
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from meshfit.arguments import check_text, is_url
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.box import whole
-from meshfit.checkpoint.files import Files
+from meshfit.checkpoint.files import Files, open_files
 from meshfit.checkpoint.manifest import Stored, StoredBox
 from meshfit.checkpoint.read import OnDisk, Tensors
 from meshfit.checkpoint.tensorfile import read_header
-from meshfit.deferred import put_off, unrecorded
 from meshfit.errors import CheckpointError
 
+AS_IS = "meshfit"
+"""In the metadata of a safetensors file: names and values are the model's own, and transformers changes none."""
 INDEX = "model.safetensors.index.json"
 DCP_INDEX = ".metadata"
+SHOWN_KINDS = 6
 LARGEST_INDEX = 512 * 2**20
 METADATA = frozenset(
     ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata")
@@ -42,32 +47,54 @@ def open_weights(path: Path | str, kind: str = "model") -> tuple[Tensors, dict[s
 
     ``kind``: of a checkpoint of meshfit's, "model", "average" or "best".
     """
-    if "://" in str(path):
-        return _of_meshfit(path, kind)
-    path = Path(path)
-    if path.is_file():
-        return _safetensors(path.parent, [path.name]) if path.suffix == ".safetensors" else _pt(path)
-    if not path.is_dir():
-        raise CheckpointError(f"there is nothing at {path}")
-    if (path / DCP_INDEX).is_file():
-        return DCP(path), {}
-    if (path / INDEX).is_file():
+    check_text("weights", path)
+    files = open_files(path)
+    try:
+        return _opened(files, kind)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is nothing at {files}", str(error.strerror or error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{files} cannot be read", str(error.strerror or error)) from None
+
+
+def _opened(files: Files, kind: str) -> tuple[Tensors, dict[str, str]]:
+    above, name = files.above()
+    if above.size(name) >= 0:  # a file
+        return _safetensors(above, [name]) if name.endswith(".safetensors") else _pt(above, name)
+    there = files.names()
+    if not there:
+        asked, hub = str(files), []
+        if asked.count("/") == 1:
+            hub = [f'if it is a model of the hub: weights=huggingface_hub.snapshot_download("{asked}")']
+        raise CheckpointError(f"there is nothing at {asked}", *hub)
+    if DCP_INDEX in there:
+        return DCP(_local(files, "folders of torch's DCP")), {}
+    if INDEX in there:
         try:
-            listed = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+            listed = sorted(set(json.loads(files.read(INDEX))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise CheckpointError(f"{path / INDEX} is damaged", "it is no index of safetensors files") from None
-        return _safetensors(path, listed)
-    if (path / manifest.NAME).is_file() or manifest.folders(manifest.find(path)[0]):
-        return _of_meshfit(path, kind)
-    found = sorted(each.name for each in path.glob("*.safetensors"))
-    if found:
-        return _safetensors(path, found)
-    for each in (*path.glob("*.pt"), *path.glob("*.pth"), *path.glob("pytorch_model*.bin")):
-        return _pt(each)
+            raise CheckpointError(f"{files.where(INDEX)} is damaged", "it is no index of safetensors files") from None
+        return _safetensors(files, listed)
+    if manifest.NAME in there or manifest.folders(manifest.find(files)[0]):
+        return _of_meshfit(files, kind)
+    if found := [each for each in there if each.endswith(".safetensors")]:
+        return _safetensors(files, found)
+    for pattern in ("*.pt", "*.pth", "pytorch_model*.bin"):
+        for each in fnmatch.filter(there, pattern):
+            return _pt(files, each)
     raise CheckpointError(
-        f"there are no weights in {path}",
+        f"there are no weights in {files}",
         "known: checkpoints of meshfit's, safetensors, Hugging Face's folders, .pt files, folders of torch's DCP",
     )
+
+
+def _local(files: Files, what: str) -> Path:
+    """Where ``files`` are on this machine."""
+    if is_url(str(files)):
+        raise CheckpointError(
+            f"{files}: {what} are read from disk alone", "copy it here, or save it as safetensors: those are read there"
+        )
+    return files.root
 
 
 def _of_meshfit(path: Any, kind: str) -> tuple[Tensors, dict[str, str]]:
@@ -76,18 +103,22 @@ def _of_meshfit(path: Any, kind: str) -> tuple[Tensors, dict[str, str]]:
     tensors.stored = found.named(kind)
     if not tensors.stored:
         raise CheckpointError(f"{found} holds no {kind}", "it was saved by a run without it")
+    tensors.as_is = True
     return tensors, dict(found.body.get("ties", {}))
 
 
-def _safetensors(folder: Path, names: list[str]) -> tuple[Tensors, dict[str, str]]:
-    files, stored, ties = Files(folder), {}, {}
+def _safetensors(files: Files, names: list[str]) -> tuple[Tensors, dict[str, str]]:
+    stored, ties, as_is = {}, {}, False
     for name in names:
         if files.size(name) < 0:
-            raise CheckpointError(f"{folder / name} is missing", "the folder's index names it")
+            raise CheckpointError(f"{files.where(name)} is missing", "the folder's index names it")
         found, metadata = read_header(files, name)
         stored |= found
+        as_is |= AS_IS in metadata
         ties |= {key: kept for key, kept in metadata.items() if kept in found and key not in found}
-    return OnDisk(files, "", stored, {}, str(folder)), ties
+    tensors = OnDisk(files, "", stored, {}, str(files.where(names[0]) if len(names) == 1 else files))
+    tensors.as_is = as_is
+    return tensors, ties
 
 
 class InMemory(Tensors):
@@ -105,7 +136,8 @@ class InMemory(Tensors):
         return self._tensors[part.file].reshape(-1)[start:stop]
 
 
-def _pt(path: Path) -> tuple[Tensors, dict[str, str]]:
+def _pt(files: Files, name: str) -> tuple[Tensors, dict[str, str]]:
+    path = _local(files, ".pt files") / name
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what it is about to refuse
@@ -220,44 +252,8 @@ def _model_alone(stored: dict[str, Stored]) -> dict[str, Stored]:
     return stored
 
 
-# Into a model
-
-
-def load_weights(model: nn.Module, path: Path | str, *, allow_partial: bool = False, kind: str = "model") -> list[str]:
-    """Load weights that anything wrote into ``model``. Another dtype is cast. What was skipped, with ``allow_partial``;
-    without it every name and shape must fit, and nothing is loaded if one does not."""
-    from meshfit.checkpoint.load import mismatch
-    from meshfit.checkpoint.state import buffers
-
-    with unrecorded():
-        tensors, ties = open_weights(path, kind)
-    places: dict[str, Tensor] = {}
-    differences: list[str] = []
-    held = {**dict(model.named_parameters()), **{name: b for sort, name, b in buffers(model) if sort == "model"}}
-    names = dict(model.named_parameters(remove_duplicate=False))
-    aliases = {id(p): [name for name, other in names.items() if other is p] for p in names.values()}
-    used = set()
-    for name, tensor in held.items():
-        known = [name, *aliases.get(id(tensor), ())]
-        known += [ties[each] for each in known if each in ties]
-        there = next((each for each in known if each in tensors.stored), None)
-        used |= set(known)
-        if there is None:
-            differences.append(f"{name} is not in the checkpoint")
-        elif tensors.stored[there].shape != tuple(tensor.shape):
-            shapes = f"{list(tensor.shape)} here, {list(tensors.stored[there].shape)} in the checkpoint"
-            differences.append(f"{name} has shape {shapes}")
-        else:
-            places[there] = tensor.detach()
-    differences += [f"{key} is in the checkpoint, and not in the model" for key in tensors.stored if key not in used]
-    if differences and not allow_partial:
-        raise mismatch(str(path), differences)
-    read = lambda key, room: tensors.fill(room, whole(room.shape), tensors.stored[key])
-    places = {key: tensor for key, tensor in places.items() if not put_off(partial(read, key), tensor)}
-    staged = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in places.items()}
-    for key, room in staged.items():
-        tensors.fill(room, whole(room.shape), tensors.stored[key])
-    with torch.no_grad():
-        for key, tensor in places.items():
-            tensor.copy_(staged[key])
-    return differences
+def alike(names: Iterable[str]) -> str:
+    """Names in short: those that differ in numbers alone, as blocks of a model do, once."""
+    kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name) for name in names)
+    said = [kind if count == 1 else f"{kind} ({count})" for kind, count in kinds.items()]
+    return ", ".join(said[:SHOWN_KINDS]) + (f" and {len(said) - SHOWN_KINDS} more" if len(said) > SHOWN_KINDS else "")

@@ -4,22 +4,35 @@ All tensors are put together one at a time, over the world of all ranks; the gro
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfit.anatomy.record_build import tied
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, inside, sizes, volume, whole
-from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.pieces import layout_of
 from meshfit.checkpoint.state import buffers
-from meshfit.checkpoint.tensorfile import header
-from meshfit.torch_private import own_buffers, set_data
+from meshfit.comm.objects import all_gather_object
+from meshfit.torch_private.modules import own_buffers
+from meshfit.torch_private.tensors import set_data
 
 Described = tuple[tuple[int, ...], torch.dtype, tuple[Box, ...]]
 """A tensor's shape, its dtype, and the boxes of it that a rank holds."""
+
+
+class WholeModel:
+    """A model that is all in this process, as ``Parts`` is one that is not."""
+
+    def __init__(self, model: nn.Module):
+        self.ties = tied(model)
+        kept = {name: buffer for kind, name, buffer in buffers(model) if kind == "model"}
+        self._tensors = {**dict(model.named_parameters()), **kept}
+        self.saved = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        yield self._tensors[name].detach()
 
 
 class Parts:
@@ -34,8 +47,7 @@ class Parts:
             pieces = [piece for piece in layout.pieces if all(sizes(piece.box))]
             self.mine[name] = [(piece.box, piece.of(tensor.detach())) for piece in pieces]
             described[name] = layout.shape, tensor.dtype, tuple(piece.box for piece in pieces)
-        every: list[dict[str, Described]] = [described] * dist.get_world_size()
-        dist.all_gather_object(every, described)
+        every = all_gather_object(described)
         self.described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.owners: dict[str, dict[Box, int]] = {}
         """By tensor and box, the first rank that holds it."""
@@ -44,11 +56,11 @@ class Parts:
                 self.described.setdefault(name, (shape, dtype))
                 for box in boxes:
                     self.owners.setdefault(name, {}).setdefault(box, rank)
+        self.ties = tied(placed.shape)
         saved = {name for kind, name, _ in buffers(placed.shape) if kind == "model"}
         saved |= dict(placed.shape.named_parameters()).keys()
-        held = [name for name in self.described if name in saved]
-        self.saved = sorted(held, key=lambda name: -self.described[name][1].itemsize)
-        """Names in a state dict, without those of tied weights, as a file has them."""
+        self.saved = {name: (dtype, shape) for name, (shape, dtype) in self.described.items() if name in saved}
+        """Those of a state dict, tied weights once."""
 
     def tensors(self, names: list[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole, on the CPU, one at a time."""
@@ -78,24 +90,10 @@ class Parts:
                 _put(model, old, tensor)
         return model
 
-    def save(self, path: Path | None) -> None:
-        """A safetensors file of the weights, written by the rank that gives a ``path``."""
-        each = self.tensors(self.saved)
-        try:
-            if path is not None:
-                each_of = {name: (dtype, shape) for name in self.saved for shape, dtype in [self.described[name]]}
-                begin, _ = header(each_of, {"format": "pt"})
-                Files(path.parent).put(path.name, _bytes(begin, each))
-        finally:
-            for _ in each:  # the others wait
-                pass
-
-
-def _bytes(begin: bytes, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    yield memoryview(begin)
-    for _, tensor in tensors:
-        if tensor.numel():
-            yield memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """For ``export.write``: all ranks ask for the same ones."""
+        for _, tensor in self.tensors([name]):
+            yield tensor
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

@@ -9,14 +9,15 @@ tensor, each with the view of the rank's memory that holds it.
 A pipeline's rank holds some names and not others; a server holds state and no model. Neither needs more than this.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
 
 from meshfit.axes.place import Placed
-from meshfit.checkpoint.box import Box, runs, whole
+from meshfit.axes.tensor.region import Cut
+from meshfit.checkpoint.box import Box, runs, volume, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,29 @@ def layout_of(placed: Placed, tensor: Tensor) -> ShardLayout:
     return ShardLayout(shape, tuple(pieces))
 
 
+def boxes_of(
+    shape: tuple[int, ...], elements: tuple[int, int] | None, cuts: Sequence[tuple[Cut | None, int]]
+) -> list[Box]:
+    """Boxes of a contiguous tensor of ``shape`` that a rank holds, by what it has of its ``elements`` (None: all) after
+    ``cuts``, of each of which it has the share of that number."""
+    made = [(cut, rank) for cut, rank in cuts if cut is not None]
+    part = list(shape)
+    for cut, rank in made:
+        part[cut.dim] = sum(stop - start for start, stop in cut.ranges[rank])
+    strides = tuple(prod(part[dim + 1 :]) for dim in range(len(part)))
+    pieces = list(_row_pieces(tuple(part), strides, *((0, prod(part)) if elements is None else elements)))
+    for cut, rank in made:
+        pieces = [each for piece in pieces for each in _within(piece, cut.dim, cut.ranges[rank])]
+    return [piece.box for piece in pieces if volume(piece.box)]
+
+
 def uncut(tensor: Tensor) -> ShardLayout:
     """The layout of a tensor that every rank has whole."""
-    shape = tuple(tensor.shape)
+    return whole_of(tuple(tensor.shape))
+
+
+def whole_of(shape: tuple[int, ...]) -> ShardLayout:
+    """The layout of a tensor of which a rank has all."""
     return ShardLayout(shape, (LocalBox(whole(shape), tuple(slice(0, n) for n in shape)),))
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshfit.comm.objects import all_gather_object
+
 
 class Ranks:
     """All ranks make it together."""
@@ -15,11 +17,7 @@ class Ranks:
 
     def gather(self, word: Any) -> list[Any]:
         """What every rank says, by rank."""
-        words: list[Any] = [word]
-        if self._group is not None:
-            words *= self.size
-            dist.all_gather_object(words, word, group=self._group)
-        return words
+        return [word] if self._group is None else all_gather_object(word, self._group)  # type: ignore[arg-type]
 
     def close(self) -> None:
         if self._group is not None and dist.is_initialized():

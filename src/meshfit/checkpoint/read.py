@@ -27,6 +27,9 @@ AT_ONCE = 32 * 2**20
 class Tensors(ABC):
     """Tensors under names, on disk."""
 
+    as_is = False
+    """Whether names and values are those of a model in memory, in no other form of Hugging Face's."""
+
     def __init__(self, stored: Mapping[str, Stored], where: str):
         self.stored, self.where = stored, where
 

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.cadence import Cadence, Due
 from meshfit.checkpoint.files import Files, open_files, refused
+from meshfit.checkpoint.keep import Keep, prune, sweep
 from meshfit.checkpoint.lock import Lock
-from meshfit.checkpoint.manifest import prune, sweep
 from meshfit.checkpoint.pieces import layout_of
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
@@ -48,19 +49,23 @@ class Saver:
         *,
         every: Any = None,
         keep: int = 2,
+        keep_best: str | None = None,
         on_error: str = "stop",
         block: int = manifest.BLOCK,
     ):
-        """``every``: see ``Cadence.of``. ``keep``: complete checkpoints that stay, the oldest go. ``on_error``: "stop"
-        raises at the next step, "continue" notes it and tries again when the next one is due."""
-        if keep < 1:
-            raise JobError(f"keep={keep} checkpoints", "at least 1 has to stay; with 2 there is one to fall back on")
+        """``every``: see ``Cadence.of``. ``keep``: complete checkpoints that stay, the oldest go. ``keep_best``: a
+        metric by which the best one stays, too, and a new best is saved at once. ``on_error``: "stop" raises at the
+        next step, "continue" notes it and tries again when the next one is due."""
         if on_error not in ("stop", "continue"):
             raise JobError(f"on_error={on_error!r} is not understood", 'write "stop" or "continue"')
         self.files, self.cadence = open_files(folder), Cadence.of(every)
-        self.keep, self.on_error, self.block = keep, on_error, block
+        self.keep, self.on_error, self.block = Keep(newest=keep, best=keep_best), on_error, block
+        self.damaged: set[str] = set()
+        """Checkpoints that could not be loaded, although they are complete."""
         self.newest: str | None = None
         """The last checkpoint that this run wrote and that is on disk; known to the first rank."""
+        self.before: Callable[[], None] = lambda: None
+        """Called before each save, with what must be known once there is a checkpoint."""
         self.notes: list[str] = []
         self.seconds: dict[str, float] = {}
         """Of the last save: blocked, of that copy; write, complete."""
@@ -72,6 +77,7 @@ class Saver:
         self._assigned: tuple[list[bytes], list[list[int]]] | None = None
         self._ranks: Ranks | None = None
         self._due: Due | None = None
+        self._best: float | None = None  # of those on disk; the first rank's
 
     @property
     def ranks(self) -> Ranks:
@@ -116,6 +122,8 @@ class Saver:
         except OSError as error:
             why = f"{type(error).__name__}: {error.strerror or error}"
             raise CheckpointError(f"checkpoints cannot be written to {self.files}", why) from None
+        best = None if self.keep.best is None else self.keep.best_of(manifest.complete(self.files))
+        self._best = None if best is None else best[1]
         needed, free = expected_bytes(run), self.files.free()
         if free is not None and free < 2 * needed:
             raise CheckpointError(
@@ -129,15 +137,23 @@ class Saver:
         self.begin(run)
         assert self._due is not None
         self._raise()
-        if not self._due.now(run.step):
+        if not self._due.now(run.step) and not self._is_best(metrics):
             return False
         self.save(run, metrics)
         return True
+
+    def _is_best(self, metrics: Any) -> bool:
+        """Whether an evaluation is better than those of all checkpoints; ranks ask together, where there is one."""
+        if self.keep.best is None or metrics is None:
+            return False
+        value = self.keep.value(metrics)
+        return self.ranks.gather(value is not None and (self._best is None or value > self._best))[0]
 
     def save(self, run: "Run", metrics: Any = None, *, wait: bool = False) -> str:
         """Save ``run`` as it is now; the name of the folder. ``wait``: until it is on disk, and raise if it is not."""
         began = time.perf_counter()
         self.begin(run)
+        self.before()
         assert self._ranks is not None
         assert self._due is not None
         self._join()
@@ -188,12 +204,16 @@ class Saver:
         word: Any = None
         if run.world.rank == 0:
             try:
+                if self._lock is not None:
+                    self._lock.check()
                 name = manifest.folder_name(run.step, self.files.names())
                 self.files.make(name)
                 word = name, uuid.uuid4().hex
             except OSError as error:
                 before = manifest.standing(self.files, self.newest or "")
                 word = refused(error, self.files, f"step {run.step}", 0, before)
+            except CheckpointError as error:
+                word = error
         digests = hashlib.sha256(repr(described).encode()).digest(), hashlib.sha256(repr(own).encode()).digest()
         said = self._ranks.gather((word, digests))
         if isinstance(said[0][0], CheckpointError):
@@ -212,8 +232,11 @@ class Saver:
         try:
             part.write()
             if part.common is not None:
-                self.newest = part.complete().name
-                prune(self.files, keep=self.keep)
+                found = part.complete()
+                self.newest, value = found.name, self.keep.value_of(found)
+                if value is not None and (self._best is None or value > self._best):
+                    self._best = value
+                prune(self.files, self.keep, damaged=self.damaged)
         except BaseException as error:
             self._error, self._failed = error, True
         self.seconds |= part.seconds

@@ -9,6 +9,7 @@ import hashlib
 import json
 import platform
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +25,9 @@ from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.pieces import ShardLayout, layout_of, uncut
 from meshfit.errors import CheckpointError
 from meshfit.generators import set_state_of, state_of
-from meshfit.torch_private import non_persistent_buffers
+from meshfit.optimizers import Optimizers, Schedulers
+from meshfit.quantised import states_of
+from meshfit.torch_private.modules import non_persistent_buffers
 from meshfit.version import VERSION
 
 if TYPE_CHECKING:
@@ -59,27 +62,31 @@ def items_of(run: "Run") -> list[Item]:
     """Everything that this rank holds. Views: to be copied before the next step."""
     parameters, layouts = canonical(run)
     found = []
+    own = run.plan.exchange != "allreduce"  # then each rank has states of its own: those of one go together
     for name, p in parameters.items():
         found += _items(f"model/{name}", layouts[name], p)
     for kind, name, buffer in buffers(run.model):
         found += _items(f"{kind}/{name}", layout_of(run.placed, buffer), buffer, first=True)
+    for name, tensor in states_of(run.model).items():
+        found += _items(f"model/{name}", uncut(tensor), tensor, first=True)
     for name, p in parameters.items():
         for key, value in flattened(optimizer_state(run, p)).items():
             if isinstance(value, Tensor):
-                moment = value.shape == p.shape and key.rpartition("/")[2] != "step"  # laid out as its parameter
-                found += _items(f"optimizer/{key}/{name}", layouts[name] if moment else uncut(value), value)
+                cut = p not in run.stepped_whole and key.rpartition("/")[2] != "step"
+                moment = cut and value.shape == p.shape  # laid out as its parameter
+                found += _items(f"optimizer/{key}/{name}", layouts[name] if moment else uncut(value), value, first=own)
     average = run.update.average
     if average is not None:
         for name, mine in zip(parameters, average.weights, strict=True):
-            found += _items(f"average/{name}", layouts[name], mine)
+            found += _items(f"average/{name}", layouts[name], mine, first=own)
     if run.best is not None and run.best.weights:
         held = {**parameters, **{name: buffer for _, name, buffer in buffers(run.model)}}
         for name, tensor in held.items():
             found += _items(f"best/{name}", layout_of(run.placed, tensor), run.best.weights[name], first=True)
     scale = run.update.scale
     if scale is not None:
-        found += _items("scale/value", uncut(scale.value), scale.value)
-        found += _items("scale/good_steps", uncut(scale._good_steps), scale._good_steps)
+        found += _items("scale/value", uncut(scale.value), scale.value, first=own)
+        found += _items("scale/good_steps", uncut(scale._good_steps), scale._good_steps, first=own)
     for kind, state in random_states(run).items():
         found += _items(f"random/rank{run.world.rank}/{kind}", uncut(state), state)
     return found
@@ -103,7 +110,9 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _items(key: str, layout: ShardLayout, mine: Tensor, *, first: bool = False) -> list[Item]:
-    if type(mine) not in (Tensor, nn.Parameter, nn.Buffer) or mine.layout is not torch.strided:
+    if isinstance(mine, nn.Parameter) and not hasattr(mine, "__tensor_flatten__"):  # of bitsandbytes' own class
+        mine = mine.detach().as_subclass(Tensor)
+    if type(mine) not in (Tensor, nn.Buffer) or mine.layout is not torch.strided:
         raise CheckpointError(
             f"{key} cannot be saved: it is a {type(mine).__name__} of layout {mine.layout}".replace("torch.", ""),
             "checkpoints hold plain, dense tensors",
@@ -129,9 +138,14 @@ def optimizer_state(run: "Run", p: nn.Parameter) -> dict[Any, Any]:
 
 
 def flattened(state: dict[Any, Any], at: str = "") -> dict[str, Any]:
-    """Nested dicts as one: "a/b"."""
+    """Nested dicts, lists that hold tensors, and tensors that are made of others (quantised states), as one: "a/b",
+    "a/#0", "a/codes"."""
     found = {}
     for key, value in state.items():
+        if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+            value = _parts(value)
+        if isinstance(value, list) and any(isinstance(one, Tensor) for one in value):
+            value = {f"#{i}": one for i, one in enumerate(value)}
         if not isinstance(key, str) or "/" in key:
             raise CheckpointError(f"the optimizer keeps state under {key!r}", "a checkpoint needs names without /")
         if isinstance(value, dict):
@@ -149,11 +163,49 @@ def nested(state: dict[str, Any]) -> dict[str, Any]:
         for name in path:
             inner = inner.setdefault(name, {})
         inner[last] = value
-    return found
+    return {key: _listed(value) for key, value in found.items()}
 
 
-def kind_of(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+def _listed(value: Any) -> Any:
+    """With dicts that were lists as lists again."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _listed(one) for key, one in value.items()}
+    if KIND in inner:
+        return _put_together(inner)
+    was_list = inner and all(isinstance(key, str) and key.startswith("#") for key in inner)
+    return [inner[f"#{i}"] for i in range(len(inner))] if was_list else inner
+
+
+KIND, ABOUT = "=kind", "=about"
+
+
+def _parts(tensor: Any) -> dict[str, Any]:
+    """A tensor that is made of others as those, its class, and what else that needs."""
+    names, about = tensor.__tensor_flatten__()
+    kind = f"{type(tensor).__module__}:{type(tensor).__qualname__}"
+    about = [about, list(tensor.shape), list(tensor.stride())]
+    return {KIND: kind, ABOUT: about, **{name: getattr(tensor, name) for name in names}}
+
+
+def _put_together(parts: dict[str, Any]) -> Tensor:
+    """The inverse of ``_parts``. Nothing is imported for it: an optimizer that keeps such tensors has done so."""
+    module, _, name = parts[KIND].partition(":")
+    found: Any = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
+        raise CheckpointError(f"the optimizer's state holds a {name} of {module}, which this process does not know")
+    about, shape, stride = parts[ABOUT]
+    inner = {key: value for key, value in parts.items() if key not in (KIND, ABOUT)}
+    unflatten: Any = found.__tensor_unflatten__  # type: ignore[attr-defined]
+    return unflatten(inner, about, torch.Size(shape), tuple(stride))
+
+
+def kind_of(several: Optimizers | Schedulers) -> str:
+    return " + ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in several.each)
+
+
+def short_kind(kind: str) -> str:
+    return " + ".join(one.rpartition(".")[2] for one in kind.split(" + "))
 
 
 def own_facts(run: "Run") -> dict[str, Any]:
@@ -176,8 +228,9 @@ def own_facts(run: "Run") -> dict[str, Any]:
 
 def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
     """What all ranks agree on; the first rank's are written."""
-    update, job = run.update, run.job
-    update.settle()
+    job = run.job
+    for phase in run.phases:
+        phase.update.settle()
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in run.optimizer.param_groups
@@ -188,9 +241,9 @@ def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
         "best": None,
         "metrics": plain.encode(metrics, "metrics"),
     }
-    if update.scheduler is not None:
-        held = _scheduler_state(update.scheduler)
-        state["scheduler"] = {"kind": kind_of(update.scheduler), "state": plain.encode(held, "the scheduler's state")}
+    if run.scheduler is not None:
+        held = _scheduler_state(run.scheduler)
+        state["scheduler"] = {"kind": kind_of(run.scheduler), "state": plain.encode(held, "the scheduler's state")}
     if run.best is not None:
         state["best"] = plain.encode({"value": run.best.value, "misses": run.best.misses}, "best")
     epoch, batch = run.position.now(run.step)

@@ -182,6 +182,12 @@ class RankSave:
                     said[rank] = one
             if len(said) == self.ranks:
                 return [said[rank] for rank in range(self.ranks)]
+            if self.rank not in said:  # its own part was written before it waits for the others'
+                raise CheckpointError(
+                    f"the checkpoint {os.path.join(str(self.files), self.folder)} could not be written",
+                    "what was written of it is gone",
+                    manifest.standing(self.files, self.kept),
+                )
             if time.monotonic() > until:
                 missing = [str(rank) for rank in range(self.ranks) if rank not in said]
                 raise CheckpointError(
@@ -249,6 +255,8 @@ def copied(items: list[Item], host: Tensor | None, *, pinned: bool) -> tuple[byt
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        elif device.type == "mps":
+            torch.mps.synchronize()
     return begin, host[:total], tensors, host
 
 

@@ -20,7 +20,7 @@ def main() -> None:
 
 def tell(error: Exception) -> int:
     """Print ``error`` as one block; the exit code that goes with it."""
-    from meshfit.errors import DataError, JobError, PlanError
+    from meshfit.errors import DataError, JobError, NoCheckpoint, PlanError
 
     print(f"meshfit: {error}", file=sys.stderr)
-    return 2 if isinstance(error, PlanError | JobError | DataError) else 1
+    return 2 if isinstance(error, PlanError | JobError | DataError | NoCheckpoint) else 1

@@ -7,7 +7,6 @@ import json as json_text
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -19,11 +18,14 @@ from meshfit.axes.precision import DTYPES
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.compare import differences
 from meshfit.checkpoint.export import SHARD
-from meshfit.checkpoint.files import Files
+from meshfit.checkpoint.files import Files, open_files
+from meshfit.checkpoint.keep import Keep
+from meshfit.checkpoint.keep import prune as remove_old
 from meshfit.checkpoint.manifest import Manifest
 from meshfit.checkpoint.outside import open_weights
 from meshfit.checkpoint.read import verify as verify_bytes
-from meshfit.errors import CheckpointError
+from meshfit.checkpoint.state import short_kind
+from meshfit.errors import CheckpointError, JobError, NoCheckpoint
 from meshfit.observe.columns import columns
 from meshfit.units import size
 
@@ -43,7 +45,7 @@ def list_(where: Where, json: Json = False) -> None:
         print(json_text.dumps(whole + [{"name": each.name, "wrong": each.why} for each in skipped], indent=2))
         return
     if not found and not skipped:
-        raise CheckpointError(f"there is no checkpoint in {files}")
+        raise NoCheckpoint(f"there is no checkpoint in {files}")
     table = columns("checkpoint", ">step", ">epoch", "plan~", ">ranks", ">size", "saved")
     for each in found:
         body, saved = each.body, each.body["time"][:16].replace("T", " ")
@@ -88,8 +90,8 @@ def show(
         "plan": f"{body['plan']} on {body['world']} ranks, batches of {body['batch_size']}, seed {body['seed']}",
         "saved": body["time"],
         "versions": ", ".join(f"{name} {version}" for name, version in body["versions"].items()),
-        "optimizer": f"{optimizer['kind'].rpartition('.')[2]}, {len(state['groups'])} groups, lr {', '.join(lrs)}",
-        "scheduler": state["scheduler"]["kind"].rpartition(".")[2] if state["scheduler"] else "none",
+        "optimizer": f"{short_kind(optimizer['kind'])}, {len(state['groups'])} groups, lr {', '.join(lrs)}",
+        "scheduler": short_kind(state["scheduler"]["kind"]) if state["scheduler"] else "none",
         "ties": ", ".join(f"{name} = {kept}" for name, kept in body["ties"].items()) or "none",
         "data": str(body["fingerprint"]["data"]),
         "model": body["fingerprint"]["model"][:16],
@@ -116,7 +118,7 @@ def verify(
     files, found, skipped = _found(where)
     if not found:
         why = [f"{each.name}: {each.why}" for each in skipped[:5]]
-        raise CheckpointError(f"there is no complete checkpoint in {files}", *why)
+        raise NoCheckpoint(f"there is no complete checkpoint in {files}", *why)
     bad = 0
     for each in skipped if every else ():
         console.print(f"{each.name}  [red]{each.why}")
@@ -151,7 +153,7 @@ def diff(a: Where, b: Where, most: Annotated[int, typer.Option(help="Tensors to 
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(help="A checkpoint, or weights that others wrote.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder.", show_default=False)],
+    target: Annotated[str, typer.Argument(help="A .safetensors file, or a folder.", show_default=False)],
     what: Annotated[str, typer.Option(help='"model", "average" (ema=) or "best".')] = "model",
     dtype: Annotated[str | None, typer.Option(help='Cast to "bf16", "fp16" or "fp32".')] = None,
     shard: Annotated[float, typer.Option(help="GB of a file in a folder.")] = SHARD / 1e9,
@@ -161,31 +163,33 @@ def export(
 
     dtypes = {**DTYPES, "fp32": torch.float32}
     if dtype is not None and dtype not in dtypes:
-        raise CheckpointError(f"--dtype {dtype} is not known", f"known: {', '.join(dtypes)}")
+        raise JobError(f"--dtype {dtype} is not known", f"known: {', '.join(dtypes)}")
     total = sum(each.nbytes for each in open_weights(source, what)[0].stored.values())
     cast = None if dtype is None else dtypes[dtype]
     with _progress("exported", total) as told:
         written = export(source, target, kind=what, dtype=cast, shard=round(shard * 1e9), told=told)
     for path in written:
-        console.print(f"{path}  {size(path.stat().st_size)}", highlight=False)
+        above, name = open_files(path).above()
+        console.print(f"{path}  {size(above.size(name))}", highlight=False)
 
 
 @app.command()
 def prune(
     where: Where,
     keep: Annotated[int, typer.Option(help="Complete checkpoints that stay.")] = 2,
+    keep_best: Annotated[str | None, typer.Option(help="And the best by this metric: accuracy, -loss.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; else only say what would go.")] = False,
 ) -> None:
     """Remove old checkpoints, and incomplete ones. The newest one is verified first."""
     files, name = manifest.find(where)
     if name is not None:
-        raise CheckpointError(f"{where} is one checkpoint", "prune takes the folder that holds them")
+        raise JobError(f"{where} is one checkpoint", "prune takes the folder that holds them")
     whole = list(manifest.complete(files))
     if not whole:
-        raise CheckpointError(f"there is no complete checkpoint in {files}", "nothing was removed")
-    keep = max(1, keep)
+        raise NoCheckpoint(f"there is no complete checkpoint in {files}", "nothing was removed")
+    stay = Keep(newest=max(1, keep), best=keep_best)
     if not yes:
-        gone = [each.name for each in whole[keep:]]
+        gone = stay.gone(whole)
         unfinished = [n for n in manifest.folders(files) if n not in {each.name for each in whole}]
         console.print("\n".join([*gone, *(f"{n} (not complete)" for n in unfinished)]) or "nothing to remove")
         console.print("--yes removes them", style="dim")
@@ -197,7 +201,7 @@ def prune(
             wrong = verify_bytes(whole[0], told)
         if wrong:
             raise CheckpointError(f"{whole[0]} is damaged", *wrong[:3], "nothing was removed")
-        for gone in manifest.prune(files, keep=keep):
+        for gone in remove_old(files, stay):
             console.print(f"removed {gone}", highlight=False)
     finally:
         lock.release()

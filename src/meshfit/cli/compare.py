@@ -15,13 +15,13 @@ from meshfit.cli.script import Which
 from meshfit.cli.script import run as run_script
 from meshfit.drive import begin
 from meshfit.errors import JobError, MeshfitError
-from meshfit.job import Job
+from meshfit.job import NO_EVALUATION, Job
 from meshfit.observe import compare as side_by_side
 from meshfit.observe.folder import RunFolder, new_folder
 from meshfit.observe.reading import RecordedRun, read
 from meshfit.run import Run
 
-NOT_COMPARED = {"epochs": None, "valid": None, "metrics": {}, "best": None, "patience": None, "valid_every": None}
+NOT_COMPARED = {**NO_EVALUATION, "epochs": None, "valid_every": None}
 
 
 def compare(

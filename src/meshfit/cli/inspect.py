@@ -32,7 +32,7 @@ from meshfit.data.datasets import open_source
 from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
 from meshfit.loss.objective import call, split
-from meshfit.torch_private import Dropout
+from meshfit.torch_private.modules import Dropout
 
 SAMPLES = 4  # of a script's data that are traced: more than one, so that nothing broadcasts by accident
 LENGTH = 128  # tokens of a sample, by default
@@ -108,7 +108,7 @@ def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_
     if target.endswith(".py"):
         _inspect_script(Path(target), arguments, specs, which, tell_about, quiet=as_json)
     elif target.endswith(".json"):
-        tell_about(_from_config(Path(target), specs))
+        tell_about(from_config(Path(target), specs))
     elif ":" in target:
         tell_about(_from_function(target, specs))
     else:
@@ -179,7 +179,13 @@ def _from_function(target: str, specs: list[str]) -> Subject:
     return Subject(name=target, build=build, inputs=inputs_of(specs))
 
 
-def _from_config(path: Path, specs: list[str]) -> Subject:
+def from_config(path: Path, specs: list[str]) -> Subject:
+    config = config_of(path)
+    return Subject(name=str(path), build=lambda: built(config), inputs=inputs_of(specs) if specs else _usual(config))
+
+
+def config_of(path: Path) -> Any:
+    """A configuration that transformers knows."""
     if not path.is_file():
         raise JobError(f"there is no file {path}")
     try:
@@ -192,15 +198,17 @@ def _from_config(path: Path, specs: list[str]) -> Subject:
         raise JobError(f"{path} is no configuration that transformers knows", str(error).splitlines()[0]) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False  # of use when generating, not in training
+    return config
 
-    def build() -> nn.Module:
-        named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-        if named is not None:
-            return named(config)
-        causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
-        return (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config(config)
 
-    return Subject(name=str(path), build=build, inputs=inputs_of(specs) if specs else _usual(config))
+def built(config: Any) -> nn.Module:
+    import transformers
+
+    named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+    if named is not None:
+        return named(config)
+    causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    return (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config(config)
 
 
 def _usual(config: Any) -> dict[str, Tensor]:

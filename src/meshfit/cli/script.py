@@ -14,7 +14,7 @@ from meshfit.errors import JobError, MeshfitError
 
 Script = Annotated[Path, typer.Argument(help="A script that calls meshfit.fit.", show_default=False)]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)]
-Which = Annotated[int, typer.Option("--fit", help="Which of the script's calls of fit to act on.")]
+Which = Annotated[int, typer.Option("--fit", min=1, help="Which of the script's calls of fit to act on.")]
 
 
 def run(

@@ -1,5 +1,6 @@
 """One function a verb."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,9 +9,12 @@ from rich.console import Console
 from meshfit.cli import checkpoint, tell
 from meshfit.cli.compare import compare
 from meshfit.cli.data import data
+from meshfit.cli.doctor import doctor
 from meshfit.cli.page import report, watch
+from meshfit.cli.plan import calibrate
+from meshfit.cli.plan import plan as plan_
 from meshfit.cli.script import Arguments, Script, Which, run
-from meshfit.errors import MeshfitError
+from meshfit.errors import JobError, MeshfitError
 from meshfit.job import Job
 from meshfit.launch import key
 from meshfit.observe.columns import columns
@@ -26,8 +30,9 @@ FAILED = 2
 """Exit code of a verb whose other exit codes are answers."""
 
 app.add_typer(checkpoint.app, name="checkpoint")
-for verb in (report, watch, compare, data):
+for verb in (report, watch, compare, data, doctor, calibrate):
     app.command()(verb)
+app.command("plan")(plan_)
 
 
 @app.callback()
@@ -41,16 +46,29 @@ def train(
     arguments: Arguments = None,
     plan: PlanText = None,
     devices: DeviceText = None,
-    out: Annotated[str | None, typer.Option(help="Folder for what the run writes.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for what the run writes, or s3://bucket/folder.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help='How often to save: "500 steps", "10 minutes", "3%".')] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints that stay, the newest.")] = None,
     resume: Annotated[bool, typer.Option(help="Resume from the newest checkpoint of the folder.")] = False,
+    restarts: Annotated[
+        int | None, typer.Option(min=0, help="How often ranks are started again without progress; 0: never.")
+    ] = None,
+    hang_timeout: Annotated[str | None, typer.Option(help='How long a rank may stand still in a step: "30 s".')] = None,
+    preemption: Annotated[
+        str | None,
+        typer.Option(help="A file that appears, or an address that says so, when the machine is taken away."),
+    ] = None,
+    grace: Annotated[str | None, typer.Option(help='How long the save may take after that: "30 s".')] = None,
     listen: Annotated[str | None, typer.Option(help="Where workers of other hosts may join: 10.0.0.5:7000.")] = None,
     key_file: KeyFile = None,
     fit: Which = 1,
 ) -> None:
     """Run a script's training, under another plan or on other devices if asked."""
     key.read_from(key_file)
-    changes: dict[str, Any] = _given(plan=plan, devices=devices, out=out, checkpoint=checkpoint, listen=listen)
+    changes: dict[str, Any] = _given(
+        plan=plan, devices=devices, out=out, checkpoint=checkpoint, listen=listen, keep=keep, restarts=restarts
+    )
+    changes |= _given(hang_timeout=hang_timeout, preemption=preemption, grace=grace)
     changes |= {"resume": True} if resume else {}
     run(script, arguments or [], lambda asked: {**asked, **changes}, fit)
 
@@ -97,6 +115,37 @@ def verify(
 
 
 @app.command()
+def rehearse(
+    on: Annotated[str, typer.Option(help="The cluster: 16x8xH100, or a file.", show_default=False)],
+    script: Annotated[Path | None, typer.Argument(help="A script that calls meshfit.fit.", show_default=False)] = None,
+    arguments: Arguments = None,
+    plan: PlanText = None,
+    hf: Annotated[Path | None, typer.Option(help="Instead of a script: a Hugging Face config.json.")] = None,
+    seq: Annotated[int, typer.Option(help="With --hf: tokens of a sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(help="With --hf: samples a step.")] = 256,
+    timeline: Annotated[Path | None, typer.Option(help="A file for the picture of a step, as SVG.")] = None,
+    fit: Which = 1,
+) -> None:
+    """Run the first steps of a plan's ranks here, as on a cluster: exit code 0 if it would start there, 1 if not."""
+    from meshfit.cli.rehearse import rehearse, rehearse_config
+
+    if hf is not None and script is None:
+        raise SystemExit(rehearse_config(hf, seq, batch, plan, on, timeline))
+    if hf is not None or script is None:
+        raise JobError("rehearse takes a script or --hf", "meshfit rehearse --hf config.json --on 8xH100, say")
+
+    def instead(asked: dict[str, Any]) -> dict[str, Any]:
+        try:
+            code = rehearse({**asked, **_given(plan=plan)}, on, timeline)
+        except MeshfitError as error:
+            tell(error)
+            raise SystemExit(FAILED) from None
+        raise SystemExit(code)  # not caught by a script's "except Exception"
+
+    run(script, arguments or [], instead, fit, failed=FAILED)
+
+
+@app.command()
 def inspect(
     target: Annotated[str, typer.Argument(help="train.py, module:function, or a config.json.", show_default=False)],
     arguments: Arguments = None,
@@ -110,7 +159,7 @@ def inspect(
     inspect(target, arguments or [], input or [], fit, json)
 
 
-def _given(**options: str | None) -> dict[str, str]:
+def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -156,8 +156,8 @@ def start(name: str, x: Tensor, group: Group, *parts: Any) -> tuple[Tensor, Call
     ``x`` belongs to it from now on."""
     if name == "reduce":
         return group.start_all_reduce(x.detach())
-    dim, counts = parts
-    own, wait = group.start_reduce_scatter(_by_rank(x, group, dim, counts))
+    dim, counts, *places = parts
+    own, wait = group.start_reduce_scatter(_by_rank(x, group, dim, counts, *places))
     return own.narrow(dim, 0, counts[group.rank]), wait
 
 

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshfit.errors import RankError
-from meshfit.torch_private import store_of, timeout_of
+from meshfit.comm.objects import broadcast_object
+from meshfit.errors import JobError, RankError
+from meshfit.launch.frames import users_line
+from meshfit.torch_private.groups import noted, store_of, timeout_of
 
 R = TypeVar("R")
 
@@ -28,20 +30,44 @@ def from_first_rank(find: Callable[[], R], group: dist.ProcessGroup | None) -> R
     """What the first rank of ``group`` finds, or raises, on all of them, which call it together; None: this rank's."""
     if group is None:
         return find()
-    found: list[Any] = [None]
+    found: Any = None
     waiting = _Waiting.among(group)
     if dist.get_rank(group) == 0:
         with waiting.alive():
-            try:
-                found = [find()]
-            except Exception as error:  # the others wait for an answer
-                found = [error]
+            found = _alone(find)
     else:
         waiting.wait()
-    dist.broadcast_object_list(found, group=group, group_src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    found = broadcast_object(found, group)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _alone(find: Callable[[], Any]) -> Any:
+    """What ``find`` finds or raises, in one rank. A collective in it would wait for ranks that do not come: refused,
+    also where ``find`` takes what is raised in a model for an answer."""
+    refusals: list[JobError] = []
+
+    def refuse(group: str, ranks: str, op: str, what: str) -> None:
+        if "," not in ranks and "-" not in ranks:
+            return  # of this rank alone
+        line = users_line()
+        refusals.append(
+            JobError(
+                f"one rank runs the model or a metric alone, and it calls {op} of {what} over ranks {ranks}",
+                f"at {line}" if line else "",
+                "before the first step this is how it is found what a plan may do; the other ranks are not in there",
+                "leave what ranks exchange to the plan: meshfit.gather(x) has the rows of the whole batch in a loss",
+            )
+        )
+        raise refusals[0]
+
+    try:
+        with noted(refuse):
+            found = find()
+    except Exception as error:  # the others wait for an answer
+        found = error
+    return refusals[0] if refusals else found
 
 
 class _Waiting:

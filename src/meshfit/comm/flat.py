@@ -18,14 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.torch_private import (
-    all_gather_rows,
-    all_reduce_rows,
-    foreach_copy_,
-    foreach_zero_,
-    reduce_scatter_rows,
-    set_data,
-)
+from meshfit.torch_private.groups import all_gather_rows, all_reduce_rows, reduce_scatter_rows
+from meshfit.torch_private.kernels import foreach_copy_, foreach_zero_
+from meshfit.torch_private.tensors import grad_dtype, set_data
 
 ALIGN = 64
 """Bytes. An element of any dtype fits in a whole number of times."""
@@ -81,6 +76,7 @@ class Flat(FlatLayout):
         super().__init__(parameters)
         self.parameters = parameters
         self.trained = parameters[0].requires_grad
+        self.grad_dtype = grad_dtype(parameters[0])
         self.gathered = gathered or self.dtype
         """What it is gathered as: half the bytes, where the model would round it to that anyway."""
         self.rounds = self.gathered != self.dtype
@@ -130,18 +126,22 @@ class Flat(FlatLayout):
 
     def cut(self, i: int, tensor: Tensor) -> Tensor:
         """This rank's slice of a tensor that is shaped like parameter ``i``, in the shape and place of that one's."""
+        return self.look(i, tensor).clone().to(self.mine.device)
+
+    def look(self, i: int, tensor: Tensor) -> Tensor:
+        """The same slice, where it is."""
         if self.degree == 1:
-            return tensor.detach().clone().to(self.mine.device)
-        return _row(tensor.detach(), self.strides[i])[self.slices(i)[1]].clone().to(self.mine.device)
+            return tensor.detach()
+        return _row(tensor.detach(), self.strides[i])[self.slices(i)[1]]
 
     def pack(self, gradients: list[Tensor | None], device: torch.device, *, borrow: bool = False) -> Tensor:
         """Gradients as one row; None counts as zero. ``borrow``: if it is only read, it may be the gradient itself."""
         only = gradients[0] if borrow and len(gradients) == 1 else None
         if only is not None and only.layout is torch.strided and only.stride() == self.strides[0]:
             row = only.as_strided((only.numel(),), (1,))
-            if (row.numel(), row.dtype, row.device) == (self.padded, self.dtype, device):
+            if (row.numel(), row.dtype, row.device) == (self.padded, self.grad_dtype, device):
                 return row
-        row = torch.empty(self.padded, dtype=self.dtype, device=device)
+        row = torch.empty(self.padded, dtype=self.grad_dtype, device=device)
         views = self.views(row)
         given = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
         missing = [view for view, g in zip(views, gradients, strict=True) if g is None] + self.gaps(row)

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfit.comm.objects import all_gather_object
 from meshfit.events import current
-from meshfit.torch_private import all_gather_single, in_backward, reduce_scatter_single, timeout_of
+from meshfit.torch_private.autograd import in_backward
+from meshfit.torch_private.groups import all_gather_single, reduce_scatter_single, timeout_of
 
 R = TypeVar("R")
 
@@ -329,8 +331,7 @@ def groups(wanted: Iterable[tuple[int, ...]], *, fresh: bool = False) -> dict[tu
     """A process group for each set of ranks of the world that this rank names. All ranks call it together, each with
     its own sets: all of them make all groups, in one order. ``fresh``: not even the world is reused."""
     mine, world = set(wanted), dist.get_world_size()
-    every: list[set[tuple[int, ...]]] = [mine] * world
-    dist.all_gather_object(every, mine)
+    every = all_gather_object(mine)
     some = sorted(ranks for ranks in set().union(*every) if fresh or len(ranks) < world)
     found = {ranks: new_group(ranks) for ranks in some}
     return {ranks: found.get(ranks, dist.group.WORLD) for ranks in mine}  # type: ignore[misc]

@@ -13,7 +13,6 @@ in the middle of a step. A run has one transport, for training and evaluation al
     gloo, GPU   gloo cannot send from GPU memory: by way of host memory
 """
 
-import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfit.comm.encoding import dumps, loads
 from meshfit.comm.flat import ALIGN, aligned
 from meshfit.comm.group import destroy, groups
 from meshfit.events import current
@@ -179,8 +179,8 @@ def unpacked(buffer: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
 
 def header(layouts: Sequence[Layout]) -> Tensor:
     """``layouts`` as bytes."""
-    return torch.frombuffer(bytearray(pickle.dumps(tuple(layouts))), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(dumps(tuple(layouts))), dtype=torch.uint8)
 
 
 def read_header(buffer: Tensor) -> tuple[Layout, ...]:
-    return pickle.loads(buffer.cpu().numpy().tobytes())
+    return loads(buffer.cpu())

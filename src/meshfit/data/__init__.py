@@ -15,7 +15,10 @@ from meshfit.data.cache import Cache
 from meshfit.data.classics import cifar, mnist
 from meshfit.data.datasets import SampleStream
 from meshfit.data.datasets import open_source as memory
+from meshfit.data.hf_datasets import hf_dataset
 from meshfit.data.images import folder
+from meshfit.data.lakes import delta, lance
+from meshfit.data.mds import mds
 from meshfit.data.mixture import mixture
 from meshfit.data.opening import open
 from meshfit.data.source import BadSample, Source
@@ -33,8 +36,12 @@ __all__ = [
     "arrow",
     "cifar",
     "csv",
+    "delta",
     "folder",
+    "hf_dataset",
     "jsonl",
+    "lance",
+    "mds",
     "memory",
     "mixture",
     "mnist",

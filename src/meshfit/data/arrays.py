@@ -2,6 +2,8 @@
 
 import io
 import math
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshfit.data import tree
+from meshfit.data import tree, unfold
 from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.remote import BLOCK
@@ -147,6 +149,8 @@ def npy(blob: Blob) -> Rows:
         raise DataError(f"{blob.name} holds Python objects, not numbers", "save arrays of numbers")
     if not shape:
         raise DataError(f"{blob.name} holds one number, not samples")
+    if min(shape) < 0:
+        raise DataError(f"{blob.name} is no .npy file", f"its shape is {shape}")
     if head.tell() + math.prod(shape) * dtype.itemsize > blob.size:
         raise DataError(f"{blob.name} is cut short", f"{blob.size} bytes, but {shape} {dtype} needs more")
     return Rows(blob, dtype, shape, head.tell())
@@ -155,5 +159,11 @@ def npy(blob: Blob) -> Rows:
 def _npz(blob: Blob) -> Source:
     from meshfit.data.source import Memory
 
-    with np.load(io.BytesIO(bytes(blob.read()))) as held:
-        return Memory({name: held[name] for name in held.files}, blob.name)
+    data = bytes(blob.read())
+    unfold.check_zip(blob.name, data)
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as held:
+            found = {name.removesuffix(".npy"): unfold.array(held.read(name)) for name in held.namelist()}
+        return Memory(found, blob.name)
+    except (ValueError, OSError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{blob.name} cannot be read", str(error) or type(error).__name__) from None

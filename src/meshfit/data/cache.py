@@ -5,7 +5,6 @@ rename, so that nobody sees half of one. When there is more than ``most``, the l
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from meshfit.arguments import check_local
 from meshfit.errors import DataError
+from meshfit.launch.system import lock_file
 
 ABANDONED = 3600.0  # seconds after which a file that is being written is taken for a dead writer's
 _OPEN = 512  # blocks a process keeps mapped
@@ -88,9 +88,9 @@ class Cache:
             if self._held is None or self._held + self._written > self.most or self._written > self.most / 16:
                 self._held, self._written = self._evict("blocks", 0.9), 0
 
-    def _evict(self, kind: str, share: float = 1.0) -> int:
-        """If there is more than ``most``, remove what was not used for longest until a ``share`` of that is left. The
-        bytes that stay. What others are writing is not touched, but for what a dead one left."""
+    def _evict(self, kind: str, share: float = 1.0, keep: int = 0) -> int:
+        """If there is more than ``most``, remove what was not used for longest until a ``share`` of that is left, or
+        ``keep`` of them. The bytes that stay. What others are writing is not touched, but for what a dead one left."""
         found, old = [], time.time() - ABANDONED
         for place in (self.path / kind).glob("*"):
             with contextlib.suppress(OSError):  # another removes it just now
@@ -100,32 +100,35 @@ class Cache:
                     found.append((used, sum(file.stat().st_size for file in files), place))
         held = sum(size for _, size, _ in found)
         limit = self.most if held <= self.most else share * self.most
-        for _, size, place in sorted(found):
+        for _, size, place in sorted(found)[: max(0, len(found) - keep)]:
             if held <= limit:
                 break
             with contextlib.suppress(OSError):
                 shutil.rmtree(place) if place.is_dir() else place.unlink()
+                place.with_suffix(".lock").unlink(missing_ok=True)
             held -= size
         return held
 
-    def folder(self, key: str, make: Callable[[Path], None]) -> Path:
-        """A folder that ``make`` fills, once, whoever asks first; the others wait."""
-        place = self._path("tables", key)
+    def folder(self, key: str, make: Callable[[Path], None], *, kind: str = "tables", keep: int = 0) -> Path:
+        """A folder that ``make`` fills, once, whoever asks first; the others wait. At least ``keep`` of its ``kind``
+        stay, whatever their size."""
+        place = self._path(kind, key)
         with contextlib.suppress(FileNotFoundError):
             os.utime(place)
             return place
         place.parent.mkdir(parents=True, exist_ok=True)
         with place.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_file(lock.fileno(), threads=True)
             if not place.is_dir():
-                self._evict("tables")
+                self._evict(kind, keep=keep)
                 temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix="."))
                 try:
                     make(temporary)
                     os.replace(temporary, place)
-                except BaseException:
+                except BaseException as error:
                     shutil.rmtree(temporary, ignore_errors=True)
-                    raise
+                    if not isinstance(error, OSError) or not place.is_dir():  # else another's, whose lock was removed
+                        raise
         return place
 
 

@@ -12,13 +12,15 @@ refused when it first happens.
 Samples that cannot be read, decoded or transformed: by default a run stops and names the file or row.
 ``on_bad="skip"`` goes on: the next good sample by id stands in for a bad one, so that batches keep their size and no
 rank need ask another. Which one stands in depends on the data alone, not on ranks, workers or a resume. The bad ones
-are listed, and above a share of 1 % the run stops. An answer that does not come (a server that is gone, a file that
+are listed, and above a share of 1 % the run stops. Transforms that follow are covered too, and samples of another shape
+than most have, where they are to be stacked. An answer that does not come (a server that is gone, a file that
 shrank) is no bad sample: it is retried, then raised.
 """
 
 import hashlib
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,9 +32,12 @@ from meshfit.data import tree
 from meshfit.data.draw import Key, SampleRandom
 from meshfit.data.order import order
 from meshfit.data.seeding import CodeGenerators, exclusive
-from meshfit.data.source import BadSample, DerivedSource, Source, stage
+from meshfit.data.source import BadFile, BadSample, DerivedSource, DifferentShapes, Source, spread, stage
 from meshfit.data.transform import Transform
 from meshfit.errors import DataError
+
+SKIPPED = 0.01
+"""The share of bad samples that on_bad="skip" allows."""
 
 
 class Mapped(DerivedSource):
@@ -67,6 +72,8 @@ class Mapped(DerivedSource):
                 if self.draws:
                     return self.function(content, draw)
                 return self.function(content) if self._tried else self._first(content)
+            except DifferentShapes as error:
+                raise error.named(lambda i: self.name_of(int(ids[i]))) from None
             except DataError:
                 raise
             except Exception as error:
@@ -136,6 +143,10 @@ def mapped(
         one = _takes_a_sample(function) if each is None else each
         if one and device:
             raise DataError("on_device runs on whole batches", "transforms of one sample go into .map")
+        if isinstance(source, Skipping) and not device:  # a sample that a transform fails on is bad, too
+            inner = Mapped(source.source, function, each=one, device=False, place=_places(source) + 1)
+            source = Skipping(inner, source.most)
+            continue
         source = Mapped(source, function, each=one, device=device, place=_places(source) + 1)
     return source
 
@@ -185,11 +196,17 @@ class Subset(DerivedSource):
     def __init__(self, source: Source, ids: NDArray[np.int64]):
         super().__init__(source)
         if len(ids) and not (ids.min() >= 0 and ids.max() < len(source)):
-            raise DataError(f"take asks for sample {ids.max()}", f"there are {len(source)}")
-        self.ids, self.blocks = ids, None
+            wrong = ids.max() if ids.max() >= len(source) else ids.min()
+            raise DataError(f"take asks for sample {wrong}", f"there are {len(source)}, from 0")
+        self.ids, self.blocks, self.batching = ids, None, None
+        if source.blocks is not None and (np.diff(ids) > 0).all():
+            self.blocks = np.unique(np.searchsorted(ids, source.blocks))
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def without_unconverted(self, most: float) -> Source:
+        return self  # whose ids are those of all rows
 
     def read(self, ids: NDArray[np.int64], key: Key) -> Any:
         return self.source.read(self.ids[ids], key)
@@ -242,20 +259,52 @@ def _gpu_states() -> list[bytes]:
 class Skipping(DerivedSource):
     """``source`` without its bad samples, of which ``most`` is the largest share allowed."""
 
-    def __init__(self, source: Source, most: float = 0.01):
+    one_shape = False
+    """Whether a sample of another shape than the others is bad."""
+
+    def __init__(self, source: Source, most: float = SKIPPED):
         super().__init__(source)
         self.most = most
         self.bad: dict[int, str] = {}
         """What was wrong with each bad sample met so far, by id."""
+        self._usual: list[tuple[int, ...] | None] | None = None
 
     def read(self, ids: NDArray[np.int64], key: Key) -> Any:
         while True:
             used = self._used(ids)
             try:
-                return self.source.read(used, key)
+                content = self.source.read(used, key)
             except Exception as error:
-                if not _of_a_sample(error) or not self._find(used, key):
+                misshapen = self.one_shape and isinstance(error, DifferentShapes)
+                if not (misshapen or _of_a_sample(error)) or not self._find(used, key):
                     raise
+                continue
+            if not self.one_shape or not self._misshapen(content, used):
+                return content
+
+    def _misshapen(self, content: Any, ids: NDArray[np.int64]) -> int:
+        """Find samples of another shape than most have; how many are bad."""
+        if self._usual is None:
+            self._usual = self._find_usual()
+        found: dict[int, tuple[Any, Any]] = {}
+        for leaf, usual in zip(tree.leaves(content), self._usual, strict=False):
+            if usual is not None and isinstance(leaf, Tensor | tree.Ragged):
+                shapes = (
+                    [_shape(x) for x in leaf] if isinstance(leaf, tree.Ragged) else [tuple(leaf.shape[1:])] * len(leaf)
+                )
+                found |= {int(i): (s, usual) for i, s in zip(ids, shapes, strict=True) if s is not None and s != usual}
+        for i, (shape, usual) in found.items():
+            self._add(i, BadSample(f"{self.name_of(i)} has the shape {shape}, others {usual}"))
+        return len(found)
+
+    def _find_usual(self) -> list[tuple[int, ...] | None]:
+        """The shape of each leaf that more than half of some samples from all over have; None: there is none."""
+        seen = []
+        for i in spread(len(self), 16).tolist():
+            with suppress(Exception):  # one of the bad ones
+                seen.append([_shape(leaf[0]) for leaf in tree.leaves(self.source.read(np.array([i]), Key()))])
+        usual = [max(shapes, key=shapes.count) for shapes in zip(*seen, strict=False)]
+        return [s if 2 * sum(row[k] == s for row in seen) > len(seen) else None for k, s in enumerate(usual)]
 
     def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
         return self.source.finish(content, self._used(ids), key)
@@ -278,17 +327,23 @@ class Skipping(DerivedSource):
             if i in self.bad:
                 continue
             try:
-                self.source.read(np.array([i]), key)
+                content = self.source.read(np.array([i]), key)
             except Exception as error:
                 if not _of_a_sample(error):
                     raise
                 self._add(i, error)
                 found += 1
+            else:
+                found += self.one_shape and self._misshapen(content, np.array([i]))
         return found
 
     def _add(self, i: int, error: Exception) -> None:
         self.bad[i] = str(error) if isinstance(error, BadSample) else f"{self.name_of(i)}: {error!r}"
         within(list(self.bad.values()), len(self), self.most, error)
+
+    @property
+    def skipped(self) -> list[str]:
+        return [*self.source.skipped, *(why.replace("\n", ":", 1) for why in self.bad.values())]
 
     def state(self) -> dict[str, Any]:
         return {**self.source.state(), "bad": dict(self.bad)}
@@ -296,6 +351,19 @@ class Skipping(DerivedSource):
     def load_state(self, state: dict[str, Any]) -> None:
         self.source.load_state(state)
         self.bad.update({int(i): why for i, why in state.get("bad", {}).items()})
+
+
+def expect_one_shape(source: Source) -> None:
+    """Where samples of ``source`` are stacked as they are, those of another shape than most are bad."""
+    stacked = source.collator is None
+    while isinstance(source, DerivedSource):
+        if isinstance(source, Skipping):
+            source.one_shape = stacked
+        source = source.source
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    return tuple(x.shape) if isinstance(x, Tensor) else None
 
 
 def within(bad: list[str], samples: int, most: float, error: Exception | None = None) -> None:
@@ -307,6 +375,12 @@ def within(bad: list[str], samples: int, most: float, error: Exception | None = 
             *(text.replace("\n", " ") for text in bad[:5]),
             "mend the data, or allow more: .on_bad('skip', most=0.05)",
         ) from error
+
+
+def within_files(lost: list[BadFile], files: int, most: float) -> None:
+    """Refuse a file that cannot be read; where bad ones are skipped, more than one and than a share of ``most``."""
+    if not most or len(lost) == files or len(lost) > max(1, int(most * files)):
+        raise lost[-1]
 
 
 def _of_a_sample(error: Exception) -> bool:

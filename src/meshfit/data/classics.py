@@ -1,7 +1,7 @@
 """CIFAR and MNIST in the formats they are published in: (images uint8 (channels, height, width), labels int64)."""
 
-import gzip
 import io
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 from meshfit.data.blob import Blob, Url, find, is_remote
 from meshfit.data.cache import Cache
 from meshfit.data.source import Memory, Source
+from meshfit.data.unfold import unfolded
 from meshfit.errors import DataError
 
 
@@ -72,15 +73,23 @@ def mnist(
 def idx(blob: Blob) -> np.ndarray:
     """An array in MNIST's own format."""
     data = bytes(blob.read())
-    data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    try:
+        data = unfolded(blob.name, data) if data[:2] == b"\x1f\x8b" else data
+    except OSError as error:
+        raise DataError(f"{blob.name} cannot be read", str(error)) from None
     kinds = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
     if len(data) < 8 or data[:2] != b"\0\0" or data[2] not in kinds:
         raise DataError(f"{blob.name} is no idx file", f"it starts with {data[:4]!r}")
     dims = data[3]
-    shape = np.frombuffer(data, ">u4", dims, 4).tolist()
-    found = np.frombuffer(data, kinds[data[2]], offset=4 + 4 * dims)
-    if found.size != np.prod(shape):
-        raise DataError(f"{blob.name} is cut short", f"{shape} needs {np.prod(shape)} numbers, {found.size} are there")
+    try:
+        shape = np.frombuffer(data, ">u4", dims, 4).tolist()
+        found = np.frombuffer(data, kinds[data[2]], offset=4 + 4 * dims)
+    except ValueError as error:
+        raise DataError(f"{blob.name} is cut short", str(error)) from None
+    if found.size != math.prod(shape):
+        raise DataError(
+            f"{blob.name} is cut short", f"{shape} needs {math.prod(shape)} numbers, {found.size} are there"
+        )
     return found.astype(found.dtype.newbyteorder("=")).reshape(shape)
 
 

@@ -8,7 +8,10 @@ Parquet, CSV and JSON lines are turned into this once, in the cache: they cannot
 """
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from meshfit.data.arrow_arrays import Fill, chosen, flat, held, missing_rows, no_tensor
+from meshfit.data.source import BadFile
 from meshfit.data.tree import Ragged
 from meshfit.errors import DataError
+
+NO_FILL = Fill()
+PARTS = ("values", "offsets")
 
 
 class Columns:
@@ -28,14 +36,23 @@ class Columns:
         about = json.loads((folder / "about.json").read_text())
         self.rows: int = about["rows"]
         self.kinds: dict[str, dict[str, Any]] = about["columns"]
-        self.parts: list[tuple[str, int]] = [tuple(part) for part in about["parts"]]
-        """(file, its first row), in order."""
+        self.parts: list[tuple[str, int, list[int]]] = [tuple(part) for part in about["parts"]]
+        """(file, its first row here, those of its rows that were left out), in order."""
         self.bad: list[str] = about.get("bad", [])
         """Rows that were left out, and why."""
+        self.missing: dict[int, str] = dict(about.get("missing", []))
+        """Rows of the last file that have no value, and in which column."""
         self._open: dict[str, NDArray[Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
+
+    @cached_property
+    def place(self) -> NDArray[np.int64]:
+        """Of one file: where each of its rows stands among those without a missing value."""
+        good = np.ones(self.rows + len(self.missing), bool)
+        good[list(self.missing)] = False
+        return np.cumsum(good) - 1
 
     @property
     def names(self) -> list[str]:
@@ -43,27 +60,24 @@ class Columns:
 
     def name_of(self, row: int) -> str:
         """File and row, counted from 0 in its file."""
-        name, first = next(part for part in reversed(self.parts) if part[1] <= row)
-        return f"row {row - first} of {name}"
+        name, first, left_out = next(part for part in reversed(self.parts) if part[1] <= row)
+        row -= first
+        for other in left_out:
+            row += other <= row
+        return f"row {row} of {name}"
+
+    def open(self) -> "Columns":
+        """Map all of it now: whoever removes the folder later does no harm."""
+        for name, kind in self.kinds.items():
+            for part in ("values", "offsets") if kind["ragged"] else ("values",):
+                self._mapped(name, part)
+        return self
 
     def gather(self, name: str, rows: NDArray[np.int64]) -> Any:
         """The values of ``rows``: a tensor, or ``Ragged`` of bytes, words or tensors."""
         kind = self.kinds[name]
-        values = self._mapped(name, "values")
-        if not kind["ragged"]:
-            found = np.take(values, rows, axis=0)
-            single = values.ndim == 1 and values.dtype.kind in "iu"  # labels: what torch's losses and embeddings take
-            return torch.from_numpy(found.astype(np.int64) if single else found)
-        offsets = self._mapped(name, "offsets")
-        starts, stops = offsets[rows].tolist(), offsets[rows + 1].tolist()
-        cut = [values[start:stop] for start, stop in zip(starts, stops, strict=True)]
-        if kind["is"] == "bytes":
-            return Ragged(x.data for x in cut)
-        if kind["is"] == "text":
-            return Ragged(x.tobytes().decode() for x in cut)
-        if len({len(x) for x in cut}) == 1:
-            return torch.from_numpy(np.stack(cut))
-        return Ragged(torch.from_numpy(np.array(x)) for x in cut)
+        offsets = self._mapped(name, "offsets") if kind["ragged"] else None
+        return gathered(kind, self._mapped(name, "values"), offsets, rows)
 
     def _mapped(self, name: str, part: str) -> NDArray[Any]:
         kind = self.kinds[name]
@@ -75,69 +89,140 @@ class Columns:
         return self._open[path.name]
 
 
-class ColumnWriter:
-    """Writes record batches of Arrow, one after another, as ``Columns``. Columns are matched by their names, whatever
-    their order; every file must have the same ones. Types that differ between files become one that holds both
-    exactly, or are refused.
+def gathered(
+    kind: dict[str, Any], values: NDArray[Any], offsets: NDArray[np.int64] | None, rows: NDArray[np.int64]
+) -> Any:
+    """Some rows of a column: a tensor, or ``Ragged`` of bytes, words or tensors."""
+    if offsets is None:
+        found = np.take(values, rows, axis=0)
+        single = values.ndim == 1 and values.dtype.kind in "iu"  # labels: what torch's losses and embeddings take
+        return torch.from_numpy(found.astype(np.int64) if single else found)
+    starts, stops = offsets[rows].tolist(), offsets[rows + 1].tolist()
+    cut = [values[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    if kind["is"] == "bytes":
+        return Ragged(x.data for x in cut)
+    if kind["is"] == "text":
+        return Ragged(x.tobytes().decode() for x in cut)
+    if len({len(x) for x in cut}) == 1:
+        return torch.from_numpy(np.stack(cut))
+    return Ragged(torch.from_numpy(np.array(x)) for x in cut)
 
-    ``skips``: rows without a value are left out and listed in ``bad``, instead of refused.
+
+class ColumnWriter:
+    """Writes record batches of Arrow, one after another, as ``Columns``: all of their columns, or ``wanted`` ("a.b" is
+    a field of a struct). Columns are matched by their names, whatever their order. What a file lacks is missing in
+    each of its rows. Types that differ between files become one that holds both exactly, or are refused.
+
+    ``fill`` says what stands for missing values. Rows that still have one are refused, or, with ``skips``, left out and
+    listed in ``bad``.
     """
 
-    def __init__(self, folder: Path, skips: bool = False):
-        self.folder, self.rows, self.skips = folder, 0, skips
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        wanted: list[str] | None = None,
+        types: Mapping[str, Any] | None = None,
+        fill: Fill = NO_FILL,
+        skips: bool = False,
+    ):
+        self.folder, self.rows, self.wanted, self.fill, self.skips = folder, 0, wanted, fill, skips
+        self.types = types or {}
+        """Those that are known beforehand, of Arrow."""
         self.kinds: dict[str, dict[str, Any]] = {}
-        self.parts: list[tuple[str, int]] = []
+        self.parts: list[tuple[str, int, list[int]]] = []
         self.ends: dict[str, int] = {}
+        self.first: dict[str, str] = {}
+        """The file in which a column was first met."""
         self.bad: list[str] = []
         self.missing: dict[int, str] = {}
         """Rows of the last file that have no value, and in which column."""
 
     def add_file(self, name: str, batches: Iterable[Any]) -> None:
-        import pyarrow as pa
-
-        self.parts.append((name, self.rows))
+        self.parts.append((name, self.rows, []))
         self.missing = {}
         seen = 0
         for batch in batches:
-            if self.kinds and set(batch.schema.names) != set(self.kinds):
-                raise different(name, batch.schema.names, self.parts[0][0], list(self.kinds))
-            if len(set(batch.schema.names)) != len(batch.schema.names):
-                twice = next(n for n in batch.schema.names if batch.schema.names.count(n) > 1)
+            names = batch.schema.names
+            if len(set(names)) != len(names):
+                twice = next(n for n in names if names.count(n) > 1)
                 raise DataError(f"{name} has two columns named {twice!r}", "give each a name of its own")
             if not batch.num_rows:
                 continue
-            arrays = {}
-            for column, array in zip(batch.schema.names, batch.columns, strict=True):
-                try:
-                    arrays[column] = _held(array)
-                except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                    raise _no_tensor(column, array.type, name, error) from error
-            arrays = self._without_missing(arrays, name, seen)
+            arrays = self._without_missing(self._filled(batch, name), name, seen)
             seen += batch.num_rows
             count = len(next(iter(arrays.values()))) if arrays else batch.num_rows
             for column, array in arrays.items():
                 if count:
                     self._add(column, array, name)
             self.rows += count
+        self.parts[-1][2].extend(sorted(self.missing))
+
+    def try_file(self, name: str, batches: Iterable[Any]) -> BadFile | None:
+        """The same; what was wrong with a file that cannot be read to its end, of which nothing stays."""
+        before = copy(self.kinds), copy(self.first), copy(self.ends), len(self.bad), self.rows
+        counts = {
+            column: self._file(kind, "values").stat().st_size // _width(kind) for column, kind in before[0].items()
+        }
+        try:
+            self.add_file(name, batches)
+        except BadFile as error:
+            self.kinds, self.first, self.ends, kept, self.rows = before
+            self.parts.pop()
+            self.missing = {}
+            del self.bad[kept:]
+            for column, kind in self.kinds.items():  # whose type may be wider now
+                os.truncate(self._file(kind, "values"), counts[column] * _width(kind))
+                if kind["ragged"]:
+                    os.truncate(self._file(kind, "offsets"), 8 * (self.rows + 1))
+            for left in set(self.folder.iterdir()) - {self._file(k, p) for k in self.kinds.values() for p in PARTS}:
+                left.unlink()
+            return error
+        return None
 
     def close(self) -> None:
         about = {"rows": self.rows, "columns": self.kinds, "parts": self.parts, "bad": self.bad}
+        about["missing"] = list(self.missing.items())
         (self.folder / "about.json").write_text(json.dumps(about))
 
+    def _filled(self, batch: Any, file: str) -> dict[str, Any]:
+        """The columns of a batch, and what stands for those that it lacks."""
+        import pyarrow as pa
+
+        names = batch.schema.names if self.wanted is None else self.wanted
+        there = {name: array for name in names if (array := chosen(batch, name)) is not None}
+        asked = list(self.kinds) if self.wanted is None else self.wanted
+        lacking = [name for name in asked if name not in there]
+        new = [name for name in there if name not in self.kinds] if self.rows else []
+        if not all(map(self.fill.covers, lacking + new)):
+            raise different(file, list(there), self.parts[0][0] if len(self.parts) > 1 else "the others", asked)
+        arrays = {}
+        for column in [*there, *lacking]:
+            array = there[column] if column in there else pa.nulls(batch.num_rows)
+            try:
+                array = held(array)
+                array = array.cast(self.types[column]) if column in self.types else array
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise no_tensor(column, array.type, file, error) from error
+            arrays[column] = self.fill(array, column, file)
+            if column in new:
+                self._add(column, self.fill(pa.nulls(self.rows, arrays[column].type), column, file), file)
+        return arrays
+
     def _without_missing(self, arrays: dict[str, Any], file: str, seen: int) -> dict[str, Any]:
-        """``arrays``, in which no value is missing but those of floats (NaN)."""
+        """``arrays`` without the rows in which a value is missing."""
         import pyarrow as pa
 
         good = np.ones(len(next(iter(arrays.values()), ())), bool)
         for column, array in arrays.items():
-            if not array.null_count or pa.types.is_floating(array.type):
+            missing = missing_rows(array)
+            if missing is None:
                 continue
-            missing = array.is_null().to_numpy(zero_copy_only=False)
             found = {seen + i: column for i in np.flatnonzero(missing & good).tolist()}
-            if not self.skips:
+            if found and not self.skips:
                 raise DataError(
                     f"column {column!r} has no value in row {min(found)} of {file}",
-                    "fill it, leave the column out with columns=, or store it as a float (a missing one is NaN)",
+                    f'fill={{{column!r}: ...}} gives it one, on_bad="skip" leaves such rows out, columns= the column',
                 )
             self.missing |= found
             self.bad += [f"row {i} of {file} has no {column!r}" for i in found]
@@ -148,21 +233,22 @@ class ColumnWriter:
         import pyarrow as pa
 
         try:
-            kind, values, offsets = _flat(array)
+            kind, values, offsets = flat(array)
         except (pa.ArrowException, NotImplementedError, TypeError, ValueError) as error:
-            raise _no_tensor(column, array.type, file, error) from error
+            raise no_tensor(column, array.type, file, error) from error
         if kind["dtype"] == "<u8" and values.size and values.max() > np.iinfo(np.int64).max:
             raise DataError(
                 f"column {column!r} of {file} holds {values.max()}, above what int64 holds",
                 "store it as bytes or words, or leave it out with columns=",
             )
         known = self.kinds.setdefault(column, {**kind, "file": str(len(self.kinds))})
+        first = self.first.setdefault(column, file)
         if known["dtype"] != kind["dtype"]:
             values = self._joined(column, known, kind, values)
         if known | {"dtype": ""} != kind | {"dtype": "", "file": known["file"]} or values is None:
             raise DataError(
                 f"column {column!r} of {file} is {_said(kind)}",
-                f"in {self.parts[0][0]} it is {_said(known)}",
+                f"in {first} it is {_said(known)}",
                 "give it one type and length, or leave it out with columns=",
             )
         with self._file(known, "values").open("ab") as out:
@@ -194,6 +280,10 @@ class ColumnWriter:
         return new
 
 
+def _width(kind: dict[str, Any]) -> int:
+    return np.dtype(kind["dtype"]).itemsize
+
+
 def different(file: str, names: list[str], first: str, wanted: list[str]) -> DataError:
     """``file`` has other columns than ``first``."""
     less = ", ".join(repr(n) for n in wanted if n not in names)
@@ -203,6 +293,7 @@ def different(file: str, names: list[str], first: str, wanted: list[str]) -> Dat
         f"{file} differs in its columns from {first}",
         " and ".join([f"it lacks {less}"] * bool(less) + [f"it adds {more}"] * bool(more)),
         f"read what all files have with columns=, {common} say, or open them apart" if common else "open them apart",
+        f"or say what stands for what is missing: fill={{{(less or more).partition(',')[0]}: ...}}",
     )
 
 
@@ -217,98 +308,3 @@ def _said(kind: dict[str, Any]) -> str:
     length = f" of {' x '.join(map(str, kind['shape']))}" if kind["shape"] else ""
     name = "" if kind["is"] in ("text", "bytes") else f"{np.dtype(kind['dtype']).name} "
     return f"{name}{kind['is']}{length}"
-
-
-def _no_tensor(column: str, kind: Any, file: str, why: Exception) -> DataError:
-    return DataError(
-        f"column {column!r} of {file} is {kind}, which is no tensor",
-        str(why).split("\n")[0][:200],
-        "numbers, lists of numbers, words and bytes are; choose others with columns=",
-    )
-
-
-def _held(array: Any) -> Any:
-    """What is stored of a column."""
-    import pyarrow as pa
-
-    array = _plain(array)
-    if pa.types.is_struct(array.type) and {f.name for f in array.type} == {"bytes", "path"}:
-        array = _plain(array.field("bytes"))  # how Hugging Face stores images
-    if pa.types.is_nested(array.type) and not _lists_of_numbers(array.type):
-        raise TypeError("structs, maps and lists of lists have no one shape")
-    return array
-
-
-def _lists_of_numbers(kind: Any) -> bool:
-    import pyarrow as pa
-
-    while pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return not pa.types.is_nested(kind) or (
-        (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and not pa.types.is_nested(kind.value_type)
-    )
-
-
-def _plain(array: Any) -> Any:
-    """Without dictionaries, extensions, dates and times: these become microseconds."""
-    import pyarrow as pa
-
-    if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks()
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
-        array = array.cast(pa.timestamp("us")).cast(pa.int64())  # since 1970; finer ones that would lose are refused
-    if pa.types.is_time(array.type):
-        array = array.cast(pa.time64("us")).cast(pa.int64())  # since midnight
-    if pa.types.is_decimal(array.type):
-        array = array.cast(pa.float64())
-    return array
-
-
-def _flat(array: Any) -> tuple[dict[str, Any], NDArray[Any], NDArray[Any] | None]:
-    """What the column is, its values in a row, and where each begins (None: all alike)."""
-    import pyarrow as pa
-    from pyarrow import compute
-
-    kind = array.type
-    if pa.types.is_fixed_size_binary(kind):
-        raw = np.frombuffer(array.buffers()[1], np.uint8) if len(array) else np.empty(0, np.uint8)
-        width = kind.byte_width
-        raw = raw[array.offset * width : (array.offset + len(array)) * width]
-        return _about("numbers", "uint8", (width,)), raw, None
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    if text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        array = array.cast(pa.large_binary())
-        offsets = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
-        data = array.buffers()[2]
-        values = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
-        return _about("text" if text else "bytes", "uint8", (), True), values[offsets[0] : offsets[-1]], offsets
-    shape: list[int] = []
-    while pa.types.is_fixed_size_list(array.type):
-        shape.append(array.type.list_size)
-        array = array.flatten()
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        lengths = compute.call_function("list_value_length", [array]).to_numpy(zero_copy_only=False).astype(np.int64)
-        inner = _plain(array.flatten())
-        if shape or pa.types.is_nested(inner.type) or inner.null_count:
-            raise TypeError("lists of lists")
-        values = _numbers(inner)
-        return _about("lists", values.dtype.str, (), True), values, np.concatenate([[0], np.cumsum(lengths)])
-    values = _numbers(array)
-    return _about("numbers", values.dtype.str, tuple(shape)), values, None
-
-
-def _numbers(array: Any) -> NDArray[Any]:
-    import pyarrow as pa
-
-    if pa.types.is_boolean(array.type) or pa.types.is_floating(array.type) or pa.types.is_integer(array.type):
-        values = array.to_numpy(zero_copy_only=False)
-        return values if values.dtype != object else values.astype(np.float64)
-    raise TypeError(f"{array.type} is not numbers")
-
-
-def _about(what: str, dtype: str, shape: tuple[int, ...], ragged: bool = False) -> dict[str, Any]:
-    return {"is": what, "dtype": dtype, "shape": list(shape), "ragged": ragged}

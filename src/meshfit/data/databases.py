@@ -3,19 +3,25 @@
 PostgreSQL   psycopg 3, binary, one prepared query with the keys as an array
 SQLite       sqlite3, the keys as JSON
 others       any DB-API connection (DuckDB, ADBC drivers): the keys in the query's text, put in order here
+
+A key is the values of one column, or of several: tuples then.
 """
 
 import contextlib
+import datetime
 import json
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from meshfit.data.extra import needed
 from meshfit.data.remote import without_secrets
 from meshfit.errors import DataError, did_you_mean
+
+JSON_PART = "json_extract(k.value, '$[{}]')"
 
 
 class Database(ABC):
@@ -28,8 +34,10 @@ class Database(ABC):
     def connect(self) -> Any: ...
 
     @abstractmethod
-    def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
-        """The rows of ``keys``, in that order, one for each."""
+    def rows(
+        self, connection: Any, query: str, key: list[str], keys: list[tuple[Any, ...]], names: list[str]
+    ) -> list[tuple[Any, ...]]:
+        """The columns ``names`` of the rows of ``keys``, in that order, one for each."""
 
     @abstractmethod
     def lost(self, error: Exception) -> bool:
@@ -40,10 +48,11 @@ class Database(ABC):
             cursor.execute(f"select * from ({query}) as q limit 0")
             return [column[0] for column in cursor.description]
 
-    def keys(self, connection: Any, query: str, key: str) -> list[Any]:
+    def keys(self, connection: Any, query: str, key: list[str]) -> list[tuple[Any, ...]]:
+        places = ", ".join(str(i + 1) for i in range(len(key)))
         with contextlib.closing(connection.cursor()) as cursor:
-            cursor.execute(f"select q.{quoted(key)} from ({query}) as q order by 1")
-            return [row[0] for row in cursor.fetchall()]
+            cursor.execute(f"select {listed(key)} from ({query}) as q order by {places}")
+            return [tuple(row) for row in cursor.fetchall()]
 
     def clean(self, text: str) -> str:
         return text
@@ -55,6 +64,27 @@ def quoted(name: str) -> str:
 
 def listed(names: list[str]) -> str:
     return ", ".join(f"q.{quoted(name)}" for name in names)
+
+
+def _parts(key: list[str]) -> str:
+    return ", ".join(f"key{i}" for i in range(len(key)))
+
+
+def _equal(key: list[str], part: str) -> str:
+    """That a row has the key of which ``part`` is a value, with its number for {}."""
+    return " and ".join(f"q.{quoted(name)} = {part.format(i)}" for i, name in enumerate(key))
+
+
+def _literal(value: Any) -> str:
+    return str(value) if isinstance(value, int) else "'" + str(value).replace("'", "''") + "'"
+
+
+def _kind(value: Any) -> str:
+    """PostgreSQL's type for the values of a key."""
+    if isinstance(value, datetime.datetime):
+        return "timestamp" if value.tzinfo is None else "timestamptz"
+    kinds = {bool: "boolean", int: "bigint", str: "text", float: "float8", datetime.date: "date", Decimal: "numeric"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "uuid")
 
 
 class Postgres(Database):
@@ -70,14 +100,16 @@ class Postgres(Database):
         connection.read_only = True
         return connection
 
-    def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
-        kind = "bigint" if isinstance(keys[0], int) else "text" if isinstance(keys[0], str) else "uuid"
+    def rows(
+        self, connection: Any, query: str, key: list[str], keys: list[tuple[Any, ...]], names: list[str]
+    ) -> list[tuple[Any, ...]]:
+        arrays = ", ".join(f"%s::{_kind(value)}[]" for value in keys[0])
         text = (
-            f"select {listed(names)} from unnest(%s::{kind}[]) with ordinality as k(key, place) "
-            f"join ({query.replace('%', '%%')}) as q on q.{quoted(key)} = k.key order by k.place"
+            f"select {listed(names)} from unnest({arrays}) with ordinality as k({_parts(key)}, place) "
+            f"join ({query.replace('%', '%%')}) as q on {_equal(key, 'k.key{}')} order by k.place"
         )
         with connection.cursor(binary=True) as cursor:
-            return cursor.execute(text, (keys,), prepare=True).fetchall()
+            return cursor.execute(text, [list(values) for values in zip(*keys, strict=True)], prepare=True).fetchall()
 
     def lost(self, error: Exception) -> bool:
         psycopg: Any = needed("psycopg", "sql")
@@ -109,12 +141,15 @@ class Sqlite(Database):
             raise DataError(f"{self.shown} cannot be opened", str(error), "is the path right?") from None
         return connection
 
-    def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
+    def rows(
+        self, connection: Any, query: str, key: list[str], keys: list[tuple[Any, ...]], names: list[str]
+    ) -> list[tuple[Any, ...]]:
+        alone = len(key) == 1
         text = (
             f"select {listed(names)} from json_each(?) as k cross join ({query}) as q "
-            f"on q.{quoted(key)} = k.value order by k.key"
+            f"on {_equal(key, 'k.value' if alone else JSON_PART)} order by k.key"
         )
-        return connection.execute(text, (json.dumps(keys),)).fetchall()
+        return connection.execute(text, (json.dumps([k[0] for k in keys] if alone else keys),)).fetchall()
 
     def lost(self, error: Exception) -> bool:
         return isinstance(error, sqlite3.OperationalError) and any(word in str(error) for word in ("locked", "busy"))
@@ -129,12 +164,14 @@ class Dbapi(Database):
     def connect(self) -> Any:
         return self._connect()
 
-    def rows(self, connection: Any, query: str, key: str, keys: list[Any], names: list[str]) -> list[tuple[Any, ...]]:
-        literals = ", ".join(str(k) if isinstance(k, int) else "'" + str(k).replace("'", "''") + "'" for k in set(keys))
+    def rows(
+        self, connection: Any, query: str, key: list[str], keys: list[tuple[Any, ...]], names: list[str]
+    ) -> list[tuple[Any, ...]]:
+        literals = ", ".join(f"({', '.join(map(_literal, k))})" for k in dict.fromkeys(keys))
         with contextlib.closing(connection.cursor()) as cursor:
-            cursor.execute(f"select {listed(names)} from ({query}) as q where q.{quoted(key)} in ({literals})")
-            at = names.index(key)
-            found = {row[at]: row for row in cursor.fetchall()}
+            cursor.execute(f"select {listed(names)} from ({query}) as q where ({listed(key)}) in ({literals})")
+            at = [names.index(each) for each in key]
+            found = {tuple(row[i] for i in at): row for row in cursor.fetchall()}
         return [found[k] for k in keys if k in found]
 
     def lost(self, error: Exception) -> bool:

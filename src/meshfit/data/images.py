@@ -4,6 +4,7 @@ bytes), all else by PIL. Many at once; libjpeg runs without the GIL, so threads 
 ``folder``: images by class, folder/cat/1.jpg, folder/dog/2.png. A sample is (image uint8, class)."""
 
 import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +18,15 @@ from meshfit.data.cache import Cache
 from meshfit.data.extra import needed
 from meshfit.data.source import BadSample, Source, stage
 from meshfit.errors import DataError
+from meshfit.launch.limits import PIXELS, largest_picture
 
 STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 try:
-    from simplejpeg import decode_jpeg
+    from simplejpeg import decode_jpeg, decode_jpeg_header
 except ImportError:
-    decode_jpeg = None
+    decode_jpeg = decode_jpeg_header = None
 
 
 def looks_like_image(data: Any) -> bool:
@@ -51,8 +53,10 @@ def decode(files: Sequence[Any], name_of: Callable[[int], str], channels: int = 
 
 def _decoded(data: Any, channels: int) -> np.ndarray:
     """(height, width, channels) uint8."""
-    if decode_jpeg is not None and bytes(data[:3]) == STARTS[0]:
+    if decode_jpeg is not None and decode_jpeg_header is not None and bytes(data[:3]) == STARTS[0]:
         try:
+            height, width, *_ = decode_jpeg_header(data)
+            _check_size(int(height), int(width))
             return decode_jpeg(data, colorspace="RGB" if channels == 3 else "GRAY")
         except ValueError as error:
             if "olorspace" not in str(error) and "CMYK" not in str(error):
@@ -60,9 +64,19 @@ def _decoded(data: Any, channels: int) -> np.ndarray:
     needed("PIL", "images")
     from PIL import Image
 
-    with Image.open(io.BytesIO(data)) as image:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours is below
+        image = Image.open(io.BytesIO(data))
+    with image:
+        _check_size(image.height, image.width)
         pixels = np.asarray(image.convert("RGB" if channels == 3 else "L"))
     return pixels if pixels.ndim == 3 else pixels[:, :, None]
+
+
+def _check_size(height: int, width: int) -> None:
+    """Before memory is taken for it."""
+    if height * width > (limit := largest_picture()):
+        raise ValueError(f"{height} x {width} pixels, more than {limit:,}; {PIXELS}=1G would raise that limit")
 
 
 class ImageFolder(Source):

@@ -17,15 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import default_collate
 
 from meshfit.data import tree
+from meshfit.data.batching import ListedBatches
+from meshfit.data.chain import expect_one_shape
+from meshfit.data.collate import TRIED
 from meshfit.data.datasets import SampleStream
 from meshfit.data.draw import Key
 from meshfit.data.order import Ids, share
 from meshfit.data.reading import ReaderChoice, check_repeatable, decide, pool_of
 from meshfit.data.ring import Ring
-from meshfit.data.source import Source, StageTimer, handed, stage
+from meshfit.data.source import Source, StageTimer, handed, spread, stage
 from meshfit.errors import DataError
 
 
@@ -95,10 +97,40 @@ class Loader:
     clock: StageTimer = field(default_factory=StageTimer)
     """Where the time went; of processes, only the waiting."""
 
+    def __post_init__(self) -> None:
+        source, shared = self.source, self.ranks * self.microbatches > 1
+        if isinstance(source, SampleStream):
+            source.prepare(shared=shared)
+            return
+        expect_one_shape(source)
+        if source.collator is not None:
+            some = spread(len(source), TRIED)
+            source.collator.prepare(lambda ids: source.read(ids, Key()), some, shared=shared)
+
+    @cached_property
+    def order(self) -> Ids | ListedBatches:
+        """Which samples each batch holds."""
+        source = self.source
+        assert isinstance(source, Source)
+        how: dict[str, Any] = {"seed": self.seed, "shuffle": self.shuffle}
+        if source.batching is not None:
+            return ListedBatches(source.batching, self.batch_size, **how)
+        return Ids(len(source), self.batch_size, blocks=source.blocks, drop_last=source.drop_last, **how)
+
     @property
     def batches_per_epoch(self) -> int | None:
-        """None for a stream, whose end is not known before it comes."""
-        return None if isinstance(self.source, SampleStream) else -(-len(self.source) // self.batch_size)
+        """None for a stream, whose end is not known before it comes. Of the first epoch, where others have more."""
+        return None if isinstance(self.source, SampleStream) else self.order.count(0)
+
+    def batches_until(self, epochs: float) -> float | None:
+        """Of so many epochs; None for a stream."""
+        if isinstance(self.source, SampleStream):
+            return None
+        if isinstance(self.order, Ids):
+            return epochs * self.order.batches
+        whole = int(epochs)
+        rest = 0.0 if whole == epochs else (epochs - whole) * self.order.count(whole)
+        return sum(map(self.order.count, range(whole))) + rest
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from batch ``start`` on, each on the device when it is handed over."""
@@ -126,19 +158,26 @@ class Loader:
         return self._decided[0]
 
     @property
+    def skipped(self) -> list[str]:
+        """Bad samples that this rank has met and skipped, and why."""
+        return [] if isinstance(self.source, SampleStream) else self.source.skipped
+
+    @property
     def notes(self) -> list[str]:
         """What the user should know of the data and who reads it."""
         out = [] if isinstance(self.source, SampleStream) else self.source.left_out
-        left = f"data: {len(out)} rows could not be converted and were left out: {out[0]}, ..." if out else ""
-        return [*self._decided[1], *filter(None, [left])]
+        many = "1 row or file" if len(out) == 1 else f"{len(out)} rows or files"
+        left = f"data: {many} could not be read, and left out: {'; '.join(out[:3])}" if out else ""
+        collated = "" if self.source.collator is None else self.source.collator.note
+        return [*self._decided[1], *filter(None, [self.source.note, left, collated])]
 
     @cached_property
     def _ring(self) -> Ring:
         """The processes that read."""
         assert isinstance(self.source, Source)
-        first = self.source.read(self.mine(np.arange(min(self.batch_size, len(self.source))))[0], Key())
-        size = sum(t.numel() * t.element_size() + 64 for t in tree.tensors(first))
-        return Ring(self.source, self.reading.workers, (size + size // 8) * self.microbatches)
+        reads = self.reads(np.arange(min(self.batch_size, len(self.source))))
+        size = sum(t.numel() * t.element_size() + 64 for t in tree.tensors(self.source.read(reads[0], Key())))
+        return Ring(self.source, self.reading.workers, (size + size // 8) * len(reads))
 
     def close(self) -> None:
         """End the processes that read, if there are."""
@@ -152,9 +191,10 @@ class Loader:
         """What resumes at ``batch`` of ``epoch``, on any number of ranks and workers; the same on every rank, but for
         the bad samples it has met."""
         source = self.source
-        place = {"seed": self.seed, "shuffle": self.shuffle, "epoch": epoch, "consumed": batch * self.batch_size}
+        place = {"seed": self.seed, "shuffle": self.shuffle, "epoch": epoch}
         if isinstance(source, SampleStream):
-            return place
+            return {**place, "consumed": batch * self.batch_size}
+        place |= {"consumed": self.order.before(epoch, batch), "batching": self.order.name}
         return {**place, "samples": len(source), "fingerprint": self._fingerprint, "source": source.state()}
 
     @cached_property
@@ -168,7 +208,7 @@ class Loader:
         source = self.source
         now = {"seed": self.seed, "shuffle": self.shuffle}
         if not isinstance(source, SampleStream):
-            now |= {"samples": len(source), "fingerprint": self._fingerprint}
+            now |= {"samples": len(source), "fingerprint": self._fingerprint, "batching": self.order.name}
         for name, value in now.items():
             if name in state and state[name] != value:
                 raise DataError(
@@ -176,35 +216,50 @@ class Loader:
                     f"{name} was {state[name]}",
                     f"now it is {value}",
                 )
-        batch, left = divmod(state["consumed"], self.batch_size)
-        if left:
-            raise DataError(
-                f"the run stopped after {state['consumed']} samples of an epoch",
-                f"that is no whole number of batches of {self.batch_size}",
-                "resume with the batch_size it had",
-            )
-        if not isinstance(source, SampleStream):
-            source.load_state(state.get("source", {}))
-        return state["epoch"], batch
+        if isinstance(source, SampleStream):
+            ids = Ids(0, self.batch_size, seed=self.seed, shuffle=False)
+            return state["epoch"], ids.at(state["epoch"], state["consumed"])
+        source.load_state(state.get("source", {}))
+        return state["epoch"], self.order.at(state["epoch"], state["consumed"])
 
     def _planned(self, source: Source, epoch: int, start: int) -> Iterator[Batch]:
         """Which samples each batch holds; nothing is read yet."""
-        ids_of = Ids(len(source), self.batch_size, seed=self.seed, shuffle=self.shuffle, blocks=source.blocks)
-        for index in range(start, ids_of.batches):
-            yield Batch(epoch, index, ids_of(epoch, index), index == ids_of.batches - 1, [])
+        count = self.order.count(epoch)
+        for index in range(start, count):
+            yield Batch(epoch, index, self.order(epoch, index), index == count - 1, [])
 
     def mine(self, ids: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """What this rank reads of a batch, by microbatches; where it has no share, a stand-in."""
         parts = [ids[at] for at in self._shares(len(ids))]
         return [part if len(part) else ids[[0, 0]] for part in parts]
 
+    def reads(self, ids: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """What this rank reads of a batch at a time: its microbatches; or all, where it is collated as a whole."""
+        return [ids] if self._whole else self.mine(ids)
+
+    @property
+    def _whole(self) -> bool:
+        collator = self.source.collator
+        return collator is not None and collator.whole and self.ranks * self.microbatches > 1
+
+    def _cut(self, content: Any, size: int) -> list[Any]:
+        """This rank's microbatches of a whole batch."""
+        assert self.source.collator is not None
+        rows = [at if at.stop > at.start else [0, 0] for at in self._shares(size)]
+        return [self.source.collator.cut(content, at) for at in rows]
+
     def _read(self, source: Source, batch: Batch) -> Batch:
         with self.clock.reading(), stage("read"):
-            contents = [source.read(part, Key(self.seed, batch.epoch)) for part in self.mine(batch.ids)]
+            contents = [source.read(part, Key(self.seed, batch.epoch)) for part in self.reads(batch.ids)]
             return self._filled(batch, self._pinned(contents))
 
     def _filled(self, batch: Batch, contents: list[Any]) -> Batch:
-        counts = [at.stop - at.start for at in self._shares(len(batch.ids))]
+        counts = self._counts(len(batch.ids))
+        if self._whole:
+            contents = self._cut(contents[0], len(batch.ids))
+        elif (collator := self.source.collator) is not None and collator.shared:
+            for content, count in zip(contents, counts, strict=True):
+                collator.check(content, count or 2)
         filled = replace(batch, microbatches=[Microbatch(*part) for part in zip(contents, counts, strict=True)])
         return self._finished(filled) if self.device.type == "cpu" else filled
 
@@ -215,7 +270,8 @@ class Loader:
             content = tree.to_device(part.content, self.device)
             if isinstance(self.source, Source):
                 content = self.source.finish(content, ids, Key(self.seed, batch.epoch))
-            parts.append(replace(part, content=handed(content)))
+            named = lambda i, ids=ids: _named(self.source, int(ids[i]))
+            parts.append(replace(part, content=handed(content, named)))
         return replace(batch, microbatches=parts)
 
     def _pinned(self, content: Any) -> Any:
@@ -231,7 +287,7 @@ class Loader:
         def asks() -> Iterator[Any]:
             for batch in self._planned(source, epoch, start):
                 asked.append(batch)
-                yield self.mine(batch.ids), Key(self.seed, epoch)
+                yield self.reads(batch.ids), Key(self.seed, epoch)
 
         own = (lambda t: t.pin_memory()) if self.device.type == "cuda" else torch.clone
         for contents in self._ring.batches(asks(), own):
@@ -244,13 +300,20 @@ class Loader:
         for index, following in enumerate(chain(batches, [None])):
             if held is None:
                 return
-            parts = []
-            for at in self._shares(len(held)):
-                mine = held[at]
-                parts.append(Microbatch(self._pinned(default_collate(mine or [held[0], held[0]])), len(mine)))
-            yield Batch(epoch, index, np.arange(seen, seen + len(held)), following is None, parts)
+            ids = np.arange(seen, seen + len(held))
+            make = lambda samples, ids=ids: source.collator(samples, ids, Key(self.seed, epoch))
+            if self._whole:
+                made = self._cut(make(held), len(held))
+            else:
+                made = [make(held[at] or [held[0], held[0]]) for at in self._shares(len(held))]
+            counts = self._counts(len(held))
+            parts = [Microbatch(self._pinned(part), count) for part, count in zip(made, counts, strict=True)]
+            yield Batch(epoch, index, ids, following is None, parts)
             seen += len(held)
             held = following
+
+    def _counts(self, size: int) -> list[int]:
+        return [at.stop - at.start for at in self._shares(size)]
 
     def _shares(self, size: int) -> list[slice]:
         return shares(size, self.rank, self.ranks, self.microbatches)
@@ -299,6 +362,10 @@ class Loader:
                 return
             self.clock.batches += 1
             yield batch
+
+
+def _named(source: Source | SampleStream, i: int) -> str:
+    return source.name_of(i) if isinstance(source, Source) else f"sample {i}"
 
 
 def shares(size: int, rank: int, ranks: int, microbatches: int) -> list[slice]:

@@ -4,7 +4,6 @@ Batches are read in shuffled order, as a training would, for a second by one thr
 seconds of one thread are told apart by stage: the stage with the most is what a faster device would wait for.
 """
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from meshfit.data.draw import Key
 from meshfit.data.order import Ids
 from meshfit.data.reading import pool_of
 from meshfit.data.source import Source, StageTimer, spread, stage
+from meshfit.launch.system import cores as cores_here
 
 SECONDS = 1.0
 """For which each number of threads reads."""
@@ -75,7 +75,7 @@ def look(source: Source, *, batch: int = 256, seconds: float = SECONDS) -> Look:
     batch = min(batch, len(source))
     ids = spread(len(source), min(64, len(source)))
     named = list(_named(source.fetch(ids)))
-    cores = len(os.sched_getaffinity(0))
+    cores = cores_here()
     clock = StageTimer()
     counts = [1, *(n for n in (2, 4, 8, 16) if n <= cores)]
     speeds = [_speed(source, batch, threads, seconds, clock if threads == 1 else None) for threads in counts]

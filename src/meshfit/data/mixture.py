@@ -32,6 +32,7 @@ class MixedSource(Source):
         self.edges = np.concatenate([[0], np.cumsum(self.counts)])
         self.waits = any(source.waits for source in sources)
         self.own_code = any(source.own_code for source in sources)
+        self.collator = next((source.collator for source in sources if source.collator is not None), None)
 
     @property
     def global_random(self) -> bool:
@@ -44,6 +45,8 @@ class MixedSource(Source):
         return self.read(ids, Key())
 
     def read(self, ids: NDArray[np.int64], key: Key) -> Any:
+        if self.collator is not None:
+            return self.collator(self.samples(ids, key), ids, key)
         which, inner = self.where(ids, key.epoch)
         parts, places = [], []
         for k in np.unique(which).tolist():
@@ -56,6 +59,16 @@ class MixedSource(Source):
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise DataError("the sources of the mixture give different samples", str(error).split("\n")[0]) from error
         return tree.take(joined, np.argsort(np.concatenate(places)))
+
+    def samples(self, ids: NDArray[np.int64], key: Key) -> list[Any]:
+        if self.collator is None:
+            return super().samples(ids, key)
+        which, inner = self.where(ids, key.epoch)
+        found: dict[int, Any] = {}
+        for k in np.unique(which).tolist():
+            at = np.flatnonzero(which == k)
+            found.update(zip(at.tolist(), self.sources[k].samples(inner[at], key), strict=True))
+        return [found[i] for i in range(len(ids))]
 
     def where(self, ids: NDArray[np.int64], epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which source each position belongs to, and which of its samples stands there."""
@@ -81,6 +94,10 @@ class MixedSource(Source):
     @property
     def fingerprint(self) -> str:
         return " + ".join(f"{n} of ({s.fingerprint})" for n, s in zip(self.counts.tolist(), self.sources, strict=True))
+
+    @property
+    def skipped(self) -> list[str]:
+        return [why for source in self.sources for why in source.skipped]
 
     def state(self) -> dict[str, Any]:
         return {"sources": [source.state() for source in self.sources]}

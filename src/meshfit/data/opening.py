@@ -8,7 +8,10 @@ from meshfit.data.arrays import arrays
 from meshfit.data.blob import Url, find, is_remote
 from meshfit.data.cache import Cache
 from meshfit.data.classics import cifar, mnist
+from meshfit.data.hf_datasets import hf_dataset
 from meshfit.data.images import ENDINGS, folder
+from meshfit.data.lakes import delta, lance
+from meshfit.data.mds import mds
 from meshfit.data.remote import without_secrets
 from meshfit.data.source import Source
 from meshfit.data.sql import sql
@@ -42,7 +45,7 @@ DATABASES = ("postgresql", "postgres", "sqlite", "duckdb")
 def open(url: Url, **options: Any) -> Source:
     """The samples at ``url``: what they are is told by the names of the files. ``options`` are those of the function
     that reads them: ``meshfit.data.parquet``, ``csv``, ``jsonl``, ``arrays``, ``tars``, ``tokens``, ``text``,
-    ``folder``, ``cifar``, ``mnist``, ``sql``."""
+    ``folder``, ``cifar``, ``mnist``, ``sql``, ``hf_dataset``, ``delta``, ``lance``, ``mds``."""
     scheme = str(url).partition(":")[0].partition("+")[0]
     if scheme in DATABASES:
         if "query" not in options or "key" not in options:
@@ -62,7 +65,7 @@ def open(url: Url, **options: Any) -> Source:
 
 def _function(url: Url, options: dict[str, Any]) -> Callable[..., Source]:
     name = str(url).lower().split("?")[0] if is_remote(url) else str(url).lower()
-    direct = _by_ending(name)
+    direct = lance if name.rstrip("/").endswith(".lance") else _by_ending(name)
     if direct is not None:
         return direct
     inside = find(url, storage=options.get("storage"), cache=Cache.of(options.get("cache")))
@@ -71,6 +74,12 @@ def _function(url: Url, options: dict[str, Any]) -> Callable[..., Source]:
         return cifar
     if any("idx3-ubyte" in n for n in names):
         return mnist
+    if any("/_delta_log/" in blob.name for blob in inside):
+        return delta
+    if "state.json" in names and any(n.endswith(".arrow") for n in names):
+        return hf_dataset
+    if "index.json" in names and any(".mds" in n for n in names):
+        return mds
     kinds = {function for function in map(_by_ending, names) if function is not None}
     images = sum(n.endswith(ENDINGS) for n in names)
     if images and images >= len(names) / 2:

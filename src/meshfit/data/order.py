@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshfit.errors import DataError
+
 _ROUNDS = 6
 _CHUNK = 16384  # indices computed at a time: numpy's overhead per call is spread over them
 _u64 = np.uint64
@@ -58,6 +60,12 @@ def mix(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     return x
 
 
+def stream_seed(share: int, step: int, seed: int) -> int:
+    """Of the random numbers that share ``share`` of a batch draws from ``step`` on: no other share or step has it."""
+    key = mix(np.array([share, step], np.uint64), np.uint64(seed % 2**64))
+    return int((key[0] ^ (key[1] << np.uint64(1))) >> np.uint64(1))
+
+
 def order(n: int, *, seed: int, epoch: int) -> Permutation:
     """The order in which epoch ``epoch`` visits ``n`` samples.
 
@@ -100,14 +108,46 @@ class Windows:
 class Ids:
     """Which samples each batch of an epoch holds: ``ids(epoch, batch)``. With ``blocks``, their edges, by windows."""
 
-    def __init__(self, n: int, batch_size: int, *, seed: int, shuffle: bool, blocks: NDArray[np.int64] | None = None):
+    name = ""
+
+    def __init__(
+        self,
+        n: int,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        blocks: NDArray[np.int64] | None = None,
+        drop_last: bool = False,
+    ):
         self.n, self.batch_size, self.seed, self.shuffle, self.blocks = n, batch_size, seed, shuffle, blocks
+        self.drop_last = drop_last
         self._chunk: tuple[int, int, int, NDArray[np.int64]] = (-1, 0, 0, np.empty(0, np.int64))
 
     @property
     def batches(self) -> int:
         """Batches an epoch has; the last may be short."""
+        if self.drop_last and self.n >= self.batch_size:
+            return self.n // self.batch_size
         return -(-self.n // self.batch_size)
+
+    def count(self, epoch: int) -> int:
+        return self.batches
+
+    def before(self, epoch: int, batch: int) -> int:
+        """Samples of an epoch before a batch."""
+        return batch * self.batch_size
+
+    def at(self, epoch: int, consumed: int) -> int:
+        """The batch that follows so many samples."""
+        batch, left = divmod(consumed, self.batch_size)
+        if left:
+            raise DataError(
+                f"the run stopped after {consumed} samples of an epoch",
+                f"that is no whole number of batches of {self.batch_size}",
+                "resume with the batch_size it had",
+            )
+        return batch
 
     def __call__(self, epoch: int, batch: int) -> NDArray[np.int64]:
         first = batch * self.batch_size

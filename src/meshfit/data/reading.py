@@ -8,12 +8,12 @@ dropout draws from them too: that is read by processes, or by whoever trains.
 
 import contextlib
 import math
-import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Barrier
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from meshfit.data.draw import Key
 from meshfit.data.seeding import in_reading_thread
 from meshfit.data.source import Source, spread
 from meshfit.errors import DataError, JobError
+from meshfit.launch.system import cores as cores_here
+from meshfit.launch.system import starts_processes
 
 if TYPE_CHECKING:
     from meshfit.data.loader import Loader
@@ -81,13 +83,15 @@ def decide(loader: "Loader") -> ReaderChoice:
         return ReaderChoice("threads", 1, "a stream has one reader") if ahead else ReaderChoice("inline", 0, "a stream")
     if asked == 0 or (asked is None and not far and not source.waits and kind is None):
         return ReaderChoice("inline", 0, "as asked" if asked == 0 else "the processor would only share itself")
-    cores = max(1, len(os.sched_getaffinity(0)) // loader.ranks)
+    cores = max(1, cores_here() // loader.ranks)
     if kind == "threads" and source.global_random:
         raise DataError(
             "threads cannot read this data: it draws from random generators that they would share",
             'have it read by workers="processes", or write its random part as .map(fn, each=True) with'
             " fn(sample, generator)",
         )
+    if kind == "processes" and not starts_processes():
+        raise DataError(f'workers="processes": {sys.platform} starts none with open files', 'workers="threads" works')
     if kind is not None:
         return ReaderChoice(kind, asked or cores, "as asked")
     if source.waits and not source.global_random:
@@ -96,13 +100,15 @@ def decide(loader: "Loader") -> ReaderChoice:
     workers = asked or min(cores, 8, math.ceil(alone / STEP))
     if source.global_random:
         why = "it draws from random generators that threads would share"
-        return ReaderChoice("inline", 0, why) if alone < QUICK else ReaderChoice("processes", workers, why)
+        inline = alone < QUICK or not starts_processes()
+        return ReaderChoice("inline", 0, why) if inline else ReaderChoice("processes", workers, why)
     if alone < QUICK:
         return ReaderChoice("threads", workers, f"a batch takes {alone * 1e3:.1f} ms")
     gain = 2 * alone / together
     why = f"a batch takes {alone * 1e3:.0f} ms, two threads are {gain:.1f} times one"
     few = workers == 1 and asked is None  # one thread keeps up: nothing to share the lock with but the training
-    return ReaderChoice("processes" if gain < WORTH and cores > 1 and not few else "threads", workers, why)
+    apart = gain < WORTH and cores > 1 and not few and starts_processes()
+    return ReaderChoice("processes" if apart else "threads", workers, why)
 
 
 def check_repeatable(loader: "Loader", reading: ReaderChoice) -> list[str]:
@@ -114,7 +120,7 @@ def check_repeatable(loader: "Loader", reading: ReaderChoice) -> list[str]:
         if not many:
             return []  # a stream is started twice only where it must be the same
         first, second = [next(source.batches(FEW, Key(loader.seed)), []) for _ in range(2)]
-        which = None if _same(first, second) else "the beginning of the stream"
+        which = None if tree.same(first, second) else "the beginning of the stream"
     else:
         which = _changing(source, Key(loader.seed)) if source.own_code else None
     if which is None:
@@ -134,37 +140,21 @@ def _changing(source: Source, key: Key) -> str | None:
     ids, start = spread(len(source), FEW), time.perf_counter()
     try:
         for i in ids:
-            if not _same(*(source.read(np.array([i]), key) for _ in range(2))):
+            if not tree.same(*(source.read(np.array([i]), key) for _ in range(2))):
                 return source.name_of(int(i))
             if time.perf_counter() - start > LOOKING:
                 break
     except Exception:  # a bad sample, or a function that takes no batch of one: training will tell
         with contextlib.suppress(Exception):
-            return None if _same(*(source.read(ids, key) for _ in range(2))) else "some sample"
+            return None if tree.same(*(source.read(ids, key) for _ in range(2))) else "some sample"
     return None
-
-
-def _same(a: Any, b: Any) -> bool:
-    one, other = list(tree.leaves(a)), list(tree.leaves(b))
-    return len(one) == len(other) and all(map(_alike, one, other))
-
-
-def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        floats = a.is_floating_point() or a.is_complex()
-        return a.shape == b.shape and (torch.allclose(a, b, 0, 0, equal_nan=True) if floats else torch.equal(a, b))
-    if isinstance(a, tree.Ragged):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    return bool(a == b) or a != a  # NaN is alike
 
 
 def _measured(loader: "Loader") -> tuple[float, float]:
     """Seconds for a batch, and for two at once in two threads."""
     source = loader.source
     assert not isinstance(source, SampleStream)
-    ids = loader.mine(np.arange(min(loader.batch_size, len(source))))
+    ids = loader.reads(np.arange(min(loader.batch_size, len(source))))
 
     def read() -> float:
         start = time.perf_counter()

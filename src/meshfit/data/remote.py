@@ -279,7 +279,7 @@ class Fsspec(FileStore):
 
     @staticmethod
     def _tag(info: Mapping[str, Any]) -> str:
-        marks = [info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(key)]
+        marks = [info[key] for key in ("ETag", "etag", "blob_id", "mtime", "LastModified", "created") if info.get(key)]
         return f"{info['size']} {marks[0] if marks else ''}"
 
 
@@ -303,7 +303,9 @@ def _split(url: str) -> tuple[str, str]:
 
 
 def without_secrets(url: str) -> str:
-    """``url`` as it may be shown: no password, no parameters."""
+    """``url`` as it may be shown: no password, no parameters. A path as it is."""
+    if "://" not in url:
+        return url
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = f":{parts.port}" if parts.port else ""

@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -29,9 +30,13 @@ from meshfit.data import tree
 from meshfit.data.draw import Key
 from meshfit.data.source import Source
 from meshfit.errors import DataError
+from meshfit.launch.system import is_stopped
+from meshfit.live import LIVE
 
 AHEAD = 2  # batches a worker has to do, the one in the making included
 STUCK = 600.0  # seconds without an answer
+LOOK = 0.5  # seconds from look to look
+IN_TIME = 0.7  # of the time for which a rank may stand still: then a worker that is stopped is named, and not its rank
 Ask = tuple[list[NDArray[np.int64]], Key]
 """The samples of a rank's microbatches."""
 
@@ -41,10 +46,11 @@ class Ring:
 
     def __init__(self, source: Source, workers: int, slot_bytes: int):
         from meshfit.launch.arena import encode
+        from meshfit.launch.channel import memory_file
 
         self.source = source
         self.slots, self.slot_bytes = workers * AHEAD, -(-max(slot_bytes, 4096) // 4096) * 4096
-        memory = os.memfd_create("meshfit-ring")
+        memory = memory_file()
         os.ftruncate(memory, self.slots * self.slot_bytes)
         self.memory = mmap.mmap(memory, self.slots * self.slot_bytes)
         self.workers: list[tuple[subprocess.Popen, Connection]] = []
@@ -57,9 +63,10 @@ class Ring:
         mine, theirs = socket.socketpair()
         fds = [theirs.fileno(), memory, *([] if held.arena is None else [held.arena])]
         program = f"from meshfit.data.ring import work; work({fds}, {self.slot_bytes})"
-        process = subprocess.Popen(
-            [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL, env=_environment()
-        )
+        with _deaf():
+            process = subprocess.Popen(
+                [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL, env=_environment()
+            )
         theirs.close()
         link = Connection(mine.detach())
         link.send_bytes(held.inline)
@@ -89,11 +96,17 @@ class Ring:
             raise self._dead(worker, ask) from None
 
     def _answer(self, worker: int, slot: int, ask: Ask, own: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-        link = self.workers[worker][1]
-        end = time.monotonic() + STUCK
-        while not select.select([link], [], [], 1.0)[0]:
-            if time.monotonic() > end:
-                raise DataError(f"data worker {worker} has not answered for {STUCK:.0f} s", _samples(ask))
+        process, link = self.workers[worker]
+        began, outer = time.monotonic(), ""
+        while not select.select([link], [], [], LOOK)[0]:
+            outer = outer or LIVE.phase(f"data: worker {worker}, process {process.pid}")
+            waited = time.monotonic() - began
+            if waited > STUCK or (waited > IN_TIME * LIVE.hang and is_stopped(process.pid)):
+                how = "is stopped, and" if is_stopped(process.pid) else "lives, and"
+                said = f"data worker {worker} (process {process.pid}) {how} has not answered for {waited:.0f} s"
+                raise DataError(said, _samples(ask))
+        if outer:
+            LIVE.phase(outer)
         try:
             kind, what, state = pickle.loads(link.recv_bytes())
         except (EOFError, ConnectionError):
@@ -125,6 +138,21 @@ class Ring:
         self.workers = []
         with contextlib.suppress(BufferError):
             self.memory.close()
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """What is started now does not hear signals that a scheduler sends to all processes of a job: its rank answers
+    them, and needs data until then. It ends with that rank."""
+    names = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, name) for name in names})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _samples(ask: Ask) -> str:

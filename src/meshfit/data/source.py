@@ -11,16 +11,22 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from meshfit.data import tree
 from meshfit.data.draw import Key
 from meshfit.errors import DataError
+
+if TYPE_CHECKING:
+    from meshfit.data.batching import Batching
+    from meshfit.data.collate import Collator
 
 STAGES = ("read", "decode", "transform", "transfer")
 HASHED = 4 * 2**30  # bytes of a tensor whose values a fingerprint holds: some seconds
@@ -33,8 +39,36 @@ class BadSample(DataError):
     """One sample cannot be used: its name, and why."""
 
 
-class Source(ABC):
-    """Samples by index. A leaf says what it holds (``__len__``, ``fetch``); the methods make new sources of it."""
+class DifferentShapes(DataError):
+    """Samples that are to be one batch differ in shape. ``other`` is the place in the batch of one that most are not
+    like."""
+
+    def __init__(
+        self, what: str, shapes: list[tuple[int, ...]], *remedy: str, name_of: Callable[[int], str] | None = None
+    ):
+        usual = max(shapes, key=shapes.count)
+        self.other = next(i for i, shape in enumerate(shapes) if shape != usual)
+        self.what, self.shapes, self.remedy = what, shapes, remedy
+        which = [] if name_of is None else [f"the latter is {name_of(self.other)}"]
+        super().__init__(f"{what}: {usual} and {shapes[self.other]}", *which, *remedy)
+
+    def named(self, name_of: Callable[[int], str]) -> "DifferentShapes":
+        return DifferentShapes(self.what, self.shapes, *self.remedy, name_of=name_of)
+
+    def __reduce__(self) -> Any:
+        return DataError, (str(self),)
+
+
+class BadFile(DataError):
+    """A whole file cannot be read: cut short, or damaged."""
+
+
+class Source(Dataset, ABC):
+    """Samples by index. A leaf says what it holds (``__len__``, ``fetch``); the methods make new sources of it.
+
+    It is a torch ``Dataset``: ``source[0]``, ``source[10:20]``, ``random_split`` and a ``DataLoader`` work. What is
+    random in a sample is drawn there as in epoch 0 of a training with seed 0.
+    """
 
     waits = False
     """Whether reads wait for somebody else (a network, a server): then they are worth starting early everywhere."""
@@ -48,6 +82,18 @@ class Source(ABC):
 
     own_code = False
     """Whether reading runs functions of the user's own, which may draw random numbers."""
+
+    collator: "Collator | None" = None
+    """What makes a batch of samples, where they are read one by one."""
+
+    batching: "Batching | None" = None
+    """Which samples make a batch; None: the next ones, in order."""
+
+    drop_last = False
+    """Whether a short last batch of an epoch is left out."""
+
+    note = ""
+    """What the user should know of how it was opened."""
 
     @property
     def global_random(self) -> bool:
@@ -69,11 +115,32 @@ class Source(ABC):
         """What is left to do to a batch once it is on the device."""
         return content
 
+    def samples(self, ids: NDArray[np.int64], key: Key) -> list[Any]:
+        """The same as a list of samples, for who makes batches of another kind."""
+        content = self.finish(self.read(ids, key), ids, key)
+        return [tree.sample(content, i) for i in range(len(ids))]
+
+    def __getitem__(self, index: Any) -> Any:
+        """One sample; of a slice, a list or an array of ids or of booleans, these samples as a source."""
+        if not isinstance(index, int | np.integer):
+            return self.take(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.samples(np.array([int(index) % len(self)]), Key())[0]
+
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        """What a torch ``DataLoader`` asks for: the samples of a batch in one read."""
+        return self.samples(np.asarray(ids, np.int64), Key())
+
     def few(self, most: int = 16) -> Any:
         """A batch of samples from all over, to try things on."""
+        from meshfit.data.chain import expect_one_shape
+
         if len(self) == 0:
             raise DataError("data= holds no sample")
-        return handed(self.fetch(spread(len(self), most)))
+        expect_one_shape(self)
+        ids = spread(len(self), most)
+        return handed(self.fetch(ids), lambda i: self.name_of(int(ids[i])))
 
     def name_of(self, i: int) -> str:
         """Where sample ``i`` is, for people: a file, a row, a key."""
@@ -87,6 +154,11 @@ class Source(ABC):
     @property
     def left_out(self) -> list[str]:
         """Rows of a table that could not be converted and were left out, with on_bad="skip", and why."""
+        return []
+
+    @property
+    def skipped(self) -> list[str]:
+        """Bad samples that were met and skipped so far, with on_bad="skip", and why."""
         return []
 
     def state(self) -> dict[str, Any]:
@@ -115,7 +187,11 @@ class Source(ABC):
 
         if what not in ("stop", "skip"):
             raise DataError(f"on_bad={what!r} is not understood", 'write "stop" or "skip"')
-        return self if what == "stop" else Skipping(self, most)
+        return self if what == "stop" else Skipping(self.without_unconverted(most), most)
+
+    def without_unconverted(self, most: float) -> "Source":
+        """The same without rows that cannot be converted to a table's columns, up to a share of ``most``."""
+        return self
 
     def mixup(self, alpha: float = 0.2, *, classes: int) -> "Source":
         """Each sample blended with another, its label with the other's. See chain.py."""
@@ -124,10 +200,15 @@ class Source(ABC):
         return Mixup(self, alpha, classes)
 
     def take(self, ids: Any) -> "Source":
-        """The samples at ``ids`` (a slice, a list, an array), in that order."""
+        """The samples at ``ids`` (a slice, a list, an array; or a mask of booleans), in that order."""
         from meshfit.data.chain import Subset
 
-        return Subset(self, np.arange(len(self))[ids] if isinstance(ids, slice) else np.asarray(ids, np.int64))
+        if isinstance(ids, slice):
+            return Subset(self, np.arange(len(self))[ids])
+        found = np.asarray(ids)
+        if found.dtype == bool and found.shape != (len(self),):
+            raise DataError(f"a mask of shape {found.shape} for {len(self)} samples", "give one boolean a sample")
+        return Subset(self, np.flatnonzero(found) if found.dtype == bool else found.astype(np.int64))
 
     def split(self, first: float, seed: int = 0) -> tuple["Source", "Source"]:
         """Two sources without a sample in common: a random share of ``first``, and the rest."""
@@ -144,7 +225,8 @@ class DerivedSource(Source):
     def __init__(self, source: Source):
         self.source = source
         self.waits, self.blocks = source.waits, source.blocks
-        self.device_stage, self.own_code = source.device_stage, source.own_code
+        self.device_stage, self.own_code, self.collator = source.device_stage, source.own_code, source.collator
+        self.batching, self.drop_last, self.note = source.batching, source.drop_last, source.note
 
     @property
     def global_random(self) -> bool:
@@ -162,6 +244,11 @@ class DerivedSource(Source):
     def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
         return self.source.finish(content, ids, key)
 
+    def without_unconverted(self, most: float) -> Source:
+        mine = copy(self)
+        mine.source = self.source.without_unconverted(most)
+        return mine
+
     def name_of(self, i: int) -> str:
         return self.source.name_of(i)
 
@@ -172,6 +259,10 @@ class DerivedSource(Source):
     @property
     def left_out(self) -> list[str]:
         return self.source.left_out
+
+    @property
+    def skipped(self) -> list[str]:
+        return self.source.skipped
 
     def state(self) -> dict[str, Any]:
         return self.source.state()
@@ -219,18 +310,17 @@ def spread(count: int, most: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, count - 1, most).astype(np.int64))
 
 
-def handed(content: Any) -> Any:
-    """What the model gets: words as lists; images of different sizes make no batch."""
+def handed(content: Any, name_of: Callable[[int], str] = "sample {}".format) -> Any:
+    """What the model gets: words as lists; images of different sizes make no batch. The i-th sample is called
+    ``name_of(i)``."""
 
     def leaf(x: Any) -> Any:
         if not isinstance(x, tree.Ragged):
             return x
         if x and isinstance(x[0], torch.Tensor):
-            shapes = sorted({tuple(one.shape) for one in x})
-            raise DataError(
-                f"the samples of a batch differ in shape: {shapes[0]} and {shapes[-1]}",
-                "bring them to one: .map(meshfit.data.transform.resize((224, 224))), say",
-            )
+            remedy = "bring them to one: .map(meshfit.data.transform.resize((224, 224))), say; or .on_bad('skip')"
+            shapes = [tuple(one.shape) for one in x]
+            raise DifferentShapes("the samples of a batch differ in shape", shapes, remedy, name_of=name_of)
         return list(x)
 
     return tree.map_leaves(leaf, content)

@@ -1,43 +1,80 @@
-"""Files of rows as Arrow's record batches: Parquet, Arrow, CSV, JSON lines.
+"""Files of rows as Arrow's record batches: Parquet, Arrow, CSV, JSON lines."""
 
-A row that cannot be read is an error, or is listed in ``bad`` and left out where that is given.
-"""
-
-import gzip
+import csv as python_csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+from meshfit.data.arrow_arrays import Fill, fields_of, root_of
 from meshfit.data.blob import Blob, LocalFile
+from meshfit.data.source import BadFile
+from meshfit.data.unfold import Unfolding, unfolded
 from meshfit.errors import DataError
 
 LARGEST_BLOCK = 2**31 - 2**20
 
 
-def record_batches(
-    blob: Blob, kind: str, only: list[str] | None = None, delimiter: str = "", bad: list[str] | None = None
-) -> Iterator[Any]:
-    """The batches of a file of ``kind``, of all columns or ``only`` these."""
-    with readable(blob):
-        if kind == "csv":
-            yield from _csv(blob, only, delimiter, bad)
-        elif kind == "json":
-            yield from _json(blob, only, bad)
-        else:
-            yield from _parquet(blob, only) if kind == "parquet" else _arrow(blob, only)
+@dataclass(frozen=True)
+class TableFile:
+    """One file of rows."""
 
+    blob: Blob
+    kind: str
+    """ "parquet", "arrow", "csv" or "json"."""
+    delimiter: str = ""
+    """Of CSV."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Columns that the file itself does not hold, and their one value: partitions (partitions.py)."""
+    given_types: Mapping[str, Any] = field(default_factory=dict)
+    """Arrow's types of these."""
 
-def column_names(blob: Blob, kind: str, delimiter: str) -> list[str]:
-    """The columns of one file."""
-    if kind == "parquet":
-        with readable(blob):
-            return parquet_file(blob).schema_arrow.names
-    if kind == "json":
-        return list(next((row for _, row in _json_rows(blob, [])), {}))
-    first = next(record_batches(blob, kind, None, delimiter, []), None)
-    return [] if first is None else first.schema.names
+    @property
+    def name(self) -> str:
+        return self.blob.name
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """Its columns, and the fields of those that are structs."""
+        with readable(self.blob):
+            if self.kind == "parquet":
+                schema = parquet_file(self.blob).schema_arrow
+            elif self.kind == "arrow":
+                schema = _arrow_reader(self.blob).schema
+            elif self.kind == "csv":
+                names = _csv_names(self.blob, self.delimiter)
+                return [*names, *self._added(names)], []
+            else:
+                rows = [row for _, row in _json_rows(self.blob, [])]
+                keys = list(dict.fromkeys(key for row in rows for key in row))
+                return [*keys, *self._added(keys)], list(dict.fromkeys(name for row in rows for name in _fields(row)))
+        return [*schema.names, *self._added(schema.names)], fields_of(schema)
+
+    def batches(
+        self, only: list[str] | None, fill: Fill, bad: list[str] | None = None, group: int | None = None
+    ) -> Iterator[Any]:
+        """Its rows as record batches: of all columns, or those that ``only`` needs; of one row ``group``. A row that
+        cannot be read is an error, or is listed in ``bad`` and left out where that is given."""
+        import pyarrow as pa
+
+        with readable(self.blob):
+            if self.kind == "csv":
+                found = _csv(self.blob, only, self.delimiter, bad)
+            elif self.kind == "json":
+                found = _json(self.blob, only and [n for n in only if n not in self.given], fill, bad)
+            else:
+                found = _arrow(self.blob, only) if self.kind == "arrow" else _parquet(self.blob, only, group)
+            for batch in found:
+                for name in self._added(batch.schema.names):
+                    if only is None or name in only:
+                        value = pa.scalar(self.given[name], self.given_types.get(name))
+                        batch = batch.append_column(name, pa.repeat(value, batch.num_rows))
+                yield batch
+
+    def _added(self, own: list[str]) -> list[str]:
+        return [name for name in self.given if name not in own]
 
 
 @contextmanager
@@ -47,14 +84,19 @@ def readable(blob: Blob) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:  # Arrow's own are OSErrors, too
-        raise DataError(f"{blob.name} cannot be read", str(error).split("\n")[0][:300]) from error
+    except (pa.ArrowException, UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+        raise BadFile(f"{blob.name} cannot be read", str(error).split("\n")[0][:300]) from error
 
 
 def parquet_file(blob: Blob) -> Any:
     import pyarrow.parquet as pq
 
     return pq.ParquetFile(_opened(blob))
+
+
+def metadata_of(file: TableFile) -> Any:
+    with readable(file.blob):
+        return parquet_file(file.blob).metadata
 
 
 def _opened(blob: Blob) -> Any:
@@ -93,30 +135,46 @@ class BlobFile(io.RawIOBase):
         return True
 
 
-def _parquet(blob: Blob, only: list[str] | None) -> Iterable[Any]:
-    return parquet_file(blob).iter_batches(columns=only)
+def _parquet(blob: Blob, only: list[str] | None, group: int | None) -> Iterable[Any]:
+    file = parquet_file(blob)
+    groups = range(file.num_row_groups) if group is None else [group]
+    if only is None:
+        return file.iter_batches(row_groups=groups)
+    names = [name for name in only if root_of(name, file.schema_arrow.names)]
+    if not names:
+        return _without_columns(sum(file.metadata.row_group(i).num_rows for i in groups))
+    return file.iter_batches(columns=names, row_groups=groups)
+
+
+def _without_columns(rows: int) -> Iterable[Any]:
+    """Of a file that has none of the columns: its rows alone."""
+    import pyarrow as pa
+
+    return [pa.record_batch([pa.nulls(rows)], names=[""])]
+
+
+def _arrow_reader(blob: Blob) -> Any:
+    import pyarrow as pa
+
+    streamed = bytes(blob.read(0, min(6, blob.size))) != b"ARROW1"
+    return pa.ipc.open_stream(_opened(blob)) if streamed else pa.ipc.open_file(_opened(blob))
 
 
 def _arrow(blob: Blob, only: list[str] | None) -> Iterable[Any]:
-    import pyarrow as pa
+    reader = _arrow_reader(blob)
+    random_access = hasattr(reader, "get_batch")
+    batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if random_access else reader
+    roots = _roots(only, reader.schema.names)
+    return (batch.select(roots) if roots else batch for batch in batches)
 
-    file = _opened(blob)
-    if bytes(blob.read(0, min(6, blob.size))) == b"ARROW1":
-        reader = pa.ipc.open_file(file)
-        batches: Iterable[Any] = (reader.get_batch(i) for i in range(reader.num_record_batches))
-    else:
-        batches = pa.ipc.open_stream(file)
-    return (batch.select(only) if only else batch for batch in batches)
+
+def _roots(only: list[str] | None, known: list[str]) -> list[str]:
+    """The columns of ``known`` that ``only`` needs."""
+    return list(dict.fromkeys(root for name in only or [] if (root := root_of(name, known)) is not None))
 
 
 def _csv(blob: Blob, only: list[str] | None, delimiter: str, bad: list[str] | None) -> Iterable[Any]:
-    import pyarrow as pa
     from pyarrow import csv
-
-    zipped = blob.name.endswith(".gz")
-
-    def file() -> Any:
-        return pa.CompressedInputStream(_opened(blob), "gzip") if zipped else _opened(blob)
 
     def skipped(row: Any) -> str:
         assert bad is not None
@@ -124,66 +182,96 @@ def _csv(blob: Blob, only: list[str] | None, delimiter: str, bad: list[str] | No
         bad.append(f"{where} has {row.actual_columns} values for {row.expected_columns} columns: {row.text[:80]!r}")
         return "skip"
 
-    separator = delimiter or ("\t" if ".tsv" in blob.name.lower() else ",")
-    if not delimiter:
-        _check_header(blob, file(), separator)
     # Types are inferred over the whole file, not its first megabyte: a 1.5 may follow a million whole numbers.
-    whole = blob.size * (12 if zipped else 1) + 2**17
+    whole = blob.size * (12 if blob.name.endswith(".gz") else 1) + 2**17
+    names = _csv_names(blob, delimiter)
     return csv.open_csv(
-        file(),
-        read_options=csv.ReadOptions(block_size=min(whole, LARGEST_BLOCK) if blob.size <= LARGEST_BLOCK else 2**28),
-        parse_options=csv.ParseOptions(delimiter=separator, invalid_row_handler=None if bad is None else skipped),
-        convert_options=csv.ConvertOptions(include_columns=only or []),
+        _unzipped(blob),
+        read_options=csv.ReadOptions(block_size=whole if whole <= LARGEST_BLOCK else 2**28),
+        parse_options=csv.ParseOptions(
+            delimiter=_separator(blob, delimiter), invalid_row_handler=None if bad is None else skipped
+        ),
+        convert_options=csv.ConvertOptions(include_columns=_roots(only, names)),
     )
 
 
-def _check_header(blob: Blob, file: Any, separator: str) -> None:
-    """Refuse a file whose header holds no separator, but what others separate columns with."""
-    header = file.read(2**16).partition(b"\n")[0].decode("utf-8", "replace").strip()
-    other = max(";\t|,", key=header.count)
-    if separator not in header and other in header:
+def _unzipped(blob: Blob) -> Any:
+    import pyarrow as pa
+
+    if not blob.name.endswith(".gz"):
+        return _opened(blob)
+    return pa.PythonFile(io.BufferedReader(Unfolding(blob.name, blob.read()), 2**20), mode="r")
+
+
+def _separator(blob: Blob, delimiter: str) -> str:
+    return delimiter or ("\t" if ".tsv" in blob.name.lower() else ",")
+
+
+def _csv_names(blob: Blob, delimiter: str) -> list[str]:
+    """The columns of the header. One that holds no separator, but what others separate columns with, is refused."""
+    header = _unzipped(blob).read(2**20).partition(b"\n")[0].decode("utf-8-sig", "replace").strip()
+    separator, other = _separator(blob, delimiter), max(";\t|,", key=header.count)
+    if not delimiter and separator not in header and other in header:
         raise DataError(
             f"{blob.name} would be one column, {header[:60]!r}",
             f"its header holds {other!r} and no {separator!r}",
             f"say what separates its columns: delimiter={other!r}",
         )
+    try:
+        return next(iter(python_csv.reader([header], delimiter=separator)), [])
+    except python_csv.Error as error:
+        raise BadFile(f"{blob.name} cannot be read", f"its header: {error}") from None
 
 
-def _json(blob: Blob, only: list[str] | None, bad: list[str] | None) -> Iterable[Any]:
+def _json(blob: Blob, only: list[str] | None, fill: Fill, bad: list[str] | None) -> Iterable[Any]:
     import pyarrow as pa
 
-    names, rows, first = only, [], 0
-    for number, row in _json_rows(blob, bad):
-        if names is None:
-            names, first = list(row), number
-        wrong = [name for name in names if name not in row]
-        more = [name for name in row if name not in names] if only is None else []
+    parsed = list(_json_rows(blob, bad))
+    keys = dict.fromkeys(key for _, row in parsed for key in row)
+    asked = list(dict.fromkeys(root_of(name, keys) or name for name in only)) if only is not None else None
+    names = asked if asked is not None else [name for name in keys if (parsed and name in parsed[0][1])]
+    names += [name for name in keys if asked is None and name not in names and fill.covers(name)]
+    rows, first = [], parsed[0][0] if parsed and asked is None else 0
+    for number, row in parsed:
+        wrong = [name for name in names if name not in row and not fill.covers(name)]
+        more = [name for name in row if name not in names] if asked is None else []
         if not wrong and not more:
             rows.append(row)
             continue
         text = f"line {number} of {blob.name} {f'lacks {wrong[0]!r}' if wrong else f'has {more[0]!r}'}"
         if bad is None:
             than = f"which line {first} {'has' if wrong else 'lacks'}" if first else "which columns= names"
-            raise DataError(f"{text}, {than}", "give every line the same keys, or name them with columns=")
+            raise DataError(
+                f"{text}, {than}",
+                "give every line the same keys, or name them with columns=",
+                f"or say what stands for what is missing: fill={{{(wrong or more)[0]!r}: ...}}",
+            )
         bad.append(text)
     columns = {}
-    for name in (names or []) if rows else []:
+    for name in names if rows else []:
         try:
-            columns[name] = pa.array([row[name] for row in rows])
+            columns[name] = pa.array([row.get(name) for row in rows])
         except pa.ArrowException as error:
             raise DataError(f"{name!r} of {blob.name} is of several types", str(error)[:200]) from error
     return pa.table(columns).combine_chunks().to_batches() if columns else []
 
 
+def _fields(row: dict[str, Any]) -> Iterator[str]:
+    """The fields of the objects in a line: "a.b"."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from (f"{key}.{name}" for name in [*value, *_fields(value)])
+
+
 def _json_rows(blob: Blob, bad: list[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of the lines, and the numbers of these, from 1."""
     text = bytes(blob.read())
-    for number, line in enumerate((gzip.decompress(text) if blob.name.endswith(".gz") else text).splitlines(), 1):
+    for number, line in enumerate((unfolded(blob.name, text) if blob.name.endswith(".gz") else text).splitlines(), 1):
         if not line.strip():
             continue
         try:
             row, wrong, why = json.loads(line), "is no object", '{"text": "...", "label": 3}, say'
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             row, wrong, why = None, "is not JSON", str(error)
         if isinstance(row, dict):
             yield number, row

@@ -4,7 +4,6 @@ A tar has no index, so one is made when it is first opened (the headers are read
 cache. After that any sample is two range reads: order, shuffling and resuming are exact, which a stream cannot be.
 """
 
-import io
 import json
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,10 @@ from meshfit.data import tree
 from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.images import ENDINGS, decode
+from meshfit.data.rows import Asked, names_in, shaped
 from meshfit.data.source import BadSample, Source
-from meshfit.data.table import Asked, names_in, shaped
 from meshfit.data.tablefiles import BlobFile
+from meshfit.data.unfold import array
 from meshfit.errors import DataError
 
 WHOLE = ("cls", "id", "index", "count")
@@ -86,10 +86,10 @@ def _understood(kind: str, data: list[Any], name: Any) -> Any:
             elif kind in ("txt", "text"):
                 found.append(raw.decode())
             elif kind == "npy":
-                found.append(np.load(io.BytesIO(raw)))
+                found.append(array(raw))
             else:
                 found.append(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError, MemoryError) as error:
             raise BadSample(f"{name(i)} cannot be read", str(error)) from error
     return tree.stack(found)
 
@@ -102,7 +102,7 @@ def tars(
     cache: Cache | Url | None = None,
     on_bad: str = "stop",
 ) -> Source:
-    """Samples of WebDataset tars; ``columns`` are endings: ("jpg", "cls"). See table.py for what it can say."""
+    """Samples of WebDataset tars; ``columns`` are endings: ("jpg", "cls"). See rows.py for what it can say."""
     held = Cache.of(cache)
     blobs = find(url, (".tar",), storage=storage, cache=held)
     index = held.folder(f"tars 2 {tag_of(blobs)}", lambda place: _index(blobs, place))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from meshfit.data import tree
 from meshfit.data.draw import SampleRandom
+from meshfit.data.source import DifferentShapes
 from meshfit.errors import DataError
 
 On = int | str | None
@@ -67,11 +68,9 @@ def at(batch: Any, on: On, change: Callable[[Any], Any]) -> Any:
 
 def _one_size(leaf: Any, what: str) -> Tensor:
     if isinstance(leaf, tree.Ragged):
-        sizes = sorted({tuple(image.shape[1:]) for image in leaf})
-        raise DataError(
-            f"{what} needs images of one size, but a batch holds {sizes[0]} and {sizes[-1]}",
-            "put resize(size) or crop_any_size(size) before it",
-        )
+        sizes = [tuple(image.shape[1:]) for image in leaf]
+        remedy = "put resize(size) or crop_any_size(size) before it; or .on_bad('skip')"
+        raise DifferentShapes(f"{what} needs images of one size, but a batch holds", sizes, remedy)
     return leaf
 
 

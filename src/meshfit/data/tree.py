@@ -14,6 +14,10 @@ class Ragged(list):
     """One value per sample that does not stack: words, bytes, images of different sizes. A leaf, not a container."""
 
 
+class PerSample(list):
+    """One value per sample, of any structure: images and boxes as detection models take them. A container."""
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Everything in ``tree`` that is not a container, in order."""
     if isinstance(tree, Mapping):
@@ -67,7 +71,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
     """``model(inputs)``, ``model(*inputs)`` or ``model(**inputs)``, by what the inputs are."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    if isinstance(inputs, tuple | list):
+    if isinstance(inputs, tuple | list) and not isinstance(inputs, PerSample):
         return model(*inputs)
     return model(inputs)
 
@@ -79,28 +83,45 @@ def to_device(tree: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
 
 
-def concatenate(trees: list[Any]) -> Any:
+def concatenate(trees: list[Any], *, ragged: bool = False) -> Any:
     """Trees of per-sample values joined along the first dim. Lists without tensors (words, say) are joined too; of
-    anything else the first is taken."""
+    anything else the first is taken. ``ragged``: tensors that differ in other dims become a list, one for each sample;
+    else they are an error."""
 
     def joined(*parts: Any) -> Any:
         if any(map(is_ragged, parts)):
             return Ragged(item for part in parts for item in part)
         if isinstance(parts[0], list):
-            return [item for part in parts for item in part]
-        return torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
+            return type(parts[0])(item for part in parts for item in part)
+        if not isinstance(parts[0], torch.Tensor) or not parts[0].dim():
+            return parts[0]
+        if ragged and any(part.shape[1:] != parts[0].shape[1:] for part in parts):
+            return PerSample(row for part in parts for row in part)
+        return torch.cat(parts)
 
     words = lambda tree: isinstance(tree, list) and not any(True for _ in tensors(tree))
-    return map_leaves(joined, *trees, is_leaf=lambda tree: is_ragged(tree) or words(tree))
+    return map_leaves(joined, *trees, is_leaf=lambda tree: isinstance(tree, Ragged | PerSample) or words(tree))
 
 
 def size(tree: Any) -> int:
     """Samples in a batch."""
+    if (items := by_sample(tree)) is not None:
+        return len(items)
     return next((len(x) for x in leaves(tree) if is_ragged(x) or (isinstance(x, torch.Tensor) and x.dim())), 0)
+
+
+def by_sample(tree: Any) -> PerSample | None:
+    """The first list of samples in a batch."""
+    if isinstance(tree, PerSample):
+        return tree
+    inside = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
+    return next((found for each in inside if (found := by_sample(each)) is not None), None)
 
 
 def rows(tree: Any, index: slice | torch.Tensor, samples: int) -> Any:
     """Some of the samples of a batch of so many; what does not hold one row a sample stays as it is."""
+    if isinstance(tree, PerSample):
+        return PerSample(tree[index] if isinstance(index, slice) else [tree[i] for i in index.tolist()])
     if isinstance(tree, list) and len(tree) == samples and not any(True for _ in tensors(tree)):
         return tree[index] if isinstance(index, slice) else [tree[i] for i in index.tolist()]  # words
     if isinstance(tree, dict):
@@ -112,7 +133,25 @@ def rows(tree: Any, index: slice | torch.Tensor, samples: int) -> Any:
 
 def sample(tree: Any, i: int) -> Any:
     """The ``i``-th sample of a batch."""
-    return map_leaves(lambda leaf: leaf[i] if isinstance(leaf, Ragged | torch.Tensor) else leaf, tree)
+    row = lambda leaf: leaf[i] if isinstance(leaf, Ragged | PerSample | torch.Tensor) else leaf
+    return map_leaves(row, tree, is_leaf=lambda t: isinstance(t, Ragged | PerSample))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees hold the same values."""
+    one, other = list(leaves(a)), list(leaves(b))
+    return len(one) == len(other) and all(map(_alike, one, other))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        floats = a.is_floating_point() or a.is_complex()
+        return a.shape == b.shape and (torch.allclose(a, b, 0, 0, equal_nan=True) if floats else torch.equal(a, b))
+    if isinstance(a, Ragged):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    return bool(a == b) or a != a  # NaN is alike
 
 
 def take(tree: Any, rows: Sequence[int] | NDArray[np.int64]) -> Any:

@@ -10,19 +10,19 @@ What a function reads is computed on the spot, if it does not depend on random n
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshfit.deferred.program import BuildProgram, StorageView, Unfollowable
+from meshfit.deferred.program import BuildProgram, StorageView, TensorSource, Unfollowable
 from meshfit.deferred.record import BuildRecorder, OnCPU
 from meshfit.errors import in_short
-from meshfit.torch_private import in_place_of_rejection_sampling, own_buffers, without_weak_references
+from meshfit.torch_private.modules import in_place_of_rejection_sampling, own_buffers, without_weak_references
 
-__all__ = ["Deferred", "Unfollowable", "put_off", "unrecorded"]
+__all__ = ["Deferred", "TensorSource", "Unfollowable", "put_off", "unrecorded"]
 
 
 _recording: ContextVar[BuildRecorder | None] = ContextVar("recording", default=None)
@@ -34,15 +34,15 @@ def unrecorded() -> AbstractContextManager[None]:
     return nullcontext() if recorder is None else recorder.aside()
 
 
-def put_off(fill: Callable[[Tensor], Any], tensor: Tensor) -> bool:
-    """Whether a function is being recorded. Then ``fill(tensor)``, which must write all of it, is called when it is
-    made; or now, if it has values already. Else nothing is done."""
+def put_off(source: TensorSource, tensor: Tensor) -> bool:
+    """Whether a function is being recorded. Then ``tensor`` is filled when it is made; or now, if it has values
+    already. Else nothing is done."""
     recorder = _recording.get()
     if recorder is None:
         return False
-    if not recorder.later(fill, tensor):
+    if not recorder.later(source, tensor):
         with unrecorded():
-            fill(tensor)
+            source(tensor)
     return True
 
 
@@ -78,6 +78,8 @@ class Deferred:
         self.parameters = [p for p in self.model.parameters() if recorder.knows(p)]
         """Those on meta, in the model's order."""
         self.shapes = [p.shape for p in self.parameters]
+        self.sources = {p: found for p in self.parameters if (found := self._source(p)) is not None}
+        """Parameters that hold what was put off to be read from elsewhere, and nothing else."""
 
     def _give_values_to_all_but_parameters(self) -> None:
         recorder, homes = self._recorder, []
@@ -93,15 +95,24 @@ class Deferred:
                 made[id(t)] = view.on(memory[view.storage]).requires_grad_(t.requires_grad)
             home[name] = made[id(t)]
 
+    def _source(self, p: Tensor) -> TensorSource | None:
+        view = self._recorder.view(p)
+        last = self._recorder.ops[self._recorder.written[view.storage]]
+        return last.func if isinstance(last.func, TensorSource) and last.args == (view,) else None
+
     def _program(self, wanted: Iterable[int], *, exact: bool = True) -> BuildProgram:
         return BuildProgram(self._recorder.ops, self._recorder.sizes, wanted, exact=exact)
 
-    def values(self, told: Callable[[], None] = lambda: None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter that is on meta, and what it holds, on the CPU: one storage at a time, in the order in which
-        they are complete. ``told`` is called now and then."""
-        for storage, memory in self._program(self._views).run(told):
+    def values(
+        self, told: Callable[[], None] = lambda: None, *, besides: Collection[Tensor] = ()
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter that is on meta, ``besides`` some, and what it holds, on the CPU: one storage at a time, in
+        the order in which they are complete. ``told`` is called now and then."""
+        wanted = [storage for storage, each in self._views.items() if any(p not in besides for p, _ in each)]
+        for storage, memory in self._program(wanted).run(told):
             for p, view in self._views[storage]:
-                yield p, view.on(memory)
+                if p not in besides:
+                    yield p, view.on(memory)
 
     def samples(self, some: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Values for ``some`` of the parameters, from other random numbers: as it might have been built."""

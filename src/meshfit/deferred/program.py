@@ -1,5 +1,6 @@
 """Operations that were written down, and how they are run later."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,13 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.torch_private import (
-    aten,
-    is_overload,
-    packet_of,
-    tree_leaves,
-    tree_map,
-)
+from meshfit.torch_private.kernels import aten
+from meshfit.torch_private.operators import is_overload, packet_of
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -25,6 +22,17 @@ EMPTY = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.n
 
 class Unfollowable(Exception):
     """The function does something that cannot be done later: what it is."""
+
+
+class TensorSource(ABC):
+    """Fills a tensor from elsewhere, from a file say: all of it, or what a rank needs of it."""
+
+    @abstractmethod
+    def part(self, box: tuple[tuple[int, int], ...], room: Tensor) -> None:
+        """Put the index ranges ``box`` of the tensor into ``room``, which has their shape."""
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.part(tuple((0, n) for n in tensor.shape), tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +145,8 @@ class BuildProgram:
                 needed |= op.reads
                 self.ops.append((op, True))
         self.ops.reverse()
-        if not any(live and op.generator is not None for op, live in self.ops):
-            self.ops = [(op, live) for op, live in self.ops if live]
+        last = max((i for i, (op, live) in enumerate(self.ops) if live and op.generator is not None), default=-1)
+        self.ops = [(op, live) for i, (op, live) in enumerate(self.ops) if live or i < last]
 
     @property
     def draws(self) -> bool:

@@ -11,18 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from meshfit.deferred.program import CPU, META, BuildProgram, Draws, RecordedOp, StorageView, Unfollowable
 from meshfit.errors import in_short
-from meshfit.torch_private import (
-    TorchDispatchMode,
-    aten,
-    is_overload,
-    packet_of,
-    schema_of,
-    storage_id,
-    tree_leaves,
-    tree_map,
-    version,
-    without_torch_function,
-)
+from meshfit.torch_private.kernels import aten
+from meshfit.torch_private.operators import TorchDispatchMode, is_overload, packet_of, schema_of, without_torch_function
+from meshfit.torch_private.tensors import storage_id, version
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 SMALL = 2**20
 """Bytes up to which a tensor that comes from elsewhere is copied, since it might be changed later."""

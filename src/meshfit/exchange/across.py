@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from meshfit.axes.axis import Applied
 from meshfit.axes.partition import Partition
 from meshfit.comm.group import destroy, groups
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost
 from meshfit.events import current
-from meshfit.exchange.allreduce import AllReduce, StepScalars
+from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.protocol import StepScalars
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.separate import Separate
 from meshfit.exchange.update import total_norm
@@ -75,9 +76,9 @@ class Across:
     def parameters(self) -> list[nn.Parameter]:
         return self.inner.parameters
 
-    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
+    def arm(self, own: StepScalars) -> None:
         """The next backward is the last of this step. Ranks that do not know the loss say zero."""
-        self.inner.arm(loss, count, stop=stop, broken=broken)
+        self.inner.arm(own)
 
     def finish(self) -> StepScalars:
         """Wait until every gradient is summed, and hear what the other ranks have to say."""
@@ -87,7 +88,7 @@ class Across:
             if p is not None and p.requires_grad and p.numel() and p.grad is None:
                 p.grad = torch.zeros_like(p)
         for layer in self.layers:
-            layer.sum_partial()
+            layer.after_backward()
         for p, line in self._tied:
             if p.grad is not None:
                 summed = p.grad.contiguous()
@@ -95,17 +96,18 @@ class Across:
                 if summed is not p.grad:
                     p.grad.copy_(summed)
         loss_replicas = self.degree * self.loss_replicas
-        known = [scalars.loss / loss_replicas, scalars.count / loss_replicas, *scalars.broken]
+        summed = [each / loss_replicas for each in (scalars.loss, scalars.count, *scalars.values)]
+        known = [*summed, *scalars.broken]
         numbers = together([self._square(), scalars.stop, *known, *reached], self.device, torch.float64)
         current().moved("all_reduce", numbers.nbytes)
         dist.all_reduce(numbers)
         self._drop_unreached(reached, numbers[2 + len(known) :])
-        for layer in self.layers:
-            layer.stepped()
         gradients = self.gradients
         self.norm = numbers[0].sqrt().to(gradients[0].device if gradients else self.device)
-        _, stop, loss, count, *broken = numbers[: 2 + len(known)].tolist() if numbers.is_cpu else numbers.unbind()
-        return StepScalars(loss, count, stop, broken[: len(scalars.broken)])
+        told = numbers[: 2 + len(known)]
+        _, stop, loss, count, *rest = told.tolist() if told.is_cpu else told.unbind()
+        values = len(scalars.values)
+        return StepScalars(loss, count, stop, rest[values:], rest[:values])
 
     def _drop_unreached(self, reached: list[bool], anywhere: Tensor) -> None:
         """Where no rank reached a parameter it has no gradient, as on one device."""
@@ -158,4 +160,7 @@ def _lines(line: dist.ProcessGroup, wanted: Iterable[tuple[int, ...]]) -> dict[t
 def cost(shared: int, shares: int) -> Cost:
     """Of what ranks say to each other beside gradients, a step: for ``shared`` parameters, and ``shares`` of a batch.
     What the gradients of those take: see ``tensor_cost`` and ``Pipeline.cost``."""
-    return Cost(calls={"all_reduce": 1}, moved={"all_reduce": 8 * (STEP_SCALARS + shares + shared)})
+    said = CollectiveCall(
+        "all_reduce", 8 * (STEP_SCALARS + shares + shared), axis="step", dtype="float64", phase="step", once=True
+    )
+    return Cost(collectives=(said,))

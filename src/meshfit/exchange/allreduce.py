@@ -21,7 +21,7 @@ last bucket cannot have gone before it knows) and drops the gradients that nobod
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +29,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.comm.flat import FlatLayout, aligned
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost, tallied
 from meshfit.errors import JobError
 from meshfit.events import current
+from meshfit.exchange.protocol import StepScalars
+from meshfit.torch_private.tensors import grad_dtype
 from meshfit.transfer import together, upload
 
-STEP_SCALARS = 3  # loss, count, stop; then a slot a rank for broken losses
+STEP_SCALARS = 3  # loss, count, stop; then a slot a rank for broken losses, and those of values to log
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first sum starts early
 
@@ -51,20 +53,10 @@ class _Bucket:
     """When it was handed over."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepScalars:
-    """What travelled with the gradients, summed over ranks: numbers on CPUs, tensors on GPUs."""
-
-    loss: Tensor | float
-    count: Tensor | float
-    stop: Tensor | float
-    broken: Sequence[Tensor | float]
-    """One flag a rank: its loss was not finite."""
-
-
 class AllReduce:
     """Sums the gradients of ``parameters`` over ``group``. Without a group it leaves them as they are. ``second``: the
-    same ranks again, for every other bucket: two communicators keep a network busy that one waits for."""
+    same ranks again, for every other bucket: two communicators keep a network busy that one waits for. ``values``:
+    numbers to be summed beside the loss."""
 
     summed = True
     """Whether what ``finish`` tells, and the gradients, are of all ranks."""
@@ -75,6 +67,7 @@ class AllReduce:
         group: dist.ProcessGroup | None,
         device: torch.device,
         second: dist.ProcessGroup | None = None,
+        values: int = 0,
     ):
         self.group, self._turns = group, (group, second or group)
         self.degree = 1 if group is None else dist.get_world_size(group)
@@ -82,8 +75,8 @@ class AllReduce:
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self.norm: Tensor | None = None
         """Every rank holds all gradients, and can see for itself."""
-        self.numbers = torch.zeros(STEP_SCALARS + self.degree, device=device)
-        self._alone = StepScalars(0.0, 0.0, 0.0, [0.0])
+        self.numbers = torch.zeros(STEP_SCALARS + self.degree + values, device=device)
+        self._alone = StepScalars()
         self._buckets: list[_Bucket] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._reached: set[int] = set()
@@ -98,7 +91,7 @@ class AllReduce:
         scalars = self.numbers.numel() + len(self.parameters)
         grouped = _grouped(self.parameters)
         for group in grouped:
-            dtype = group[0].dtype if group else torch.float32
+            dtype = grad_dtype(group[0]) if group else torch.float32
             extra = scalars if group is grouped[-1] else 0
             layout = FlatLayout(group, dtype)
             flat = torch.zeros(layout.size + extra, dtype=dtype, device=device)
@@ -126,14 +119,15 @@ class AllReduce:
 
         return count
 
-    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
+    def arm(self, own: StepScalars) -> None:
         """The next backward is the last of this step: gradients that it completes may go."""
         if self.group is None:
-            self._alone = StepScalars(loss, count, float(stop), [broken])
+            self._alone = own
             return
-        mine: list[Tensor | float] = [0.0] * self.degree
-        mine[self.rank] = broken
-        self.numbers.copy_(together([loss, count, stop, *mine], self.numbers.device, torch.float64))
+        flags: list[Tensor | float] = [0.0] * self.degree
+        (flags[self.rank],) = own.broken
+        numbers = [own.loss, own.count, own.stop, *flags, *own.values]
+        self.numbers.copy_(together(numbers, self.numbers.device, torch.float64))
         self._next, self._armed = 0, True
         for bucket in self._buckets:
             bucket.waiting, bucket.work = len(bucket.parameters), None
@@ -167,8 +161,8 @@ class AllReduce:
         for i in missing:
             if not reached[i]:
                 self.parameters[i].grad = None
-        loss, count, stop, *broken = self.numbers.tolist() if self.numbers.is_cpu else self.numbers
-        return StepScalars(loss, count, stop, broken)
+        loss, count, stop, *rest = self.numbers.tolist() if self.numbers.is_cpu else self.numbers
+        return StepScalars(loss, count, stop, rest[: self.degree], rest[self.degree :])
 
     @property
     def _behind(self) -> bool:
@@ -208,18 +202,28 @@ class AllReduce:
 def cost(parameters: list[nn.Parameter], degree: int) -> Cost:
     """Of summing the gradients of ``parameters``, a step, on one of ``degree`` ranks."""
     if degree == 1:
-        return Cost(held={"gradients": sum(p.numel() * p.element_size() for p in parameters)})
+        return Cost(held={"gradients": sum(_bytes(p) for p in parameters)})
     buckets = _grouped(parameters)
-    dtype = buckets[-1][0].dtype if buckets[-1] else torch.float32
-    gradients = sum(aligned(p.numel() * p.element_size()) for p in parameters)
-    moved = gradients + (STEP_SCALARS + degree + len(parameters)) * dtype.itemsize
-    return Cost(held={"gradients": moved}, calls={"all_reduce": len(buckets)}, moved={"all_reduce": moved})
+    calls = []
+    for bucket in buckets:
+        last, dtype = bucket is buckets[-1], grad_dtype(bucket[0]) if bucket else torch.float32
+        size = sum(aligned(_bytes(p)) for p in bucket)
+        size += (STEP_SCALARS + degree + len(parameters)) * dtype.itemsize if last else 0
+        how = {"axis": "data", "dtype": str(dtype).removeprefix("torch."), "phase": "backward", "once": True}
+        calls.append(CollectiveCall("all_reduce", size, degree, hidden="" if last else "backward", **how))
+    moved = sum(call.bytes for call in calls)
+    return Cost(held={"gradients": moved}, collectives=tallied(calls))
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    """Of its gradient."""
+    return parameter.numel() * grad_dtype(parameter).itemsize
 
 
 def _grouped(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters by bucket; the last has room for the scalars, or is theirs alone."""
     grouped = split_buckets(parameters)
-    if not grouped or grouped[-1][0].dtype not in (torch.float32, torch.float64):
+    if not grouped or grad_dtype(grouped[-1][0]) not in (torch.float32, torch.float64):
         grouped.append([])
     return grouped
 
@@ -229,11 +233,11 @@ def split_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in reversed(parameters):
-        bucket, size = filling.get(parameter.dtype, ([], 0))
+        bucket, size = filling.get(grad_dtype(parameter), ([], 0))
         limit = BUCKET_BYTES if buckets and bucket is not buckets[0] else FIRST_BUCKET_BYTES
         if not bucket or size >= limit:
             bucket, size = [], 0
             buckets.append(bucket)
         bucket.append(parameter)
-        filling[parameter.dtype] = (bucket, size + parameter.numel() * parameter.element_size())
+        filling[grad_dtype(parameter)] = (bucket, size + _bytes(parameter))
     return buckets

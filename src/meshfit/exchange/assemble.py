@@ -1,8 +1,8 @@
 """The exchange of a placed model: which gradients are summed over which ranks, by what its layers say."""
 
 from collections import defaultdict
+from collections.abc import Collection
 
-import torch
 from torch import Tensor, nn
 
 from meshfit.axes.axis import SUMMED
@@ -14,22 +14,22 @@ from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.scatter import Scatter
 from meshfit.exchange.separate import Separate
+from meshfit.optimizers import Optimizers
 from meshfit.plan import Plan
 
 SUMMING = tuple(axis.word for axis in ORDER if axis.splits & SUMMED)
 """Axes whose ranks compute terms of the same gradients."""
 
 
-def exchange_of(placed: Placed) -> AllReduce | Scatter | Across:
-    """All ranks call it together."""
+def exchange_of(placed: Placed, values: int = 0) -> AllReduce | Scatter | Across:
+    """All ranks call it together. ``values``: numbers to be summed beside the loss."""
     plan, mesh, device, shards = placed.plan, placed.mesh, placed.device, placed.shards
     over: dict[tuple[str, ...], list[nn.Parameter]] = defaultdict(list)
     for p in placed.model.parameters():
         if shards is None or p not in shards.place:
             over[tuple(word for word in SUMMING if not _is_cut(placed, word, p))].append(p)
     if shards is None:
-        second = mesh.groups.get(SECOND_SUM) if device.type == "cuda" else None
-        inner = AllReduce(over.pop(SUMMING, []), mesh.over(*SUMMING), device, second)
+        inner = AllReduce(over.pop(SUMMING, []), mesh.over(*SUMMING), device, mesh.groups.get(SECOND_SUM), values)
     else:
         _refuse_trained(plan, placed.model, over.pop(SUMMING, []))
         inner = Scatter(
@@ -38,6 +38,7 @@ def exchange_of(placed: Placed) -> AllReduce | Scatter | Across:
             copies=mesh.over(*(word for word in SUMMING if word != "shard")),
             accumulate=plan.zero == 1 and plan.microbatches > 1,
             mixed=placed.staged is not None,
+            values=values,
         )
     if over:
         inner = Separate(inner, [AllReduce(some, mesh.over(*words), device) for words, some in sorted(over.items())])
@@ -65,9 +66,12 @@ def _is_cut(placed: Placed, word: str, p: nn.Parameter) -> bool:
     return layer is not None and layer.is_cut(p)
 
 
-def cut_state(optimizer: torch.optim.Optimizer, placed: Placed) -> None:
-    """Cut what an optimizer holds already as its parameters are cut: some make state when they are built."""
+def cut_state(optimizer: Optimizers, placed: Placed, whole: Collection[Tensor] = ()) -> None:
+    """Cut what an optimizer holds already as its parameters are cut: some make state when they are built. Those that
+    are stepped ``whole`` keep it."""
     for parameter, state in optimizer.state.items():
+        if parameter in whole:
+            continue
         for key, value in state.items():
             if isinstance(value, Tensor):
                 for layer in placed.layers.values():

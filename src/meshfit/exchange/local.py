@@ -27,11 +27,13 @@ from torch import Tensor, nn
 
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.comm.flat import FlatLayout, aligned
-from meshfit.cost import Cost
+from meshfit.comm.objects import all_gather_object
+from meshfit.cost import CollectiveCall, Cost
 from meshfit.errors import PlanError
 from meshfit.events import current
-from meshfit.exchange.allreduce import StepScalars, split_buckets
-from meshfit.torch_private import foreach_copy_
+from meshfit.exchange.allreduce import split_buckets
+from meshfit.exchange.protocol import StepScalars
+from meshfit.torch_private.kernels import foreach_copy_
 
 NUMBERS = 2  # count, stop: at the end of the last bucket
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = 1.0, 0.5  # DiLoCo's own, 0.7 and 0.9, need hundreds of rounds: docs/LOG.md
@@ -102,7 +104,7 @@ class Local:
         self._device = device
         self._count = 0.0
         self._stop = self._stopping = 0.0
-        self._armed: tuple[Any, Any, float, Any] = (0.0, 0.0, 0.0, 0.0)
+        self._own = StepScalars()
         for p in self.parameters:
             p.grad = None
         self._running = [b for b in running_statistics(model).values() if b.is_floating_point()]
@@ -121,33 +123,31 @@ class Local:
 
     def agree(self, error: Exception | None) -> None:
         """Raise what any rank has met, on all of them; the weights are those of all. All ranks call it together."""
-        every = [error] * self.degree
-        if self.group is not None:
-            dist.all_gather_object(every, error, group=self.group)
+        every = [error] if self.group is None else all_gather_object(error, self.group)
         if (first := next((each for each in every if each is not None), None)) is not None:
             self.settle()
             raise first
 
     # A step, as the loop sees it
 
-    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
+    def arm(self, own: StepScalars) -> None:
         """The next backward is the last of this step."""
-        self._armed = (loss, count, float(stop), broken)
+        self._own = own
 
     def finish(self) -> StepScalars:
         """This rank's own words. Only whether to stop is agreed on, when weights are averaged: it then shows here, in
         the next step. A rank without samples has no gradient: its step changes nothing."""
-        loss, count, stop, broken = self._armed
-        count = float(count)  # the host waits: a rank whose targets are all left out must not step
+        own, loss, stop = self._own, self._own.loss, float(self._own.stop)
+        count = float(own.count)  # the host waits: a rank whose targets are all left out must not step
         self._count += count
         self._stop = max(self._stop, stop)
-        flags = [0.0] * self.degree
-        flags[self.rank] = broken
+        flags: list[Tensor | float] = [0.0] * self.degree
+        (flags[self.rank],) = own.broken
         if not count:
             for p in self.parameters:
                 p.grad = None
             loss, count = 0.0, 1.0
-        return StepScalars(loss, count, stop if self.group is None else self._stopping, flags)
+        return StepScalars(loss, count, stop if self.group is None else self._stopping, flags, own.values)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -184,8 +184,8 @@ class Local:
             if self.overlap:
                 bucket.sent = values.clone()
             bucket.flat[: bucket.layout.size] = values.mul_(self._count)
-        self._buckets[-1].flat[-NUMBERS] = self._count
-        self._buckets[-1].flat[-NUMBERS + 1] = self._stop
+        for at, number in ((-NUMBERS, self._count), (-NUMBERS + 1, self._stop)):
+            self._buckets[-1].flat[at].fill_(number)  # an assignment of a number would be waited for
         for bucket in self._buckets:
             current().moved("all_reduce", bucket.flat.nbytes)
             bucket.began = time.perf_counter()
@@ -264,10 +264,19 @@ def cost(
     last = _wide(parameters[0].dtype if parameters else torch.float32).itemsize
     averaged = sum(aligned(p.numel() * _wide(p.dtype).itemsize) for p in parameters)
     averaged += sum(aligned(size * last) for size in running)
-    moved = averaged + NUMBERS * last
+    moved, buckets = averaged + NUMBERS * last, len(split_buckets(parameters)) or 1
     held = {"gradients": gradients, "averaging": moved + averaged * (2 * outer + bool(overlap))}
-    calls = len(split_buckets(parameters)) or 1
-    return Cost(held=held, calls={"all_reduce": calls}, moved={"all_reduce": moved})
+    hidden = "steps" if overlap else ""
+    said = CollectiveCall(
+        *("all_reduce", moved / buckets, degree),
+        count=buckets,
+        axis="data",
+        dtype="float32",
+        phase="step",
+        hidden=hidden,
+        once=True,
+    )
+    return Cost(held=held, collectives=(said,))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

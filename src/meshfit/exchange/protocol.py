@@ -1,11 +1,25 @@
 """What loop and schedules ask of an exchange: all-reduce, scatter, local steps, or a worker of model servers."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from meshfit.exchange.allreduce import StepScalars
+
+@dataclass(frozen=True, slots=True)
+class StepScalars:
+    """What travels with the gradients of a step, of one rank or summed over ranks: on GPUs tensors, which the host does
+    not wait for."""
+
+    loss: Tensor | float = 0.0
+    count: Tensor | float = 0.0
+    """What the loss is a mean over."""
+    stop: Tensor | float = 0.0
+    broken: Sequence[Tensor | float] = (0.0,)
+    """One flag a rank: its loss was not finite."""
+    values: Sequence[Tensor | float] = ()
+    """What a step logs."""
 
 
 class Exchange(Protocol):
@@ -29,8 +43,8 @@ class Exchange(Protocol):
         """What the update scales: none where it is not made here."""
         ...
 
-    def arm(self, loss: Any, count: Any, *, stop: bool, broken: Any) -> None:
-        """Give the scalars of this step; the next backward is its last."""
+    def arm(self, own: StepScalars) -> None:
+        """Give this rank's scalars of the step, with one flag ``broken``; the next backward is its last."""
 
     def finish(self) -> StepScalars:
         """Wait until the gradients are exchanged."""

@@ -37,7 +37,7 @@ from meshfit.axes.shard.open_unit import OpenUnit
 from meshfit.comm.flat import Flat, Lane
 from meshfit.errors import JobError, RankError
 from meshfit.events import current
-from meshfit.exchange.allreduce import StepScalars
+from meshfit.exchange.protocol import StepScalars
 from meshfit.exchange.update import total_norm
 
 ROWS = 2  # units whose whole gradients are packed or on their way at a time
@@ -73,8 +73,10 @@ class Scatter:
         copies: dist.ProcessGroup | None,
         accumulate: bool,
         mixed: bool = False,
+        values: int = 0,
     ):
-        """``mixed``: forwards and backwards of several microbatches come in any order, as in a pipeline."""
+        """``mixed``: forwards and backwards of several microbatches come in any order, as in a pipeline. ``values``:
+        numbers to be summed beside the loss."""
         self.shards, self.world, self.copies, self.mixed = shards, world, copies, mixed
         self.accumulate = accumulate or mixed
         """Sum whole gradients over microbatches, and scatter them once."""
@@ -85,7 +87,8 @@ class Scatter:
         self.parameters = [p for flat in self._flats for p in flat.parameters]
         self.norm: Tensor | None = None
         """Of all gradients together, after ``finish``."""
-        slots = STEP_SCALARS + 2 * self.degree
+        self.values = values
+        slots = STEP_SCALARS + 2 * self.degree + values
         self._numbers = torch.zeros(slots + len(self.parameters), dtype=torch.float64, device=shards.device)
         self._reached: set[int] = set()
         self._last = False
@@ -188,7 +191,7 @@ class Scatter:
         return self._summed(unit)
 
     def _summed(self, unit: OpenUnit, *, zeros: bool = False) -> list[Tensor]:
-        nothing = lambda flat: torch.zeros(flat.padded, dtype=flat.dtype, device=self.shards.device)
+        nothing = lambda flat: torch.zeros(flat.padded, dtype=flat.grad_dtype, device=self.shards.device)
         own = {} if zeros else self._sums
         return [own.pop(flat) if flat in own else nothing(flat) for flat in unit.trained]
 
@@ -241,13 +244,15 @@ class Scatter:
                 "reentrant checkpointing does that: checkpoint(..., use_reentrant=False) does not",
             )
         parts, firsts, began = [], [], time.perf_counter()
+        for flat in flats:  # memory of the stream that computes: between steps it may hold activations
+            if flat.gradient is None:
+                flat.gradient = torch.empty_like(flat.mine, dtype=flat.grad_dtype, pin_memory=flat.mine.is_pinned())
         with self._lane.beside():
             for flat, row in zip(flats, rows, strict=True):
-                if flat.gradient is None:
-                    flat.gradient = torch.empty_like(flat.mine, pin_memory=flat.mine.is_pinned())
+                assert flat.gradient is not None
                 first, flat.filled = not flat.filled, True
                 direct = first and flat.gradient.device == row.device
-                part = flat.gradient if direct else torch.empty(flat.part, dtype=flat.dtype, device=row.device)
+                part = flat.gradient if direct else torch.empty(flat.part, dtype=flat.grad_dtype, device=row.device)
                 if self._lane.group is None:
                     part = part.copy_(row) if direct else row
                 parts.append(part)
@@ -327,13 +332,14 @@ class Scatter:
 
     # A step, as the loop sees it
 
-    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
+    def arm(self, own: StepScalars) -> None:
         """The next backward is the last of this step."""
         self._last = True
         if self.mixed:
             self._expected = None  # now they may go
         numbers = self._numbers.zero_()
-        for at, number in ((0, loss), (1, count), (2, float(stop)), (STEP_SCALARS + self.rank, broken)):
+        (broken,), values = own.broken, enumerate(own.values, STEP_SCALARS + 2 * self.degree)
+        for at, number in ((0, own.loss), (1, own.count), (2, own.stop), (STEP_SCALARS + self.rank, broken), *values):
             numbers[at].fill_(number)  # an assignment of a number would be waited for
 
     def finish(self) -> StepScalars:
@@ -362,9 +368,9 @@ class Scatter:
         behind = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached]
         numbers[3] = square
         numbers[STEP_SCALARS + degree + self.rank].fill_(_number(self._returns))
-        numbers[STEP_SCALARS + 2 * degree :] = 1.0
+        flags = numbers[STEP_SCALARS + 2 * degree + self.values :].fill_(1.0)
         if behind:
-            numbers[torch.tensor(behind, device=numbers.device) + STEP_SCALARS + 2 * degree] = 0.0
+            flags[torch.tensor(behind, device=numbers.device)] = 0.0
         if self.world is not None:
             current().moved("all_reduce", numbers.nbytes)
             dist.all_reduce(numbers, group=self.world)
@@ -383,15 +389,16 @@ class Scatter:
             p.grad = flat.piece(i, flat.gradient) if there and flat.gradient is not None else None
         self.norm = numbers[3].sqrt().to(self.gradients[0].device if self.gradients else numbers.device)
         if numbers.is_cpu:
-            loss, count, stop, _, *broken = numbers[: STEP_SCALARS + degree].tolist()
-            return StepScalars(loss, count, stop, broken)
-        return StepScalars(numbers[0], numbers[1], numbers[2], numbers[STEP_SCALARS : STEP_SCALARS + degree].unbind())
+            loss, count, stop, _, *rest = numbers[: STEP_SCALARS + 2 * degree + self.values].tolist()
+        else:
+            loss, count, stop, _, *rest = numbers[: STEP_SCALARS + 2 * degree + self.values].unbind()
+        return StepScalars(loss, count, stop, rest[:degree], rest[2 * degree :])
 
     def _reached_flags(self, behind: bool) -> list[float]:
         """Which parameters any rank reached: those this rank did, or, if it lacks some, what the others say."""
         if not behind:
             return [1.0] * len(self.parameters)
-        return self._numbers[STEP_SCALARS + 2 * self.degree :].tolist()
+        return self._numbers[STEP_SCALARS + 2 * self.degree + self.values :].tolist()
 
     def _agree(self, orders: list[float]) -> None:
         """After the first step: if gradients were complete in one order on all ranks, scatters follow it."""
@@ -408,6 +415,8 @@ class Scatter:
         """Forget the gradients, ready for the next step; the weights have changed."""
         for flat in self._flats:
             flat.filled = False
+            if not flat.mine.is_pinned():  # that takes long to be had again
+                flat.gradient = None
         for parameter in self.parameters:
             parameter.grad = None
         self._reached.clear()

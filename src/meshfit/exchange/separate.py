@@ -8,7 +8,8 @@ Their sums start when all of backward is done, in one order on all ranks: which 
 
 from torch import Tensor, nn
 
-from meshfit.exchange.allreduce import AllReduce, StepScalars
+from meshfit.exchange.allreduce import AllReduce
+from meshfit.exchange.protocol import StepScalars
 from meshfit.exchange.scatter import Scatter
 
 
@@ -29,13 +30,13 @@ class Separate:
     def parameters(self) -> list[nn.Parameter]:
         return [*self.rest.parameters, *(p for other in self.others for p in other.parameters)]
 
-    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
-        self.rest.arm(loss, count, stop=stop, broken=broken)
+    def arm(self, own: StepScalars) -> None:
+        self.rest.arm(own)
 
     def finish(self) -> StepScalars:
         scalars = self.rest.finish()
         for other in self.others:
-            other.arm(0.0, 0.0, stop=False, broken=False)
+            other.arm(StepScalars())
             other.finish()
         return scalars
 

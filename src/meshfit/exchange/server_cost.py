@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.probe_optimizer import StateBytes
 from meshfit.axes.data.batchnorm import running_statistics
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost, tallied
 from meshfit.exchange.compress import Codec
 from meshfit.exchange.parcel import Parcel, balanced, trained
 
@@ -77,8 +77,7 @@ def worker(payload: Payload, *, device: str = "cpu") -> Cost:
     return Cost(
         held={"weights": weights, "gradients": gradients},
         host=host,
-        calls={"push": servers, "pull": servers},
-        moved={"push": up, "pull": down},
+        collectives=_said({"push": up / servers, "pull": down / servers}, servers),
     )
 
 
@@ -87,13 +86,11 @@ def worker_group(payload: Payload, up: int, down: int, *, workers: int, ranks: i
     ``down``: bytes that it copies to and from the memory they share."""
     return Cost(
         host={"payload": sum(map(sum, payload.sizes)) // ranks},
-        calls={"push": 1, "pull": 1, "all_reduce": 1, "broadcast": 2},
-        moved={
-            "push": up,
-            "pull": down,
-            "all_reduce": 8 * (len(payload.names) + 1),
-            "broadcast": 2 * 8 * (BROADCAST + workers),
-        },
+        collectives=(
+            *_said({"push": up, "pull": down}, 1),
+            *_said({"all_reduce": 8 * (len(payload.names) + 1)}, 1, ranks),
+            *_said({"broadcast": 8 * (BROADCAST + workers)}, 2, ranks),
+        ),
     )
 
 
@@ -104,6 +101,10 @@ def server(payload: Payload, state: StateBytes, *, workers: int, index: int = 0,
     kept = sum(sum(state.of(shape, str(dtype).removeprefix("torch."))) for shape, dtype in shapes)
     return Cost(
         host={"weights": parcel.bytes * (1 + ema), "gradients": parcel.bytes, "optimizer": kept},
-        calls={"push": workers, "pull": workers},
-        moved={"push": workers * up, "pull": workers * down},
+        collectives=_said({"push": up, "pull": down}, workers),
     )
+
+
+def _said(sizes: Mapping[str, float], count: int, degree: int = 1) -> tuple[CollectiveCall, ...]:
+    how = {"count": count, "axis": "server", "dtype": "float32", "phase": "step", "once": True}
+    return tallied(CollectiveCall(name, size, degree, **how) for name, size in sizes.items())

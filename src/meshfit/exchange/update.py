@@ -9,16 +9,22 @@ host reads what happened one step later, before the next update. The schedule go
 """
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.offload import Offloaded
+from meshfit.axes.offload.optimizer import Offloads
 from meshfit.axes.precision import LossScale
+from meshfit.optimizers import Optimizers, needs_closure
 from meshfit.step import Reading
-from meshfit.torch_private import FUSED_OPTIMIZERS, foreach_lerp_, foreach_mul_, foreach_norm, takes_loss_scale
+from meshfit.torch_private.kernels import foreach_lerp_, foreach_mul_, foreach_norm
+from meshfit.torch_private.optimizers import FUSED_OPTIMIZERS, takes_loss_scale
+from meshfit.torch_private.tensors import grad_dtype
+from meshfit.transfer import wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +44,35 @@ class Update:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Optimizers,
         scheduler: Any = None,
         *,
         clip: float | None = None,
         scale: LossScale | None = None,
         average: "Average | None" = None,
         may_fuse: bool = True,
-        offload: Offloaded | None = None,
+        offload: Offloads | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        self.optimizer, self.scheduler, self.clip, self.scale, self.average = (
-            optimizer,
-            scheduler,
-            clip,
-            scale,
-            average,
-        )
+        self.optimizers, self.scheduler = Optimizers.of(optimizer).each, scheduler
+        self.clip, self.scale, self.average = clip, scale, average
+        self.around = around
+        """Around the steps of the optimizers: see whole_step.py."""
         self.offload = offload
-        """Steps ``optimizer`` in its stead, part by part."""
+        """Steps the optimizers in their stead, part by part."""
+        self._closes = needs_closure(self.optimizers[0])
+        """Whether the one optimizer evaluates the loss itself."""
+        self._again: Callable[[], Evaluated] | None = None
         self._taken: Reading | None = None
         """Whether the last step was, while the schedule does not know it yet."""
-        self.fused = all(group.get("fused") for group in optimizer.param_groups) or (may_fuse and fuse(optimizer))
+        fused = [_is_fused(one) or (may_fuse and fuse(one)) for one in self.optimizers]
+        self.fused = all(fused)
+        """Whether all can be told on the device to leave a step out."""
 
     @property
     def learning_rate(self) -> float:
         self.settle()
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizers[0].param_groups[0]["lr"])
 
     def settle(self) -> None:
         """Let the schedule go on if the last step was taken; waits for the device where it has not come that far."""
@@ -77,10 +86,15 @@ class Update:
         loss: Tensor | float,
         correction: Tensor | float = 1.0,
         norm: Tensor | None = None,
+        *,
+        last: bool = True,
+        again: "Callable[[], Evaluated] | None" = None,
     ) -> Updated:
         """``correction`` is what the gradients must be multiplied by to be those of the true mean; ``norm`` theirs
-        over all ranks, where each holds only some of them."""
+        over all ranks, where each holds only some of them. ``last``: it ends a training step.
+        ``again`` computes them once more, for an optimizer that evaluates the loss several times."""
         self.settle()
+        self._again = again
         if self.scale is not None:
             correction = correction / self.scale.value
         norm = total_norm(gradients) if norm is None else norm
@@ -95,7 +109,7 @@ class Update:
             self._taken = Reading(updated.taken)
             if not isinstance(updated.taken, Tensor):
                 self.settle()
-        if self.average is not None:
+        if self.average is not None and last:
             self.average.update()
         return updated
 
@@ -106,7 +120,7 @@ class Update:
                 factor *= min(1.0, self.clip / (norm + 1e-6))
             if factor != 1.0 and gradients:
                 foreach_mul_(gradients, factor)
-            self._step()
+            self._step(loss)
         return Updated(norm, taken)
 
     def _on_device(self, gradients: list[Tensor], norm: Tensor, loss: Tensor, factor: Tensor | float) -> Updated:
@@ -114,25 +128,67 @@ class Update:
         if self.clip is not None:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         if self.fused:
-            optimizer: Any = self.optimizer
-            optimizer.found_inf = (~taken).float()
             scaled = isinstance(factor, Tensor) or factor != 1.0  # a constant would have to go to the device, too
-            optimizer.grad_scale = (torch.ones_like(norm) / factor).float() if scaled else None
+            found_inf, grad_scale = (~taken).float(), (torch.ones_like(norm) / factor).float() if scaled else None
+            told: list[Any] = self.optimizers
+            for optimizer in told:
+                optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
             try:
                 self._step()
             finally:
-                del optimizer.found_inf, optimizer.grad_scale
+                for optimizer in told:
+                    del optimizer.found_inf, optimizer.grad_scale
             return Updated(norm, taken)
         if go := bool(taken):  # the host waits: only fused kernels can be told on the device to leave a step out
             if gradients and (isinstance(factor, Tensor) or factor != 1.0):
                 foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
-            self._step()
+            self._step(loss)
         return Updated(norm, go)
 
-    def _step(self) -> None:
-        if self.fused and isinstance(self.optimizer, torch.optim.SGD):
-            _begin_momentum(self.optimizer)
-        (self.optimizer if self.offload is None else self.offload).step()
+    def _step(self, loss: Tensor | float = 0.0) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.SGD) and _is_fused(optimizer):
+                _begin_momentum(optimizer)
+        if self._closes:
+            self.optimizers[0].step(self._closure(loss))
+            return
+        with self.around():
+            for each in self.optimizers if self.offload is None else self.offload.each:
+                each.step()
+
+    def _closure(self, loss: Tensor | float) -> Any:
+        """The loss of this step; from the second call on computed anew, with its gradients."""
+        known: list[Tensor | float] = [loss]
+
+        def evaluate() -> Tensor | float:
+            if known:
+                return known.pop()
+            assert self._again is not None
+            now = self._again()
+            gradients = list(now.gradients)
+            norm = total_norm(gradients) if now.norm is None else now.norm
+            factor = float(now.correction)
+            if self.clip is not None:
+                factor *= min(1.0, self.clip / (float(norm) * factor + 1e-6))
+            if factor != 1.0 and gradients:
+                foreach_mul_(gradients, factor)
+            return now.loss
+
+        return evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A loss and its gradients, as ``Update`` is given them."""
+
+    gradients: Sequence[Tensor]
+    loss: Tensor | float
+    correction: Tensor | float
+    norm: Tensor | None
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _begin_momentum(optimizer: torch.optim.SGD) -> None:
@@ -157,7 +213,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     if len(gradients) == 1:
         return torch.linalg.vector_norm(gradients[0], dtype=dtype)
     if len({g.dtype for g in gradients}) > 1:
-        return torch.stack([g.double().norm() for g in gradients]).norm()
+        return torch.stack([wide(g).norm() for g in gradients]).norm()
     return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, 2.0, dtype=dtype)))
 
 
@@ -188,16 +244,31 @@ class Average:
     def __init__(self, model: nn.Module, decay: float):
         self.model, self.decay = model, decay
         with torch.no_grad():
-            self.weights = [p.detach().clone() for p in model.parameters()]
+            self.weights = [p.detach().to(grad_dtype(p), copy=True) for p in model.parameters()]
+            """In fp32 where the model's own are rounded after each step (``precision=bf16-true``)."""
+        self._rounded: dict[nn.Parameter, Tensor] = {}
+        """While swapped: the model's own weights of another dtype than their average."""
 
     @torch.no_grad()
     def update(self) -> None:
-        foreach_lerp_(self.weights, list(self.model.parameters()), 1.0 - self.decay)
+        pairs = list(zip(self.weights, self.model.parameters(), strict=True))
+        alike = [(mine, p) for mine, p in pairs if mine.dtype == p.dtype]
+        if alike:
+            foreach_lerp_([mine for mine, _ in alike], [p for _, p in alike], 1.0 - self.decay)
+        for mine, p in pairs:
+            if mine.dtype != p.dtype:
+                mine.lerp_(p.to(mine.dtype), 1.0 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the model's weights and the averaged ones; call again to undo."""
         for mine, theirs in zip(self.weights, self.model.parameters(), strict=True):
             held = theirs.detach().clone()
-            theirs.copy_(mine)
-            mine.copy_(held)
+            if mine.dtype == theirs.dtype:
+                theirs.copy_(mine)
+                mine.copy_(held)
+            elif theirs in self._rounded:
+                theirs.copy_(self._rounded.pop(theirs))
+            else:
+                self._rounded[theirs] = held
+                theirs.copy_(mine)

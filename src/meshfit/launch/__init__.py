@@ -10,6 +10,8 @@
     warm.py       the caller's hold on the template
     template.py   the template: a process with torch imported, from which ranks are forked
     channel.py    messages between the caller and one rank
+    machine.py    what this machine has, and what is wrong with it
+    limits.py     how much a file of data may unfold to
     key.py        the key of a run that workers of other hosts may join
     arena.py      a message as bytes, its large tensors in memory that all ranks share
 

@@ -25,7 +25,7 @@ import torch
 
 from meshfit.errors import JobError
 from meshfit.launch.channel import memory_file, seal
-from meshfit.torch_private import storage_id, untyped
+from meshfit.torch_private.tensors import storage_id, untyped
 
 LARGE = 64 * 1024
 ALIGNMENT = 64  # bytes, as torch aligns its own storages

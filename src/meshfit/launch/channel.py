@@ -8,7 +8,6 @@ along. Messages are unpickled, which runs what they say: so a channel is only ev
 pair that this process made itself, never anything with an address.
 """
 
-import fcntl
 import os
 import socket
 import struct
@@ -109,6 +108,8 @@ def memory_file() -> int:
 def seal(fd: int, *, writes: bool = False) -> None:
     """Nobody can take pages of a memory file from those who map it; nor, with ``writes``, write to it."""
     if hasattr(os, "memfd_create"):
+        import fcntl
+
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE * writes)
 
 

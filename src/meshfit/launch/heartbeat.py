@@ -3,44 +3,39 @@
 A thread of the rank looks whether it got on since its last look: a step or a span of events.py has ended, or, where
 neither has, the process and those below it have used the CPU or read and written files. So compiling, planning,
 evaluating and saving are no silence. Where its main thread is, it tells too, and whether that is a wait for others. It
-costs a fraction of a millisecond every five seconds, and the training nothing.
+costs a fraction of a millisecond every two seconds, and the training nothing.
 
-Ranks of this machine write into a piece of memory that they share with the caller; ranks of torchrun into its store.
+Ranks of this machine write into a piece of memory that they share with the caller, in which live.py writes, too, at
+every phase of a step; ranks of torchrun into its store.
 """
 
 import json
-import linecache
+import math
 import os
-import re
 import socket
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from types import FrameType
+from mmap import mmap
 
-SILENCE = 45.0
-"""Seconds without progress after which a rank is reported: with one beat more, and one look, less than 60."""
+from meshfit.launch.frames import evaluates, spot, stack, where
+from meshfit.live import LIVE, SIZE, read
+
+SILENCE = 20.0
+"""Seconds without progress after which a rank is reported: with one beat more, and one look, less than 30."""
 BEATS = 9
 """That a rank gives within that time."""
-SLOT = 8192  # bytes of shared memory a rank
-MOST_FRAMES, MOST_TEXT = 12, 6000
+TEXT, SLOT = 8192, 8192 + SIZE  # bytes of shared memory a rank: for its beat, and with what live.py writes
+SAVING = 600.0  # seconds that a save may neither compute nor write, as one to a far place may
+MOST_TEXT = 6000
 BUSY = 0.05  # of a core: less is the work of threads that look after things
+UNKNOWN = 1e9  # seconds
+LATE = 4  # times as long as from look to look
 FULL_SPEED = 5 * 2**20  # bytes a second that count as much as a core
-
-OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-STDLIB = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
-TORCH = f"{os.sep}torch{os.sep}"
-WAITS = re.compile(
-    r"\.wait\(|\bdist\.|barrier\(|broadcast|all_(reduce|gather|to_all)|reduce_scatter|\.gather\(|[._](recv|receive)\("
-    r"|isend|\.item\(\)|\.tolist\(\)|\.cpu\(\)|synchronize\("
-)
-"""In a line of code: a wait for other ranks, or for a device that may wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +54,39 @@ class Beat:
     """Seconds in this state without progress."""
     step: int
     slowest: float
-    """Seconds of the longest step so far; infinite before the second."""
+    """Seconds of the longest of the last steps, or within an evaluation of its longest batch; 1e9 while unknown."""
     stack: str
     """Where its main thread is, and threads of its own that are in code which is not meshfit's."""
+    spot: str = ""
+    """The line of it that says most, where it stands still."""
+    ticks: int = 0
+    """Of live.py, when this was said."""
 
 
 class SharedBoard:
     """A board in memory, for processes that were handed its descriptor."""
 
-    def __init__(self, fd: int):
+    def __init__(self, fd: int, size: int = 0):
+        """``size``: of how many ranks; 0: whoever made it has said so."""
         self.fd = fd
+        if size:
+            os.ftruncate(fd, size * SLOT)
 
     def put(self, rank: int, text: bytes) -> None:
-        os.pwrite(self.fd, text[: SLOT - 1].ljust(SLOT, b"\0"), rank * SLOT)
+        os.pwrite(self.fd, text[: TEXT - 1].ljust(TEXT, b"\0"), rank * SLOT)
 
     def get(self, rank: int) -> bytes:
-        return os.pread(self.fd, SLOT, rank * SLOT).rstrip(b"\0")
+        return os.pread(self.fd, TEXT, rank * SLOT).rstrip(b"\0")
+
+    def live(self, rank: int) -> bytes:
+        return os.pread(self.fd, SIZE, rank * SLOT + TEXT)
+
+    def memory(self, rank: int) -> memoryview | None:
+        """Where live.py may write for a rank."""
+        size = os.fstat(self.fd).st_size
+        if size < (rank + 1) * SLOT:
+            return None
+        return memoryview(mmap(self.fd, size))[rank * SLOT + TEXT : (rank + 1) * SLOT]
 
 
 class StoreBoard:
@@ -87,16 +99,26 @@ class StoreBoard:
         self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
 
     def put(self, rank: int, text: bytes) -> None:
+        self.store.set(f"meshfit/live/{rank}", bytes(LIVE.memory).hex())
         self.store.set(f"meshfit/beat/{rank}", text.decode())
 
     def get(self, rank: int) -> bytes:
         key = f"meshfit/beat/{rank}"
         return self.store.get(key) if self.store.check([key]) else b""
 
+    def live(self, rank: int) -> bytes:
+        key = f"meshfit/live/{rank}"
+        return bytes.fromhex(self.store.get(key).decode()) if self.store.check([key]) else b""
 
-def silence_of(timeout: float) -> float:
-    """Seconds after which a rank is reported where collectives may take ``timeout``: well before these give up."""
-    return min(SILENCE, max(1.0, timeout / 2))
+    def memory(self, rank: int) -> memoryview | None:
+        """It is sent with each beat."""
+        return None
+
+
+def silence_of(timeout: float, hang: float = math.inf) -> float:
+    """Seconds after which a rank is reported where collectives may take ``timeout``: well before these give up; and not
+    later than one that hangs is ended."""
+    return min(SILENCE, max(1.0, timeout / 2), hang)
 
 
 def parsed(text: bytes) -> Beat | None:
@@ -129,15 +151,26 @@ class Heart:
         self._since = self._active = self._looked = time.monotonic()
         self._used, self._was_active = 0.0, True
         self._place, self._placed = "", self._since
-        self._steps, self._step_at, self._slowest = 0, self._since, 0.0
+        self._step = 0
+        self._batch: tuple[int, float, float] | None = None
+        """Within an evaluation: ticks, when they last grew, and the longest time between two of them."""
+        self._noting: AbstractContextManager[None] = nullcontext()
 
     def start(self) -> None:
+        """Beat; note the collectives of this process meanwhile."""
+        from meshfit.torch_private.groups import noted
+
+        if (memory := self.board.memory(self.rank)) is not None:
+            LIVE.move(memory)
+        self._noting = noted(LIVE.collective)
+        self._noting.__enter__()
         self._thread.start()
 
     def stop(self) -> None:
         """The work is done."""
         self._end.set()
-        self._thread.join(timeout=1.0)
+        self._noting.__exit__(None, None, None)
+        self._thread.join(timeout=30.0)  # a thread inside the store when Python ends would abort the process
         if not self.broken:
             with suppress(Exception):
                 self._put("done", 0.0, "")
@@ -157,13 +190,16 @@ class Heart:
         try:
             state, still = self._state(now)
             text = stack(self.main)
+            line = spot(self.main, LIVE.model()) if still > 1.5 * self.each else ""
         except Exception:  # a process that was looked at is gone, say: the next look will tell
-            state, still, text = "works", 0.0, ""
-        self._put(state, still, text)
+            state, still, text, line = "works", 0.0, "", ""
+        self._put(state, still, text, line)
 
     def _state(self, now: float) -> tuple[str, float]:
-        step, progress = _progress()
-        self._count(step, now)
+        self._step, progress = _progress()
+        evaluating = self._evaluates(now)
+        if now - self._looked > LATE * self.each:  # it could not look: the machine slept, say. So nobody got on
+            progress = object()
         if progress != self._progress:
             self._progress, self._used, self._was_active = progress, 0.0, True
             self._since = self._active = self._looked = now
@@ -179,20 +215,37 @@ class Heart:
         idle, there = now - max(self._active, self._placed), now - max(self._since, self._placed)
         if place == "waits":
             return "waits", there
-        if place == "elsewhere" and idle > 1.5 * self.each:
+        begins = evaluating and self._slowest == UNKNOWN  # its first batch may take its time
+        if idle > (SAVING if place == "saves" else 1.5 * self.each) and place != "excused" and not begins:
             return "idle", idle
-        if place == "elsewhere" and not evaluates(self.main):
+        if place == "elsewhere" and not begins:
             return "busy", there
-        self._since = self._active = now
+        if place != "saves":
+            self._since = self._active = now
         return "excused", 0.0
 
-    def _count(self, step: int, now: float) -> None:
-        if step != self._steps:
-            if self._steps:
-                self._slowest = max(self._slowest, now - self._step_at)
-            self._steps, self._step_at = step, now
+    def _evaluates(self, now: float) -> bool:
+        """Whether the rank is at an evaluation; how long its batches take is noted, from the second on."""
+        if not evaluates(self.main):
+            self._batch = None
+            return False
+        ticks = LIVE.ticks
+        if self._batch is None:
+            self._batch = ticks, now, 0.0
+        elif ticks != self._batch[0]:
+            self._batch = ticks, now, max(self._batch[2], now - self._batch[1])
+        return True
 
-    def _put(self, state: str, still: float, stack: str) -> None:
+    @property
+    def _slowest(self) -> float:
+        """See ``Beat.slowest``."""
+        if self._batch is not None:
+            return self._batch[2] or UNKNOWN
+        seen = read(bytes(LIVE.memory))
+        times = [] if seen is None else [each.whole for each in seen.times]
+        return max(times) if len(times) > 1 else UNKNOWN
+
+    def _put(self, state: str, still: float, stack: str, spot: str = "") -> None:
         self._number += 1
         beat = Beat(
             number=self._number,
@@ -201,9 +254,11 @@ class Heart:
             host=socket.gethostname(),
             state=state,
             still=round(still, 3),
-            step=self._steps,
-            slowest=self._slowest or 1e9,
+            step=self._step,
+            slowest=self._slowest,
             stack=stack[-MOST_TEXT:],
+            spot=spot,
+            ticks=LIVE.ticks,
         )
         self.board.put(self.rank, json.dumps(asdict(beat)).encode())
 
@@ -212,9 +267,14 @@ def _progress() -> tuple[int, object]:
     """The step under way, and what changes with every span that ends."""
     events = sys.modules.get("meshfit.events")
     if events is None:
-        return 0, None
+        return 0, LIVE.ticks
     current = events.current()
-    return current.step, (id(current), current.step, sum(list(current.seconds.values())))
+    return current.step, (id(current), current.step, LIVE.ticks, sum(list(current.seconds.values())))
+
+
+def step_under_way() -> int:
+    """Of the training in this process; 0: none."""
+    return _progress()[0]
 
 
 def _used() -> float:
@@ -241,74 +301,3 @@ def _runs() -> bool:
                 if thread != me and file.read().rpartition(")")[2].split()[0] in "RD":
                     return True
     return False
-
-
-def _frames() -> dict[int, FrameType]:
-    """Of the other threads: with its own, a function would hold them all in a reference cycle, and with them the
-    autograd graphs of a step, which pin the shapes of parameters that are then cut."""
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
-    return frames
-
-
-def where(thread: int) -> str:
-    """What a thread that gets nowhere is at: waits, excused, or elsewhere."""
-    frames = _frames()
-    if thread not in frames:
-        return "elsewhere"
-    known = {each.ident for each in threading.enumerate()}
-    places = [_place(frame) for ident, frame in frames.items() if ident == thread or ident not in known]
-    return next((place for place in places if place != "elsewhere"), "elsewhere")  # hooks run in threads of autograd's
-
-
-def evaluates(thread: int) -> bool:
-    """Whether a thread is at an evaluation, which may take much longer than a step."""
-    frame = _frames().get(thread)
-    return any(inner.f_code.co_filename == f"{OURS}evaluation.py" for inner, _ in traceback.walk_stack(frame))
-
-
-def _place(frame: FrameType) -> str:
-    files = [inner.f_code.co_filename for inner, _ in traceback.walk_stack(frame)]
-    for (inner, line), file in zip(traceback.walk_stack(frame), files, strict=True):
-        if file.endswith(f"launch{os.sep}channel.py") and file.startswith(OURS):
-            return "excused"
-        if f"{TORCH}distributed{os.sep}" in file or file.startswith(f"{OURS}server{os.sep}"):
-            return "waits"
-        if any(f"{TORCH}{part}{os.sep}" in file for part in ("_dynamo", "_inductor")):
-            return "excused"
-        if _is_library(file):
-            continue
-        if WAITS.search(linecache.getline(file, line, inner.f_globals)):
-            return "waits"
-        return "excused" if any(each.startswith(f"{OURS}checkpoint{os.sep}") for each in files) else "elsewhere"
-    return "elsewhere"
-
-
-def stack(thread: int) -> str:
-    """Of a thread, newest call last; and of Python's other threads that are in code which is not meshfit's."""
-    text = ""
-    frames = _frames()
-    names = {each.ident: each.name for each in threading.enumerate()}
-    for ident, frame in frames.items():
-        if ident != thread and _is_theirs(frame):
-            text += f"  in thread {names.get(ident, ident)}:\n{_lines(frame)}"
-    return text + (_lines(frames[thread]) if thread in frames else "")
-
-
-def _is_library(file: str) -> bool:
-    """Whether a file is Python's or torch's."""
-    return TORCH in file or file.startswith("<") or (file.startswith(STDLIB) and "site-packages" not in file)
-
-
-def _is_theirs(frame: FrameType) -> bool:
-    """Whether the innermost frame that is neither Python's nor torch's is the user's."""
-    files = (inner.f_code.co_filename for inner, _ in traceback.walk_stack(frame))
-    innermost = next((file for file in files if not _is_library(file)), OURS)
-    return not innermost.startswith(OURS)
-
-
-def _lines(frame: FrameType) -> str:
-    lines = traceback.format_stack(frame)
-    ours = [i for i, line in enumerate(lines) if line.startswith(f'  File "{OURS}launch{os.sep}rank.py"')]
-    begin = ours[0] + 1 if ours else 0  # what comes before is how the rank was started
-    return "".join(lines[begin:][-MOST_FRAMES:])

@@ -37,6 +37,7 @@ def read_from(path: str | None) -> None:
     if path is not None:
         os.environ.pop(NAME, None)
         os.environ[f"{NAME}_FILE"] = path
+        given()  # refused now, if it cannot be read
 
 
 def drawn() -> bytes:

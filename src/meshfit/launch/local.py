@@ -23,21 +23,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
-from meshfit.errors import RankError
+from meshfit.errors import Died, MeshfitError, RankError
 from meshfit.launch import warm
 from meshfit.launch.channel import encode, memory_file
 from meshfit.launch.devices import Devices
 from meshfit.launch.heartbeat import SharedBoard, silence_of
-from meshfit.launch.output import Output
-from meshfit.launch.rank import Raised, Returned, Start, Work
+from meshfit.launch.output import KEPT_LINES, Output
+from meshfit.launch.rank import Left, Raised, Returned, Start, Work
 from meshfit.launch.stalls import Stall, Stalls
 from meshfit.launch.world import World
 
+ALL_GONE = 10.0  # seconds in which a killed process ends, whatever memory the kernel has to take back
 SECOND_THOUGHT = 0.3  # seconds in which the true cause of a lost connection may still show
-
-
-class Died(RankError):
-    """A process ended before its work was done."""
 
 
 class Beside(Protocol):
@@ -61,6 +58,7 @@ class LocalRanks:
         size: int,
         devices: Devices,
         timeout: float = 600.0,
+        hang: float = math.inf,
         role: str = "rank",
         folder: str = "",
         joined: bool = True,
@@ -68,7 +66,8 @@ class LocalRanks:
         group: int = 1,
         log: Path | None = None,
     ):
-        """``timeout``: seconds after which a collective that waits for another rank is an error. ``role``: what they
+        """``timeout``: seconds after which a collective that waits for another rank is an error; ``hang``: after which
+        a rank that stands still in a step is ended. ``role``: what they
         are called; ``folder``: where they meet, if not in one of their own; ``joined``: in one process group.
         ``expendable``: those whose death leaves the others at work, while there is one; ``group``: ranks of a worker
         group, which end together. ``log``: a folder for what they print."""
@@ -80,8 +79,15 @@ class LocalRanks:
         self._ending: dict[int, int] = {}
         """Of the expendable: whose death ends them."""
         self.work, self._devices, self._timeout, self._log = work, devices, timeout, log
+        self._hang = hang
+        self._hung: dict[int, str] = {}
+        """Of the expendable: why they were ended."""
+        self._noted: list[str] = []
+        """What was found of ranks that went on."""
         self._returned: dict[int, Any] = {}
         self._exited: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+        """Of those that left by sys.exit: the step in which they did."""
         self._folder: str | None = None  # where ranks meet; known once they have been forked
 
     def __enter__(self) -> Self:
@@ -90,9 +96,9 @@ class LocalRanks:
             self._run, self._channels = warm.fork(self.size, _installed(work.modules))
             self._open = set(range(self.size))
             self._output = Output(self.size, role=self._role, folder=self._log)
-            self._board = SharedBoard(memory_file())
-            silence = silence_of(self._timeout)
-            self._stalls = Stalls(self._board, self.size, self._tell, silence=silence, role=self._role)
+            self._board = SharedBoard(memory_file(), self.size)
+            how: dict[str, Any] = {"silence": silence_of(self._timeout, self._hang), "hang": self._hang}
+            self._stalls = Stalls(self._board, self.size, self._tell, note=self._note, role=self._role, **how)
             try:
                 for rank, channel in enumerate(self._channels):
                     with suppress(ConnectionError), self._output.ends(rank) as ends:  # messages() tells why
@@ -147,20 +153,29 @@ class LocalRanks:
                     elif suspect is None:
                         suspect, until = (rank, message), time.monotonic() + SECOND_THOUGHT
             for rank in dead - self._returned.keys():  # now that all has been heard that it said
-                self._lose(rank)
+                try:
+                    self._lose(rank)
+                except Died:
+                    yield from self._last_words()
+                    raise
                 if suspect is not None and suspect[0] in self._group_of(rank):
                     suspect = None
+        if not self.lost:
+            self._compare(last=True)
 
     def _lose(self, rank: int) -> None:
         """Go on without a rank that died, and end those of its worker group; ``Died`` where others cannot go on."""
-        headline, fact = _death(f"{self._role} {rank}", code := self._exited[rank])
+        step = self._step_of(rank)
+        headline, fact = _death(f"{self._role} {rank}", code := self._exited[rank], step)
         peers = self._group_of(rank)
-        if rank in self._ending:
+        if rank in self._hung:
+            headline = self._hung[rank]
+        elif rank in self._ending:
             headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
         elif rank not in self._expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
             if code == -signal.SIGABRT:  # NCCL ends a process that has waited too long for another
                 self._blame(headline)
-            raise Died(headline, fact, *self._printed(rank))
+            raise _at(step, Died(headline, fact, *self._printed(rank)), rank)
         self.lost[rank] = headline
         self._open.discard(rank)
         if waiting := peers - self._exited.keys() - self._returned.keys() - self._ending.keys():
@@ -168,22 +183,56 @@ class LocalRanks:
             with suppress(ConnectionError):
                 self._run.send(("kill", sorted(waiting)))
 
+    def _step_of(self, rank: int) -> int:
+        """That a rank was in when it was last heard from; 0: in none."""
+        live = self._stalls.seen(rank)
+        return self._left.get(rank, 0 if live is None else live.step)
+
     def watch(self) -> None:
         """Report those that have stalled; now and then, and of those beside too."""
         if self._folder:  # else they are not there yet
             self._stalls.together = self._joined and self.beside is None
-            self._stalls.look(gone=self._exited.keys() | self._returned.keys())
+            gone = self._exited.keys() | self._returned.keys() | self._hung.keys()
+            self._stalls.look(gone=gone)
+            self._compare(gone=gone)
+            if self._stalls.hung:
+                self._end_hung(self._stalls.hung, self._stalls.verdict(self._stalls.hung, gone))
         if self.beside is not None:
             self.beside.watch()
 
+    def _compare(self, **how: Any) -> None:
+        """Note ranks that are slow; raise where replicas differ."""
+        self._stalls.compare(**how)
+        if (corrupt := self._stalls.corrupt()) is not None:
+            raise corrupt
+
     def _tell(self, stall: Stall | None, text: str) -> None:
         self._output.settle()
-        print(f"meshfit: {text}", file=sys.stderr, flush=True)
+        if stall is None or self._stalls.hang > self._stalls.silence:  # else the verdict says all of it in a moment
+            print(f"meshfit: {text}", file=sys.stderr, flush=True)
         if stall is None:
             return
         self._output.note(stall.rank, f"meshfit: {text}")
         if stall.why == "unheard":  # its threads cannot speak; the kernel can interrupt it
             self._stack(stall.rank)
+            self._stalls.stacks[stall.rank] = _interrupted(self._output.last(stall.rank, KEPT_LINES))
+
+    def _note(self, text: str) -> None:
+        self._noted.append(text)
+        self._output.settle()
+        print(f"meshfit: {text}", file=sys.stderr, flush=True)
+
+    def _end_hung(self, stalls: list[Stall], verdict: Died) -> None:
+        """End those that hang, where the others go on without them; else raise what is known of them."""
+        ranks = {stall.rank for stall in stalls}
+        peers = set().union(*(self._group_of(rank) for rank in ranks))
+        if not ranks <= set(self._expendable) or len(self.lost.keys() | peers) == self.size:
+            raise verdict
+        self._hung |= dict.fromkeys(ranks, verdict.headline)
+        self._output.settle()
+        print(f"meshfit: {verdict}\nmeshfit: it is ended, and the others go on", file=sys.stderr, flush=True)
+        with suppress(ConnectionError):
+            self._run.send(("kill", sorted(ranks)))
 
     def _group_of(self, rank: int) -> set[int]:
         """Those that end together with it, itself too."""
@@ -207,7 +256,7 @@ class LocalRanks:
     @property
     def notes(self) -> list[str]:
         """What became of those that did not stay, here and beside, in words."""
-        return [*self.lost.values(), *([] if self.beside is None else self.beside.notes)]
+        return [*self._noted, *self.lost.values(), *([] if self.beside is None else self.beside.notes)]
 
     @property
     def folder(self) -> str:
@@ -252,6 +301,8 @@ class LocalRanks:
                 return
             if isinstance(message, Returned):
                 self._returned[rank] = message.value
+            elif isinstance(message, Left):
+                self._left[rank] = message.step
             else:
                 yield message
             if rank not in self._exited:
@@ -270,8 +321,8 @@ class LocalRanks:
         try:
             word, *facts = self._run.recv()
         except (EOFError, ConnectionError):
-            headline = "the process that ranks are forked from has ended"
-            raise RankError(headline, "what it said last is on stderr") from None
+            kind = Died if self._role == "rank" else RankError  # servers are started again with the ranks
+            raise kind("the process that ranks are forked from has ended", "what it said last is on stderr") from None
         if word == "forked":
             (self._folder,) = facts
         elif word == "exited":
@@ -279,11 +330,13 @@ class LocalRanks:
         return word
 
     def _fail(self, rank: int, raised: Raised) -> NoReturn:
-        if raised.timed_out:
-            self._blame(f"{self._role} {rank} raised {raised.headline}")
+        if raised.peer_gone:
+            self._blame(f"{self._role} {rank} {raised.did}")
         if raised.error is not None:
-            raise raised.error
-        raise RankError(f"{self._role} {rank} raised {raised.headline}", *self._printed(rank), trace=raised.trace)
+            raise _at(raised.step, raised.error)
+        facts = [f"in step {raised.step}"] if raised.step else []
+        facts += self._printed(rank)
+        raise _at(raised.step, RankError(f"{self._role} {rank} {raised.did}", *facts, trace=raised.trace))
 
     def _blame(self, gave_up: str) -> None:
         """Raise on behalf of who stalled, if one did, where another gave up waiting for it."""
@@ -310,8 +363,8 @@ class LocalRanks:
                 while self._run.poll():
                     self._report()
                 if self._folder:  # else nothing was forked, nor will be: the template sees that we left
-                    self._run.send("end")
-                    self._gone(within=1.5)
+                    self._run.send(("kill", list(range(self.size))))
+                    self._gone(within=ALL_GONE)
         finally:
             os.close(self._board.fd)
             for channel in (self._run, *self._channels):  # what is left now, the template kills
@@ -340,9 +393,23 @@ def _installed(modules: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name, file in files if file and file.startswith(homes))
 
 
-def _death(who: str, code: int) -> tuple[str, str]:
+def _at(step: int, error: MeshfitError, rank: int | None = None) -> MeshfitError:
+    error.step, error.rank = step, rank
+    return error
+
+
+def _interrupted(lines: list[str]) -> str:
+    """The stack of the thread that the kernel interrupted, from what faulthandler printed of all."""
+    begin = max((i for i, line in enumerate(lines) if line.startswith("Current thread")), default=len(lines))
+    frames = [line for line in reversed(lines[begin + 1 :]) if line.startswith("  File")]
+    ours = [i for i, line in enumerate(frames) if f"launch{os.sep}rank.py" in line]
+    return "".join(f"{line}\n" for line in frames[(ours[-1] + 1 if ours else 0) :])
+
+
+def _death(who: str, code: int, step: int) -> tuple[str, str]:
+    at = f" at step {step}" if step else ""
     if code >= 0:
-        return f"{who} left with exit code {code} before its work was done", ""
+        return f"{who} left{at} with exit code {code} before its work was done", ""
     name = signal.Signals(-code).name if -code in {*signal.Signals} else "unknown"
     out_of_memory = code == -signal.SIGKILL
     return (

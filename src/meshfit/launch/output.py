@@ -29,7 +29,7 @@ TOGETHER = 0.3  # seconds within which equal lines of several ranks are one
 MOST_HELD = 1000  # lines that wait for others to say the same
 LONGEST_LINE = 64 << 10
 MOST_LOGGED = 10 << 20
-LAST_LINES = 5
+LAST_LINES, KEPT_LINES = 5, 80
 PIPE_READ, PIPE_HOLDS = 1 << 16, 1 << 20  # bytes at once; and the most that a pipe can hold
 
 TIME = re.compile(r"^(\[rank\d+\]:)?(\W*(?:[A-Z]\d{4} )?(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?: +\d+)?)?")
@@ -175,7 +175,7 @@ class Output:
     def __init__(self, size: int, *, role: str = "rank", folder: Path | None = None):
         self._lines = Lines(size, role)
         self._logs = [None if folder is None else Log(folder / "logs" / f"{role}{i}.log") for i in range(size)]
-        self._last = [deque[str](maxlen=LAST_LINES) for _ in range(size)]
+        self._last = [deque[str](maxlen=KEPT_LINES) for _ in range(size)]
         self._pipes: dict[int, Pipe] = {}
         self._middle: Pipe | None = None  # whose line is the last one shown, and has not ended
         self._lock = threading.Lock()
@@ -202,10 +202,10 @@ class Output:
         atexit.register(self.close)  # a thread that writes to a stream while Python goes down takes it along
         self._thread.start()
 
-    def last(self, who: int) -> list[str]:
+    def last(self, who: int, count: int = LAST_LINES) -> list[str]:
         """The newest lines of a rank."""
         with self._lock:
-            return list(self._last[who])
+            return list(self._last[who])[-count:]
 
     def note(self, who: int, text: str) -> None:
         """Write something about a rank into its log."""

@@ -21,13 +21,17 @@ from typing import Any, NoReturn, Self
 
 from meshfit.errors import MeshfitError
 from meshfit.launch.channel import Channel, encode
-from meshfit.launch.heartbeat import SILENCE, Heart, SharedBoard
+from meshfit.launch.heartbeat import SILENCE, Heart, SharedBoard, step_under_way
 from meshfit.launch.speech import Speech
 from meshfit.launch.stalls import timed_out
 from meshfit.launch.world import World, connect, disconnect
 
 # How gloo and NCCL say that another rank is gone: rarely the first cause of anything.
+MISMATCH = "collective mismatch"  # what gloo says where ranks call different ones
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited")
+
+# How torch says it of host memory, and of a GPU's.
+NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 
 LIBC = ctypes.CDLL(None)
 LINE_BUFFERED = 1
@@ -70,14 +74,31 @@ class Raised:
     """Probably no more than a consequence of what another rank met."""
     timed_out: bool = False
     """It waited for another rank, too long: the other one is the cause."""
+    step: int = 0
+    """In which it was; 0: in none."""
+    out_of_memory: bool = False
+
+    @property
+    def did(self) -> str:
+        """What its rank did, in words."""
+        return f"ran out of memory: {self.headline}" if self.out_of_memory else f"raised {self.headline}"
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
         trace = "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
         headline = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        gone = isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_GONE)
+        gone = isinstance(error, RuntimeError) and any(words in str(error) for words in (*PEER_GONE, MISMATCH))
         late = timed_out(error)
-        return cls(headline, trace, error if isinstance(error, MeshfitError) else None, gone or late, late)
+        full = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
+        own = error if isinstance(error, MeshfitError) else None
+        return cls(headline, trace, own, gone or late, late, step_under_way(), full)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Said by one that leaves by ``sys.exit``."""
+
+    step: int
 
 
 def main(end: socket.socket, folder: str) -> NoReturn:
@@ -113,6 +134,8 @@ def main(end: socket.socket, folder: str) -> NoReturn:
             channel.send_encoded(result)
     except SystemExit as leave:
         _flush()
+        with suppress(OSError):
+            channel.send(Left(step_under_way()))
         os._exit(leave.code if isinstance(leave.code, int) else int(leave.code is not None))
     except BaseException as error:
         _flush()

@@ -3,20 +3,36 @@
 When one rank stops, all others wait for it, and the first of them to lose patience would be blamed. So ranks are held
 against each other: one that is not heard from (stopped, or in C code that keeps Python's lock), or that neither works
 nor waits for others, is the one. Where all wait for each other, or are busy with one step for ten times as long as any
-before, all are told. Nothing is ended: that is left to ``timeout``, the limit of collectives.
+before, all are told. What is said of it is in verdict.py.
+
+A rank that has stalled for longer than ``hang`` is hung: whoever looks ends it. Before its third step, and where a
+debugger holds it, it is told of and left alone: reading and planning may take their time, up to ``timeout``.
 """
 
+import math
+import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from meshfit.errors import RankError
-from meshfit.launch.heartbeat import BEATS, Beat, Heart, SharedBoard, StoreBoard, parsed, silence_of
+from meshfit.errors import Died, RankError
+from meshfit.launch.compare import ReplicaDifference, Replicas, Straggler, stragglers
+from meshfit.launch.heartbeat import BEATS, UNKNOWN, Beat, Heart, SharedBoard, StoreBoard, parsed, silence_of
+from meshfit.launch.verdict import IN_ORDER, differs, kernel_state, mismatch, verdict
+from meshfit.live import LIVE, Seen, read
 
 LONGER = 10  # times the longest step so far: a rank that is busy for so long with one is told of
+COMPARED = 0.5  # seconds from one comparison of ranks to the next
+NEVER_EQUAL = (
+    "the {what} of replicas have not been equal bit by bit from the first step on, as where processors of ranks round "
+    "otherwise: they are not compared"
+)
+PATIENT = 3  # times the longest of the last steps, before which no rank is ended
+FIRST_STEPS = 2  # that may take their time: what they allocate, compile and open, later ones have
 TIMED_OUT = ("timed out", "timeout", "has not answered for")
 """How gloo, NCCL and model servers say that another did not come."""
 
@@ -27,7 +43,7 @@ class Stall:
 
     rank: int
     why: str
-    """unheard, stopped, idle, busy, waits."""
+    """unheard, stopped, debugged, idle, busy, waits."""
     seconds: float
     beat: Beat | None
 
@@ -41,6 +57,7 @@ class Stall:
         begin = f"{role} {self.rank} has stalled for {self.seconds:.0f} s{step}"
         told = {
             "stopped": f"{begin}: it is stopped (by SIGSTOP, or a debugger); {self.process}: kill -CONT lets it go on",
+            "debugged": f"{begin}: a debugger holds it; {self.process}",
             "unheard": f"{begin}: it is not heard from; {self.process or 'nor has it ever been'}",
             "idle": f"{begin}: it neither computes nor waits for others; {self.process}",
             "busy": f"{begin}: it is busy, for much longer than with any step before; {self.process}",
@@ -52,7 +69,7 @@ class Stall:
     def stack(self) -> str:
         if self.beat is None or not self.beat.stack:
             return ""
-        last = " when it was last heard from" if self.why in ("stopped", "unheard") else ""
+        last = " when it was last heard from" if self.why in ("stopped", "debugged", "unheard") else ""
         return f"  where it is{last}, newest call last:\n{self.beat.stack.rstrip()}"
 
 
@@ -60,7 +77,7 @@ def judge(heard: dict[int, tuple[Beat | None, float]], silence: float, *, togeth
     """Which ranks have stalled. ``heard``: by rank, its last beat, and how many seconds ago it came; ``together``:
     whether they wait for each other alone."""
     unheard = [
-        Stall(rank, "stopped" if _stopped(beat) else "unheard", ago, beat)
+        Stall(rank, kernel_state(beat) or "unheard", ago, beat)
         for rank, (beat, ago) in heard.items()
         if ago >= silence and not (beat is not None and beat.state == "done")
     ]
@@ -78,15 +95,6 @@ def judge(heard: dict[int, tuple[Beat | None, float]], silence: float, *, togeth
     return [Stall(b.rank, b.state, b.still, b) for b in busy or beats]
 
 
-def _stopped(beat: Beat | None) -> bool:
-    """Whether the kernel says so, where it is asked: on the host of the rank."""
-    if beat is None or beat.host != socket.gethostname():
-        return False
-    with suppress(OSError), open(f"/proc/{beat.pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] in "Tt"
-    return False
-
-
 class Stalls:
     """Looks at a board now and then, and tells what it finds, once."""
 
@@ -97,16 +105,32 @@ class Stalls:
         tell: Callable[[Stall | None, str], None],
         *,
         silence: float,
+        hang: float = math.inf,
+        note: Callable[[str], None] = lambda text: None,
         role: str = "rank",
     ):
         """``tell``: is given a rank that has stalled, and what to say of it; None with what is said of one that does
-        no longer."""
+        no longer. ``hang``: seconds after which one that has stalled is hung. ``note``: is given what else is to be
+        said of them, while they go on."""
         self.board, self.size, self.tell, self.silence, self.role = board, size, tell, silence, role
+        self.hang = hang
+        self.hung: list[Stall] = []
+        """Found at the last look, and at the one before."""
+        self.note = note
+        self.replicas = Replicas()
+        self.different: ReplicaDifference | None = None
+        """Replicas that do not hold the same."""
+        self._slow: dict[int, Straggler] = {}
+        self._suspects: Collection[int] = ()
+        """That were slow at the last look: once may be chance."""
+        self._compared = 0.0
         self.together = True
         """Whether they wait for each other alone: where all of them wait, none will ever go on."""
         self._heard: dict[int, tuple[Beat | None, float]] = {}
         self._looked = time.monotonic()
         self._told: dict[int, Stall] = {}
+        self.stacks: dict[int, str] = {}
+        """By rank: stacks that the kernel had to ask for."""
 
     @property
     def each(self) -> float:
@@ -122,6 +146,7 @@ class Stalls:
             self._heard = {rank: (beat, now) for rank, (beat, _) in self._heard.items()}
         self._looked = now
         found = {stall.rank: stall for stall in self.now(gone)}
+        self.hung = [stall for rank, stall in found.items() if rank in self._told and self._hangs(stall)]
         for rank, stall in found.items():
             if rank not in self._told:
                 self._told[rank] = stall
@@ -133,6 +158,67 @@ class Stalls:
             if rank not in gone:
                 self.tell(None, f"{self.role} {rank} goes on")
             del self._told[rank]
+
+    def compare(self, *, gone: Collection[int] = (), last: bool = False) -> None:
+        """Hold the ranks against each other, if it is time to, or for the ``last`` time: note those that are slow, and
+        find replicas that differ. Not where some are gone."""
+        now = time.monotonic()
+        if gone or not self.together or (now - self._compared < COMPARED and not last):
+            return
+        self._compared = now
+        seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
+        found = {one.rank: one for one in stragglers(seen, self._slow)}
+        for rank, one in found.items():
+            if rank in self._suspects and rank not in self._slow:
+                self._slow[rank] = one
+                self.note(str(one))
+        for rank in self._slow.keys() - found.keys():
+            del self._slow[rank]
+            self.note(f"{self.role} {rank} is as fast as the others again")
+        known, self._suspects = len(self.replicas.never), found.keys()
+        self.different = self.different or self.replicas.look(seen, self.size)
+        if len(self.replicas.never) > known:
+            self.note(NEVER_EQUAL.format(what=" and ".join(sorted(self.replicas.never))))
+
+    def corrupt(self) -> Died | None:
+        """What to say of replicas that differ, if they do."""
+        found = self.different
+        if found is None:
+            return None
+        error = Died(*differs(found, self.role))
+        error.step, error.agreed = found.step, found.agreed
+        return error
+
+    def _hangs(self, stall: Stall) -> bool:
+        """Not one that may be slow: in its first steps, or not yet three times as long at it as at any of the last."""
+        if stall.why in ("stopped", "debugged") or stall.beat is None:
+            return stall.why == "stopped" and stall.seconds >= self.hang
+        usual = 0.0 if stall.beat.slowest == UNKNOWN else PATIENT * stall.beat.slowest
+        return stall.beat.step > FIRST_STEPS and stall.seconds >= max(self.hang, usual)
+
+    def verdict(self, stalls: list[Stall], gone: Collection[int] = ()) -> Died:
+        """Who stands where, who waits for whom, and what to do, where ``stalls`` have been found."""
+        seen = {rank: live for rank in range(self.size) if rank not in gone and (live := self.seen(rank)) is not None}
+        headline, *facts = verdict(stalls, self._heard, seen, role=self.role)
+        error = Died(headline, *facts, trace=stalls[0].stack)
+        error.step = max((beat.step for beat, _ in self._heard.values() if beat is not None), default=0)
+        return error
+
+    def mismatch(self, gave_up: str) -> Died | None:
+        """Where ranks have called different collectives. Those that are gone by now have told it before."""
+        seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
+        if not (wrong := mismatch(seen, self.role)):
+            return None
+        error = Died(*wrong, f"what came of it: {gave_up}", f"what to do: {IN_ORDER}")
+        error.step = max(live.step for live in seen.values())
+        return error
+
+    def seen(self, rank: int) -> Seen | None:
+        """What a rank is at, by its own last word."""
+        try:
+            return read(self.board.live(rank))
+        except Exception:  # the store may be gone
+            return None
 
     def _step_of(self, rank: int) -> int:
         told = self._told[rank].beat
@@ -146,15 +232,28 @@ class Stalls:
                 self._heard.pop(rank, None)
                 continue
             before, at = self._heard.get(rank, (None, now))
-            beat = parsed(self.board.get(rank)) or before
+            beat = self._up_to_date(rank, parsed(self.board.get(rank)) or before)
             fresh = beat is not None and (before is None or beat.number != before.number)
             self._heard[rank] = (beat, now if fresh else at)
         return judge(
             {rank: (beat, now - at) for rank, (beat, at) in self._heard.items()}, self.silence, together=self.together
         )
 
+    def _up_to_date(self, rank: int, beat: Beat | None) -> Beat | None:
+        """With the step that the rank is in, though it may have come there after its last beat: then its stack of that
+        moment would mislead."""
+        live = None if beat is None else self.seen(rank)
+        if beat is None or live is None or live.ticks <= beat.ticks:
+            return beat
+        stack = self.stacks.get(rank, "")
+        spot = stack.rstrip().rpartition("\n")[2].strip()
+        return replace(beat, step=live.step or beat.step, stack=stack, spot=spot)
+
     def blame(self, gave_up: str, timeout: float, *, gone: Collection[int] = ()) -> RankError | None:
-        """The error of a collective that took too long, as that of who stalled, if that is known."""
+        """The error of a collective that took too long, or broke, as that of who stalled, or of ranks that do not call
+        the same ones, if that is known."""
+        if (other := self.mismatch(gave_up)) is not None:
+            return other
         try:
             found = [*self.now(gone), *self._told.values()]
         except Exception:  # the store may be gone, too
@@ -163,13 +262,15 @@ class Stalls:
         if not causes:
             return None
         first = causes[0]
-        return RankError(
+        said = self.verdict(list({stall.rank: stall for stall in reversed(causes)}.values())[::-1], gone)
+        error = Died(
             f"{self.role} {first.rank} stalled, and the others waited for it for {timeout:g} s",
-            first.says(self.role),
-            *(also.says(self.role) for also in causes[1:] if also.rank != first.rank),
+            *said.facts,
             f"so they gave up: {gave_up}",
             trace=first.stack,
         )
+        error.step = said.step
+        return error
 
 
 def timed_out(error: BaseException) -> bool:
@@ -179,28 +280,43 @@ def timed_out(error: BaseException) -> bool:
 
 
 @contextmanager
-def watched(rank: int, size: int, timeout: float) -> Iterator[None]:
-    """Around the work of one of torchrun's ranks: those that have stalled are reported, and named where others lose
-    patience with them. There is no caller that looks, so the first two ranks do."""
+def watched(rank: int, size: int, timeout: float, hang: float = math.inf) -> Iterator[None]:
+    """Around the work of one of torchrun's ranks: those that have stalled are reported, named where others lose
+    patience with them, and ended after ``hang`` seconds. There is no caller that looks, so the first two ranks do."""
     if size == 1:
         yield
         return
     try:
-        board, silence = StoreBoard(), silence_of(timeout)
+        board, silence = StoreBoard(), silence_of(timeout, hang)
     except (RuntimeError, KeyError, ValueError):  # no store: a process group of the user's own
         yield
         return
 
     def tell(stall: Stall | None, text: str) -> None:
         """The first rank does; the second looks for it where that cannot."""
-        if rank == 0 or any(s.rank == 0 and s.why in ("stopped", "unheard") for s in stalls.now()):
+        if speaks():
             _say(text)
+
+    def speaks() -> bool:
+        return rank == 0 or any(s.rank == 0 and s.why in ("stopped", "debugged", "unheard") for s in stalls.now())
+
+    def note(text: str) -> None:
+        if speaks():
+            _say(text)
+
+    def look() -> None:
+        stalls.look()
+        stalls.compare()
+        LIVE.halt = stalls.corrupt() if rank == 0 else None
+        if stalls.hung and speaks():
+            _say(str(stalls.verdict(stalls.hung)))
+            end(stalls.hung)
 
     def failed(error: Exception) -> None:
         _say(f"the store of the ranks does not answer: torchrun, or rank 0, is stopped or gone ({_headline(error)})")
 
-    stalls = Stalls(board, size, tell, silence=silence)
-    looks = {"after": stalls.look, "failed": failed} if rank < 2 else {}
+    stalls = Stalls(board, size, tell, silence=silence, hang=hang, note=note)
+    looks = {"after": look, "failed": failed} if rank < 2 else {}
     heart = Heart(board, rank, silence=silence, **looks)
     heart.start()
     try:
@@ -212,6 +328,18 @@ def watched(rank: int, size: int, timeout: float) -> Iterator[None]:
         raise
     finally:
         heart.stop()
+
+
+def end(stalls: list[Stall]) -> None:
+    """End the ranks of torchrun that hang; it then ends the others. Where they are on other hosts, this one."""
+    here = [stall for stall in stalls if stall.beat is not None and stall.beat.host == socket.gethostname()]
+    for stall in here:
+        assert stall.beat is not None
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(stall.beat.pid, number)
+    if not here:
+        os._exit(1)
 
 
 def _headline(error: Exception) -> str:

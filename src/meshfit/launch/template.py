@@ -8,7 +8,7 @@ they are needed.)
 A run is one more socket, which comes with one end of a channel for every rank to fork:
 
     caller -> template    (path, modules)         first: sys.path, and what to import before the ranks are forked
-                          "end"                   end the ranks: SIGTERM, a moment later SIGKILL
+                          ("kill", ranks)         end these, and what they have started
                           ("stack", rank)         let a rank print its stack on its stderr
     template -> caller    ("forked", folder)      the ranks are there, and meet in this folder
                           ("exited", rank, code)  one has ended, with this exit code (-9: by signal 9)
@@ -23,7 +23,6 @@ what it started ends with it.
 import ctypes
 import gc
 import importlib
-import math
 import os
 import shutil
 import signal
@@ -41,7 +40,6 @@ from typing import NoReturn
 from meshfit.launch.channel import Channel
 
 PRELOAD = ("torch", "torch.distributed", "meshfit.launch.arena", "meshfit.launch.rank")
-GRACE = 0.8  # seconds from SIGTERM to SIGKILL
 MOST_FDS = 253  # that the kernel passes in one message
 PR_SET_PDEATHSIG = 1
 
@@ -82,7 +80,6 @@ class ForkedRanks:
     stderr: int
     ranks: dict[int, int] = field(default_factory=dict)
     """By process id, those not yet reaped: while one stands here, its id cannot become another's."""
-    kill_at: float = math.inf
     caller_left: bool = False
 
     def signal(self, *numbers: int) -> None:
@@ -105,7 +102,8 @@ class Template:
         signal.set_wakeup_fd(self.alarm.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self.dismiss)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a rank can answer it
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # until a rank can answer them
+            signal.signal(number, signal.SIG_IGN)
         try:
             while not self.dismissed and os.getppid() == self.caller and self.turn():
                 pass
@@ -118,21 +116,19 @@ class Template:
                 time.sleep(0.002)
 
     def dismiss(self, *_: object) -> None:
-        self.dismissed = True
+        """The kernel says that the caller is gone. A scheduler that tells every process of a job to end says the same:
+        the caller will answer it, when ranks have saved."""
+        self.dismissed = os.getppid() != self.caller
 
     def turn(self) -> bool:
         """Wait for something to do, and do it. False when the caller is gone."""
-        due = min((run.kill_at for run in self.runs), default=math.inf) - time.monotonic()
         callers = [run.channel.fileno() for run in self.runs if not run.caller_left]
-        ready = wait([self.control, self.awake, *callers], max(0.0, min(1.0, due)))
+        ready = wait([self.control, self.awake, *callers], 1.0)
         if self.awake in ready:
             self.awake.recv(4096)
         for run in self.runs:
             if run.channel.fileno() in ready:
                 self.obey(run)
-            if run.kill_at <= time.monotonic():
-                run.signal(signal.SIGKILL)
-                run.kill_at = math.inf
         self.reap()
         return self.control not in ready or self.start()
 
@@ -193,10 +189,7 @@ class Template:
             run.caller_left = True
             run.signal(signal.SIGKILL)
             return
-        if word == "end":
-            run.signal(signal.SIGCONT, signal.SIGTERM)
-            run.kill_at = time.monotonic() + GRACE
-        elif word[0] == "kill":
+        if word[0] == "kill":
             for pid, rank in run.ranks.items():
                 if rank in word[1]:
                     with suppress(ProcessLookupError, PermissionError):

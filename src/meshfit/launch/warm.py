@@ -110,4 +110,5 @@ def _forget() -> None:
         _hold = None
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -176,9 +176,10 @@ def check(plan: Plan, over: LossDenominator, objective: Objective) -> None:
             whole,
         )
     headline = f"{plan}: this loss is not a mean over samples, and cannot be put together from parts of a batch"
+    weighted = "a mean by weights or a mask is exact as a pair: return (l * w).sum(), w.sum()"
     gather = "gather what it compares: meshfit.gather(features) in step= gives the rows of all devices"
     if objective.step is not None:
-        raise PlanError(headline, over.why, gather, "or give loss=, a function of outputs and targets", whole)
+        raise PlanError(headline, over.why, weighted, gather, "or give loss=, a function of outputs and targets", whole)
     if objective.loss is None:
         own = "the model computes it itself, so its outputs cannot be gathered before"
         raise PlanError(

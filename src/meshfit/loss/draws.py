@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfit.torch_private import TorchDispatchMode, tree_leaves
+from meshfit.torch_private.operators import TorchDispatchMode
+from meshfit.torch_private.trees import tree_leaves
 
 INDEX = ("randperm", "randint", "random_")
 """Draw whole numbers, below a limit that may be the number of samples."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from meshfit.data import tree
 from meshfit.data.tree import call
 from meshfit.errors import DataError, JobError
+from meshfit.step import has_outputs
 
 TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys under which a dict batch holds its targets, where ``loss=`` is given."""
@@ -39,7 +40,8 @@ class Objective:
     step: Callable[..., Any] | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """A scalar, or the pair (sum, count)."""
+        """A scalar, or the pair (sum, count); with values to log (loss, {"name": value}), with outputs for metrics
+        (loss, {"name": value}, outputs)."""
         if self.step is not None:
             return self.step(model, batch)
         if self.loss is None:
@@ -47,11 +49,17 @@ class Objective:
         inputs, targets = split(batch)
         return self.loss(call(model, inputs), targets)
 
+    @property
+    def may_log(self) -> bool:
+        """Whether it may return values beside the loss."""
+        return self.step is not None or (self.loss is not None and stated(self) is None)
+
     def outputs(self, model: nn.Module, batch: Any) -> tuple[Any, Any, Any]:
         """(loss or None, outputs, targets) of a batch, for evaluation."""
         if self.step is not None:
             inputs, targets = split(batch)
-            return self.step(model, batch), call(model, inputs), targets
+            result = self.step(model, batch)
+            return result, result[2] if has_outputs(result) else call(model, inputs), targets
         if self.loss is None:
             outputs = _called_whole(model, batch)
             return _own_loss(outputs), outputs, split(batch)[1]
@@ -62,6 +70,8 @@ class Objective:
 
 def split(batch: Any) -> tuple[Any, Any]:
     """(inputs, targets): the last of a tuple, the known key of a dict; a lone tensor is its own target."""
+    if isinstance(batch, tree.PerSample):
+        return batch, batch
     if isinstance(batch, Mapping):
         for key in TARGETS:
             if key in batch:
@@ -100,6 +110,19 @@ def _own_loss(outputs: Any) -> Any:
     return loss
 
 
+@dataclass(frozen=True)
+class TargetPlace:
+    """Where a batch holds its targets."""
+
+    leaf: int | None = None
+    """Which of its tensors; None: the last of a tuple, the known key of a dict, as ``split`` says."""
+    skip: int = 0
+    """... less its first positions: a language model's own loss predicts each next token."""
+
+    def __call__(self, batch: Any) -> Tensor:
+        return split(batch)[1] if self.leaf is None else list(tree.leaves(batch))[self.leaf][..., self.skip :]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossDenominator:
     """What a loss is a mean over."""
@@ -110,8 +133,7 @@ class LossDenominator:
 
     ignore: int = -100
     weight: Tensor | None = None
-    find: Callable[[Any], Tensor] = lambda batch: split(batch)[1]
-    """The targets in a batch."""
+    targets: TargetPlace = TargetPlace()
 
     dims: tuple[int | None, ...] = ()
     """Of a loss of the whole batch: the dim of samples of each output; None: the same whatever the samples are."""
@@ -127,10 +149,13 @@ class LossDenominator:
     """... whether that could not be tried: it draws random numbers of NumPy or Python."""
     gathers: bool = False
     """Whether it calls ``meshfit.gather``."""
+    logged: tuple[tuple[str, str], ...] = ()
+    """Values that the step logs, by name: what each is a mean over. "loss": what the loss is; or "samples", "sum",
+    "pair"."""
 
     def count(self, batch: Any) -> Tensor:
         """What a part weighs when the mean is over its targets."""
-        targets = self.find(batch)
+        targets = self.targets(batch)
         if targets.is_floating_point():  # class probabilities: torch divides by the number of positions
             return targets.new_full((), targets.numel() // targets.shape[1], dtype=torch.float32)
         if self.weight is None:
@@ -138,27 +163,14 @@ class LossDenominator:
         kept = targets != self.ignore
         return (self.weight.to(targets.device)[torch.where(kept, targets, 0)] * kept).sum()
 
+    def kind_of(self, name: str) -> str:
+        """What the logged value ``name`` is a mean over."""
+        return dict(self.logged).get(name, "sum" if self.kind == "sum" else "loss")
+
     @property
     def known(self) -> bool:
         """Whether the weights follow from the samples alone, before anything is computed."""
         return self.kind in ("samples", "sum", "batch")
-
-
-def finders(batch: Any) -> list[Callable[[Any], Tensor]]:
-    """Ways to find integer targets in a batch: each of its tensors, as it is or less its first position
-    (a language model's own loss predicts each next token)."""
-    found: list[Callable[[Any], Tensor]] = []
-    for place, leaf in enumerate(tree.leaves(batch)):
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point():
-            found.append(functools.partial(_leaf, place=place, skip=0))
-            if leaf.dim() > 1:
-                found.append(functools.partial(_leaf, place=place, skip=1))
-    return found
-
-
-def _leaf(batch: Any, *, place: int, skip: int) -> Tensor:
-    leaf = list(tree.leaves(batch))[place]
-    return leaf[..., skip:]
 
 
 def stated(objective: Objective) -> LossDenominator | None:

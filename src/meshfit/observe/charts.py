@@ -18,7 +18,8 @@ def charts(run: RecordedRun) -> list[dict[str, Any]]:
     """Those for which there is data."""
     rate, validation = run.values("rate"), run.evaluations("loss")
     loss = [*_smooth(run.values("loss"), "training"), _series("validation", validation, 1, style="points")]
-    metrics = dict.fromkeys(name for step in run.steps for name in step.get("valid", {}) if name != "loss")
+    named = (name for step in run.steps for kind in ("values", "valid") for name in step.get(kind, {}))
+    metrics = dict.fromkeys(name for name in named if name != "loss")
     every = [
         _chart("loss", "Loss", "step", "", loss if validation else loss[:-1], wide=True, log=False),
         *(_metric(run, name) for name in metrics),
@@ -54,7 +55,12 @@ def _by_step(run: RecordedRun, key: str, title: str, **more: Any) -> dict[str, A
 
 def _metric(run: RecordedRun, name: str) -> dict[str, Any]:
     title = name[:1].upper() + name[1:].replace("_", " ")
-    return _chart(f"valid-{name}", title, "step", "", [_series(name, run.evaluations(name), 1, style="points")])
+    logged, evaluations = run.logged(name), _series(name, run.evaluations(name), 1, style="points")
+    if not logged:
+        return _chart(f"valid-{name}", title, "step", "", [evaluations])
+    evaluations["name"] = "validation"
+    series = [*_smooth(logged, "training"), *([evaluations] if evaluations["x"] else [])]
+    return _chart(f"value-{name}", title, "step", "", series)
 
 
 def _by_rank(run: RecordedRun, key: str, unit: float = 1.0) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ import importlib.util
 import json
 import math
 import os
-import platform
+import secrets
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,16 +23,18 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from safetensors import SafetensorError
-from torch import nn
-
-from meshfit.arguments import check_local
+from meshfit.arguments import check_local, is_url
+from meshfit.checkpoint.parts import WholeModel
+from meshfit.checkpoint.pretrained import write_weights
+from meshfit.checkpoint.resume import folder_to_resume
+from meshfit.data.remote import without_secrets
 from meshfit.errors import JobError
+from meshfit.job import Job
+from meshfit.observe.about import about
+from meshfit.observe.mirror import Mirror, local_folder, new_prefix, prefix_to_resume, removed_with
 from meshfit.observe.predicted import predict
 from meshfit.observe.tensorboard import Scalars
 from meshfit.step import Step
-from meshfit.version import VERSION
 
 if TYPE_CHECKING:
     from meshfit.drive import Training
@@ -48,14 +51,7 @@ class RunFolder:
         job, self._training = training.job, training
         self.path = training.folder if training.writes else None
         self._held: list[Step] = []
-        self._about: dict[str, Any] = {
-            "plan": str(job.plan),
-            "batch_size": job.batch_size,
-            "seed": job.seed,
-            "meshfit": VERSION,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
+        self._about: dict[str, Any] = about(job) if self.path is not None else {}
         self._metrics: dict[str, float] = {}
         self._begun = False
         self._last = (0.0, 0)
@@ -65,6 +61,10 @@ class RunFolder:
         self._lost = 0
         """Lines that were dropped, since too many waited."""
         self._noted: set[str] = set()
+        self._mirror: Mirror | None = None
+        if self.path is not None and is_url(job.out):
+            self._scratch = removed_with(training, self.path)
+            self._mirror = Mirror(self.path, str(job.out), self._note)
         try:
             if self.path is not None and importlib.util.find_spec("tensorboard") is not None:
                 self._scalars = Scalars(self.path / "tensorboard")
@@ -87,7 +87,7 @@ class RunFolder:
         if outcome is not None:
             if self._training.parts is None:  # else all ranks have written it together
                 with self._noting(WEIGHTS, "; the caller's model holds the trained weights"):
-                    _save(self._training.model, self.path / WEIGHTS)
+                    write_weights(WholeModel(self._training.model), self._training.file(WEIGHTS))
             self._about |= {"seconds": outcome.seconds, "notes": [*self._training.said, *outcome.notes]}
             self._about |= predict(self._training)
             self._about["metrics"] = {name: _number(value) for name, value in self._metrics.items()}
@@ -99,22 +99,24 @@ class RunFolder:
             write(self.path)
         except Exception as failed:
             self._note("report.html", f"no report: {type(failed).__name__}: {failed}")
+        if self._mirror is not None and not self._mirror.finish():
+            self._scratch.detach()
 
     @contextmanager
     def _noting(self, name: str, more: str = "") -> Iterator[None]:
         """Around writing a file: a full disk, or a folder that is gone, is a note, once for each file."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
-            assert self.path is not None
-            why = getattr(error, "strerror", None) or str(error)
-            self._note(name, f"{self.path / name} could not be written: {why}{more}")
+        except OSError as error:
+            where = self.path / name if self.path is not None and name != WEIGHTS else self._training.file(name)
+            shown = without_secrets(where) if isinstance(where, str) else where
+            self._note(name, f"{shown} could not be written: {error.strerror or error}{more}")
 
     def _note(self, name: str, text: str) -> None:
         if name not in self._noted:
             self._noted.add(name)
             print(f"meshfit: {text}", file=sys.stderr, flush=True)
-            notes = self._training.notes if self._training.outcome is None else self._training.outcome.notes
+            notes = self._training.said if self._training.outcome is None else self._training.outcome.notes
             notes.append(text)
 
     def add(self, step: Step) -> None:
@@ -162,6 +164,8 @@ class RunFolder:
             line["rate"] = round((step.samples - samples) / (step.seconds - seconds), 3)
         if step.staleness is not None:
             line["staleness"] = step.staleness
+        if step.values:
+            line["values"] = {name: _number(value) for name, value in step.values.items()}
         if step.valid is not None:
             line["valid"] = {name: _number(value) for name, value in step.valid.items()}
         return line
@@ -196,30 +200,30 @@ def _drop_later(path: Path, step: int) -> None:
 def _scalars(line: dict[str, Any]) -> dict[str, float]:
     """By tag."""
     names = ("loss", "grad_norm", "lr", "rate", "staleness")
-    measured = {f"valid/{name}": value for name, value in line.get("valid", {}).items()}
-    return {name: float(value) for name, value in {**{n: line[n] for n in names if n in line}, **measured}.items()}
-
-
-def _save(model: nn.Module, path: Path) -> None:
-    from safetensors.torch import save_file
-
-    weights: dict[str, torch.Tensor] = {}
-    known: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and (key := (tensor.data_ptr(), tensor.shape)) not in known:
-            known.add(key)
-            weights[name] = tensor.detach().cpu().contiguous().clone()
-    part = path.with_suffix(".part")
-    try:
-        save_file(weights, part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    measured = line.get("values", {}) | {f"valid/{name}": value for name, value in line.get("valid", {}).items()}
+    return {name: float(value) for name, value in {**measured, **{n: line[n] for n in names if n in line}}.items()}
 
 
 def _number(value: float) -> float | str:
     """JSON has no NaN."""
     return value if math.isfinite(value) else str(value)
+
+
+def folder_of(job: Job) -> tuple[Path | str | None, Path | None]:
+    """Where a run's files are to be, and the folder of this machine in which they are written: the same, but for a
+    bucket."""
+    if job.out is None:
+        return None, None
+    if not is_url(job.out):
+        folder = folder_to_resume(job.out).root if job.resume is True else new_folder(job.out)
+        return folder, folder
+    folder = local_folder(secrets.token_hex(6))
+    try:
+        out = str(job.out)
+        return (prefix_to_resume(out, folder) if job.resume is True else new_prefix(out)), folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def new_folder(path: Path | str) -> Path:

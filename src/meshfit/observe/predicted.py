@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.pipeline.axis import pipeline_of
+from meshfit.axes.pipeline.stages import pipeline_of
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.axis import TensorAxis
 from meshfit.data import tree
@@ -39,22 +39,27 @@ def predict(training: "Training") -> dict[str, Any]:
         if isinstance(source, SampleStream):
             return found
         few = source.few(SAMPLES)
-        trace = traced(model, job.objective, few, device="cpu")
+        if tree.by_sample(few) is not None:  # samples of sizes of their own
+            return found
+        samples = max(len(t) for t in tree.tensors(few) if t.dim())
+        try:
+            found["predicted"], trace, samples = _cost(training, model, few, samples)
+        except Exception:  # say, BatchNorm over the one sample that a rank takes
+            trace = traced(model, job.objective, few, device="cpu")
         if isinstance(trace, Trace):
-            samples = max(len(t) for t in tree.tensors(few) if t.dim())
             found["flops_a_sample"] = (trace.cost.flops + trace.cost.flops_backward) / samples
-            found["predicted"] = _cost(training, model, few, samples)
     return found
 
 
-def _cost(training: "Training", model: nn.Module, few: Any, samples: int) -> dict[str, dict[str, int]]:
+def _cost(training: "Training", model: nn.Module, few: Any, samples: int) -> tuple[dict[str, Any], Trace, int]:
+    """What the first rank holds and moves; the trace of its batch, and how many samples that has."""
     job, outcome = training.job, training.outcome
     plan, devices = job.plan, job.devices
     assert isinstance(plan, Plan)
     assert isinstance(devices, Devices)
     assert isinstance(job.batch_size, int)
     assert outcome is not None
-    taken = torch.arange(-(-job.batch_size // (plan.shares * plan.microbatches))) % samples  # as many as a rank takes
+    taken = torch.arange(-(-job.batch_size // (plan.shares * plan.microbatches))) % samples
     content = tree.map_tensors(lambda t: t[taken] if t.dim() and len(t) == samples else t, few)
     device, stages = devices.device(0).type, None
     if plan.pipeline > 1:
@@ -65,10 +70,10 @@ def _cost(training: "Training", model: nn.Module, few: Any, samples: int) -> dic
         if split is not None:
             stages = stage_traffic(staged, model, job.objective, content, split=split)
     else:
-        trace = traced(model, job.objective, content, device=device)
+        trace = traced(model, job.objective, content, device=device, plan=plan)
     assert isinstance(trace, Trace)
     found = cost(plan, trace, job.make_optimizer(model), found=outcome.found, stages=stages)
-    return {"held": found.held, "moved": found.moved}
+    return {"held": found.held, "moved": found.moved, "most": found.most}, trace, len(taken)
 
 
 def predicted_table(run: RecordedRun) -> dict[str, Any] | None:
@@ -80,7 +85,7 @@ def predicted_table(run: RecordedRun) -> dict[str, Any] | None:
     kept = first.facts.get("memory", {})
     for kind in ("weights", "gradients", "optimizer"):
         rows.append([kind, predicted["held"].get(kind), kept.get(kind)])
-    rows.append(["peak memory", sum(predicted["held"].values()), first.most("gpu_peak")])
+    rows.append(["peak memory", predicted["most"], first.most("gpu_peak")])
     for name, count in first.moved.items():
         measured = count / run.last_step if run.last_step else 0
         rows.append([f"{name.replace('_', '-')} a step", predicted["moved"].get(name), measured])

@@ -1,4 +1,4 @@
-"""The progress bar of a training. Where standard error is no terminal: a line every ten seconds."""
+"""The progress bar of a training, on a terminal or in a notebook. Elsewhere, if asked for: a line every ten seconds."""
 
 import math
 import sys
@@ -6,21 +6,25 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from meshfit.observe.notebook import NotebookBar, kernel_display
 from meshfit.step import Step
 
 if TYPE_CHECKING:
     from meshfit.drive import Training
 
 REFRESH_SECONDS = 0.1
+NOTEBOOK_SECONDS = 0.3
 PLAIN_SECONDS = 10.0
 
 
 class Progress:
-    """``shown`` None: only if standard error is a terminal."""
+    """``shown`` None: only on a terminal, and in a notebook."""
 
     def __init__(self, training: "Training", shown: bool | None):
         self.training = training
-        self.shown = sys.stderr.isatty() if shown is None else shown
+        display = kernel_display()
+        self.notebook = None if display is None else NotebookBar(display)
+        self.shown = (self.notebook is not None or sys.stderr.isatty()) if shown is None else shown
         self._bar: Any = None
         self._task: Any = None
         self._next = 0.0
@@ -42,7 +46,7 @@ class Progress:
             return
         if step.valid:
             self._valid = "  valid: " + "  ".join(f"{name} {value:.4g}" for name, value in step.valid.items())
-        if step.step == 1:
+        if step.step == 1 and self.notebook is None:
             for note in self.training.notes:
                 print(note, file=sys.stderr)
         now, last = time.perf_counter(), step.step == self.training.last_step
@@ -55,7 +59,11 @@ class Progress:
         (t0, n0), (t1, n1) = self._seen[0], self._seen[-1]
         rate = (n1 - n0) / (t1 - t0) if t1 > t0 else step.samples / max(step.seconds, 1e-9)
         said = f"loss {self._loss:.4f}  {rate:,.0f} samples/s"
-        if sys.stderr.isatty():
+        if self.notebook is not None:
+            self._next = now + NOTEBOOK_SECONDS
+            notes = self.training.notes
+            self.notebook.move(step.step, self.training.last_step, f"epoch {step.epoch + 1}", said + self._valid, notes)
+        elif sys.stderr.isatty():
             self._next = now + REFRESH_SECONDS
             self._move(step, said)
         else:

@@ -18,8 +18,9 @@ from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
 from meshfit.data.loader import Batch
 from meshfit.events import Events
+from meshfit.launch.system import cores
 from meshfit.observe.sampler import Sampler
-from meshfit.torch_private import local_part
+from meshfit.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -95,7 +96,7 @@ def _facts(run: "Run") -> dict[str, Any]:
         "pid": os.getpid(),
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "batch": run.loader.batch_size,
         "microbatches": plan.microbatches,

@@ -177,6 +177,10 @@ class RecordedRun:
         """(step, value) of a number in metrics.jsonl."""
         return [(float(step["step"]), float(step[key])) for step in self.steps if key in step]
 
+    def logged(self, name: str) -> list[tuple[float, float]]:
+        """(step, value) of a value that the step function logs."""
+        return [(float(s["step"]), float(s["values"][name])) for s in self.steps if name in s.get("values", {})]
+
     def evaluations(self, name: str) -> list[tuple[float, float]]:
         """(step, value) of a validation metric."""
         return [(float(s["step"]), float(s["valid"][name])) for s in self.steps if name in s.get("valid", {})]

@@ -7,6 +7,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshfit.checkpoint.files import joined
+from meshfit.data.remote import without_secrets
 from meshfit.observe.columns import columns
 from meshfit.observe.kinds import KINDS, PHASES
 from meshfit.observe.reading import RecordedRun, read
@@ -23,15 +25,16 @@ def summary(result: "Result") -> RenderableType:
     """The result in lines, and below it a table of the time by phase and rank."""
     run: RecordedRun | None = None
     with suppress(Exception):  # the summary is shown even if the folder cannot be read
-        run = None if result.folder is None else read(result.folder)
+        run = None if result.local is None else read(result.local)
     head = Table.grid(padding=(0, 2))
     for word, said in (*result.rows(), *(("note", note) for note in result.notes)):
         head.add_row(word, Text(said))
     if run is not None and run.ranks:
         head.add_row("verdict", Text(verdict(run)))
     if result.folder is not None:
-        report = result.folder / "report.html"
-        head.add_row("report" if report.exists() else "written", str(report if report.exists() else result.folder))
+        there = result.local is not None and (result.local / "report.html").exists()
+        where = str(joined(result.folder, "report.html") if there else result.folder)
+        head.add_row("report" if there else "written", without_secrets(where))
     return Group(head, "", _times(result, run)) if result.phases else head
 
 

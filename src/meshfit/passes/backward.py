@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshfit.axes.tensor.column import ColumnProduct
-from meshfit.torch_private import PRODUCT_NODES
+from meshfit.torch_private.autograd import PRODUCT_NODES
 
 Node = Any
 

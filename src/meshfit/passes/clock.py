@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshfit.comm.objects import all_gather_object
 from meshfit.events import current
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 from meshfit.schedule.simulate import ActionSpan, Simulated
@@ -65,10 +66,7 @@ class Clock:
     def together(self, group: dist.ProcessGroup | None) -> Simulated:
         """The last step on all ranks of ``group``, from 0 on. They call it together."""
         assert self.plan is not None
-        every: list[Any] = [self.spans]
-        if group is not None:
-            every *= dist.get_world_size(group)
-            dist.all_gather_object(every, self.spans, group=group)
+        every = [self.spans] if group is None else all_gather_object(self.spans, group)
         zero = min(spans[0].start for spans in every)
         moved = tuple(tuple(ActionSpan(s.action, s.start - zero, s.end - zero) for s in spans) for spans in every)
         return Simulated(self.plan, moved)

@@ -23,8 +23,8 @@ from meshfit import generators
 from meshfit.axes.buffers.step import Buffers
 from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.data.batchnorm import counting
-from meshfit.axes.pipeline.axis import Staged
 from meshfit.axes.pipeline.program import Ran, StageProgram
+from meshfit.axes.pipeline.staged import Staged
 from meshfit.axes.precision import Precision
 from meshfit.axes.spec import whole_output
 from meshfit.comm.group import Group

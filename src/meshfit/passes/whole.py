@@ -14,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.record_watch import line_of
 from meshfit.axes.buffers.step import Buffers
 from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.precision import Precision
 from meshfit.axes.spec import whole_output
 from meshfit.data.loader import Batch, Microbatch
+from meshfit.errors import PlanError, in_short
 from meshfit.events import current
 from meshfit.generators import Generators
 from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of
 from meshfit.loss.gather import gathering
 from meshfit.passes.loss_sum import LossSum
+from meshfit.torch_private.autograd import in_a_function
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class Passes:
     """What ``meshfit.gather`` does in the objective."""
     buffers: Buffers = field(default_factory=Buffers)
     """Those that a forward writes."""
+    gathered: str = ""
+    """The plan, where a module has its whole parameters only while it runs."""
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         self.loss.begin()
@@ -59,8 +64,24 @@ class Passes:
                 share = self.loss.add(loss, part, batch)
             if part is batch.microbatches[-1]:
                 self._arm(stop)
-            with span("backward", **at):
+            with span("backward", **at), self._explained():
                 share.backward()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A Function whose backward reads parameters from a module finds slices of them there, which no graph knows."""
+        try:
+            yield
+        except Exception as error:
+            if not self.gathered or not in_a_function(error):
+                raise
+            raise PlanError(
+                f"{self.gathered}: the backward of a torch.autograd.Function failed: {in_short(error)}",
+                line_of(error),
+                "if it reads parameters from a module, it finds slices of them: weights are gathered for each forward",
+                "hand them to the Function: Own.apply(f, x, *f.parameters()), and their gradients are returned from it",
+                "data= takes it as it is",
+            ) from error
 
     def _over_batch(self, batch_loss: BatchLoss, batch: Batch, stop: Callable[[], bool]) -> None:
         """With a loss of the whole batch: see batch_loss.py."""

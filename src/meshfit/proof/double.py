@@ -17,7 +17,7 @@ from meshfit.data.datasets import NO_KEY, SampleStream, open_source
 from meshfit.data.draw import Key
 from meshfit.data.source import DerivedSource, Source
 from meshfit.job import Job
-from meshfit.torch_private import map_tensors_in_place
+from meshfit.torch_private.modules import map_tensors_in_place
 
 
 def doubled(job: Job) -> Job:
@@ -72,7 +72,7 @@ class DoubleSource(DerivedSource):
 
 class DoubleStream(SampleStream):
     def __init__(self, stream: SampleStream):
-        super().__init__(stream.start)
+        super().__init__(stream.start, stream.collator)
 
     def batches(self, size: int, key: Key = NO_KEY) -> Iterator[list[Any]]:
         for samples in super().batches(size, key):

@@ -108,14 +108,19 @@ class Capture:
             run.batches = lambda: map(_backwards, batches())  # type: ignore[method-assign]
         hooks = ModuleHooks(run, keep=self.how.watched)
 
+        first: dict[str, Tensor] = {}
+
         def gradients(correction: Tensor | float) -> None:
             if run.step == 0:
                 run.captured["first_buffers"] = buffers(run.placed.tensors())
-                made = {name: {"": p.grad * correction} for name, p in named.items() if p.grad is not None}
+                own = {name: p.grad for name, p in named.items() if p.requires_grad and p.grad is not None}
+                made = {name: {"": grad * correction} for name, grad in own.items()}
                 if (peers := run.coordination.peers) is not None:  # each worker has its own; the servers sum them
                     for each in made.values():
                         dist.all_reduce(each[""], group=peers)
-                run.captured["gradients"] = {name: each[""] for name, each in run.placed.wholes(made).items()}
+                found = {name: each[""] for name, each in run.placed.wholes(made).items()}
+                first.update(found)  # phase by phase
+                run.captured["gradients"] = first
                 run.captured["order"] = hooks.order
                 if self.how.watched:
                     run.captured["modules"] = hooks.outputs(correction)
@@ -142,8 +147,9 @@ def _random_state(device: torch.device) -> Tensor:
 
 def can_go_backwards(job: Job) -> bool:
     """Whether the samples of a batch can be reordered: where they are rows of tensors."""
-    leaves = list(tree.leaves(open_source(job.data).few(2)))
-    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)
+    few = open_source(job.data).few(2)
+    leaves = list(tree.leaves(few))
+    return tree.by_sample(few) is None and all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)
 
 
 def _backwards(batch: Batch) -> Batch:

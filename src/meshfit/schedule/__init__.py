@@ -2,5 +2,5 @@
 
 actions    what each rank of a pipeline does, in order
 issue      when each transfer is issued, such that no two ranks wait for each other
-simulate   how long a schedule takes, by how long its actions take; gantt draws it
+simulate   how long a schedule takes, by how long its actions take
 """

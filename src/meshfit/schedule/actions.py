@@ -104,7 +104,8 @@ def rank_of(word: str, ranks: int, stage: int) -> int:
 
 def stages_of(word: str, ranks: int, chunks: int, rank: int) -> tuple[int, ...]:
     """The stages that ``rank`` holds."""
-    return tuple(stage for stage in range(ranks * chunks) if rank_of(word, ranks, stage) == rank)
+    later = ranks - 1 - rank if word in V_SHAPED else rank
+    return (rank, *(chunk * ranks + later for chunk in range(1, chunks)))
 
 
 def usual_chunks(word: str) -> int:
@@ -326,18 +327,10 @@ def check(schedule: Schedule) -> None:
     """Refuse a schedule that is not whole or cannot run: every action once, on the rank of its stage, and an order of
     all ranks together in which each finds what it needs."""
     _check_whole(schedule)
-    done: set[Action] = set()
-    at = [0] * schedule.ranks
-    moving = True
-    while moving:
-        moving = False
-        for rank, order in enumerate(schedule.orders):
-            while at[rank] < len(order) and all(need in done for need in schedule.needs(order[at[rank]])):
-                done.add(order[at[rank]])
-                at[rank] += 1
-                moving = True
-    stuck = {rank: order[at[rank]] for rank, order in enumerate(schedule.orders) if at[rank] < len(order)}
-    if stuck:
+    steps = in_order(schedule)
+    if len(steps) < sum(map(len, schedule.orders)):
+        done = {action for action, _, _ in steps}
+        stuck = {rank: order[i] for rank, order in enumerate(schedule.orders) if (i := _first(order, done)) is not None}
         raise PlanError(
             f"the schedule {schedule.word} never ends: its ranks wait for each other",
             *(
@@ -346,6 +339,43 @@ def check(schedule: Schedule) -> None:
                 for rank, action in stuck.items()
             ),
         )
+
+
+Step = tuple[Action, int, tuple[tuple[int, int], ...]]
+"""An action, its rank, and what it waits for: the number of that step, and the stage whose transfer lies between (-1:
+none, it is on the same rank)."""
+
+
+@cache
+def in_order(schedule: Schedule) -> tuple[Step, ...]:
+    """All actions, each after those that it waits for; without those that wait for each other."""
+    number: dict[Action, int] = {}
+    done: list[Step] = []
+    at, moving = [0] * schedule.ranks, True
+    while moving:
+        before = len(done)
+        for rank, order in enumerate(schedule.orders):
+            for action in order[at[rank] :]:
+                needs = schedule.needs(action)
+                waits = [(number.get(need, -1), _between(schedule, need, action)) for need in needs]
+                if any(need < 0 for need, _ in waits):
+                    break
+                number[action] = len(done)
+                done.append((action, rank, tuple(waits)))
+                at[rank] += 1
+        moving = len(done) > before
+    return tuple(done)
+
+
+def _between(schedule: Schedule, source: Action, target: Action) -> int:
+    if source.stage == target.stage or schedule.rank_of(source.stage) == schedule.rank_of(target.stage):
+        return -1
+    return min(source.stage, target.stage)
+
+
+def _first(order: tuple[Action, ...], done: set[Action]) -> int | None:
+    """Of ``order``, what is not done."""
+    return next((i for i, action in enumerate(order) if action not in done), None)
 
 
 def _check_whole(schedule: Schedule) -> None:

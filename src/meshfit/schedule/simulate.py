@@ -4,11 +4,11 @@ Each rank works through its list; an action starts when what it needs is there. 
 share of time that ranks are idle (the bubble), and how many activations each keeps at its most.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
+from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule, Step, in_order
 
 UNITS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
 """The usual: backward takes twice as long as forward, half of that for the gradients of the weights."""
@@ -92,31 +92,38 @@ def simulate(
 ) -> Simulated:
     """``seconds`` of each action (``UNITS`` over the chunks, if not said); ``transfer`` from a stage to the next, and
     of the gradient back: they delay, and cost no rank its time."""
-    takes = seconds or (lambda action: UNITS[action.kind] / schedule.chunks)
-    delay = transfer if callable(transfer) else lambda stage: transfer
-    end: dict[Action, float] = {}
     spans: list[list[ActionSpan]] = [[] for _ in range(schedule.ranks)]
-    free = [0.0] * schedule.ranks
-    while sum(map(len, spans)) < sum(map(len, schedule.orders)):
-        before = len(end)
-        for rank, order in enumerate(schedule.orders):
-            while len(spans[rank]) < len(order):
-                action = order[len(spans[rank])]
-                needs = schedule.needs(action)
-                if not all(need in end for need in needs):
-                    break
-                arrive = [end[n] + _delay(schedule, n, action, delay) for n in needs]
-                start = max([free[rank], *arrive])
-                free[rank] = end[action] = start + takes(action)
-                spans[rank].append(ActionSpan(action, start, free[rank]))
-        assert len(end) > before, "a schedule that passed its check stands still"
+    for (action, rank, _), start, end in _times(schedule, seconds, transfer):
+        spans[rank].append(ActionSpan(action, start, end))
     return Simulated(schedule, tuple(map(tuple, spans)))
 
 
-def _delay(schedule: Schedule, source: Action, target: Action, delay: Callable[[int], float]) -> float:
-    if schedule.rank_of(source.stage) == schedule.rank_of(target.stage):
-        return 0.0
-    return delay(min(source.stage, target.stage))
+def duration(
+    schedule: Schedule,
+    seconds: Callable[[Action], float] | None = None,
+    transfer: Callable[[int], float] | float = 0.0,
+) -> float:
+    """``simulate(...).seconds``, and nothing else: for a search over many schedules."""
+    return max((end for _, _, end in _times(schedule, seconds, transfer)), default=0.0)
+
+
+def _times(
+    schedule: Schedule, seconds: Callable[[Action], float] | None, transfer: Callable[[int], float] | float
+) -> Iterator[tuple[Step, float, float]]:
+    """Every step with its start and end."""
+    takes = seconds or (lambda action: UNITS[action.kind] / schedule.chunks)
+    delay = transfer if callable(transfer) else lambda stage: transfer
+    free, ends = [0.0] * schedule.ranks, []
+    for step in in_order(schedule):
+        action, rank, waits = step
+        start = free[rank]
+        for number, stage in waits:
+            arrives = ends[number] + (delay(stage) if stage >= 0 else 0.0)
+            if arrives > start:
+                start = arrives
+        free[rank] = end = start + takes(action)
+        ends.append(end)
+        yield step, start, end
 
 
 def formula(word: str, ranks: int, microbatches: int, chunks: int = 1) -> float | None:

@@ -78,7 +78,7 @@ class AsynchronousCoordinator:
             square = squared(push.gradients)
         finally:
             self.server.lock.acquire()
-        own = {key: words[key] for key in ("loss", "count", "stop")}
+        own = {key: words[key] for key in ("loss", "count", "stop", "values")}
         client.record.reply = own | {"broken": [words["broken"]], "summed": [client.id], "square": square}
         return client.record.reply
 

@@ -24,6 +24,8 @@ class ClientRecord:
     """What was answered to it."""
     given: Tensor | None = None
     """BatchNorm statistics as it was last given them."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held while one of its connections is served: a worker that comes back waits until its old one is done with."""
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Client:
     codec: Codec
     record: ClientRecord
     push: "Push | None" = None
+    replaced: bool = False
+    """It has connected anew: what this connection still has to say counts no more."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ use collectives for it. What one worker does for all is the leader's: leader.py.
                                   Schedules and epochs count samples; steps= counts these steps
 """
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -23,17 +25,22 @@ from torch.distributed import ProcessGroup
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.precision import LossScale
 from meshfit.comm.group import RankGroup
-from meshfit.coordination import Coordination, Metrics
 from meshfit.data.loader import Batch, Loader
+from meshfit.data.order import stream_seed
+from meshfit.errors import PlanError
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.server_cost import Payload
-from meshfit.job import Job
-from meshfit.launch.world import World, cores
+from meshfit.generators import seed
+from meshfit.job import Job, plan_of
+from meshfit.launch.system import cores
+from meshfit.launch.world import World
 from meshfit.run import Run
+from meshfit.run.coordination import Coordination, Metrics
+from meshfit.run.phase_parts import make_exchange
 from meshfit.server.fingerprint import facts_of
 from meshfit.server.join import addresses, ask
 from meshfit.server.leader import Leader
-from meshfit.server.process import last_ticket, own_batch, patience_of, plan_of
+from meshfit.server.process import LONGER, last_ticket, own_batch, patience_of
 from meshfit.server.server_state import ServerState
 from meshfit.server.shared_model import stand_in
 from meshfit.server.worker import ServerUpdate, Worker
@@ -45,7 +52,7 @@ from meshfit.server.workers import Workers
 def worker_run(job: Job, world: World, secret: bytes, *, folder: Path | None) -> Run:
     """The run of a worker that is started with its servers. All ranks call it together."""
     plan = plan_of(job)
-    own, peers, batch = own_world(plan, world, timeout=patience_of(job) + 60.0)
+    own, peers, batch = own_world(plan, world, timeout=patience_of(job) + 2 * LONGER)
     addresses = [f"unix:{world.folder}/server{i}" for i in range(plan.server)]
     worker = world.rank // plan.worker_size
     return Run(
@@ -124,8 +131,9 @@ class ServerCoordination(Coordination):
             self._whole = Payload.of(run.model, servers=run.plan.server, compress=run.plan.compress)
             self._stand_in = stand_in(run.model) if run.world.rank == 0 else None
 
-    def assemble(self, scale: LossScale | None) -> tuple[ServerUpdate, Worker | WorkerGroup]:
+    def assemble(self, scale: LossScale | None) -> None:
         run = self.run
+        (phase,) = run.phases
         if self._register is not None:
             self.worker = self._register(run)
         if run.world.size == 1:
@@ -133,9 +141,15 @@ class ServerCoordination(Coordination):
         else:
             self.exchange = self._group()
         update = ServerUpdate(self.exchange, ema=run.job.ema is not None)
-        update.scheduler = run.job.make_scheduler(run.optimizer, run.last_step)
+        update.scheduler = run.job.make_scheduler(phase.optimizers, run.last_step)
+        if update.scheduler is not None and update.scheduler.following:
+            raise PlanError(
+                f"{run.plan}: {update.scheduler.name} follows a metric of evaluations",
+                "the schedule is the servers', and workers evaluate",
+                f"{replace(run.plan, server=0)} works",
+            )
         self._state = ServerState(run, self.exchange, update)
-        return update, self.exchange
+        phase.update, phase.exchange = update, self.exchange
 
     def _reach(self, model: nn.Module, device: torch.device) -> Worker:
         return Worker(
@@ -146,13 +160,13 @@ class ServerCoordination(Coordination):
             device=device,
             staleness=self.run.plan.staleness,
             compress=self.run.plan.compress,
-            timeout=patience_of(self.run.job),
+            timeout=patience_of(self.run.job) + LONGER,
         )
 
     def _group(self) -> WorkerGroup:
         model, self._stand_in = self._stand_in, None
         return WorkerGroup(
-            self.run.make_exchange(),
+            make_exchange(self.run, self.run.phases[0]),
             self.run.placed,
             self._whole,
             workers=self.run.plan.data,
@@ -194,9 +208,20 @@ class ServerCoordination(Coordination):
             due = (self.exchange.share, epoch, index + 1)
             self.exchange.samples = sum(part.samples for part in batch.microbatches)
             self.run.position.hand_out(batch, self.run.step)
+            self._seed(stream_seed(loader.rank, ticket, self.run.job.seed))
             if isinstance(self.exchange, Worker):
                 self.exchange.at_work = True
             yield batch
+
+    def _seed(self, number: int) -> None:
+        """What a batch draws follows from its number and share alone, on whichever worker, however often: one worker
+        saves, and need not know where the others' generators stand. Not where a loss of the whole batch draws: all take
+        the first worker's numbers for it, and these go on as one device's do."""
+        if any(phase.over.kind == "batch" and phase.over.draws for phase in self.run.phases):
+            return
+        seed(number, self.run.world.device)
+        random.seed(number)
+        np.random.seed(number % 2**32)
 
     def _ticket(self) -> int | None:
         """The next batch. Before that, what the leader does, if this worker has become it."""
@@ -205,8 +230,9 @@ class ServerCoordination(Coordination):
         while True:
             if self.is_leader and not self.leader.taken:
                 self.leader.take()
-                if not self.run.plan.staleness and self._last is not None and self.run.evaluates_after(self._last):
-                    self.leader.missed[self.run.step] = self.run.evaluate()
+                evaluations = self.run.evaluations
+                if not self.run.plan.staleness and self._last is not None and evaluations.due(self._last):
+                    self.leader.missed[self.run.step] = evaluations.make()
             if self.exchange.ticket is not None or self.is_leader:
                 return self.exchange.ticket
             try:

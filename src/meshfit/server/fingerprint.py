@@ -37,7 +37,7 @@ def facts_of(job: Job, model: nn.Module, source: Source | SampleStream) -> Facts
         "seed": job.seed,
         "shuffle": job.shuffle,
         "samples": None if isinstance(source, SampleStream) else len(source),
-        "loss": _name(job.step or job.loss),
+        "loss": _name(job.phases[0].objective.step or job.loss),
         "model": hashlib.sha256("\n".join(tensors).encode()).hexdigest(),
         "tensors": _few(tensors),
         "held": [_sums(t) for t in held.values()],

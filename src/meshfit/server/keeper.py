@@ -17,6 +17,7 @@ from meshfit.anatomy.probe_optimizer import probe_optimizer
 from meshfit.errors import PlanError
 from meshfit.exchange.parcel import Parcel, shares
 from meshfit.exchange.update import Average, Update, Updated, total_norm
+from meshfit.optimizers import Optimizers
 from meshfit.server.running_statistics import RunningStatistics
 
 
@@ -31,7 +32,7 @@ class Keeper:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         scheduler: Any = None,
         *,
         index: int = 0,
@@ -190,7 +191,7 @@ class Keeper:
                 mine.copy_(tensors[f"average/{name}"])
 
 
-def load_schedule(optimizer: torch.optim.Optimizer, scheduler: Any, facts: dict[str, Any], done: int = 0) -> None:
+def load_schedule(optimizer: Optimizers, scheduler: Any, facts: dict[str, Any], done: int = 0) -> None:
     """Have ``scheduler``, which has been stepped ``done`` times, and the groups of ``optimizer`` as a keeper's facts
     say."""
     if scheduler is not None and facts["schedule"] is not None:
@@ -204,7 +205,7 @@ def load_schedule(optimizer: torch.optim.Optimizer, scheduler: Any, facts: dict[
         group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in kept.items()})
 
 
-def _restrict(optimizer: torch.optim.Optimizer, kept: Collection[nn.Parameter]) -> None:
+def _restrict(optimizer: Optimizers, kept: Collection[nn.Parameter]) -> None:
     """Let ``optimizer`` forget all parameters but ``kept``. Its groups stay, some maybe empty: schedules count them."""
     for group in optimizer.param_groups:
         names = group.get("param_names")

@@ -4,12 +4,14 @@ They are no ranks: in no process group, on no device of the plan. When one is ki
 must go on from the same step: each from the newest snapshot that all of them have.
 """
 
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from meshfit.errors import Died
 from meshfit.launch.devices import Devices
-from meshfit.launch.local import Died, LocalRanks
+from meshfit.launch.local import LocalRanks
 from meshfit.launch.rank import Work
 
 MOST_STARTS = 8  # of a run: what dies more often dies of something that another start does not mend
@@ -18,8 +20,9 @@ MOST_STARTS = 8  # of a run: what dies more often dies of something that another
 class Servers:
     """``count`` processes, each running ``work(world, channel)``, that meet the ranks in ``folder``."""
 
-    def __init__(self, work: Work, *, count: int, folder: str, log: Path | None = None):
-        self._work, self._count, self._folder, self._log = work, count, folder, log
+    def __init__(self, work: Work, *, count: int, folder: str, hang: float = math.inf, log: Path | None = None):
+        """``hang``: seconds after which one that is stopped is ended."""
+        self._work, self._count, self._folder, self._log, self._hang = work, count, folder, log, hang
         self._starts = 0
         self.notes: list[str] = []
         """What they had to say, and what became of them, in words."""
@@ -28,13 +31,13 @@ class Servers:
         self._start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._ranks.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
+        self._ranks.__exit__(kind, *error)
 
     def _start(self) -> None:
         self._starts += 1
         how: dict[str, Any] = {"role": "server", "folder": self._folder, "joined": False, "log": self._log}
-        self._ranks = LocalRanks(self._work, size=self._count, devices=Devices("cpu", None), **how)
+        self._ranks = LocalRanks(self._work, size=self._count, devices=Devices("cpu", None), hang=self._hang, **how)
         self._ranks.__enter__()
 
     @property
@@ -42,8 +45,11 @@ class Servers:
         return self._ranks.fds
 
     def watch(self) -> None:
-        """Report those that have stalled."""
-        self._ranks.watch()
+        """Report those that have stalled; start them again if one hangs."""
+        try:
+            self._ranks.watch()
+        except Died as death:
+            self._start_again(death)
 
     def look(self) -> None:
         """Receive what was sent; start them again if one was killed. Raises what one of them has raised."""
@@ -53,11 +59,14 @@ class Servers:
         except TimeoutError:
             return
         except Died as death:
-            if self._starts == MOST_STARTS:
-                raise
-            self.notes.append(f"{death.headline}, and was started again")
-            self._ranks.__exit__()
-            self._start()
+            self._start_again(death)
+
+    def _start_again(self, death: Died) -> None:
+        if self._starts == MOST_STARTS:
+            raise death
+        self.notes.append(f"{death.headline}, and was started again")
+        self._ranks.__exit__()
+        self._start()
 
     def finish(self, within: float) -> None:
         """Wait until all are done, their last worker gone; not longer than ``within`` seconds without a word."""

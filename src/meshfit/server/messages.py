@@ -21,6 +21,7 @@ WORDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "hello": {"layout": lambda value: isinstance(value, list), "version": whole, "incarnation": text},
     "join": {"job": lambda value: value is ABSENT or isinstance(value, dict)},
     "push": {"loss": number, "count": number, "stop": number, "broken": number, "samples": count}
+    | {"values": lambda value: isinstance(value, list) and all(map(number, value))}
     | {"ticket": lambda value: value is None or whole(value), "members": workers, "round": text, "reached": bits},
     "meet": {"round": text, "number": whole, "said": text},
     "agree": {"summed": workers},

@@ -14,16 +14,16 @@ from torch.utils.data import IterableDataset
 from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.resume import saved
-from meshfit.coordination import last_step
-from meshfit.data.datasets import SampleStream
+from meshfit.data.datasets import Recipe, SampleStream
 from meshfit.data.loader import Loader
 from meshfit.errors import DataError, PlanError
 from meshfit.events import Events
-from meshfit.job import Job
+from meshfit.job import NO_EVALUATION, Job, plan_of
 from meshfit.launch.channel import Channel
 from meshfit.launch.world import World
 from meshfit.plan import Plan
 from meshfit.run import Run
+from meshfit.run.coordination import last_step
 from meshfit.server.fingerprint import facts_of
 from meshfit.server.join import Invitation, addresses
 from meshfit.server.keeper import Keeper
@@ -32,7 +32,9 @@ from meshfit.server.settings import ServerSettings
 from meshfit.server.snapshot import common
 from meshfit.version import VERSION
 
-EVALUATING = 24 * 3600.0  # seconds of silence where one worker may evaluate, or save, while the others wait for it
+EVALUATING = 24 * 3600.0  # seconds of silence where one worker may evaluate, or save, while the others wait for it:
+# the caller, which sees whether it gets on, ends one that hangs long before
+LONGER = 60.0  # seconds
 SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or, of much, one step for every 4 MiB
 
 
@@ -54,11 +56,18 @@ def own_batch(job: Job) -> int:
 def check(job: Job) -> None:
     """Refuse, in the caller, what servers cannot hand out, and what asynchronous workers cannot do."""
     plan = plan_of(job)
-    if isinstance(job.data, IterableDataset):
+    recipe: Recipe = job.data
+    if isinstance(recipe.data, IterableDataset):
         raise _no_stream(plan)
+    if recipe.length is not None or (recipe.loader is not None and recipe.loader.batching is not None):
+        raise PlanError(
+            f"{plan}: servers hand out batches of one size, in an order of their own",
+            "length=, batch_tokens= and samplers make others",
+            f"{replace(plan, server=0, staleness=0, late='none', compress='none', lost='redo')} works",
+        )
     if plan.staleness:
         own_batch(job)
-        for name in ("best", "patience"):
+        for name in ("best", "patience", "keep_best"):
             if getattr(job, name) is not None:
                 raise PlanError(
                     f"{plan}: {name}= compares evaluations, and asynchronous workers evaluate weights of their own",
@@ -87,7 +96,8 @@ def expendable(job: Job) -> range:
 
 def last_ticket(job: Job, loader: Loader) -> int | None:
     """Of asynchronous workers: how many gradients there are to be."""
-    return last_step(job, -(-_samples(plan_of(job), loader) // own_batch(job)))
+    each = -(-_samples(plan_of(job), loader) // own_batch(job))
+    return last_step(job, lambda epochs: epochs * each)
 
 
 def _samples(plan: Plan, loader: Loader) -> int:
@@ -117,7 +127,7 @@ class ServerProcess:
         job, plan = self.job, plan_of(self.job)
         folders = [Path(world.folder) / f"kept{i}" for i in range(plan.server)]
         steps = job.steps if job.steps is None or not plan.staleness else -(-job.steps // plan.data)
-        nothing = {"valid": None, "metrics": {}, "best": None, "patience": None, "checkpoint": None}
+        nothing = {**NO_EVALUATION, "checkpoint": None}
         alone = replace(job, plan=Plan(compile="none"), steps=steps, **nothing)
         run = Run(alone, World(0, 1, torch.device("cpu")))
         with saved(run, self.folder):
@@ -193,10 +203,6 @@ def _snapshot_steps(run: Run) -> int:
 
 
 def patience_of(job: Job) -> float:
-    """Seconds for which a worker or server may be silent."""
+    """Seconds for which a worker may be silent, until servers drop it. Workers are more patient with servers (LONGER),
+    and those of one worker with each other: else all would give up together with the one that hangs."""
     return job.timeout if job.valid is None and job.checkpoint is None else max(job.timeout, EVALUATING)
-
-
-def plan_of(job: Job) -> Plan:
-    assert isinstance(job.plan, Plan)
-    return job.plan

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.exchange.parcel import Parcel
-from meshfit.torch_private import BatchNorm
+from meshfit.torch_private.modules import BatchNorm
 
 
 class RunningStatistics:

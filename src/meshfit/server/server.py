@@ -30,7 +30,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from meshfit.events import current
@@ -135,22 +135,29 @@ class Server:
 
     def _serve(self, wire: Wire) -> None:
         client = None
-        try:
-            client = self._greet(wire)
-            if client is None:
-                return
-            while self._answer(client, client.wire.recv(self._into(client), check=lambda m: self._check(client, m))):
-                pass
-            self.drop(client.id, "", client)
-        except (ConnectionLost, TimeoutError, WireError) as error:
-            if isinstance(error, WireError):
-                self._refuse(wire, error)
-            if client is not None:
-                self.drop(client.id, str(error), client)
-        except Exception as error:  # an optimizer that raises, say: no step can follow
-            self._fail(error)
-        finally:
-            wire.close()
+        with ExitStack() as turn:
+            turn.callback(wire.close)
+            try:
+                hello = self._hello(wire)
+                if hello is None:
+                    return
+                client = self._client(wire, hello)
+                turn.enter_context(self._turn(client))
+                self._admit(client, hello.words)
+                self._work_for(client)
+                self.drop(client, "")
+            except (ConnectionLost, TimeoutError, WireError) as error:
+                if isinstance(error, WireError):
+                    self._refuse(wire, error)
+                if client is not None:
+                    self.drop(client, str(error))
+            except Exception as error:  # an optimizer that raises, say: no step can follow
+                self._fail(error)
+
+    def _work_for(self, client: Client) -> None:
+        check = lambda message: self._check(client, message)
+        while self._answer(client, client.wire.recv(self._into(client), check=check)):
+            pass
 
     def _fail(self, error: Exception) -> None:
         with self.lock:
@@ -176,37 +183,54 @@ class Server:
         with suppress(ConnectionLost):
             wire.send("error", words={"headline": error.headline, "facts": list(error.facts)})
 
-    def _greet(self, wire: Wire) -> Client | None:
+    def _hello(self, wire: Wire) -> Message | None:
+        """The first words of a worker that holds the same model. None: it wanted to know what this run is."""
         hello = wire.recv(timeout=GREETING_SECONDS, check=check_words)
-        words = hello.words
         if hello.kind == "join" and self.invitation is not None:
-            self._invite(wire, words, self.invitation)
+            self._invite(wire, hello.words, self.invitation)
             return None
         mine = [self.keeper.parcel.digest, self.keeper.statistics.parcel.digest, self.codec.word]
-        if hello.kind != "hello" or words.get("layout") != mine:
+        if hello.kind != "hello" or hello.words.get("layout") != mine:
             for fd in hello.fds:
                 os.close(fd)
             raise WireError(
                 "a worker holds another model than the server, or another part of it",
                 "names, shapes, dtypes and strides of all trained parameters must be the same, and compress=",
             )
+        return hello
+
+    def _client(self, wire: Wire, hello: Message) -> Client:
         if hello.fds:
             memory = SharedMemory.map(hello.fds[0], self.up_bytes, self.keeper.bytes)
         else:
             memory = SharedMemory.own(self.up_bytes, self.keeper.bytes)
-        wire.local = bool(hello.fds)
-        wire.worker = worker = hello.worker
+        wire.local, wire.worker = bool(hello.fds), hello.worker
         with self.lock:
-            if worker in self.clients:  # its old connection is of no use to it any more
-                self.clients.pop(worker).wire.close()
-            record = self.records.setdefault(worker, ClientRecord())
-            client = Client(worker, wire, memory, self.codec, record)
+            record = self.records.setdefault(hello.worker, ClientRecord())
+        return Client(hello.worker, wire, memory, self.codec, record)
+
+    def _turn(self, client: Client) -> threading.Lock:
+        """To serve this worker. Its old connection is closed, and what was under way there is carried out to its end
+        before a new request is heard: both have the same memory."""
+        with self.lock:
+            old = self.clients.get(client.id)
+            if old is not None:
+                old.replaced = True
+                old.wire.close()
+                self.lock.notify_all()
+        return client.record.turn
+
+    def _admit(self, client: Client, words: dict[str, Any]) -> None:
+        worker, wire = client.id, client.wire
+        returns = words["incarnation"] == self.incarnation  # and has the weights that it was given
+        with self.lock:
+            if self._closed:
+                raise ConnectionLost("the server is closed")
             lost = words["version"] - self.version
-            if lost > 0 and words["incarnation"] != self.incarnation:
+            if lost > 0 and not returns:
                 self.note(
                     f"worker {worker} had seen step {words['version']}: {lost} steps were lost and are done again"
                 )
-            returns = words["incarnation"] == self.incarnation  # and has the weights that it was given
             if not returns:
                 self._fill(client)
             if worker >= self.settings.workers and self.coordinates:
@@ -218,10 +242,9 @@ class Server:
         wire.send(
             "welcome",
             version=self.version,
-            words={"incarnation": self.incarnation, "applied": record.applied} | self._facts(),
-            payload=None if hello.fds or returns else view(memory.down),
+            words={"incarnation": self.incarnation, "applied": client.record.applied} | self._facts(),
+            payload=None if wire.local or returns else view(client.memory.down),
         )
-        return client
 
     def _invite(self, wire: Wire, words: dict[str, Any], invitation: Invitation) -> None:
         """Say what this run is; to one that says what it has, also who it is to be."""
@@ -305,7 +328,13 @@ class Server:
     def wait(self, client: Client, ready: Callable[[], bool], tick: Callable[[], None] = lambda: None) -> None:
         """Until ``ready``, as long as this worker is connected."""
         while not ready():
-            if self._closed or self.failed or self.clients.get(client.id) is not client or client.wire.gone():
+            if (
+                self._closed
+                or self.failed
+                or client.replaced
+                or self.clients.get(client.id) is not client
+                or client.wire.gone()
+            ):
                 raise ConnectionLost("left while it waited for others")
             self.lock.wait(LOOK_SECONDS)
             tick()
@@ -340,11 +369,11 @@ class Server:
         self.notes.append(what)
         self._report(what)
 
-    def drop(self, worker: int, why: str, client: Client | None = None) -> None:
+    def drop(self, client: Client, why: str) -> None:
         """Count a worker as gone: it left, or was lost because of ``why``."""
+        worker = client.id
         with self.lock:
-            here = self.clients.get(worker)
-            if here is None or (client is not None and here is not client) or self._closed:
+            if self.clients.get(worker) is not client or client.replaced or self._closed:
                 return
             self.clients.pop(worker).wire.close()
             if why:

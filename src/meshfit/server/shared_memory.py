@@ -9,7 +9,6 @@ The file has no name, so nothing is left of it when both have gone, however they
 neither can take its pages from under the other.
 """
 
-import fcntl
 import mmap
 import os
 from dataclasses import dataclass
@@ -49,6 +48,8 @@ class SharedMemory:
         if os.fstat(fd).st_size != _size(up, down):
             raise WireError(f"shared memory of {os.fstat(fd).st_size} bytes", f"{_size(up, down)} were agreed")
         if hasattr(os, "memfd_create"):
+            import fcntl
+
             try:
                 sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             except OSError:

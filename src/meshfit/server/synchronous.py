@@ -160,8 +160,8 @@ class SynchronousCoordinator:
     def _hung(self, round: Round, missing: set[int], since: float) -> None:
         """Give up on those that are connected, but do not send."""
         if time.monotonic() - since > self.settings.patience and round.reply is None and not round.dead:
-            for worker in missing:
-                self.server.drop(worker, f"sent nothing for {self.settings.patience:g} s")
+            for client in [self.server.clients[worker] for worker in missing if worker in self.server.clients]:
+                self.server.drop(client, f"sent nothing for {self.settings.patience:g} s")
 
     def _complete(self, round: Round) -> None:
         if round.reply is None and not round.dead and not round.missing and round.pushes:
@@ -181,6 +181,7 @@ class SynchronousCoordinator:
             "count": sum(words["count"] for words in sent),
             "stop": sum(words["stop"] for words in sent),
             "broken": [broken.get(id, 0.0) for id in round.members],
+            "values": [sum(each) for each in zip(*(words["values"] for words in sent), strict=False)],
             "summed": workers,
             "square": self.keeper.square(),
         }

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.cost import Cost
 from meshfit.errors import RankError
-from meshfit.exchange.allreduce import StepScalars
 from meshfit.exchange.parcel import shares
-from meshfit.exchange.protocol import RepeatBatch
+from meshfit.exchange.protocol import RepeatBatch, StepScalars
 from meshfit.exchange.server_cost import Payload
 from meshfit.exchange.server_cost import worker as worker_cost
 from meshfit.exchange.update import Updated
@@ -83,7 +82,7 @@ class Worker:
         self.sequence, self.again = 0, 0
         """Of its requests; and how often a batch had to be done again."""
         self._round, self._meetings, self._pushed = "", 0, False
-        self._scalars: dict[str, Any] = {}
+        self._own = StepScalars()
         self._reached: set[Tensor] = set()
         self._payload = Payload.of(model, servers=len(addresses), compress=compress)
         self._hooks = [p.register_post_accumulate_grad_hook(self._reached.add) for p in self.parameters]
@@ -134,13 +133,15 @@ class Worker:
 
     # A step, as the loop sees it
 
-    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
+    def arm(self, own: StepScalars) -> None:
         """The next backward is the last of this step."""
-        self._scalars = {"loss": loss, "count": count, "stop": stop, "broken": broken}
+        self._own = own
 
     def finish(self) -> StepScalars:
         """Send the gradients; the sums over all workers."""
-        words: dict[str, Any] = {key: float(value) for key, value in self._scalars.items()}
+        own = self._own
+        words: dict[str, Any] = {"loss": float(own.loss), "count": float(own.count), "stop": float(own.stop)}
+        words |= {"broken": float(own.broken[0]), "values": [float(value) for value in own.values]}
         words |= {"samples": float(self.samples)}
         words |= {"ticket": self.ticket, "members": self.members, "round": self._round}
         self.at_work = False
@@ -153,7 +154,7 @@ class Worker:
         self.norm = torch.tensor(math.sqrt(sum(each["square"] for each in replies)), dtype=torch.float64)
         first = replies[0]
         self.summed = len(first["summed"]) == len(self.members)
-        return StepScalars(first["loss"], first["count"], first["stop"], first["broken"])
+        return StepScalars(first["loss"], first["count"], first["stop"], first["broken"], first["values"])
 
     def meet(self, said: str) -> list[str]:
         """Say something to those that share the batch, in the middle of it; what each says, in their order."""
@@ -341,7 +342,14 @@ class ServerUpdate:
         """The schedule is the servers'."""
 
     def __call__(
-        self, gradients: list[Tensor], loss: Tensor | float, correction: Tensor | float = 1.0, norm: Any = None
+        self,
+        gradients: list[Tensor],
+        loss: Tensor | float,
+        correction: Tensor | float = 1.0,
+        norm: Any = None,
+        *,
+        last: bool = True,
+        again: Any = None,
     ) -> Updated:
         assert self.worker.norm is not None
         return self.worker.step(float(loss), float(correction), float(self.worker.norm))

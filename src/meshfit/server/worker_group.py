@@ -12,7 +12,7 @@ so all ranks have the same batch, the same weights, and repeat a batch together.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, volume
 from meshfit.checkpoint.pieces import layout_of
+from meshfit.comm.objects import all_gather_object, broadcast_object
 from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.events import current
-from meshfit.exchange.allreduce import StepScalars
-from meshfit.exchange.protocol import RepeatBatch
+from meshfit.exchange.protocol import RepeatBatch, StepScalars
 from meshfit.exchange.server_cost import BROADCAST, Payload, worker_group
 from meshfit.exchange.update import Updated
 from meshfit.server.shared_memory import SharedMemory
@@ -61,8 +61,8 @@ class WorkerGroup:
         self.parameters = inner.parameters
         self.named = dict(placed.model.named_parameters())
         self.worker: Worker | None = None
-        self.samples = 0.0
-        """Of this rank in the batch under way."""
+        self.samples, self.values = 0.0, 0
+        """Of this rank in the batch under way; how many numbers are summed beside the loss."""
         self.norm: Tensor | None = None
         """Of the gradients of all workers, as summed, after ``finish``."""
         self.moved = {"push": 0, "pull": 0}
@@ -116,8 +116,7 @@ class WorkerGroup:
             for piece in layout_of(self.placed, tensor).pieces
             if volume(piece.box)
         ]
-        every: list[list[tuple[str, Box]]] = [[]] * self.size
-        dist.all_gather_object(every, [(name, piece.box) for name, _, piece in pieces])
+        every = all_gather_object([(name, piece.box) for name, _, piece in pieces])
         first: dict[tuple[str, Box], int] = {}
         for rank, boxes in enumerate(every):
             for each in boxes:
@@ -162,7 +161,7 @@ class WorkerGroup:
 
     def _first(self, act: Callable[[Worker], Sequence[float] | None] = lambda worker: None) -> list[float]:
         """What ``act`` returns in the first rank, on all; ``RepeatBatch`` too: weights and place are then new."""
-        said = torch.zeros(BROADCAST + self.workers, dtype=torch.float64)
+        said = torch.zeros(BROADCAST + self.workers + self.values, dtype=torch.float64)
         if (worker := self.worker) is not None:
             again, found = 0.0, None
             try:
@@ -204,8 +203,9 @@ class WorkerGroup:
 
     # A step, as the loop sees it
 
-    def arm(self, loss: Tensor | float, count: Tensor | float, *, stop: bool, broken: Tensor | bool) -> None:
-        self.inner.arm(loss, count, stop=stop, broken=broken)
+    def arm(self, own: StepScalars) -> None:
+        self.values = len(own.values)
+        self.inner.arm(own)
 
     def finish(self) -> StepScalars:
         """Send the gradients; the sums over all workers."""
@@ -215,7 +215,6 @@ class WorkerGroup:
         flags[-1] = self.samples * self.shares / self.size  # ranks of one share have the same samples
         current().moved("all_reduce", flags.nbytes)
         dist.all_reduce(flags)  # and all have put their parts in place
-        loss, count, stop = (float(each) for each in (scalars.loss, scalars.count, scalars.stop))
         broken = any(float(each) for each in scalars.broken)
         mixed_up = self.inner.norm is not None and bool(torch.as_tensor(self.inner.norm).isnan())
 
@@ -226,15 +225,17 @@ class WorkerGroup:
                 worker.named[name].grad = view
             worker.reach(name for name, flag in zip(names, flags.tolist(), strict=False) if flag)
             worker.samples = float(flags[-1])
-            worker.arm(loss, count, stop=bool(stop), broken=broken)
+            worker.arm(replace(scalars, broken=[broken]))
             sums = worker.finish()
             assert worker.norm is not None
-            said = (sums.loss, sums.count, sums.stop, worker.norm, *sums.broken[: self.workers])
+            not_finite = [*sums.broken, *[0.0] * self.workers][: self.workers]
+            said = (sums.loss, sums.count, sums.stop, worker.norm, *sums.values, *not_finite)
             return [float(each) for each in said]
 
         loss, count, stop, norm, *every = self._first(push)
+        values, every = every[: self.values], every[self.values :]
         self.norm = torch.tensor(norm, dtype=torch.float64)
-        return StepScalars(loss, count, stop, [flag for flag in every for _ in range(self.inner.degree)])
+        return StepScalars(loss, count, stop, [flag for flag in every for _ in range(self.inner.degree)], values)
 
     def step(self, loss: float, correction: float, norm: float) -> Updated:
         """Have the servers step, and take their weights."""
@@ -278,9 +279,7 @@ class WorkerGroup:
 
     def state(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
         """What each server keeps, whole: see ``mine``."""
-        found: list[Any] = [None if self.worker is None else [str(path) for path in self.worker.kept()]]
-        dist.broadcast_object_list(found)
-        every = put_down([Path(path) for path in found[0]])
+        every = put_down(broadcast_object([] if self.worker is None else list(self.worker.kept())))
         dist.barrier()  # nothing is put there anew before all have read it
         return every
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshfit.launch.world import World
 from meshfit.plan import DEGREES, Plan
-from meshfit.torch_private import become_world
+from meshfit.torch_private.groups import become_world
 
 Group = dist.ProcessGroup | None
 

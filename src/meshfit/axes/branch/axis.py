@@ -24,7 +24,7 @@ from meshfit.anatomy.branches import branches
 from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cuts import StageCut, Stages
 from meshfit.anatomy.record import Recording, TraceError
-from meshfit.anatomy.trace import Event, Trace
+from meshfit.anatomy.trace import Event, Trace, only
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.branch.assign import Dealt, deal
 from meshfit.axes.branch.flow import ALL, Flow, StagePhases, detached
@@ -33,14 +33,14 @@ from meshfit.axes.branch.order import reordered, side_by_side
 from meshfit.axes.branch.program import BranchProgram
 from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.audit import faithful
-from meshfit.axes.pipeline.axis import only, pipeline_of
 from meshfit.axes.pipeline.cut import Split, hollow, part_of
 from meshfit.axes.pipeline.program import Programs, Replayed, layout_of
+from meshfit.axes.pipeline.stages import pipeline_of
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.units import Whole, _relative
 from meshfit.comm.draws import Stream
 from meshfit.comm.transport import Layout, packed_size
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost, tallied
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
 
@@ -142,20 +142,20 @@ def branch_cost(
 ) -> tuple[Trace, Cost]:
     """What ``rank`` runs of the trace (of one microbatch), and what it says to others in forward and backward; of
     a pipeline, in ``stages``."""
-    trace, calls, moved = found.trace, {"broadcast": 0, "all_reduce": 0}, {"broadcast": 0, "all_reduce": 0}
+    trace, calls, how = found.trace, [], {"degree": len(found.dealt.loads), "count": microbatches, "axis": "branch"}
     for phases in (found.phases.phases[stage] for stage in stages):
         own = {event for phase in phases for some in phase.own for event in some}
         for phase in phases:
             for ids in phase.joins:
-                size = packed_size(layout_of(trace, id) for id in ids)
-                calls["broadcast"] += bool(size)
-                moved["broadcast"] += size
+                if size := packed_size(layout_of(trace, id) for id in ids):
+                    calls.append(CollectiveCall("broadcast", size, phase="forward", **how))
             back = [id for id in phase.enters if trace.values[id].needs_grad and not detached(trace, id, own)]
             entered = [layout_of(trace, id) for id in back]
-            calls["all_reduce"] += len({layout.dtype for layout in entered})
-            moved["all_reduce"] += sum((_count(layout) + 1) * layout.dtype.itemsize for layout in entered)
-    calls, moved = ({k: n * microbatches for k, n in many.items() if n} for many in (calls, moved))
-    return found.part(rank), Cost(calls=calls, moved=moved)
+            for dtype in {layout.dtype for layout in entered}:
+                size = sum((_count(layout) + 1) * dtype.itemsize for layout in entered if layout.dtype == dtype)
+                named = str(dtype).removeprefix("torch.")
+                calls.append(CollectiveCall("all_reduce", size, phase="backward", dtype=named, **how))
+    return found.part(rank), Cost(collectives=tallied(calls))
 
 
 def _count(layout: Layout) -> int:

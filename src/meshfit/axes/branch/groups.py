@@ -14,9 +14,8 @@ from itertools import product
 import numpy as np
 
 from meshfit.anatomy.branches import branches
-from meshfit.anatomy.trace import Trace
+from meshfit.anatomy.trace import Trace, only
 from meshfit.axes.branch.flow import Flow
-from meshfit.axes.pipeline.axis import only
 
 LEAST = 0.002
 """Share of the model's cost below which a branch is left in the trunk."""

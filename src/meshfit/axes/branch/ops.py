@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshfit.axes.spec import from_local, locals_of, to_local
 from meshfit.comm.group import Group, RankGroup
+from meshfit.comm.objects import all_gather_object
 from meshfit.comm.transport import Layout, packed, packed_size, unpacked
 from meshfit.errors import JobError
 from meshfit.events import current
@@ -36,9 +37,7 @@ class Line:
 
     def agree(self, mine: Sequence[Tensor]) -> Layouts:
         """What all ranks have to hand out: what autocast makes of it shows only when it runs."""
-        every: list[Any] = [None] * self.ranks.size
-        dist.all_gather_object(every, locals_of(mine)[1], group=self.ranks.group)
-        return tuple(every)
+        return tuple(all_gather_object(locals_of(mine)[1], self.ranks.group))
 
     def hand_out(self, mine: Sequence[Tensor], layouts: Layouts) -> list[list[Tensor]]:
         """What each rank has, on all; this rank's own is left out."""

@@ -6,7 +6,7 @@ buffers.combine()                              after the last forward: over micr
 buffers.commit()                               the step is taken; or drop()
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from meshfit.axes.buffers.find import BufferWriter, Written
 from meshfit.axes.buffers.totals import Totals
 from meshfit.axes.buffers.trace import Collect, Differs, look_away
+from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.forward import wrap
 from meshfit.comm.group import Group
 from meshfit.errors import JobError
-from meshfit.torch_private import own_buffers, own_parameters
+from meshfit.torch_private.kernels import foreach_add, foreach_copy_
+from meshfit.torch_private.modules import own_buffers, own_parameters
 
 
 @dataclass(eq=False, slots=True)
@@ -197,3 +199,21 @@ def look_away_from(buffers: Buffers) -> None:
     for path in {path for writer in buffers.writers for path in writer.opaque}:
         if path in paths:
             wrap(paths[path], look_away)
+
+
+class Statistics:
+    """Running statistics, and other buffers that a forward writes, as they were before a step, for a step that is then
+    not taken."""
+
+    def __init__(self, model: nn.Module, others: Collection[str] = ()):
+        buffers = [buffer for norm in batch_norms(model) for buffer in norm.buffers()]
+        buffers += [buffer for name, buffer in model.named_buffers() if name in others]
+        kinds = {buffer.dtype for buffer in buffers}
+        self._buffers = [[buffer for buffer in buffers if buffer.dtype is kind] for kind in kinds]
+
+    def snapshot(self) -> list[list[Tensor]]:
+        return [list(foreach_add(same, 0)) for same in self._buffers]
+
+    def restore(self, snapshot: list[list[Tensor]]) -> None:
+        for same, kept in zip(self._buffers, snapshot, strict=True):
+            foreach_copy_(same, kept)

@@ -20,14 +20,10 @@ import torch
 from torch import Tensor
 
 from meshfit.anatomy.aten import StridedView
-from meshfit.torch_private import (
-    ThreadValue,
-    TorchDispatchMode,
-    storage_id,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
+from meshfit.torch_private.autograd import ThreadValue
+from meshfit.torch_private.operators import TorchDispatchMode
+from meshfit.torch_private.tensors import storage_id
+from meshfit.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
 SUM, MEAN, MAX, MIN = "sum", "mean", "max", "min"
 SAME = ("aten.detach.default", "aten.alias.default")

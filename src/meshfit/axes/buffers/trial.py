@@ -15,7 +15,7 @@ from meshfit.axes.buffers.trace import BufferUpdate, Collect, Differs, Opaque, l
 from meshfit.axes.buffers.watch import named_state, undisturbed
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
-from meshfit.torch_private import own_buffers, own_parameters
+from meshfit.torch_private.modules import own_buffers, own_parameters
 
 TRIED, FEWER = 13, 5
 """Samples, and fewer of them. Primes: dims that go with them are those of samples."""

@@ -9,7 +9,7 @@ and BatchNorms talk to other ranks) the whole cannot be compiled, but its blocks
 acts, those parts in which nothing does.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +21,8 @@ from torch import nn
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis
+from meshfit.axes.compile.parts import BlockOfParts
 from meshfit.axes.compile.pieces import InPieces
-from meshfit.axes.compile.rows import BlockOfRows
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.forward import wrap
 from meshfit.axes.pipeline.cut import Shell
@@ -32,7 +32,7 @@ from meshfit.errors import PlanError
 from meshfit.launch.peak import peak_flops
 from meshfit.plan import Plan
 from meshfit.schedule.actions import V_SHAPED, usual_chunks
-from meshfit.torch_private import compiling_alike
+from meshfit.torch_private.compilation import compiling_alike
 
 if TYPE_CHECKING:
     from meshfit.axes.find import Study
@@ -40,11 +40,6 @@ if TYPE_CHECKING:
 
 INSIDE = ("pipeline", "context", "branch", "tensor", "expert")
 """Axes along which ranks communicate in the middle of a forward."""
-
-SPREAD = {
-    "context": "activations are tensors of a class of their own there, which the compiler does not see through",
-}
-"""Axes that act inside every block, and how."""
 
 BLOCKS_A_STAGE = 2
 """Blocks that a stage of a pipeline has at least, for "auto" to keep them in one piece."""
@@ -95,45 +90,43 @@ class CompileAxis(Axis):
     word = "compile"
 
     def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
-        acts_inside = plan.cuts or plan.recompute == "full" or any(getattr(plan, axis) > 1 for axis in INSIDE)
+        acts_inside = plan.cuts or plan.recomputed_blocks == "full" or plan.head_loss or plan.offloads("activations")
+        acts_inside = acts_inside or any(getattr(plan, axis) > 1 for axis in INSIDE)
         acts_inside = acts_inside or (plan.joins_batchnorms and bool(batch_norms(model)))
         # these split what is one then; under tensor sums are hidden behind products, which a compiled backward is not
-        loses = plan.branch > 1 or plan.tensor > 1 or (plan.pipeline > 1 and plan.schedule in V_SHAPED)
+        loses = plan.branch > 1 or plan.tensor > 1 or plan.context > 1
+        loses = loses or (plan.pipeline > 1 and plan.schedule in V_SHAPED)
         by_itself = plan.compile == "auto" and device == "cuda" and acts_inside and not loses
-        return (plan.compile == "block" or by_itself) and all(getattr(plan, axis) == 1 for axis in SPREAD)
+        return plan.compile == "block" or by_itself
 
     def refuse(self, plan: Plan, model: nn.Module) -> None:
         norms = batch_norms(model)
-        spread = [axis for axis in SPREAD if getattr(plan, axis) > 1]
         if plan.compile == "whole":
             inside = {
                 f"shard={plan.shard} gathers weights": plan.shard > 1,
-                "offload=parameters fetches weights": plan.offload == "parameters",
+                "offload=parameters fetches weights": plan.offloads("parameters"),
                 f"tensor={plan.tensor} sums activations over ranks": plan.tensor > 1,
                 f"context={plan.context} gathers keys and values": plan.context > 1,
                 f"pipeline={plan.pipeline} hands them on": plan.pipeline > 1,
                 f"expert={plan.expert} sends them to experts": plan.expert > 1,
                 f"branch={plan.branch} hands them round": plan.branch > 1,
-                f"recompute={plan.recompute} runs blocks twice": plan.recompute != "none",
+                f"recompute={plan.recomputed_blocks} runs blocks twice": plan.recomputed_blocks != "none",
+                "recompute=loss takes the logits in chunks": plan.head_loss,
+                "offload=activations moves what is saved": plan.offloads("activations"),
                 f"{len(norms)} BatchNorms talk to the other ranks": bool(norms) and plan.joins_batchnorms,
             }
             if any(inside.values()):
                 raise PlanError(
                     f"{plan}: this model cannot be compiled whole",
                     f"in the middle of the forward {' and '.join(what for what, so in inside.items() if so)}",
-                    f"{replace(plan, compile='none' if spread else 'block')} works"
+                    f"{replace(plan, compile='block')} works"
                     + ("; so does batchnorm=local beside compile=whole" if norms and plan.joins_batchnorms else ""),
                 )
-        if plan.compile == "block" and spread:
-            raise PlanError(
-                f"{plan}: blocks are not compiled where {spread[0]}={getattr(plan, spread[0])} acts inside them",
-                SPREAD[spread[0]],
-                f"{replace(plan, compile='none')} works",
-            )
-        if plan.compile == "block" and plan.recompute == "selective":
+        if plan.compile == "block" and plan.recomputed_blocks == "selective":
             raise PlanError(
                 f"{plan}: compiled blocks choose for themselves what to compute again",
-                f"{replace(plan, recompute='none')} does so; {replace(plan, recompute='full')} keeps least",
+                f"{replace(plan, recompute=plan.recompute.replace('selective', 'none').replace('none+', ''))} does so;"
+                f" {replace(plan, recompute=plan.recompute.replace('selective', 'full'))} keeps least",
             )
 
     def find(self, study: "Study") -> "FoundBlocks":
@@ -144,10 +137,12 @@ class CompileAxis(Axis):
             return FoundBlocks()
         experts = study.found("expert")
         acting = [] if experts is None else [mixture.module for mixture in experts.mixtures]
+        acting += [] if (head := study.found("head_loss")) is None else [head]
         acting += [path for path, kind in trace.kinds.items() if "BatchNorm" in kind and plan.joins_batchnorms]
         if (split := study.found("tensor")) is not None:
             acting += [path for region in split.regions for path in untraceable(study.model, region)]
-        found = compilable(trace, acting)
+        context = study.found("context")
+        found = compilable(trace, acting, () if context is None else context.meeting)
         stages = plan.pipeline * (plan.chunks or usual_chunks(plan.schedule)) if plan.pipeline > 1 else 0
         if plan.compile == "auto" and len(found) < BLOCKS_A_STAGE * stages:
             return FoundBlocks()  # a cut may have to go through one
@@ -159,7 +154,8 @@ class CompileAxis(Axis):
     def apply(self, placed: "Placed", finding: "FoundBlocks") -> "Blocks | None":
         held = {path for path, module in placed.model.named_modules() if not isinstance(module, Shell)}
         here = tuple(path for path in finding.paths if path in held)
-        return Blocks(placed.model, here, RankGroup.of(placed.mesh.over("tensor"))) if here else None
+        inside = [RankGroup(group) for axis in ("tensor", "context") if (group := placed.mesh.over(axis)) is not None]
+        return Blocks(placed.model, here, inside) if here else None
 
 
 @dataclass(frozen=True)
@@ -174,9 +170,10 @@ class FoundBlocks:
 class Blocks(Applied):
     """Blocks of a model that can be switched to run compiled."""
 
-    def __init__(self, model: nn.Module, paths: tuple[str, ...], tensor: RankGroup | None = None):
-        """Wraps the blocks' own forwards, so it comes before all other wrappers. ``tensor``: ranks that act in them."""
-        self._tensor = tensor
+    def __init__(self, model: nn.Module, paths: tuple[str, ...], inside: Sequence[RankGroup] = ()):
+        """Wraps the blocks' own forwards, so it comes before all other wrappers. ``inside``: groups that act in them,
+        or have split what they are given."""
+        self._inside = inside
         self._blocks, self._until = [model.get_submodule(path) for path in paths], ExitStack()
         self._compiled = False
         for block in self._blocks:
@@ -199,8 +196,8 @@ class Blocks(Applied):
             if not self._compiled:
                 return forward(*args, **kwargs)
             if compiled is None:
-                ranks = self._tensor
-                compiled = torch.compile(forward) if ranks is None else BlockOfRows(block, forward, ranks)
+                groups = self._inside
+                compiled = BlockOfParts(block, forward, groups) if groups else torch.compile(forward)
             return compiled(*args, **kwargs)
 
         return run
@@ -218,10 +215,10 @@ def own_numbers(blocks: Iterable[nn.Module]) -> set[str]:
     return found
 
 
-def compilable(trace: Trace, acting: Collection[str]) -> tuple[str, ...]:
+def compilable(trace: Trace, acting: Collection[str], meeting: Collection[str] = ()) -> tuple[str, ...]:
     """Modules to compile one by one, none inside another: blocks with arithmetic in them; not single layers of torch,
     which are one kernel. Of a block that holds a module of ``acting``, at whose calls something acts, the largest parts
-    that do not."""
+    that do not; likewise of ``meeting``, in whose own code something does, but not in all that it calls."""
     called = {event.name for event in trace.events if event.kind == "module"}
     called |= {path for event in trace.events for path in event.within}
     inside = lambda path, other: other == path or other.startswith(f"{path}.")
@@ -230,7 +227,7 @@ def compilable(trace: Trace, acting: Collection[str]) -> tuple[str, ...]:
     def take(path: str) -> None:
         if any(inside(each, path) for each in acting):
             return
-        holds = any(inside(path, each) for each in acting)
+        holds = any(inside(path, each) for each in (*acting, *meeting))
         children = [other for other in trace.kinds if other and other.rpartition(".")[0] == path]
         if holds or path not in called:
             for child in children:

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from meshfit.axes.spec import changes
-from meshfit.torch_private import compiled_at, size_hint, storage_id, tree_leaves
+from meshfit.torch_private.compilation import compiled_at, size_hint
+from meshfit.torch_private.tensors import storage_id
+from meshfit.torch_private.trees import tree_leaves
 
 MOST_PIECES = 16
 """Of a model: more hide little more, and each takes a while to compile."""

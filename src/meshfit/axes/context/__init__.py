@@ -6,9 +6,11 @@ local    functions that a rank computes on its own positions
 shapes   functions that move dims, or take some positions
 mix      functions in which positions meet: products, sums, losses
 attend   attention, by gathered keys or by heads
+causal   the first of causal attention, in parts
 carry    recurrent layers, whose state goes from rank to rank
 saved    what backward gathers again
 find     where in a model cutting begins
+meeting  in which of its modules positions meet
 recurrence  what carries a state from position to position, to say why a model is not cut
 check    the proof, before anything is trained
 """

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-from torch.nn.attention.bias import causal_lower_right
 
+from meshfit.axes.context.causal import causal_in_parts
 from meshfit.axes.context.piece import Piece, attended, rule, wholes
 from meshfit.axes.context.saved import noted
 from meshfit.axes.context.span import SplitDim
+from meshfit.axes.tensor.column import in_autocast
 from meshfit.comm.collectives import all_to_all
 from meshfit.comm.draws import own_draws
 from meshfit.comm.group import Group
@@ -60,12 +61,17 @@ def attention(
 
 
 def _on_own_queries(call: Any, q: Piece, k: Any, v: Any, mask: Any, is_causal: bool) -> Tensor:
+    attended["causal"] += is_causal
+    if is_causal and all(isinstance(x, Piece) and x.span.at(0) == q.span.at(0) for x in (k, v)):
+        own_q, own_k, own_v = (in_autocast(x.plain()) for x in (q, k, v))
+        made = causal_in_parts(own_q, own_k, own_v, q.span, q.group, call.keywords)
+        if made is not None:
+            return made
     keys, (k, v) = (k, v), wholes((k, v))
-    with noted(*keys) as joined:
+    with noted(*keys) as saving:
         if is_causal:
-            attended["causal"] += 1
-            return joined.along_positions(_causal(call, q.local, k, v, q.span.chunks(q.group.rank)))
-        return call(q.local, k, v, attn_mask=None if mask is None else _rows(mask, q.span, q.group.rank))
+            return saving.along_positions(_causal(call, q.plain(), k, v, q.span.chunks(q.group.rank)))
+        return call(q.plain(), k, v, attn_mask=None if mask is None else _rows(mask, q.span, q.group.rank))
 
 
 def _causal(call: Any, q: Tensor, k: Tensor, v: Tensor, chunks: tuple[tuple[int, int], ...]) -> list[Tensor]:
@@ -88,6 +94,8 @@ def _after(start: int, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -
     if q.is_cuda and k.shape[-2] == start + q.shape[-2]:
         params = SDPAParams(q, k, v, None, given["dropout_p"], False, given.get("enable_gqa", False))
         if can_use_flash_attention(params) or can_use_efficient_attention(params):
+            from torch.nn.attention.bias import causal_lower_right  # which imports torch's compiler
+
             return causal_lower_right(q.shape[-2], k.shape[-2])
     rows = torch.arange(start, start + q.shape[-2], device=q.device)
     return rows[:, None] >= torch.arange(k.shape[-2], device=q.device)
@@ -136,7 +144,7 @@ def _heads_of(tensors: tuple[Any, ...], group: Group) -> list[Tensor]:
     all-to-all; what is whole is there already."""
     n = group.size
     given = list({id(x): x for x in tensors if isinstance(x, Piece)}.values())
-    rows = torch.cat([x.local.unflatten(-3, (n, -1)).movedim(-4, 0).flatten(1) for x in given], 1).view(-1)
+    rows = torch.cat([x.plain().unflatten(-3, (n, -1)).movedim(-4, 0).flatten(1) for x in given], 1).view(-1)
     shapes = [[(*x.shape[:-3], x.shape[-3] // n, count, x.shape[-1]) for count in x.span.counts] for x in given]
     sizes = [[torch.Size(shape).numel() for shape in each] for each in shapes]
     taken = [sum(each) for each in zip(*sizes, strict=True)]

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from meshfit.anatomy.copies import study
+from meshfit.anatomy.operations import FusedAttention, MatrixProduct, Operation, divided, fewer_rows
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.context.check import check
 from meshfit.axes.context.find import ContextPlan, Step, begin, find
 from meshfit.axes.context.piece import guarded
-from meshfit.axes.counted import counted_cost
+from meshfit.axes.counted import HALVES, counted_cost
 from meshfit.axes.prove import Refused
 from meshfit.comm.group import RankGroup
 from meshfit.cost import Cost
@@ -64,18 +65,36 @@ def quiet(model: nn.Module) -> nn.Module:
     return model
 
 
-def context_cost(trace: Trace, plan: ContextPlan, *, microbatches: int = 1) -> tuple[Trace, Cost]:
+HIDDEN = {("all_gather", phase): "attention" for phase in ("forward", "backward")}
+"""Keys and values of the others come while a rank attends to its own: see causal.py."""
+
+
+def context_cost(trace: Trace, plan: ContextPlan, *, microbatches: int = 1, half: str = "") -> tuple[Trace, Cost]:
     """Of a step on one rank, beside the sum of the gradients. Collectives are those counted when the plan was made;
     activations are its share of those of one device."""
 
     def less(number: int) -> int:
         return round(number * plan.kept)
 
+    rows = {op.m for e in trace.events for op in e.cost.forward if isinstance(op, MatrixProduct) and op.batch == 1}
+    ways = dict(plan.attended)
+    by_heads = bool(ways.get("ulysses")) and not ways.get("gather")
+
+    def own(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+        heads = [by_heads and isinstance(op, FusedAttention) for op in operations]
+        return tuple(
+            divided(op, plan.degree) if whole else fewer_rows(op, plan.degree, rows)
+            for op, whole in zip(operations, heads, strict=True)
+        )
+
     events = tuple(
         replace(
             event,
             cost=replace(
                 event.cost,
+                forward=own(event.cost.forward),
+                backward=own(event.cost.backward),
+                again=own(event.cost.again),
                 flops=event.cost.flops // plan.degree,
                 flops_backward=event.cost.flops_backward // plan.degree,
                 kept=less(event.cost.kept),
@@ -85,7 +104,8 @@ def context_cost(trace: Trace, plan: ContextPlan, *, microbatches: int = 1) -> t
         for event in trace.events
     )
     traffic = ((1, each) for each in plan.traffic)
-    added = counted_cost(traffic, trace, samples=plan.samples, microbatches=microbatches)
+    how: dict[str, Any] = {"axis": "context", "degree": plan.degree, "hidden": HIDDEN}
+    added = counted_cost(traffic, trace, samples=plan.samples, microbatches=microbatches, half=half, **how)
     return replace(trace, events=events), added
 
 
@@ -93,15 +113,6 @@ class ContextAxis(Axis):
     word = "context"
     splits = frozenset({Splits.SEQUENCE})
     cost_needs_finding = True
-
-    def refuse(self, plan: Plan, model: nn.Module) -> None:
-        if plan.sequence == "split":
-            raise PlanError(
-                f"{plan}: context= and sequence=split both split {Splits.SEQUENCE.value}",
-                "what one of them left to a rank would be taken for all positions by the other",
-                f"{replace(plan, sequence='whole')} works",
-                _without_context(plan),
-            )
 
     def find(self, study: "Study") -> ContextPlan:
         plan, experts = study.plan, study.found("expert")
@@ -140,7 +151,12 @@ class ContextAxis(Axis):
 
     def cost(self, costing: "Costing", finding: ContextPlan) -> None:
         plan = finding if costing.stages is None else replace(finding, traffic=())
-        costing.add(context_cost(costing.trace, plan, microbatches=costing.plan.microbatches))
+        half = HALVES.get(costing.plan.precision, "")
+        trace, added = context_cost(costing.trace, plan, microbatches=costing.plan.microbatches, half=half)
+        if costing.plan.pipeline > 1 and costing.stages is None:  # the part of them that lies in this rank's stages
+            share = costing.trace.cost.flops / max(1, costing.whole.cost.flops)
+            added = replace(added, collectives=tuple(replace(c, count=c.count * share) for c in added.collectives))
+        costing.add((trace, added))
 
 
 @contextmanager

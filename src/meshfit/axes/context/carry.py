@@ -30,14 +30,15 @@ def recurrent(func: Any, x: Any, hx: Any, weights: Any, *rest: Any) -> Any:
     state: Any = torch.stack(tuple(hx)) if several else hx
     # So that backward, too, comes to every sum on every rank: parts of tensors, without elements
     out: Any = None
-    link = x.local.flatten()[:0].sum() + weights[0].flatten()[:0].sum()
+    local = x.plain()
+    link = local.flatten()[:0].sum() + weights[0].flatten()[:0].sum()
     links: list[Tensor] = []
     for turn in range(group.size):
         mine = torch.zeros_like(state)
         if turn == group.rank:
             given = tuple(state.unbind(0)) if several else state
             with own_draws(group, x.device) if dropout and training else nullcontext():
-                out, *last = func(x.local, given, weights, *settings)
+                out, *last = func(local, given, weights, *settings)
             mine = torch.stack(last) if several else last[0]
         state = all_reduce(mine + link, group)
         links.append(state.flatten()[:0].sum())

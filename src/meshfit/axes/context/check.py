@@ -24,15 +24,15 @@ from meshfit.axes.prove import DRAWS, Refused, in_parts, in_precision, summed
 from meshfit.axes.spec import name_of
 from meshfit.comm.group import ThreadGroup
 from meshfit.data import tree
-from meshfit.torch_private import tree_map
+from meshfit.torch_private.trees import tree_map
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 """Of a gradient, relative to the largest element of its tensor, or to a small part of the largest of all."""
 
 SMALL = 1e-3
 
-SAMPLES = 8
-"""The most that are tried together."""
+SAMPLES, TOGETHER = 8, 4
+"""The most that are tried, and together: the others if they take another way through the model."""
 
 ALWAYS = 2
 """Of the trials, the first: samples together, as they are and with padding and packed positions."""
@@ -53,7 +53,7 @@ def check(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
             if place >= ALWAYS and (way in proven or len(proven) >= WAYS):
                 return None
             loss, gradients = _gradients(twin, step, cast, 1, dtype)
-            if lost := [name for name, grad in gradients.items() if grad is not None and not grad.isfinite().all()]:
+            if lost := [name for name, grad in gradients.items() if grad is not None and not grad.sum().isfinite()]:
                 raise ValueError(f"the gradient of {lost[0]} is not finite on one device")
             return cast, way, (loss, gradients)
 
@@ -83,7 +83,7 @@ def check(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
 def _trials(model: nn.Module, batch: Any, plan: ContextPlan) -> Iterator[Any]:
     there = max((len(t) for t in tree.tensors(batch) if t.dim()), default=1)
     batch = shortened(batch, plan.length - 1) if plan.length else batch  # one less: uneven parts
-    together = some(batch, max(min(there, SAMPLES), plan.samples))
+    together = some(batch, max(min(there, TOGETHER), plan.samples))
     yield together
     yield _altered(model, together)
     for sample in range(min(there, SAMPLES)):
@@ -178,14 +178,18 @@ def _compare(want: Made, parts: list[Made], tolerance: float) -> None:
     for rank, (other, _) in enumerate(parts):
         if not abs(other - loss) <= tolerance * max(abs(loss), SMALL):
             raise Refused(f"the loss is {loss:.9g}, and {other:.9g} on rank {rank}")
-    largest = max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0)
+    largest = max((_largest(gradient) for gradient in gradients.values() if gradient is not None), default=0.0)
     for name, gradient in gradients.items():
         total = summed(other[name] for _, other in parts)
         if gradient is None or total is None:
             if gradient is not None and gradient.any():
                 raise Refused(f"{name} has no gradient on any rank")
             continue
-        floor = max(float(gradient.abs().max()) if gradient.numel() else 0.0, SMALL * largest)
-        off = float((total - gradient).abs().max()) if gradient.numel() else 0.0
+        floor = max(_largest(gradient), SMALL * largest)
+        off = _largest(total - gradient)
         if not off <= tolerance * floor:
             raise Refused(f"the gradient of {name} is off by {off / (floor or 1.0):.1e} of its largest element")
+
+
+def _largest(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, torch.inf)) if x.numel() else 0.0

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.axes.context import attend, carry, local, mix, shapes  # noqa: F401  # register their rules
+from meshfit.axes.context.meeting import MeetingModules
 from meshfit.axes.context.piece import Piece, attended, gathered, guarded
 from meshfit.axes.context.recurrence import recurrences
 from meshfit.axes.context.saved import begin_forward
@@ -27,7 +28,7 @@ from meshfit.axes.forward import unwrap, wrap
 from meshfit.axes.spec import whole_output
 from meshfit.comm.group import CountingGroup, Group, Traffic
 from meshfit.data import tree
-from meshfit.torch_private import storage_id
+from meshfit.torch_private.tensors import storage_id
 
 Step = Callable[[nn.Module, Any], Tensor]
 
@@ -91,6 +92,9 @@ class ContextPlan:
     gathered: tuple[tuple[str, int], ...] = ()
     """Functions that are computed on all positions by every rank, and how often in a forward."""
 
+    meeting: tuple[str, ...] = ()
+    """Modules in whose own code positions meet."""
+
     why: str = ""
     """What kept it from being cut, if anything raised."""
 
@@ -129,7 +133,8 @@ class ContextPlan:
             return (
                 "its sequences cannot be cut: the model carries a state from position to position",
                 *self.recurrences[:3],
-                "a device would need the state of the one before it, one after another",
+                "a device would need the state of the one before it, one after another;"
+                " where it ends is known of nn.LSTM, nn.GRU and nn.RNN",
             )
         if self.length:
             limit = f"it is not worth it above {WORTH:.2f}" if self.nearest else ""
@@ -254,9 +259,12 @@ def _planned(model: nn.Module, step: Step, few: Any, plan: ContextPlan, whole: i
     """``plan`` with what its ranks keep and communicate."""
     gathered.clear()
     attended.clear()
-    kept, traffic, _ = _tried(model, step, few, plan, backward=True)
+    group = CountingGroup(plan.degree - 1, plan.degree)
+    with MeetingModules(model, group) as meeting:
+        kept, traffic, _ = _tried(model, step, few, plan, group, backward=True)
     return replace(
         plan,
+        meeting=tuple(meeting.found),
         kept=kept / whole,
         traffic=tuple(traffic),
         samples=SAMPLES[0],
@@ -317,13 +325,14 @@ def _tried(
     step: Step,
     batch: Any,
     plan: ContextPlan,
+    group: CountingGroup | None = None,
     *,
     backward: bool = False,
     watch: bool = False,
 ) -> tuple[int, list[Traffic], dict[str, tuple[int, ...]]]:
     """A step of the last rank of ``plan``: bytes kept for backward, collectives called, and what its modules return
     whole, first those that are done first."""
-    group = CountingGroup(plan.degree - 1, plan.degree)
+    group = group or CountingGroup(plan.degree - 1, plan.degree)
     begin(model, plan, group)
     seen: dict[str, tuple[int, ...]] = {}
     hooks = []

@@ -15,7 +15,7 @@ from meshfit.axes.context.piece import Piece, pieces, rule
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.spec import changes, name_of
 from meshfit.comm.draws import own_draws
-from meshfit.torch_private import tree_leaves, tree_map
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 POINTWISE = """
 abs neg negative positive sign sgn exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.spec import Spec, SplitTensor, changes, name_of
-from meshfit.comm.collectives import Collective, all_gather, start_all_gather
+from meshfit.comm.collectives import all_gather, start_all_gather
 from meshfit.comm.group import Group
-from meshfit.torch_private import tree_leaves, tree_map, version, watched_functions, without_subclasses, wrapper_of
+from meshfit.torch_private.autograd import watched_functions
+from meshfit.torch_private.tensors import version, without_subclasses, wrapper_of
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 RULES: dict[str, Callable[..., Any]] = {}
 """By the name of a function: given it and its arguments, what it makes of pieces; NotImplemented: gather."""
@@ -48,11 +50,10 @@ retains_grad
 class Piece(SplitTensor):
     axis = "context"
     local: Tensor
-    """What this rank has: a plain tensor, which autograd knows."""
+    """What this rank has, which autograd knows: a plain tensor, or one that a tensor group has split again."""
     span: SplitDim
-    group: Group
-    known: tuple[Tensor, int] | None
-    """The whole, once it was gathered, and of which version."""
+    known: tuple[Tensor, Tensor, int] | None
+    """The whole, once it was gathered; of what, and of which version of that."""
 
     @staticmethod
     def __new__(cls, local: Tensor, span: SplitDim, group: Group) -> "Piece":
@@ -60,6 +61,10 @@ class Piece(SplitTensor):
         out = wrapper_of(cls, shape, local)
         out.local, out.span, out.group, out.known = local, span, group, None
         return out
+
+    @property
+    def split_dim(self) -> int:
+        return self.span.dim
 
     def to_local(self) -> tuple[Tensor, Spec | None]:
         return self.local, Spec(Piece, self.span)
@@ -92,13 +97,24 @@ class Piece(SplitTensor):
 
     def whole(self) -> Tensor:
         """All positions, gathered from all ranks. All ranks call it together."""
-        if self.known is not None and self.known[1] == version(self.local):
+        local = self.plain()
+        if self.known is not None and self.known[1] is local and self.known[2] == version(local):
             known = self.known[0]
-            if known.requires_grad or not (torch.is_grad_enabled() and self.local.requires_grad):
+            if known.requires_grad or not (torch.is_grad_enabled() and local.requires_grad):
                 return known
-        made = gather(self.local, self.span, self.group)
-        self.known = made, version(self.local)
+        made = gather(local, self.span, self.group)
+        self.known = made, local, version(local)
         return made
+
+    def plain(self) -> Tensor:
+        """All of this rank's positions, also where a tensor group has split them again."""
+        return self.local.whole() if isinstance(self.local, SplitTensor) else self.local
+
+    def like(self, local: Tensor) -> "Piece":
+        return Piece(local, self.span, self.group)
+
+    def on_local(self, function: Callable[[Tensor], Tensor]) -> "Piece":
+        return self.like(function(self.local))
 
     def as_subclass(self, cls: Any) -> Any:
         """Which torch asks nobody about: a whole."""
@@ -194,20 +210,12 @@ def opened(func: Any) -> Any:
     return _opened[func]
 
 
-ALIKE = ("copy", "reduce")
-"""Collectives of a tensor group that do the same to every position."""
-
-
 @contextmanager
 def guarded() -> Iterator[None]:
     """Around whatever runs a model on pieces: an ``autograd.Function`` is given wholes. What it does inside is not
     known, and gradients of pieces would pass it by."""
 
     def applied(cls: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        rowwise = getattr(cls, "rowwise", False) or (cls is Collective and args[1] in ALIKE)
-        if args and isinstance(args[0], Piece) and rowwise:
-            x, *rest = args
-            return Piece(apply(x.local, *rest, **kwargs), x.span, x.group)
         if any(isinstance(x, Piece) for x in args):
             gathered[cls.__name__] += 1
             args = tuple(x.whole() if isinstance(x, Piece) else x for x in args)

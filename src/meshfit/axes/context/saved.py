@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshfit.axes.context.piece import Piece, start_gather
 from meshfit.axes.context.span import SplitDim
 from meshfit.comm.group import CountingGroup, Group
-from meshfit.torch_private import checkpoint_now, saved_tensors_hooks_now, storage_id, version
+from meshfit.torch_private.autograd import checkpoint_now, saved_tensors_hooks_now
+from meshfit.torch_private.tensors import storage_id, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,9 @@ class _Wholes:
 
     def add(self, piece: Piece, keep: Callable[[Tensor], Any]) -> int:
         if not self._locals and not isinstance(piece.group, CountingGroup):  # which counts one stage after another
-            self._before, _latest[piece.group] = _latest.get(piece.group), self
-        local = piece.local.detach()
+            latest = _latest.get(piece.group)
+            self._before, _latest[piece.group] = None if latest is None else latest(), ref(self)
+        local = piece.plain().detach()
         self._locals.append((keep(local), version(local), piece.span, piece.group))
         return len(self._locals) - 1
 
@@ -76,8 +78,9 @@ class _Wholes:
         return whole
 
 
-_latest: WeakKeyDictionary[Group, _Wholes] = WeakKeyDictionary()
-"""Of the forward under way: backward comes to them in the opposite order."""
+_latest: WeakKeyDictionary[Group, ref[_Wholes]] = WeakKeyDictionary()
+"""Of the forward under way: backward comes to them in the opposite order. What autograd keeps holds them, and no more:
+a forward that is never gone back through leaves nothing behind."""
 
 
 def begin_forward(group: Group) -> None:
@@ -86,14 +89,16 @@ def begin_forward(group: Group) -> None:
 
 
 @contextmanager
-def noted(*given: Any) -> Iterator["JoinedChunks"]:
-    """For what is saved within of the wholes of those that are pieces, and of what ``JoinedChunks`` puts together."""
+def noted(*given: Any, later: bool = False) -> Iterator["Saving"]:
+    """For what is saved within of the wholes of those that are pieces, and of what is said to ``Saving``. ``later``:
+    wholes are gathered within."""
     hooks = saved_tensors_hooks_now()
     again = checkpoint_now(again=True) is not None  # what is computed again is not saved at all
-    found = {storage_id(x.whole()): x for x in given if isinstance(x, Piece)}
-    joined = JoinedChunks()
-    if again or not found or not torch.is_grad_enabled():
-        yield joined
+    saving = Saving({storage_id(x.whole()): x for x in given if isinstance(x, Piece)})
+    found = saving.gathered
+    if again or not (found or later) or not torch.is_grad_enabled():
+        yield saving
+        found.clear()
         return
     keep, fetch = hooks or (lambda x: x, lambda x: x)
     wholes, indices, others = _Wholes(fetch), {}, []
@@ -101,7 +106,7 @@ def noted(*given: Any) -> Iterator["JoinedChunks"]:
     def pack(x: Tensor) -> Any:
         number = storage_id(x) if x.layout is torch.strided else None
         if number not in found:
-            others.append(other := _SavedOther(x))
+            others.append(other := _SavedOther(x.detach()))  # a result's node would hold itself
             return other
         if number not in indices:
             indices[number] = wholes.add(found[number], keep)
@@ -118,11 +123,11 @@ def noted(*given: Any) -> Iterator["JoinedChunks"]:
 
     try:
         with saved_tensors_hooks(pack, unpack):
-            yield joined
+            yield saving
     finally:
         found.clear()  # autograd keeps the hooks, and they would keep the wholes
         for other in others:
-            part = joined.parts.get(storage_id(other.kept)) if other.kept.layout is torch.strided else None
+            part = saving.parts.get(storage_id(other.kept)) if other.kept.layout is torch.strided else None
             if part is not None and part.shape == other.kept.shape:
                 other.kept, other.version = part, version(part)
             other.kept = keep(other.kept)
@@ -137,11 +142,25 @@ class _SavedOther:
     version: int | None = None
 
 
-class JoinedChunks:
-    """Parts of a tensor that are put together, and saved as parts of that: the memory is held once."""
+class Saving:
+    """What is known of tensors that may be saved, by their memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, gathered: dict[int, Piece]):
+        self.gathered = gathered
+        """Wholes, and the pieces that they were gathered of."""
         self.parts: dict[int, Tensor] = {}
+        """Parts of a tensor that are put together, and saved as parts of that: the memory is held once."""
+
+    def gather(self, piece: Piece) -> Callable[[], Tensor]:
+        """The whole of ``piece``, in the background and without a derivative: what is returned waits for it."""
+        arrived = start_gather(piece.plain(), piece.span, piece.group)
+
+        def wait() -> Tensor:
+            whole = arrived()
+            self.gathered[storage_id(whole)] = piece
+            return whole
+
+        return wait
 
     def along_positions(self, parts: Sequence[Tensor]) -> Tensor:
         """Results of attention, [..., positions, channels], in memory as they are."""

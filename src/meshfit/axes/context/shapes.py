@@ -10,7 +10,7 @@ from meshfit.axes.context.local import aligned, argument, mapped
 from meshfit.axes.context.piece import Piece, pieces, rule
 from meshfit.axes.spec import name_of
 from meshfit.comm.collectives import all_reduce
-from meshfit.torch_private import tree_map
+from meshfit.torch_private.trees import tree_map
 
 
 def _tried(func: Any, sizes: Any, args: Any, kwargs: Any) -> torch.Size:

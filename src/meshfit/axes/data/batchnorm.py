@@ -7,7 +7,6 @@ same on GPUs alone.
     traffic per BatchNorm and microbatch: all_gather of 2C+1 floats, all_reduce of 2C
 """
 
-from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.forward import wrap
 from meshfit.comm.group import Group
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost, tallied
 from meshfit.patches import replaced
-from meshfit.torch_private import BatchNorm, ThreadValue, foreach_add, foreach_copy_
+from meshfit.torch_private.autograd import ThreadValue
+from meshfit.torch_private.modules import BatchNorm
 
 _counted = ThreadValue("counted", True)
 counted, counting = _counted.get, _counted.set_to
@@ -42,24 +42,6 @@ def running_statistics(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class Statistics:
-    """Running statistics, and other buffers that a forward writes, as they were before a step, for a step that is then
-    not taken."""
-
-    def __init__(self, model: nn.Module, others: Collection[str] = ()):
-        buffers = [buffer for norm in batch_norms(model) for buffer in norm.buffers()]
-        buffers += [buffer for name, buffer in model.named_buffers() if name in others]
-        kinds = {buffer.dtype for buffer in buffers}
-        self._buffers = [[buffer for buffer in buffers if buffer.dtype is kind] for kind in kinds]
-
-    def snapshot(self) -> list[list[Tensor]]:
-        return [list(foreach_add(same, 0)) for same in self._buffers]
-
-    def restore(self, snapshot: list[list[Tensor]]) -> None:
-        for same, kept in zip(self._buffers, snapshot, strict=True):
-            foreach_copy_(same, kept)
-
-
 def apply(model: nn.Module, group: Group) -> None:
     """Make every BatchNorm of ``model`` global over ``group``, in place.
 
@@ -74,15 +56,17 @@ def cost(trace: Trace, ranks: int, microbatches: int, *, served: bool = False) -
     """Of a step, on one of ``ranks``; ``served``: they meet through a model server."""
     widths = [b.shape[0] for name, b in trace.buffers.items() if name.endswith("running_mean")]
     wide = 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
-    times = len(widths) * microbatches
-    gathered = sum(ranks * (2 * width + 1) * wide for width in widths) * microbatches
-    summed = sum(2 * width * wide for width in widths) * microbatches
-    if not times:
-        return Cost()
-    if served:  # what is said goes up, what all have said comes down
-        said = sum((4 * width + 1) * wide for width in widths) * microbatches
-        return Cost(calls={"meet": 2 * times}, moved={"meet": (1 + ranks) * said})
-    return Cost(calls={"all_gather": times, "all_reduce": times}, moved={"all_gather": gathered, "all_reduce": summed})
+    how = {"degree": ranks, "count": microbatches, "axis": "data", "dtype": {8: "float64", 4: "float32"}[wide]}
+    calls = []
+    for width in widths:
+        gathered, summed = ranks * (2 * width + 1) * wide, 2 * width * wide
+        if served:  # what is said goes up, what all have said comes down
+            sizes = {"forward": (2 * width + 1) * wide, "backward": 2 * width * wide}
+            calls += [CollectiveCall("meet", (1 + ranks) * size, phase=phase, **how) for phase, size in sizes.items()]
+        else:
+            calls.append(CollectiveCall("all_gather", gathered, phase="forward", **how))
+            calls.append(CollectiveCall("all_reduce", summed, phase="backward", **how))
+    return Cost(collectives=tallied(calls))
 
 
 def _globally(forward: Any, group: Group) -> Any:

@@ -10,7 +10,6 @@ samples of all n; what is not an expert is summed over them as under ``data``.
               it sends, and on average what it takes
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from math import prod
@@ -20,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from meshfit.anatomy.again import recomputed_blocks
+from meshfit.anatomy.operations import MatrixProduct, Operation
 from meshfit.anatomy.record_build import tied
-from meshfit.anatomy.trace import Trace
+from meshfit.anatomy.trace import EventCost, Trace
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.counted import float_bytes, growth
 from meshfit.axes.cut_parameters import CutParameters
@@ -34,7 +34,7 @@ from meshfit.axes.tensor.cut import Undo
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.axes.tensors import check_ties
 from meshfit.comm.group import RankGroup
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost, tallied
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.events import current
@@ -77,18 +77,38 @@ def expert_cost(
             p = replace(p, shape=shape, bytes=p.bytes * prod(shape) // max(1, prod(p.shape)))
         parameters[name] = p
     wide, grown = float_bytes(trace), growth(trace, plan.samples)
-    calls: dict[str, int] = defaultdict(int)
-    moved: dict[str, float] = defaultdict(float)
+    calls = []
     for mixture in plan.mixtures:
         inside = any(f"{mixture.module}.".startswith(f"{path}.") for path in again)
         times, forwards = mixture.calls * microbatches, 2 if inside else 1
         told = HEADER + (2 if mixture.listed else 1) * mixture.count
-        calls["all_gather"] += times * forwards
-        moved["all_gather"] += times * forwards * 8 * plan.degree * told
-        calls["all_to_all"] += times * 2 * (forwards + 1)
-        moved["all_to_all"] += times * (forwards + 1) * mixture.rows * (mixture.width + mixture.made) * wide * grown
-    added = Cost(calls=dict(calls), moved={op: round(size) for op, size in moved.items()})
-    return replace(trace, parameters=parameters), added
+        for phase, passes in (("forward", 1), ("backward", forwards)):  # what is computed again is said in backward
+            how = {"degree": plan.degree, "axis": "expert", "phase": phase}
+            asked, size = times * (passes - (phase == "backward")), 8 * plan.degree * told
+            calls.append(CollectiveCall("all_gather", size, count=asked, dtype="int64", **how))
+            for width in (mixture.width, mixture.made):
+                size = mixture.rows * width * wide * grown
+                calls.append(CollectiveCall("all_to_all", size, count=times * passes, dtype="float32", **how))
+    added = Cost(collectives=tallied(calls))
+    shapes = {name: p.shape for name, p in trace.parameters.items() if name in cuts and len(p.shape) == 3}
+    events = tuple(
+        replace(event, cost=_of_all_ranks(event.cost, held, plan.degree)) if held else event
+        for event in trace.events
+        for held in [[shapes[name] for name in event.parameters if name in shapes]]
+    )
+    return replace(trace, parameters=parameters, events=events), added
+
+
+def _of_all_ranks(cost: EventCost, shapes: list[tuple[int, ...]], degree: int) -> EventCost:
+    """Fewer experts, each with the rows of all ranks: as much arithmetic, in larger products."""
+
+    def own(operation: Operation) -> Operation:
+        if not isinstance(operation, MatrixProduct) or not any(operation.batch == shape[0] for shape in shapes):
+            return operation
+        name = "k" if any({operation.m, operation.n} == {*shape[1:]} for shape in shapes) else "m"
+        return replace(operation, batch=max(1, operation.batch // degree), **{name: getattr(operation, name) * degree})
+
+    return replace(cost, forward=tuple(map(own, cost.forward)), backward=tuple(map(own, cost.backward)))
 
 
 class ExpertAxis(Axis):
@@ -97,7 +117,7 @@ class ExpertAxis(Axis):
     cost_needs_finding = True
 
     def refuse(self, plan: Plan, model: nn.Module) -> None:
-        if plan.offload == "parameters":
+        if plan.offloads("parameters"):
             raise PlanError(
                 f"{plan}: experts that are spread stay on their devices",
                 f"{replace(plan, offload='optimizer')} works",
@@ -131,7 +151,7 @@ class ExpertAxis(Axis):
 
     def cost(self, costing: "Costing", finding: ExpertPlan) -> None:
         plan = costing.plan
-        again = () if plan.recompute == "none" else recomputed_blocks(costing.trace)
+        again = () if plan.recomputed_blocks == "none" else recomputed_blocks(costing.trace)
         costing.add(expert_cost(costing.trace, finding, microbatches=plan.microbatches, again=again))
         own = {name: p for name, p in costing.trace.parameters.items() if name in finding.cuts}
         costing.separate |= own
@@ -187,5 +207,5 @@ class ExpertSplit(CutParameters):
         super().__init__(model, plan.cuts, ranks, undo)
         self.load = load
 
-    def stepped(self) -> None:
+    def after_backward(self) -> None:
         self.load.tell(current())

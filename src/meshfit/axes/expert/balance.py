@@ -26,7 +26,7 @@ from meshfit.comm.collectives import gather_rows
 from meshfit.comm.group import Group
 from meshfit.patches import replaced
 from meshfit.plan import Plan
-from meshfit.torch_private import ThreadValue
+from meshfit.torch_private.autograd import ThreadValue
 
 NAME = "load_balancing_loss_func"
 

@@ -17,7 +17,7 @@ from meshfit.axes.expert.travel import Travel
 from meshfit.axes.prove import Close, Given, PassResult, Refused, in_parts, in_precision, run_once, summed
 from meshfit.axes.tensor.region import Cut
 from meshfit.comm.group import ThreadGroup
-from meshfit.torch_private import tree_leaves, tree_map
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4}
 """By how much an element may differ, relative to the root mean square of its tensor: some routers round to fp32."""

@@ -26,7 +26,9 @@ from meshfit.axes.prove import Given, Refused
 from meshfit.axes.tensor.region import Cut, even_ranges
 from meshfit.axes.tensor.twin import kinds_of
 from meshfit.axes.tensor.watch import Uses
-from meshfit.torch_private import base_of, has_forward_hooks, own_modules, tree_leaves, tree_map
+from meshfit.torch_private.modules import has_forward_hooks, own_modules
+from meshfit.torch_private.tensors import base_of
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 Step = Callable[[nn.Module], Any]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.forward import is_wrapped
 from meshfit.axes.prove import Refused
-from meshfit.torch_private import has_forward_hooks
+from meshfit.torch_private.modules import has_forward_hooks
 from meshfit.transfer import upload
 
 

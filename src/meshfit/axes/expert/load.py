@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from meshfit.events import Events, in_detail
-from meshfit.torch_private import in_backward
+from meshfit.torch_private.autograd import in_backward
 
 
 class Load:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfit.axes.forward import wrap
-from meshfit.torch_private import has_forward_hooks, version
+from meshfit.torch_private.modules import has_forward_hooks
+from meshfit.torch_private.tensors import version
 
 
 @dataclass

@@ -28,7 +28,8 @@ from meshfit.axes.forward import wrap
 from meshfit.axes.tensor.cut import Undo
 from meshfit.errors import JobError
 from meshfit.generators import Generators
-from meshfit.torch_private import tree_flatten, tree_leaves, tree_unflatten, version
+from meshfit.torch_private.tensors import version
+from meshfit.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
 
 def spread(model: nn.Module, mixture: Mixture, travel: Travel) -> list[Undo]:

@@ -64,7 +64,11 @@ def _compare(recording: Recording, whole: nn.Module, batch: Any, device: torch.d
     gpus = list({tensor.device for tensor in own if tensor.is_cuda} | ({device} if device is not None else set()))
     with torch.random.fork_rng(gpus), torch.no_grad():
         model, content = copied()
-        wanted = model(content)
+        try:
+            wanted = model(content)
+        except RuntimeError as error:  # a loss that calls torch.autograd.grad
+            why = TraceError("the step does not run without autograd, which each stage has of its own", in_short(error))
+            raise Misfit("", why) from error
         model, content = copied()
         env = Environment(model, bind(recording, (content,)))
         for step in recording.steps:
@@ -86,13 +90,14 @@ def faithful(
     batch: Any,
     *,
     device: str,
+    precision: str = "fp32",
     share: float,
     atoms: Iterable[str],
     refusal: Callable[[str, TraceError], PlanError],
 ) -> tuple[tuple[str, ...], Recording]:
     """A recording that does what the model does, with costs on ``device``, and the modules whose code it cannot run
     again: they are taken as a whole, as ``atoms`` are."""
-    meter = partial(Meter, target=device)
+    meter = partial(Meter, target=device, rounds="" if precision == "fp32" else "each")
     taken = [f"model.{path}" if path else "model" for path in atoms]
     whole = Whole(model, objective)
     while True:

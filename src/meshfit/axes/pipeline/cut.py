@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshfit.anatomy.cuts import Stages, cuts, stages_at, storage_of
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.errors import PlanError
-from meshfit.torch_private import non_persistent_buffers, own_buffers, own_modules, own_parameters
+from meshfit.torch_private.modules import non_persistent_buffers, own_buffers, own_modules, own_parameters
 
 LANDMARKS = 8
 """Events after a cut by which its place is found again."""

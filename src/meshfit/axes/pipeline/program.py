@@ -28,7 +28,8 @@ from meshfit.comm.group import Group
 from meshfit.comm.transport import Layout
 from meshfit.data import tree
 from meshfit.errors import JobError
-from meshfit.torch_private import batches_of_one
+from meshfit.step import parted
+from meshfit.torch_private.modules import batches_of_one
 
 REMEMBERED = 64
 """Kinds of microbatches."""
@@ -65,7 +66,7 @@ class Recorded:
     @property
     def gives_pair(self) -> bool:
         """Whether the objective returns (sum, count)."""
-        return isinstance(self.recording.outputs, tuple | list)
+        return isinstance(parted(self.recording.outputs)[0], tuple | list)
 
     @cached_property
     def changes_parameters(self) -> bool:
@@ -126,8 +127,7 @@ class StageProgram(Recorded):
         fed = {id: given[id] for id in self.stages.inputs[stage]}
         if stage:
             fed |= dict(zip(self.crossing(stage - 1), received, strict=True))
-        trace, changed = self.recording.trace, self._changed[stage]
-        return {id: t.clone() if storage_of(trace, id) in changed else t for id, t in fed.items()}
+        return {id: t.clone() if id in self._changed[stage] else t for id, t in fed.items()}
 
     def run(
         self,
@@ -167,9 +167,13 @@ class StageProgram(Recorded):
 
     @cached_property
     def _changed(self) -> list[set[int]]:
-        """Memory that each stage changes in place: what it is fed of it must be a copy."""
-        trace = self.recording.trace
-        return [{storage_of(trace, v) for i in r for v in trace.events[i].mutates} for r in self.stages.ranges]
+        """Values that each stage is fed and whose memory it changes in place."""
+        trace, found = self.recording.trace, []
+        for stage, events in enumerate(self.stages.ranges):
+            memory = {storage_of(trace, value) for i in events for value in trace.events[i].mutates}
+            fed = (*self.stages.inputs[stage], *(self.crossing(stage - 1) if stage else ()))
+            found.append({value for value in fed if storage_of(trace, value) in memory})
+        return found
 
 
 P = TypeVar("P", bound=Recorded)

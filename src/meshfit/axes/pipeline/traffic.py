@@ -4,10 +4,9 @@ The model is laid out over groups that count instead of talking (shapes are righ
 all stages forward, then backward, as the ranks of a pipeline would run it.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.copies import study
-from meshfit.axes.pipeline.axis import FoundStages
+from meshfit.anatomy.trace import Trace
+from meshfit.axes.counted import listed
 from meshfit.axes.pipeline.program import Programs, StageProgram
+from meshfit.axes.pipeline.stages import FoundStages
 from meshfit.axes.shard.units import Whole
 from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.comm.transport import Layout, packed_size
-from meshfit.cost import Cost
+from meshfit.cost import Cost, tallied
 from meshfit.data import tree
 
 Layer = Callable[[nn.Module], AbstractContextManager[Mapping[str, CountingGroup]]]
@@ -34,8 +35,11 @@ class StageTraffic:
     crossing: tuple[tuple[Layout, ...], ...]
     """By stage: what it hands on."""
 
-    collectives: tuple[tuple[Traffic, ...], ...]
-    """By stage, forward and backward."""
+    collectives: tuple[tuple[tuple[str, Traffic], ...], ...]
+    """By stage, forward and backward, each with its axis."""
+
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Of those axes."""
 
     def sent(self, stage: int, to: int) -> int:
         """Bytes from a stage to the one after it, or of gradients to the one before it."""
@@ -43,14 +47,12 @@ class StageTraffic:
             return packed_size(self.crossing[stage])
         return packed_size(layout for layout in self.crossing[to] if layout.needs_grad)
 
-    def cost(self, stages: Iterable[int], *, microbatches: int, wide: int) -> Cost:
-        """Of the collectives of some stages; elements have ``wide`` bytes."""
-        calls: dict[str, int] = defaultdict(int)
-        moved: dict[str, int] = defaultdict(int)
-        for each in (each for stage in stages for each in self.collectives[stage]):
-            calls[each.op] += microbatches
-            moved[each.op] += microbatches * each.bytes(wide)
-        return Cost(calls=dict(calls), moved=dict(moved))
+    def cost(self, stages: Iterable[int], trace: Trace, *, microbatches: int) -> Cost:
+        """Of the collectives of some stages of ``trace``."""
+        found = (each for stage in stages for each in self.collectives[stage])
+        return Cost(
+            collectives=tallied(listed(each, trace, microbatches, axis, self.degrees[axis]) for axis, each in found)
+        )
 
 
 def count(
@@ -61,15 +63,15 @@ def count(
     cut = partial(StageProgram.like, found.split)
     program = Programs(twin, objective, cut, share=found.share, atoms=found.atoms).record(content, training=True)
     root, given, cpu = Whole(twin, objective), program.bind(tree.map_tensors(Tensor.cpu, content)), torch.device("cpu")
-    collectives: list[list[Traffic]] = [[] for _ in program.stages.ranges]
+    collectives: list[list[tuple[str, Traffic]]] = [[] for _ in program.stages.ranges]
     kept: list[tuple[list[Tensor], list[Tensor]]] = []
     made: list[Tensor] = []
     result: Any = None
     with torch.random.fork_rng([]), torch.enable_grad(), layer(twin) as groups:
 
         def note(stage: int) -> None:
-            for group in groups.values():
-                collectives[stage] += group.log
+            for axis, group in groups.items():
+                collectives[stage] += [(axis, each) for each in group.log]
                 group.log.clear()
 
         for stage in range(len(program.stages.ranges)):
@@ -87,4 +89,4 @@ def count(
             gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in fed if t.requires_grad]
             note(stage)
     crossing = tuple(program.layouts[stage] for stage in range(len(kept)))
-    return StageTraffic(crossing, tuple(map(tuple, collectives)))
+    return StageTraffic(crossing, tuple(map(tuple, collectives)), {axis: group.size for axis, group in groups.items()})

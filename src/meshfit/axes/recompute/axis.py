@@ -23,8 +23,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshfit.anatomy.again import after_recompute, recomputed_blocks
+from meshfit.anatomy.operations import Operation, part_of
 from meshfit.anatomy.record import TraceError
-from meshfit.anatomy.trace import Trace
+from meshfit.anatomy.trace import EventCost, Trace
 from meshfit.axes.axis import Axis
 from meshfit.axes.forward import wrap
 from meshfit.axes.pipeline.cut import Shell
@@ -58,18 +59,36 @@ class Recompute:
     def cost(self, trace: Trace) -> tuple[Trace, Cost]:
         """What is kept then, by the event that first keeps it, and the arithmetic done again, in its backward."""
         kept, again = after_recompute(trace, self.blocks, self.word)
+        inside = {*again}
         events = tuple(
-            replace(e, cost=replace(e.cost, kept=kept[e.index], flops_backward=e.cost.flops_backward + again[e.index]))
+            replace(
+                e,
+                cost=replace(
+                    e.cost,
+                    kept=kept[e.index],
+                    flops_backward=e.cost.flops_backward + again[e.index],
+                    again=_again(e.cost, again[e.index]) if e.index in inside else (),
+                ),
+            )
             for e in trace.events
         )
         return replace(trace, events=events), Cost(flops=sum(again.values()))
+
+
+def _again(cost: EventCost, flops: int) -> tuple[Operation, ...]:
+    """Of its forward, what backward computes again."""
+    return (
+        cost.forward
+        if flops == cost.flops
+        else part_of(cost.forward, sum(op.flops for op in cost.forward) * flops / cost.flops)
+    )
 
 
 class RecomputeAxis(Axis):
     word = "recompute"
 
     def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
-        return plan.recompute != "none"
+        return plan.recomputed_blocks != "none"
 
     def find(self, study: "Study") -> tuple[str, ...]:
         if isinstance(study.trace, TraceError):
@@ -89,11 +108,11 @@ class RecomputeAxis(Axis):
         if shards is not None:  # in backward nothing else holds the whole model's own unit open
             for path in blocks:
                 wrap(model.get_submodule(path), shards.around(shards.units[0]))
-        Recompute(word=placed.plan.recompute, blocks=tuple(blocks)).apply(model)
+        Recompute(word=placed.plan.recomputed_blocks, blocks=tuple(blocks)).apply(model)
 
     def cost(self, costing: "Costing", finding: Any) -> None:
         def again() -> None:
-            strategy = Recompute(word=costing.plan.recompute, blocks=recomputed_blocks(costing.unsharded))
+            strategy = Recompute(word=costing.plan.recomputed_blocks, blocks=recomputed_blocks(costing.unsharded))
             costing.add(strategy.cost(costing.trace))
 
         costing.after.append(again)

@@ -23,17 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.anatomy.cost import worth_keeping
+from meshfit.anatomy.running import worth_keeping
 from meshfit.axes.data import batchnorm
-from meshfit.torch_private import (
-    TorchDispatchMode,
-    detached_alias,
-    own_buffers,
-    saved_tensors_hooks_now,
-    tree_leaves,
-    tree_map_only,
-    version,
-)
+from meshfit.data import tree
+from meshfit.torch_private.autograd import saved_tensors_hooks_now
+from meshfit.torch_private.modules import own_buffers
+from meshfit.torch_private.operators import TorchDispatchMode
+from meshfit.torch_private.tensors import detached_alias, version
+from meshfit.torch_private.trees import tree_leaves, tree_map_only
 
 Changes = dict[tuple[bool, ...], "list[_Slot]"]
 """What a block's forward changes beside its result, by which of its modules are in training."""
@@ -53,13 +50,16 @@ class Call:
     ):
         self._module, self._forward, self._changes, self._selective = module, forward, changes, selective
         self._given: tuple[tuple, dict[str, Any]] | None = (args, kwargs)
-        self._inputs = _copied((args, kwargs))
+        plain = [x if type(x) is Tensor else None for x in tree.tensors((args, kwargs))]
+        places = {id(x): _Input(place) for place, x in enumerate(plain) if x is not None}
+        self._inputs = _copied((args, kwargs), lambda x: places.get(id(x), x))
+        """Without the plain tensors: those torch saves, by their places."""
         self._counted, self._draws = batchnorm.counted(), _draws()
         self._results: list[_Result] = []
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._given is None:
-            return self._again()
+            return self._again(tensors)
         (args, kwargs), self._given = self._given, None
         modes = tuple(each.training for each in self._module.modules())
         slots = self._changes.get(modes)
@@ -91,8 +91,8 @@ class Call:
                 kept.drop()
         return result
 
-    def _again(self) -> Any:
-        args, kwargs = _copied(self._inputs)
+    def _again(self, tensors: tuple[Tensor, ...]) -> Any:
+        args, kwargs = _copied(self._inputs, lambda x: tensors[x.place] if isinstance(x, _Input) else x)
         with ExitStack() as stack:
             stack.enter_context(batchnorm.counting(self._counted))
             stack.enter_context(_drawing(self._draws))
@@ -198,32 +198,39 @@ def _draw_from(draws: tuple[Any, Any]) -> None:
     numpy.random.set_state(draws[1])
 
 
-def _copied(thing: Any) -> Any:
-    """Containers and objects anew, their tensors not: a block may add or write to what it is given."""
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """In place of a tensor that a block is given."""
+
+    place: int
+
+
+def _copied(thing: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Containers and objects anew, ``leaf`` of all else: a block may add or write to what it is given."""
     if type(thing) in (list, tuple):
-        return type(thing)(map(_copied, thing))
+        return type(thing)(_copied(item, leaf) for item in thing)
     if type(thing) is dict:
-        return {key: _copied(item) for key, item in thing.items()}
+        return {key: _copied(item, leaf) for key, item in thing.items()}
     if _is_cache(thing):
         new = copy.copy(thing)
         for name, value in vars(thing).items():  # of layers, or of other caches: an encoder's and a decoder's
             if isinstance(value, list):
                 setattr(new, name, [copy.copy(each) for each in value])
             elif isinstance(value, dict) or _is_cache(value):
-                setattr(new, name, _copied(value))
+                setattr(new, name, _copied(value, leaf))
         return new
     if _carries_tensors(thing):
         new = copy.copy(thing)
-        vars(new).update({name: _copied(value) for name, value in vars(thing).items()})
+        vars(new).update({name: _copied(value, leaf) for name, value in vars(thing).items()})
         return new
-    return thing
+    return leaf(thing)
 
 
 def _carries_tensors(thing: Any) -> bool:
     """Whether it is an object of the user's that takes tensors from block to block."""
     if isinstance(thing, Tensor | nn.Module | type) or callable(thing) or not hasattr(thing, "__dict__"):
         return False
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(vars(thing)))
+    return any(isinstance(leaf, Tensor | _Input) for leaf in tree_leaves(vars(thing)))
 
 
 def _is_cache(thing: Any) -> bool:

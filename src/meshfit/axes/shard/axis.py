@@ -22,6 +22,7 @@ equal to the element, an optimizer that was made before.
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,15 +30,15 @@ import torch.distributed as dist
 from torch import nn
 
 from meshfit.anatomy.record import TraceError
-from meshfit.anatomy.trace import Trace
+from meshfit.anatomy.trace import Trace, only
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.branch.axis import BranchPlan
 from meshfit.axes.forward import wrap
 from meshfit.axes.mesh import SCATTER_SHARD
-from meshfit.axes.pipeline.axis import Pipeline, only, part_of_trace, pipeline_of
 from meshfit.axes.pipeline.cut import Split
+from meshfit.axes.pipeline.stages import Pipeline, part_of_trace, pipeline_of
 from meshfit.axes.precision import DTYPES
-from meshfit.axes.shard.cost import shard_cost
+from meshfit.axes.shard.cost import rows_of, shard_cost
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.shard.open_unit import OpenUnit
 from meshfit.axes.shard.units import ROUNDED, Unit, units
@@ -47,7 +48,7 @@ from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
 from meshfit.schedule.actions import stages_of
-from meshfit.torch_private import has_forward_hooks, own_parameters
+from meshfit.torch_private.modules import has_forward_hooks, own_parameters
 
 if TYPE_CHECKING:
     from meshfit.axes.find import Study
@@ -76,7 +77,7 @@ class Shard:
             zero=plan.zero,
             units=units,
             gathered=DTYPES.get(plan.precision),
-            home="host" if plan.offload == "parameters" else "device",
+            home="host" if plan.offloads("parameters") else "device",
         )
 
     def apply(
@@ -152,6 +153,22 @@ class Shard:
             accumulate=accumulate or (self.zero == 1 and microbatches > 1),
         )
 
+    def gathered_bytes(self, trace: Trace) -> dict[str, tuple[int, int]]:
+        """By parameter: the number of its unit, and bytes of that, gathered. Not of units that stay."""
+        itemsize = None if self.gathered is None else self.gathered.itemsize
+        return {
+            name: (number, sum(row.whole for row in rows_of(trace, unit, self.degree, itemsize)))
+            for number, unit in enumerate(self.units)
+            for name in (unit.parameters if unit.entrances != ("",) and not unit.stays else ())
+        }
+
+    def slices(self, trace: Trace) -> dict[str, list[tuple[int, int]]]:
+        """By parameter: the elements, in memory order, that each rank owns."""
+        itemsize = None if self.gathered is None else self.gathered.itemsize
+        rows = [row for unit in self.units for row in rows_of(trace, unit, self.degree, itemsize)]
+        by_rank = [{name: each for row in rows for name, each in row.slices(r).items()} for r in range(self.degree)]
+        return {name: [one[name] for one in by_rank] for name in by_rank[0]}
+
     def _gathered_as(self, p: nn.Parameter, places: list[tuple[nn.Module, str]]) -> torch.dtype:
         rounded = all(any(type(module).forward is kind.forward for kind in ROUNDED) for module, _ in places)
         return self.gathered if self.gathered and rounded and p.dtype == torch.float32 else p.dtype
@@ -204,8 +221,12 @@ class ShardAxis(Axis):
         dealt = costing.found.get("branch")
         trunk = () if dealt is None else [name for name in own if name not in dealt.dealt.parameters]
         cut = units(trace, own) if dealt is None else units_of_part(trace, costing.tied, trunk)
+        strategy = Shard.of(plan, cut)
+        if plan.zero == 3:
+            costing.gathered = strategy.gathered_bytes(trace)
+        costing.slices = partial(strategy.slices, trace)
         costing.add(
-            Shard.of(plan, cut).cost(
+            strategy.cost(
                 trace,
                 copies=plan.data * plan.expert * plan.context,
                 microbatches=plan.microbatches,

@@ -3,6 +3,7 @@ done with numbers."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.shard.units import Unit, entrance_of
 from meshfit.comm.flat import part_of, starts_of
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost, tallied
 
 STEP_SCALARS = 4  # summed with the gradients: loss, count, stop, squared norm; then two slots a rank, one a parameter
 LOOKUPS = ("Embedding", "EmbeddingBag", "embedding", "embedding_bag")
@@ -25,7 +26,7 @@ class FlatCost:
     sizes: dict[str, int]
     """Elements, by name."""
     trained: bool
-    dtype: str
+    grad_dtype: torch.dtype
     itemsize: int
     gathered: int
     """Bytes of an element while gathered."""
@@ -33,7 +34,7 @@ class FlatCost:
 
     @property
     def part(self) -> int:
-        return part_of(starts_of(self.sizes.values(), self.itemsize)[1], self.degree, self.itemsize)
+        return _part(tuple(self.sizes.values()), self.degree, self.itemsize)
 
     @property
     def bytes(self) -> int:
@@ -48,18 +49,31 @@ class FlatCost:
     @property
     def gradients(self) -> int:
         """Bytes of all its gradients."""
-        return self.bytes * self.degree
+        return self.grad_bytes * self.degree
 
-    def first_slices(self) -> dict[str, int]:
-        """Elements of each parameter that the first rank owns."""
+    @property
+    def grad_bytes(self) -> int:
+        """Of the gradients of a rank's part."""
+        return self.part * self.grad_dtype.itemsize
+
+    def slices(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Of each parameter the elements that a rank owns: the first, and the one after the last."""
         starts, _ = starts_of(self.sizes.values(), self.itemsize)
-        owned = zip(self.sizes.items(), starts, strict=True)
-        return {name: max(0, min(size, self.part - start)) for (name, size), start in owned}
+        first, found = rank * self.part, {}
+        for (name, size), start in zip(self.sizes.items(), starts, strict=True):
+            low = min(max(first - start, 0), size)
+            found[name] = low, max(low, min(first + self.part - start, size))
+        return found
+
+
+@lru_cache(maxsize=1 << 16)
+def _part(sizes: tuple[int, ...], degree: int, itemsize: int) -> int:
+    return part_of(starts_of(sizes, itemsize)[1], degree, itemsize)
 
 
 def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list[FlatCost]:
     """A unit's rows. ``gathered``: bytes of an element of what autocast would round."""
-    kinds: dict[tuple[str, bool, int, frozenset[str]], dict[str, int]] = {}
+    kinds: dict[tuple[str, bool, int, frozenset[str], str], dict[str, int]] = {}
     for name in unit.parameters:
         p = trace.parameters[name]
         if not p.dtype.startswith(CUT):
@@ -67,10 +81,11 @@ def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list
         elements = _elements(p.shape)
         size = p.bytes // max(1, elements)
         as_gathered = gathered if gathered and name in unit.rounded and p.dtype == "float32" else size
-        kinds.setdefault((p.dtype, p.trained, as_gathered, unit.row(name)), {})[name] = elements
+        kinds.setdefault((p.dtype, p.trained, as_gathered, unit.row(name), p.stepped or p.dtype), {})[name] = elements
     found = []
-    for (dtype, trained, as_gathered, _), sizes in kinds.items():
-        found.append(FlatCost(sizes, trained, dtype, getattr(torch, dtype).itemsize, as_gathered, degree))
+    for (dtype, trained, as_gathered, _, stepped), sizes in kinds.items():
+        own = getattr(torch, dtype).itemsize
+        found.append(FlatCost(sizes, trained, getattr(torch, stepped), own, as_gathered, degree))
     return found
 
 
@@ -100,7 +115,10 @@ def shard_cost(
         for unit in units
     }
     uncut = sum(p.bytes for p in trace.parameters.values() if not p.dtype.startswith(CUT))
-    parts = {"weights": sum(row.bytes for row in every), "gradients": sum(row.bytes for row in every if row.trained)}
+    parts = {
+        "weights": sum(row.bytes for row in every),
+        "gradients": sum(row.grad_bytes for row in every if row.trained),
+    }
     held = {"weights": uncut, "gradients": 0} if host else {**parts, "weights": parts["weights"] + uncut}
     if zero == 3:
         held["gathered"] = _most(units, {unit: sum(row.whole for row in rows[unit]) for unit in units}, ahead)
@@ -110,14 +128,14 @@ def shard_cost(
     # Whole gradients wait for later microbatches, or for further uses of their unit in this one.
     waiting = units if accumulate else [unit for unit in units if used[unit] > 1 and (zero < 3 or unit.stays)]
     held["gradients"] += sum(row.gradients for unit in waiting for row in rows[unit] if row.trained)
-    calls, moved = _traffic(rows, fetched, scattered, degree, copies, host)
-    slices = {name: n for row in every for name, n in row.first_slices().items()} if degree > 1 else {}
+    calls = _traffic(rows, fetched, scattered, degree, copies, host, ahead=ahead, whole=zero < 3, once=accumulate)
+    own = {name: stop for row in every for name, (_, stop) in row.slices(0).items()} if degree > 1 else {}
     cut = {
-        name: replace(p, shape=(slices[name],), bytes=p.bytes // max(1, _elements(p.shape)) * slices[name])
+        name: replace(p, shape=(own[name],), bytes=p.bytes // max(1, _elements(p.shape)) * own[name])
         for name, p in trace.parameters.items()
-        if name in slices
+        if name in own
     }
-    cost = Cost(held=held, host=parts if host else {}, calls=calls, moved=moved)
+    cost = Cost(held=held, host=parts if host else {}, collectives=calls)
     return replace(trace, parameters={**trace.parameters, **cut}), cost
 
 
@@ -128,31 +146,46 @@ def _traffic(
     degree: int,
     copies: int,
     host: bool,
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Calls and bytes of a step, by name: how often each unit is gathered and scattered is given."""
+    *,
+    ahead: bool,
+    whole: bool,
+    once: bool,
+) -> tuple[CollectiveCall, ...]:
+    """Of a step: how often each unit is gathered and scattered is given. ``whole``: units are gathered once, all before
+    the first forward; ``once``: gradients are scattered once a step."""
     trained = [row for many in rows.values() for row in many if row.trained]
-    runs = []
+    runs: list[CollectiveCall] = []
+    beside = "forward" if ahead else ""
+
+    def gathered(name: str, size: int, times: int, axis: str) -> None:
+        """A unit that is gathered twice a microbatch is gathered in forward and in backward."""
+        back = 0 if whole else times // 2
+        how = {"degree": degree, "axis": axis}
+        runs.append(CollectiveCall(name, size, count=times - back, hidden=beside, once=whole, **how))
+        hidden = "backward" if ahead else ""
+        runs.append(CollectiveCall(name, size, count=back, phase="backward", hidden=hidden, **how))
+
     for unit, many in rows.items():
-        for dtype in dict.fromkeys(row.dtype for row in many):
-            size = sum(row.gradients for row in many if row.trained and row.dtype == dtype)
-            runs.append(("reduce_scatter", scattered[unit], size))
-            runs.append(("all_reduce", 1 if copies > 1 else 0, size // degree))
+        for dtype in dict.fromkeys(row.grad_dtype for row in many):
+            size = sum(row.gradients for row in many if row.trained and row.grad_dtype == dtype)
+            named = str(dtype).removeprefix("torch.")
+            summed = CollectiveCall("reduce_scatter", size, degree, axis="shard", dtype=named, phase="backward")
+            runs.append(replace(summed, count=scattered[unit], hidden="backward", once=once))
+            if copies > 1:
+                own = {"name": "all_reduce", "bytes": size // degree, "degree": copies, "axis": "data"}
+                runs.append(replace(summed, hidden="backward", once=True, **own))
         if degree > 1:
-            runs.append(("all_gather", fetched[unit], sum(row.whole for row in many)))
+            gathered("all_gather", sum(row.whole for row in many), fetched[unit], "shard")
+    how = {"dtype": "float64", "phase": "step", "once": True}
     if degree * copies > 1:
-        runs.append(
-            ("all_reduce", 1, 8 * (STEP_SCALARS + 2 * degree * copies + sum(len(row.sizes) for row in trained)))
-        )
+        size = 8 * (STEP_SCALARS + 2 * degree * copies + sum(len(row.sizes) for row in trained))
+        runs.append(CollectiveCall("all_reduce", size, degree * copies, axis="step", **how))
     if host:
-        runs += [("host_to_device", times, sum(r.bytes for r in rows[unit])) for unit, times in fetched.items()]
-        runs.append(("device_to_host", 1, sum(row.bytes for row in trained)))
-    calls: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
-    for name, times, size in runs:
-        if times and size:
-            calls[name] += times
-            moved[name] += times * size
-    return dict(calls), dict(moved)
+        for unit, times in fetched.items():
+            gathered("host_to_device", sum(r.bytes for r in rows[unit]), times, "offload")
+        size = sum(row.grad_bytes for row in trained)
+        runs.append(CollectiveCall("device_to_host", size, axis="offload", hidden="backward", once=True))
+    return tallied(run for run in runs if run.bytes)
 
 
 @dataclass(slots=True)

@@ -25,18 +25,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshfit.axes.axis import Applied
 from meshfit.axes.shard.lockstep import GATHER, SCATTER, Lockstep, Meeting
 from meshfit.axes.shard.open_unit import Again, Edge, Gather, OpenUnit, Saved
+from meshfit.axes.shard.rounding import SharedCopies
 from meshfit.comm.flat import Flat, Lane
 from meshfit.errors import PlanError
 from meshfit.events import current
-from meshfit.torch_private import (
-    all_gather_rows,
-    call_a_parameter,
-    in_backward,
-    storage_id,
-    unwrap_call,
-    version,
-    wrap_call,
-)
+from meshfit.torch_private.autograd import in_backward
+from meshfit.torch_private.groups import all_gather_rows
+from meshfit.torch_private.modules import unwrap_call, wrap_call
+from meshfit.torch_private.tensors import call_a_parameter, storage_id, version
 
 CPU = torch.device("cpu")
 
@@ -66,6 +62,7 @@ class Shards(Applied):
         self.running = False
         """Whether a forward is under way."""
         self._widened: list[tuple[OpenUnit, torch.dtype | None]] = []
+        self._copies = SharedCopies()
         """Units that a pass without training gathered as they are, and what they are gathered as otherwise."""
         self._first, self._trial = True, False
         """No pass is over yet, and it is looked at more closely; what runs is not one, and may fail."""
@@ -126,6 +123,8 @@ class Shards(Applied):
                         return run(*args, **kwargs)
                 if rounds and unit.gather_dtype not in (None, _autocast(self.device)):
                     self._widen(unit)
+                elif rounds and args and unit.gather_dtype is not None:
+                    args = (self._copies(args[0], unit.gather_dtype), *args[1:])
                 return forward(*args, **kwargs)
 
             return run
@@ -335,12 +334,12 @@ class Shards(Applied):
             dist.all_reduce(row, group=self.group)
         return row.new_empty(0).set_(row.untyped_storage(), 0, flat.shapes[i], flat.strides[i])
 
-    def part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """This rank's slice of a ``tensor`` of the parameter's whole shape."""
+    def part(self, parameter: Tensor, tensor: Tensor, *, copies: bool = True) -> Tensor:
+        """This rank's slice of a ``tensor`` of the parameter's whole shape; without ``copies`` a view, if it can be."""
         found = self.place.get(parameter)  # type: ignore[call-overload]
         if found is None or not tensor.dim() or tensor.shape != found[0].shapes[found[1]]:
             return tensor
-        return found[0].cut(found[1], tensor)
+        return found[0].cut(found[1], tensor) if copies else found[0].look(found[1], tensor)
 
     def undo(self, device: torch.device = CPU) -> None:
         """Give every parameter back whole, on ``device``."""

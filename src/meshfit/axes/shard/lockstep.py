@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from meshfit.torch_private import told
+from meshfit.torch_private.groups import told
 
 GATHER, SCATTER = 0, 1
 

@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.comm.flat import Flat
-from meshfit.torch_private import own_parameters, refresh_flat_weights, storage_id, version, will_run
+from meshfit.torch_private.autograd import saved_tensors_hooks_now, will_run
+from meshfit.torch_private.modules import own_parameters, refresh_flat_weights
+from meshfit.torch_private.tensors import KeptTensor, storage_id
 
 if TYPE_CHECKING:
     from meshfit.axes.shard.gather import Shards
@@ -52,6 +54,9 @@ class OpenUnit:
     gather_dtype: torch.dtype | None = None
     """What the weights that autocast rounds are gathered as; None: as they are."""
 
+    def __post_init__(self) -> None:
+        self._holders = [[(own_parameters(module), name) for module, name in places] for places in self.places]
+
     @property
     def trained(self) -> list[Flat]:
         return [flat for flat in self.flats if flat.trained]
@@ -69,10 +74,10 @@ class OpenUnit:
             self.held = []
 
     def _replace(self, old: list[Tensor], new: list[Tensor]) -> None:
-        for places, was, tensor in zip(self.places, old, new, strict=True):
-            for module, name in places:
-                if own_parameters(module)[name] is was:
-                    own_parameters(module)[name] = tensor  # type: ignore[assignment]
+        for holders, was, tensor in zip(self._holders, old, new, strict=True):
+            for held, name in holders:
+                if held[name] is was:
+                    held[name] = tensor
         self.refresh()
 
     def refresh(self) -> None:
@@ -96,14 +101,6 @@ class _SavedWeight:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Any other saved tensor. With hooks, torch leaves it to them to see that it was not changed since."""
-
-    tensor: Tensor
-    version: int
-
-
 class Saved:
     """Notes on the weights that autograd saves; ``fetch`` gathers a unit."""
 
@@ -113,8 +110,16 @@ class Saved:
         """Of gathered rows."""
 
     def watched(self) -> saved_tensors_hooks:
-        """Around the forwards whose saved tensors are meant."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        """Around the forwards whose saved tensors are meant. What is no weight is left to the hooks around these."""
+        keep, fetch = saved_tensors_hooks_now() or (KeptTensor.of, KeptTensor.get)
+
+        def pack(tensor: Tensor) -> Any:
+            return self._noted(tensor) or keep(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            return self._fetched(packed) if isinstance(packed, _SavedWeight) else fetch(packed)
+
+        return saved_tensors_hooks(pack, unpack)
 
     def know(self, unit: OpenUnit, flat: Flat) -> None:
         """``flat`` is gathered."""
@@ -126,21 +131,14 @@ class Saved:
         if flat.whole is not None:
             self._storages.pop(storage_id(flat.whole), None)
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _noted(self, tensor: Tensor) -> _SavedWeight | None:
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             found = self._storages.get(storage_id(tensor))
             if found is not None:
                 return _SavedWeight(*found, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return _Kept(tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor))  # no node holds itself
+        return None
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Kept):
-            if version(packed.tensor) != packed.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                    f" a tensor of shape {tuple(packed.tensor.shape)}, {version(packed.tensor) - packed.version} times"
-                )
-            return packed.tensor
+    def _fetched(self, packed: _SavedWeight) -> Tensor:
         self._fetch(packed.unit)
         assert packed.flat.whole is not None
         return packed.flat.whole.as_strided(packed.size, packed.stride, packed.offset).to(packed.dtype)

@@ -24,8 +24,10 @@ from torch import nn
 
 from meshfit.anatomy.blocks import Module, blocks, bytes_of, modules
 from meshfit.anatomy.cost import Meter
+from meshfit.anatomy.record import SHARE as ATOM
 from meshfit.anatomy.record import TraceError, record
 from meshfit.anatomy.trace import Event, Parameter, Trace
+from meshfit.plan import Plan
 
 SHARE = 1 / 8
 """Of all parameters: a module that holds no more, or no more than the largest block that repeats, is one unit."""
@@ -75,11 +77,23 @@ class Whole(nn.Module):
 
 
 def traced(
-    model: nn.Module, objective: Callable[[nn.Module, Any], Any], batch: Any, *, device: str = "cuda"
+    model: nn.Module,
+    objective: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    *,
+    device: str = "cuda",
+    plan: Plan | None = None,
+    operations: bool = False,
+    share: float = ATOM,
 ) -> Trace | TraceError:
-    """What a training step calls and what that costs on ``device``; or why that cannot be told."""
+    """What a training step calls and what that costs on ``device``, in the precision of ``plan``; or why that cannot be
+    told. ``operations``: they are listed, too; ``share``: see ``record``."""
+    plan = plan or Plan()
+    rounds = "" if plan.precision == "fp32" else "shared" if plan.cuts else "each"
+    precision = plan.precision.removesuffix("-true") if operations else ""
+    meter = partial(Meter, target=device, rounds=rounds, precision=precision)
     try:
-        trace = _relative(record(Whole(model, objective), (batch,), meter=partial(Meter, target=device)).trace)
+        trace = _relative(record(Whole(model, objective), (batch,), meter=meter, share=share).trace)
     except TraceError as error:
         return error
     return replace(trace, blocks=blocks(trace))

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Axis, Splits
-from meshfit.axes.counted import counted_cost
+from meshfit.axes.counted import HALVES, counted_cost
 from meshfit.axes.cut_parameters import CutParameters
 from meshfit.axes.pipeline.cut import Shell
 from meshfit.axes.tensor.cost import shrunk
 from meshfit.axes.tensor.cut import Undo, cut
-from meshfit.axes.tensor.region import Cut, TensorPlan, joined
+from meshfit.axes.tensor.region import VOCABULARY, Cut, TensorPlan, joined
 from meshfit.axes.tensors import buffers_to, check_ties
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import RankGroup, destroy
-from meshfit.cost import Cost
+from meshfit.cost import CollectiveCall, Cost
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
 
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 SHORT_CUTS = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
 """What lets torch's modules take them, if it is not 0."""
+
+
+HIDDEN = {(name, "backward"): "products" for name in ("all_reduce", "reduce_scatter")}
+"""Sums of gradients of a region's input run beside the products for gradients of its weights: see column.py."""
 
 
 def split_model(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup) -> "TensorSplit":
@@ -54,8 +58,9 @@ def split_model(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup) ->
     return TensorSplit(model, plan, ranks, undo)
 
 
-def tensor_cost(trace: Trace, plan: TensorPlan, *, microbatches: int = 1) -> tuple[Trace, Cost]:
-    """Of a step on one rank. Collectives are those counted when the plan was checked."""
+def tensor_cost(trace: Trace, plan: TensorPlan, *, microbatches: int = 1, half: str = "") -> tuple[Trace, Cost]:
+    """Of a step on one rank. Collectives are those counted when the plan was checked; ``half``: the dtype of what
+    products make under autocast, and of its gradients. Rows of an embedding, and what the loss is made of, are fp32."""
     cuts = plan.cuts
     parameters = {
         name: replace(p, shape=_cut_shape(p.shape, cuts[name]), bytes=p.bytes * cuts[name].own // cuts[name].size)
@@ -63,12 +68,21 @@ def tensor_cost(trace: Trace, plan: TensorPlan, *, microbatches: int = 1) -> tup
         else p
         for name, p in trace.parameters.items()
     }
-    added = counted_cost(plan.collectives, trace, samples=plan.samples, microbatches=microbatches)
+    how: dict[str, Any] = {"axis": "tensor", "degree": plan.degree, "hidden": HIDDEN}
+    counts = {"samples": plan.samples, "microbatches": microbatches}
+    regions = () if plan.traffic else plan.regions
+    full = [(r.calls, each) for r in regions if r.kind in VOCABULARY for each in r.traffic if not each.backward]
+    rest = [(r.calls, each) for r in regions for each in r.traffic if r.kind not in VOCABULARY or each.backward]
+    added = counted_cost(full, trace, **counts, **how)
+    added += counted_cost(rest if regions else plan.collectives, trace, **counts, **how, half=half)
     kinds = defaultdict(int)
     for name in plan.shared:
         kinds[parameters[name].dtype, cuts[name].copies if name in cuts else plan.degree] += parameters[name].bytes
-    if kinds:
-        added += Cost(calls={"all_reduce": len(kinds)}, moved={"all_reduce": sum(kinds.values())})
+    summed = (
+        CollectiveCall("all_reduce", size, degree, axis="tensor", dtype=dtype, phase="step", once=True)
+        for (dtype, degree), size in kinds.items()
+    )
+    added += Cost(collectives=tuple(summed))
     buffers = {
         name: replace(b, shape=_cut_shape(b.shape, cuts[name])) if name in cuts else b
         for name, b in trace.buffers.items()
@@ -116,13 +130,14 @@ class TensorAxis(Axis):
 
     def cost(self, costing: "Costing", finding: TensorPlan) -> None:
         part = finding.only(costing.trace) if costing.stages is None else finding.only(costing.trace).silent()
-        costing.add(tensor_cost(costing.trace, part, microbatches=costing.plan.microbatches))
+        half = HALVES.get(costing.plan.precision, "")
+        costing.add(tensor_cost(costing.trace, part, microbatches=costing.plan.microbatches, half=half))
         costing.partial |= set(finding.shared)
 
 
 def splits_sequence(plan: Plan, device: str) -> bool:
     """Whether what lies between tensor-parallel operations is split by tokens."""
-    by_default = plan.sequence == "auto" and device == "cuda" and plan.context == 1 and not plan.partitions_modules
+    by_default = plan.sequence == "auto" and device == "cuda" and not plan.partitions_modules
     return plan.tensor > 1 and (plan.sequence == "split" or by_default)
 
 
@@ -154,7 +169,7 @@ def plan_of_part(plan: TensorPlan, part: nn.Module) -> TensorPlan:
 class TensorSplit(CutParameters):
     """A model that is cut over the ranks of a tensor group.
 
-    Gradients of parameters that are cut are complete on the ranks that hold them after ``sum_partial``: they are not
+    Gradients of parameters that are cut are complete on the ranks that hold them after ``after_backward``: they are not
     summed over the tensor group again. All others are equal on all ranks then.
     """
 
@@ -171,7 +186,7 @@ class TensorSplit(CutParameters):
         self.plan = plan
 
     @torch.no_grad()
-    def sum_partial(self) -> None:
+    def after_backward(self) -> None:
         """In one collective for each dtype and set of ranks."""
         kinds: dict[tuple, list[Tensor]] = defaultdict(list)
         for parameter, peers in self._sums:

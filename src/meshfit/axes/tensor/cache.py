@@ -27,7 +27,7 @@ from meshfit.axes.tensor.twin import is_constant
 from meshfit.comm.group import Traffic
 from meshfit.errors import MeshfitError
 from meshfit.launch.folders import cache_folder
-from meshfit.torch_private import own_buffers, own_parameters
+from meshfit.torch_private.modules import own_buffers, own_parameters
 
 MOST = 256
 """Plans that are kept; the oldest go first."""

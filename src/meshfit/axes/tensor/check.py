@@ -23,7 +23,7 @@ from meshfit.comm.draws import Stream
 from meshfit.comm.group import ThreadGroup, Traffic
 from meshfit.errors import in_short
 from meshfit.generators import Generators
-from meshfit.torch_private import tree_map
+from meshfit.torch_private.trees import tree_map
 
 TOLERANCE = {torch.float64: (1e-8, 1e-5), torch.float32: (2e-4, 1e-2)}
 """By how much an element may differ, relative to itself and to the root mean square of its tensor; and how small that

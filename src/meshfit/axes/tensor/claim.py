@@ -17,7 +17,7 @@ from meshfit.anatomy.record_build import tied
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.region import Cut, Leave, Patch, Raw, Region, even_ranges, joined
 from meshfit.axes.tensor.watch import Observed
-from meshfit.torch_private import Convolution, RunningNorm
+from meshfit.torch_private.modules import Convolution, RunningNorm
 
 NORMS = (RunningNorm, nn.GroupNorm)
 

@@ -23,7 +23,8 @@ from meshfit.axes.tensor.region import SEQUENCE
 from meshfit.comm import collectives
 from meshfit.comm.collectives import Collective, even
 from meshfit.comm.group import Group
-from meshfit.torch_private import storage_id, will_run
+from meshfit.torch_private.autograd import will_run
+from meshfit.torch_private.tensors import storage_id
 
 
 def is_product(layer: nn.Module) -> bool:
@@ -45,12 +46,17 @@ class Entrance:
     def __init__(self, x: Tensor, layers: Iterable[nn.Module], group: Group, length: int = 0, *, alone: bool = False):
         self._sum = _Sum(alone)
         x = Arrive.apply(in_autocast(x) if alone else x, self._sum)  # type: ignore[assignment]
-        self._weights = {layer: _Weights(layer) for layer in layers}
+        self._weights = {layer: self._entered(layer) for layer in layers}
         self.x: Tensor = Enter.apply(x, self._sum, group, length)  # type: ignore[assignment]
 
     def product(self, layer: nn.Module) -> Tensor:
-        weights = self._weights.get(layer) or _Weights(layer)
-        return ColumnProduct.apply(in_autocast(self.x), *weights.tensors, weights)  # type: ignore[return-value]
+        weights, tensors = self._weights.get(layer) or self._entered(layer)
+        return ColumnProduct.apply(in_autocast(self.x), *tensors, weights)  # type: ignore[return-value]
+
+    @staticmethod
+    def _entered(layer: nn.Module) -> "tuple[_Weights, tuple[Tensor, Tensor | None]]":
+        weights = _Weights(turned=not isinstance(layer, nn.Linear))
+        return weights, Weights.apply(weights, layer.weight, layer.bias)  # type: ignore[return-value]
 
 
 def in_autocast(x: Tensor) -> Tensor:
@@ -70,14 +76,14 @@ class _Sum:
 
 
 class _Weights:
-    """Of one layer, for one entrance."""
+    """What the gradients of one layer's weights need, for one entrance. Not the weights: the graph holds on to it, and
+    they may be dropped after the forward, and gathered again."""
 
-    def __init__(self, layer: nn.Module):
-        self.turned = not isinstance(layer, nn.Linear)
+    def __init__(self, *, turned: bool):
+        self.turned = turned
         """[in, out], as in Conv1D."""
         self.owed: list[tuple[Tensor, Tensor]] = []
         """Gradients of the output, with the input: what the gradients of the weights are to be computed from."""
-        self.tensors: tuple[Tensor, Tensor | None] = Weights.apply(self, layer.weight, layer.bias)  # type: ignore
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Of the weight and the bias."""
@@ -89,8 +95,6 @@ class _Weights:
 
 
 class Arrive(torch.autograd.Function):
-    rowwise = True
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: _Sum) -> Tensor:
         ctx.total = total
@@ -105,8 +109,6 @@ class Arrive(torch.autograd.Function):
 
 
 class Enter(torch.autograd.Function):
-    rowwise = True
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: _Sum, group: Group, length: int) -> Tensor:
         ctx.total, ctx.group = total, group
@@ -148,8 +150,6 @@ def _with(grad: Tensor | None, owed: Tensor) -> Tensor | None:
 
 
 class ColumnProduct(torch.autograd.Function):
-    rowwise = True
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: _Weights) -> Tensor:
         ctx.weights, ctx.bias = weights, None if bias is None else (bias.shape, bias.dtype)

@@ -8,8 +8,9 @@ regions, so is what is computed of them; what a region keeps of its input is all
 
 from dataclasses import replace
 
+from meshfit.anatomy.operations import MatrixProduct, Operation, divided, with_part
 from meshfit.anatomy.trace import Event, EventCost, Trace
-from meshfit.axes.tensor.region import TensorPlan, joined
+from meshfit.axes.tensor.region import Cut, TensorPlan, joined
 from meshfit.axes.tensor.vocabulary import POINTWISE
 
 WHOLE, COLUMN, INSIDE, ROW, ROWS = "whole", "column", "inside", "row", "rows"
@@ -17,7 +18,7 @@ WHOLE, COLUMN, INSIDE, ROW, ROWS = "whole", "column", "inside", "row", "rows"
 
 def shrunk(trace: Trace, plan: TensorPlan) -> Trace:
     """The trace of what one rank runs, but for its parameters."""
-    roles = _Roles(trace, plan)
+    roles, cuts = _Roles(trace, plan), plan.cuts
     cut: set[int] = set()  # storages of which a rank has a share
     saved: set[int] = set()
     gathered: set[int] = set()  # of rows, what a region has put together
@@ -42,7 +43,9 @@ def shrunk(trace: Trace, plan: TensorPlan) -> Trace:
                 less += use.bytes - own
             flops = use.flops if role == WHOLE else use.flops // plan.degree
             uses.append(replace(use, bytes=own, flops=flops))
-        events.append(replace(event, cost=_less(event.cost, role, less, tuple(uses), plan.degree)))
+        held = [(trace.parameters[name].shape, cuts[name]) for name in event.parameters if name in cuts]
+        cost = _less(event.cost, role, less, tuple(uses), plan.degree)
+        events.append(replace(event, cost=_split(cost, event.cost, role, held, plan.degree)))
     values = {
         number: replace(value, bytes=value.bytes // plan.degree) if number in roles.shared | roles.rowed else value
         for number, value in trace.values.items()
@@ -58,7 +61,33 @@ def _less(cost: EventCost, role: str, less: int, uses: tuple, degree: int) -> Ev
         cost.bytes_read // by,
         cost.bytes_written // by,
         max(cost.kept - less, 0),
+        cost.rounded,
+        cost.passed // by,
         uses,
+    )
+
+
+def _split(
+    cost: EventCost, whole: EventCost, role: str, held: list[tuple[tuple[int, ...], Cut]], degree: int
+) -> EventCost:
+    """``cost`` with a rank's share of the operations of ``whole``; ``held``: shapes of weights that are cut."""
+    if role == WHOLE:
+        return replace(cost, forward=whole.forward, backward=whole.backward, again=whole.again)
+
+    def own(operation: Operation, *, backward: bool = False) -> Operation:
+        if isinstance(operation, MatrixProduct):
+            parts = (
+                with_part(operation, shape, cut.dim, cut.own / max(1, cut.size), backward=backward)
+                for shape, cut in held
+            )
+            if (found := next(filter(None, parts), None)) is not None:
+                return found
+            if operation.batch == 1 and role != ROWS:
+                return operation  # with a weight that every rank has whole
+        return divided(operation, degree)
+
+    return replace(
+        cost, forward=tuple(map(own, whole.forward)), backward=tuple(own(op, backward=True) for op in whole.backward)
     )
 
 

@@ -5,16 +5,17 @@ The check does this to copies of one module, with threads for ranks; ``split_mod
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.axes.forward import wrap
-from meshfit.axes.spec import whole_output
+from meshfit.axes.head_loss.logits import PendingLogits
+from meshfit.axes.spec import SplitTensor, whole_output
 from meshfit.axes.tensor.column import Entrance, is_product
 from meshfit.axes.tensor.plain import PlainCrossing, is_plain, product
 from meshfit.axes.tensor.raw import Products
@@ -22,9 +23,12 @@ from meshfit.axes.tensor.region import SEQUENCE, Leave, Raw, Region
 from meshfit.axes.tensor.vocabulary import SlicedTensor, local_of
 from meshfit.comm import collectives
 from meshfit.comm.collectives import even
-from meshfit.comm.draws import Stream
+from meshfit.comm.draws import Stream, own_draws
 from meshfit.comm.group import Group
-from meshfit.torch_private import assert_on_device, own_parameters, tree_flatten, tree_map, tree_unflatten, version
+from meshfit.torch_private.kernels import assert_on_device
+from meshfit.torch_private.modules import own_parameters
+from meshfit.torch_private.tensors import version
+from meshfit.torch_private.trees import tree_flatten, tree_map, tree_unflatten
 
 Forward = Callable[..., Any]
 Undo = Callable[[], None]
@@ -120,6 +124,8 @@ class Crossing:
                 (x,) = (*args, *kwargs.values())
                 if is_plain():
                     return product(layer, self.plain.enter(x))
+                if _split_outside(x):
+                    return _on_local(run, x, -1)
                 self.plain.note_column(x)
                 x = x.whole() if isinstance(x, SlicedTensor) and not x.length else x
                 if self.stream is not None:
@@ -139,9 +145,14 @@ class Crossing:
             def run(*args: Any, **kwargs: Any) -> Any:
                 share = forward(*args, **kwargs)
                 self._left()
-                return collectives.gather(share, dim, [share.shape[dim]] * self.group.size, self.group)
+                return _on_local(gathered, share, dim)
 
             return run
+
+        def gathered(share: Tensor) -> Tensor:
+            if isinstance(share, PendingLogits):  # of which the loss needs no more than each rank's classes
+                return share.over(self.group)
+            return collectives.gather(share, dim, [share.shape[dim]] * self.group.size, self.group)
 
         return around
 
@@ -167,7 +178,10 @@ class Crossing:
         return around
 
     def slicing(self, forward: Forward) -> Forward:
-        return lambda *args, **kwargs: SlicedTensor.of(forward(*args, **kwargs), self.group)
+        def sliced(share: Tensor) -> Tensor:
+            return share.over(self.group) if isinstance(share, PendingLogits) else SlicedTensor.of(share, self.group)
+
+        return lambda *args, **kwargs: _on_local(sliced, forward(*args, **kwargs), -1)
 
     def multiplying(self, home: nn.Module, raw: Raw) -> Callable[[Forward], Forward]:
         columns = [_tensor(home, name) for name in raw.columns]
@@ -195,19 +209,24 @@ class Crossing:
                     return self.plain.leave(layer, x, rows=border.rows)
                 with _without(holder, name) as bias:
                     share = forward(*args, **kwargs)
+                if isinstance(share, PendingLogits):  # of all classes, and a part of each sum
+                    share = share.at_once("the sum over ranks")
                 leaves, spec = tree_flatten(share)
                 first = next(i for i, leaf in enumerate(leaves) if _real(leaf))
                 added = lambda x: x if bias is None else x + bias.view(-1, *(1,) * (-1 - border.dim)).to(x.dtype)
                 if border.rows and leaves[first].dim() > 1:
                     self._left()
-                    length = leaves[first].shape[SEQUENCE]
-                    own = collectives.reduce_scatter(leaves[first], SEQUENCE, even(length, self.group.size), self.group)
-                    leaves[first] = SlicedTensor.rows(added(own), length, self.group)
+                    leaves[first] = _on_local(partial(scattered, added), leaves[first], -1)
                 else:
                     leaves[first] = added(self.leave(leaves[first], alone=alone))
                 return tree_unflatten(leaves, spec)
 
             return run
+
+        def scattered(added: Forward, share: Tensor) -> Tensor:
+            length = share.shape[SEQUENCE]
+            own = collectives.reduce_scatter(share, SEQUENCE, even(length, self.group.size), self.group)
+            return SlicedTensor.rows(added(own), length, self.group)
 
         return around
 
@@ -217,18 +236,23 @@ class Crossing:
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if is_plain():
                 return forward(x, *args, **kwargs)
+            if _split_outside(x) and x.split_dim == x.dim() + SEQUENCE:
+                with nullcontext() if self.stream is None else own_draws(x.group, x.device):
+                    return x.on_local(lambda local: run(local, *args, **kwargs))
             if self.stream is not None:
                 self.stream.own(self, x.device)
             length = x.shape[SEQUENCE]
-            if isinstance(x, SlicedTensor) and not x.changed:
-                mine = local_of(x)
-            else:
-                mine = collectives.split(whole_output(x), SEQUENCE, even(length, self.group.size), self.group)
-            mine = forward(mine, *args, **kwargs)
+            made = forward(_on_local(self._own_rows, x), *args, **kwargs)
             self._left()
-            return SlicedTensor.rows(mine, length, self.group)
+            return _on_local(lambda own: SlicedTensor.rows(own, length, self.group), made)
 
         return run
+
+    def _own_rows(self, x: Tensor) -> Tensor:
+        if isinstance(x, SlicedTensor) and not x.changed:
+            return local_of(x)
+        length = x.shape[SEQUENCE]
+        return collectives.split(whole_output(x), SEQUENCE, even(length, self.group.size), self.group)
 
     def _left(self) -> None:
         if self.stream is not None:
@@ -243,9 +267,13 @@ class Crossing:
     def leave(self, x: Tensor, *, alone: bool = True) -> Tensor:
         """The sum of all ranks' ``x``, on its way out."""
         self._left()
+        if _split_outside(x):
+            return x.on_local(partial(self.leave, alone=alone))
         return collectives.reduce(x, self.group, alone=alone)
 
     def _entered_once(self, x: Any) -> Any:
+        if _split_outside(x):
+            return x.on_local(self._entered_once)
         entrance = self._entrance(x)
         if entrance is not None:
             return entrance.x
@@ -265,6 +293,19 @@ class Crossing:
             self._entered[id(x)] = x, version(x), made  # x is kept: its id must not be used again
             self._entered[id(made.x)] = made.x, version(made.x), made
         return made
+
+
+def _split_outside(x: Any) -> TypeGuard[SplitTensor]:
+    """Whether an axis around this one, context, has split it."""
+    return isinstance(x, SplitTensor) and not isinstance(x, SlicedTensor)
+
+
+def _on_local(function: Callable[[Tensor], Tensor], x: Tensor, dim: int | None = None) -> Tensor:
+    """``function(x)``, of this rank's part of what is split outside; ``dim``: ``function`` needs all of that dim."""
+    if not _split_outside(x):
+        return function(x)
+    together = dim is not None and x.split_dim == dim % x.dim()
+    return function(x.whole()) if together else x.on_local(function)
 
 
 def _in_range(index: Tensor, size: int) -> None:

@@ -21,7 +21,7 @@ from meshfit.axes.tensor.explain import as_degrees, numberless
 from meshfit.axes.tensor.region import joined
 from meshfit.axes.tensor.twin import blocks_of
 from meshfit.axes.tensor.watch import Observed
-from meshfit.torch_private import tree_leaves, tree_map
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 SMALL = 2**24
 """Parameters up to which a model is looked at as a whole."""

@@ -2,7 +2,7 @@
 
 Inside a compiled block a rank's rows (sequence=split) are plain tensors too. A region gathers its input where it is
 called, so that its code reads the shapes of the whole, and hands on the rank's rows of the sum. What else a block does
-to rows must be the same for each row: see axes/compile/rows.py, which tries that before anything is compiled.
+to rows must be the same for each row: see axes/compile/parts.py, which tries that before anything is compiled.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from meshfit.axes.tensor.column import in_autocast, is_product, product_weights
 from meshfit.axes.tensor.region import SEQUENCE, Region, joined
 from meshfit.comm import traced
 from meshfit.comm.group import Group
-from meshfit.torch_private import ThreadValue, tree_flatten, tree_unflatten
+from meshfit.torch_private.autograd import ThreadValue
+from meshfit.torch_private.trees import tree_flatten, tree_unflatten
 
 trying: ThreadValue[str] = ThreadValue("tensor.plain", "")
 """In an eager trial: "plain", or "noting" which inputs of regions are rows."""

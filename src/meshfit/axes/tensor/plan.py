@@ -20,7 +20,7 @@ from torch import nn
 
 from meshfit.anatomy.copies import study
 from meshfit.anatomy.record_build import tied
-from meshfit.axes.prove import Refused
+from meshfit.axes.prove import Refused, forgotten
 from meshfit.axes.tensor.between import Between, counted, foretold
 from meshfit.axes.tensor.check import check, reference
 from meshfit.axes.tensor.claim import NORMS, Claims, around, is_layer, merged
@@ -30,13 +30,17 @@ from meshfit.axes.tensor.twin import is_number, kinds_of
 from meshfit.axes.tensor.vocabulary_claim import candidates, of_vocabulary, verify
 from meshfit.axes.tensor.watch import watch
 from meshfit.comm.group import Traffic
-from meshfit.torch_private import tree_leaves
+from meshfit.launch import heap
+from meshfit.torch_private.trees import tree_leaves
 
 WORTH_GATHERING = 0.01
 """Layers of one kind that hold less than this share of a model stay whole: gathering costs more than it saves."""
 
 MOST_TRIES = 60
 """Sets of attributes that are tried for one region."""
+
+LARGE = 2**22
+"""Parameters of a module whose check takes so much memory that it is given back each time."""
 
 CHECKED_WHOLE = 2**26
 """Parameters, over all ranks, up to which more than a block is checked at once: the finished plan on the whole model,
@@ -204,6 +208,17 @@ class _Planner:
         return accepted
 
     def _checked(self, claim: Region) -> Region:
+        large = sum(p.numel() for p in self.modules[claim.module].parameters()) > LARGE
+        try:
+            return self._passed(claim, heap.give_back if large else lambda: None)
+        except Refused as refused:
+            raise forgotten(refused) from None
+        finally:
+            if large:
+                heap.give_back()
+
+    def _passed(self, claim: Region, tidied: Callable[[], None]) -> Region:
+        """The first variant that passes. ``tidied`` is called after each that does not."""
         whole = reference(self.modules[claim.module], self.seen.calls[claim.module])
         first: Refused | None = None
         for variant, patches in self._variants(claim):
@@ -212,7 +227,8 @@ class _Planner:
                 partial, traffic = check(whole, (tried,), self.degree)
                 self._only_here(claim.module, partial)
             except Refused as refused:
-                first = first or refused
+                first = first or forgotten(refused)
+                tidied()
                 continue
             if patches:
                 self.winners.insert(0, frozenset(patch.attribute for patch in patches))

@@ -19,14 +19,10 @@ from torch import Tensor, nn
 from meshfit.anatomy.copies import study, twin
 from meshfit.anatomy.record_program import tensors
 from meshfit.data import tree
-from meshfit.torch_private import (
-    TorchDispatchMode,
-    storage_id,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-    watched_functions,
-)
+from meshfit.torch_private.autograd import watched_functions
+from meshfit.torch_private.operators import TorchDispatchMode
+from meshfit.torch_private.tensors import storage_id
+from meshfit.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
 SHORT = 32
 """Sequences are cut to so much and the remainder of their length, so that it can be divided by as much as before."""
@@ -83,10 +79,11 @@ class _Digest(TorchDispatchMode):
         self._held: list[torch.UntypedStorage] = []  # an address must not be used again
         for tensor in (*model.parameters(), *model.buffers(), *tree.tensors(batch)):
             self._number(tensor, made=True)
+        self._given = len(self._numbers)
 
-    def add(self, said: str, shapeless: str = "") -> None:
+    def add(self, said: str, shapeless: str | None = None) -> None:
         self.shaped.update(said.encode())
-        self.shapeless.update((shapeless or said).encode())
+        self.shapeless.update((said if shapeless is None else shapeless).encode())
 
     def entered(self, path: str, module: nn.Module, args: Any) -> None:
         """Plans change what modules take and return: the same operations outside of one are another program."""
@@ -109,7 +106,7 @@ class _Digest(TorchDispatchMode):
                 said.append(f"{number} {leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.storage_offset()}")
             elif not isinstance(leaf, torch.device | torch.Generator):
                 said.append(repr(leaf))
-        self.add("|".join(said), "|".join(read))
+        self.add("|".join(said), "" if self._is_of_table(func, args) else "|".join(read))
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             moved = [_to_meta(leaf) for leaf in leaves]
             if any(new is not old for new, old in zip(moved, leaves, strict=True)):
@@ -119,6 +116,10 @@ class _Digest(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._number(leaf, made=True)
         return out
+
+    def _is_of_table(self, func: Any, args: tuple) -> bool:
+        """Whether it takes the first rows of a buffer, a parameter or an input: of all rows that is no operation."""
+        return func is torch.ops.aten.slice.Tensor and self._number(args[0]) < self._given
 
     def _named(self, thing: Any) -> str:
         """Of an operation or the form of its arguments, which are few."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshfit.torch_private import tree_leaves, tree_map
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 VIEWS = {"__getitem__", "__get__", "t", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "expand"}
 VIEWS |= {"unbind", "chunk", "split", "movedim", "contiguous", "to", "flatten", "unflatten", "narrow", "select"}

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from meshfit.torch_private import own_modules, own_parameters
+from meshfit.torch_private.modules import own_modules, own_parameters
 
 LAYERS_OF_A_BLOCK = 2
 """A module with fewer weights than this in it is no block: nothing in it could be a pair."""

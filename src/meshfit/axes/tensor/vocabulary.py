@@ -21,7 +21,8 @@ from meshfit.axes.tensor.vocabulary_loss import cross_entropy
 from meshfit.comm import collectives
 from meshfit.comm.collectives import even
 from meshfit.comm.group import Group
-from meshfit.torch_private import tree_leaves, tree_map, without_subclasses
+from meshfit.torch_private.tensors import without_subclasses
+from meshfit.torch_private.trees import tree_leaves, tree_map
 
 OF_THE_SLICE = set(
     """
@@ -49,7 +50,6 @@ class SlicedTensor(SplitTensor):
     """A rank's share of one dim of a tensor; every rank has another one, of the same size."""
 
     axis = "tensor"
-    group: Group
     at: int
     """The dim of the classes, counted from the last: -1; or of the rows: -2."""
 
@@ -79,11 +79,20 @@ class SlicedTensor(SplitTensor):
         out.length = length
         return out
 
-    def like(self, local: Tensor, *, view: bool = False) -> "SlicedTensor":
-        """Another, cut as this one is."""
-        out = SlicedTensor.of(local, self.group, self.at, view=view)
+    def like(self, local: Tensor, *, view: bool = False, at: int | None = None) -> "SlicedTensor":
+        """Another, cut as this one is; ``at``: its dim is elsewhere."""
+        out = SlicedTensor.of(local, self.group, self.at if at is None else at, view=view)
         out.length = self.length
         return out
+
+    @property
+    def full_length(self) -> int:
+        """Of the dim that is cut."""
+        return self.length or local_of(self).shape[self.at] * self.group.size
+
+    @property
+    def split_dim(self) -> int:
+        return self.dim() + self.at
 
     def to_local(self) -> tuple[Tensor, Spec | None]:
         return (self.whole(), None) if self.changed else (local_of(self), Spec(SlicedTensor, (self.at, self.length)))
@@ -117,8 +126,18 @@ class SlicedTensor(SplitTensor):
             self.entrances[alone] = Entrance(x, columns, self.group, length, alone=alone)
         return self.entrances[alone]
 
+    def pointwise(self, func: Any, args: Any, kwargs: Any) -> "SlicedTensor | None":
+        """What a function of each element by itself makes of it; None: what it needs is not here."""
+        return _pointwise(func, args, kwargs, self)
+
+    def cross_entropy(self, target: Tensor, **how: Any) -> Tensor:
+        """Of these logits."""
+        return cross_entropy(local_of(self), target, self.group, at=self.at, **how)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, SplitTensor) and kind is not cls for kind in types):
+            return NotImplemented  # theirs are split by an axis around this one
         kwargs, name = kwargs or {}, name_of(func)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SlicedTensor)]
         if not given:
@@ -144,7 +163,7 @@ class SlicedTensor(SplitTensor):
 def shape_of(x: SlicedTensor) -> torch.Size:
     """Of the whole."""
     size = list(local_of(x).shape)
-    size[x.at] = x.length or size[x.at] * x.group.size
+    size[x.at] = x.full_length
     return torch.Size(size)
 
 
@@ -180,7 +199,7 @@ def _kept(func: Any, name: str, args: Any, kwargs: Any, given: list[SlicedTensor
     if func is F.cross_entropy:
         return _loss(*args, **kwargs)
     if name in POINTWISE:
-        return _pointwise(func, args, kwargs, first)
+        return first.pointwise(func, args, kwargs)
     if len(given) > 1 or not args or args[0] is not first:
         if name == "view_as" and len(given) == 2 and given[0] is given[1]:
             return first.like(local_of(first).view_as(local_of(first)), view=True)
@@ -190,7 +209,7 @@ def _kept(func: Any, name: str, args: Any, kwargs: Any, given: list[SlicedTensor
         sizes = [2 * i + 3 for i in range(first.dim())]
         tried = func(torch.empty(sizes, device="meta"), *rest, **kwargs)
         at = list(tried.shape).index(sizes[first.at]) - tried.dim()
-        return SlicedTensor.of(func(local_of(first), *rest, **kwargs), first.group, at, view=True)
+        return first.like(func(local_of(first), *rest, **kwargs), view=True, at=at)
     if first.length and name in SAME and SAME[name](first, *args[1:], **kwargs):
         return first.like(local_of(first).view_as(local_of(first)), view=True)
     if name in SHAPES and first.at == -1:
@@ -246,40 +265,30 @@ def _loss(
         return None
     if target.shape != (*shape[:expected], *shape[expected + 1 :]):
         return None
-    return cross_entropy(
-        local_of(input), target, input.group, at=input.at, weight=weight, ignore_index=ignore_index,
-        reduction=reduction, label_smoothing=label_smoothing,
-    )  # fmt: skip
+    return input.cross_entropy(
+        target, weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
 
 
 # Functions of shapes, where the classes are the last dim
 
 
-def _sizes(given: tuple, kwargs: dict) -> list[int] | None:
-    sizes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given or kwargs.get("shape", ())
-    return [int(size) for size in sizes] if sizes and not any(isinstance(s, torch.dtype) for s in sizes) else None
+def _viewed(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that sees the same elements in another shape."""
+
+    def act(x: SlicedTensor, *args: Any, **kwargs: Any) -> SlicedTensor | None:
+        shape, local = _tried(func, x, args, kwargs), local_of(x)
+        fits = shape and shape[-1] == x.full_length and prod(shape)
+        return x.like(local.reshape(*shape[:-1], local.shape[-1]), view=True) if fits else None
+
+    return act
 
 
-def _viewed(x: SlicedTensor, *given: Any, **kwargs: Any) -> SlicedTensor | None:
-    sizes = _sizes(given, kwargs)
-    if sizes is None:
-        return None
-    shape = shape_of(x)
-    if -1 in sizes:
-        rest = prod(size for size in sizes if size != -1)
-        if not rest:
-            return None
-        sizes[sizes.index(-1)] = prod(shape) // rest
-    if prod(sizes) != prod(shape) or sizes[-1] != shape[-1] or (not prod(shape)):
-        return None
-    local = local_of(x)
-    return SlicedTensor.of(local.reshape(*sizes[:-1], local.shape[-1]), x.group, view=True)
-
-
-def _flattened(x: SlicedTensor, start_dim: int = 0, end_dim: int = -1) -> SlicedTensor | None:
-    last = x.dim() - 1
-    end = end_dim % (last + 1)
-    return None if end == last else SlicedTensor.of(local_of(x).flatten(start_dim, end), x.group, view=True)
+def _tried(func: Callable[..., Any], x: SlicedTensor, args: Any, kwargs: Any) -> torch.Size:
+    """The shape that ``func`` gives to the whole; none where elements of another dtype are asked for."""
+    if any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
+        return torch.Size()
+    return func(torch.empty(shape_of(x), device="meta"), *args, **kwargs).shape
 
 
 def _indexed(x: SlicedTensor, index: Any) -> SlicedTensor | None:
@@ -296,7 +305,7 @@ def _indexed(x: SlicedTensor, index: Any) -> SlicedTensor | None:
         return None
     if any(isinstance(i, SlicedTensor) for i in index) or (index and index[-1] is None):
         return None
-    return SlicedTensor.of(local_of(x)[index], x.group, view=True)
+    return x.like(local_of(x)[index], view=True)
 
 
 def _along(func: Callable[..., Any], default: int | None = None) -> Callable[..., Any]:
@@ -311,16 +320,16 @@ def _along(func: Callable[..., Any], default: int | None = None) -> Callable[...
             return None
         made = func(local_of(x), *args, **kwargs)
         if isinstance(made, Tensor):
-            return SlicedTensor.of(made, x.group, view=True)
-        return tuple(SlicedTensor.of(part, x.group, view=True) for part in made)
+            return x.like(made, view=True)
+        return tuple(x.like(part, view=True) for part in made)
 
     return act
 
 
 SHAPES: dict[str, Callable[..., Any]] = {
-    "view": _viewed,
-    "reshape": _viewed,
-    "flatten": _flattened,
+    "view": _viewed(Tensor.view),
+    "reshape": _viewed(Tensor.reshape),
+    "flatten": _viewed(Tensor.flatten),
     "__getitem__": _indexed,
     "select": _along(torch.select),
     "narrow": _along(torch.narrow),
@@ -331,10 +340,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _keeps_shape(x: SlicedTensor, *given: Any, **kwargs: Any) -> bool:
-    sizes, shape = _sizes(given, kwargs), shape_of(x)
-    same = sizes is not None and len(sizes) == len(shape) and sizes.count(-1) < 2
-    return same and all(size in (-1, there) for size, there in zip(sizes or (), shape, strict=True))
+def _keeps_shape(x: SlicedTensor, *args: Any, **kwargs: Any) -> bool:
+    return _tried(Tensor.reshape, x, args, kwargs) == shape_of(x)
 
 
 def _takes_all(x: SlicedTensor, index: Any) -> bool:

@@ -23,7 +23,7 @@ from meshfit.axes.tensor.explain import as_degrees
 from meshfit.axes.tensor.region import Cut, Patch, Region, even_ranges, joined
 from meshfit.axes.tensor.watch import Observed
 from meshfit.comm.group import Traffic
-from meshfit.torch_private import tree_map
+from meshfit.torch_private.trees import tree_map
 
 ENTRIES = 16
 """Of a rank, in the check."""
@@ -66,12 +66,12 @@ def of_vocabulary(
     model: nn.Module, found: Candidates, seen: Observed, degree: int
 ) -> tuple[list[Region], dict[str, str]]:
     """Regions to be checked; and of weights that cannot be cut along the vocabulary, why not."""
+    names = {id(p): name for name, p in model.named_parameters()}
     layers: dict[int, list[str]] = {}
     for path in found.paths:
-        if seen.called(path):
-            weight = model.get_submodule(path).weight
+        weight = model.get_submodule(path).weight
+        if seen.called(path) and id(weight) in names:  # not one that a hook computes from another
             layers.setdefault(id(weight), []).append(path)
-    names = {id(p): name for name, p in model.named_parameters()}
     regions, why = [], {}
     for weight, paths in layers.items():
         module: Any = model.get_submodule(paths[0])

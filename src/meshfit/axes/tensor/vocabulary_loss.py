@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshfit.comm.group import MAX, Group
-from meshfit.torch_private import assert_on_device
+from meshfit.torch_private.kernels import assert_on_device
 
 
 def cross_entropy(

@@ -18,7 +18,7 @@ from meshfit.axes.tensor.check import ObservedCall, alias
 from meshfit.axes.tensor.vocabulary import SlicedTensor
 from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.errors import JobError
-from meshfit.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from meshfit.torch_private.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 @dataclass(eq=False)
@@ -115,7 +115,8 @@ def watch(
     if not given:
         raise JobError(
             "the objective never calls the model itself, so there is nothing to split over devices",
-            "a step= that calls model(...) can be; data= works with any step",
+            "a step= that calls model(...) can be, and a training_step that calls self(...), not parts or self.forward;"
+            " data= works with any step",
         )
     reached = _reached([t.grad_fn for t in tree_leaves(loss) if isinstance(t, Tensor)][:1])
     for path, call in seen.calls.items():

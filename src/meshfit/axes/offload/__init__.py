@@ -1,0 +1,1 @@
+"""What lives in host memory: optimizer state (optimizer.py), activations (activations.py); parameters: see shard."""

@@ -1,0 +1,114 @@
+"""``meshfit rehearse``: how a plan would begin on a cluster, printed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from meshfit.cli.inspect import built, config_of
+from meshfit.errors import JobError
+from meshfit.job import Job
+from meshfit.observe.columns import columns
+from meshfit.planner.cluster import Cluster
+from meshfit.planner.hf_config import decoder_of
+from meshfit.planner.narrow import narrow_config
+from meshfit.planner.sizes import DecoderPredictor
+from meshfit.rehearsal.memory import StageMemory, too_large
+from meshfit.rehearsal.places import Places
+from meshfit.rehearsal.problems import Problem, ranged
+from meshfit.rehearse import Rehearsal, rehearse_job
+from meshfit.units import size
+
+KINDS = ("weights", "gradients", "optimizer", "activations")
+MOST_SHARES, MOST_SAMPLES = 8, 6
+"""Of the data that are printed."""
+SHORT = 32
+"""Tokens of the sequences on which a narrow model runs."""
+
+
+def rehearse(asked: dict[str, Any], on: str, timeline: Path | None) -> int:
+    """Rehearse the job of these arguments; the exit code."""
+    found = rehearse_job(Job(**asked).training(), Cluster.of(on))
+    show(found)
+    return _drawn(found, timeline)
+
+
+def _drawn(found: Rehearsal, timeline: Path | None) -> int:
+    if timeline is not None and found.timeline:
+        timeline.write_text(found.timeline)
+        print(f" timeline of a step: {timeline}")
+    return found.exit_code
+
+
+def rehearse_config(config: Path, length: int, batch: int, plan: str | None, on: str, timeline: Path | None) -> int:
+    """The same for a decoder of Hugging Face that nobody here has the weights of. Its ranks run a narrow one, of as
+    many layers and heads, on short sequences; memory is that of the wide one."""
+    decoder, wide = decoder_of(config), config_of(config)
+    narrow = narrow_config(wide)
+    if narrow is None:
+        raise JobError(f"{config}: its widths cannot be divided", "meshfit rehearse train.py takes any model")
+    small, factor = narrow
+    ids = torch.randint(small.vocab_size, (batch, min(length, SHORT)), generator=torch.Generator().manual_seed(0))
+    how = {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), "batch_size": batch, "steps": 1}
+    asked = {"model": lambda: built(small), "data": {"input_ids": ids, "labels": ids}, "plan": plan or "auto", **how}
+    cluster = Cluster.of(on)
+    found = rehearse_job(Job(**asked).training(), cluster)
+    most = DecoderPredictor(decoder, cluster, length).memory(found.plan, batch)
+    memory = StageMemory(most.rank, 0, {kind: round(count) for kind, count in most.held.items()})
+    problems = list(found.problems)
+    if why := too_large(memory, cluster):
+        ranks = tuple(Places(found.plan).stage(most.rank))
+        problems.append(Problem(f"stage {most.rank} does not fit: {ranged(ranks)}", (why,), ranks))
+    note = f"ranks run a model {factor} times narrower, on {ids.shape[1]} tokens; memory is that of {config}"
+    found = replace(found, memory=[memory], problems=problems, notes=[note, *found.notes])
+    show(found)
+    return _drawn(found, timeline)
+
+
+def show(found: Rehearsal) -> None:
+    console, places = Console(highlight=False), Places(found.plan)
+    how = "with values" if found.values else "by shapes, without values"
+    ran = "all of them" if len(found.ran) == len(places.all) else f"{len(found.ran)} of them"
+    console.print(f" {found.plan} on {found.cluster.name}: {len(places.all)} ranks, {ran} run {how}\n", soft_wrap=True)
+    if found.memory:
+        console.print(_memory(found, places))
+    if found.samples:
+        console.print(_samples(found, places))
+    for note in found.notes:
+        console.print(f" {note}", style="dim", markup=False, soft_wrap=True)
+    if found.ok:
+        counted = f"{found.operations:,} operations of all ranks on {found.communicators} communicators"
+        console.print(f"\n {counted} match, and complete if each blocks in its order", soft_wrap=True)
+        console.print(" the plan would start, and take its first steps", style="green", soft_wrap=True)
+    for problem in found.problems:
+        console.print(f"\n {problem.headline}", style="bold red", markup=False, soft_wrap=True)
+        for fact in problem.facts:
+            console.print(f"   {fact}", markup=False, soft_wrap=True)
+    console.print(f" {found.seconds:.1f} s", style="dim")
+
+
+def _memory(found: Rehearsal, places: Places) -> Any:
+    limit = found.cluster.accelerator.memory
+    table = columns("memory", "ranks~", *(f">{kind}" for kind in KINDS), ">other", f">of {size(limit)}")
+    for each in found.memory:
+        ranks = places.stage(each.stage, each.branch)
+        name = f"stage {each.stage}" if found.plan.pipeline > 1 else "each rank"
+        name += f", branch {each.branch}" if found.plan.branch > 1 else ""
+        kinds = [each.held.get(kind, 0) for kind in KINDS]
+        other = each.bytes - sum(kinds)
+        style = "[red]" if each.bytes > limit else ""
+        table.add_row(name, ranged(ranks), *map(size, kinds), size(other), f"{style}{size(each.bytes)}")
+    return table
+
+
+def _samples(found: Rehearsal, places: Places) -> Any:
+    table = columns("data", "ranks~", "samples of the first step~")
+    for share, ids in list(found.samples.items())[:MOST_SHARES]:
+        ranks = [rank for rank in range(len(places.all)) if places.share(rank) == share]
+        more = f", ... ({len(ids)})" if len(ids) > MOST_SAMPLES else ""
+        table.add_row(f"share {share}", ranged(ranks), ", ".join(map(str, ids[:MOST_SAMPLES])) + more)
+    if (left := len(found.samples) - MOST_SHARES) > 0:
+        table.add_row(f"and {left} more", "", "")
+    return table

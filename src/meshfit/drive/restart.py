@@ -1,0 +1,89 @@
+"""Whether a training whose ranks have failed is started again, and from where.
+
+A start makes progress when it leaves a newer checkpoint than it began from. After ``most`` restarts in a row without
+one the training ends, with the first cause first. What a rank raises is tried once more, and only where there is a
+checkpoint: raised again in the same step, it ends the training. Refusals (a plan, a checkpoint, a loss that is not
+finite) come out the same each time, and are not tried again.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from meshfit.checkpoint import manifest
+from meshfit.checkpoint.files import Files
+from meshfit.errors import CheckpointError, Died, JobError, MeshfitError, NonFiniteError, PlanError, RankError
+from meshfit.job import Job
+
+MOST = 3  # restarts in a row without progress
+FINAL = (CheckpointError, JobError, NonFiniteError, PlanError)
+
+
+def tries_of(job: Job) -> int:
+    """How often a job may be started again without progress; 0: its first failure ends it."""
+    if job.checkpoint is None or job.listen is not None or job.join is not None:
+        return 0  # whoever joined a run from elsewhere would have to be told
+    return MOST if job.restarts == "auto" else int(job.restarts)
+
+
+@dataclass
+class Tries:
+    """The failures of one training so far."""
+
+    most: int
+    failures: list[MeshfitError] = field(default_factory=list)
+    """Since the last progress."""
+    raised: dict[int, MeshfitError] = field(default_factory=dict)
+    """By step."""
+    begun_from: int = 0
+    """The order of the checkpoint that they began from; 0: the beginning."""
+
+    def failed(self, error: MeshfitError, newest: manifest.Manifest | None) -> None:
+        """Note a failure. Raises, where the training is not to be started again."""
+        reached = 0 if newest is None else manifest.order(newest.name)
+        if reached > self.begun_from:
+            self.failures, self.begun_from = [], reached
+        self.failures.append(error)
+        if not self.most or isinstance(error, FINAL):
+            raise error
+        raised = not isinstance(error, Died)
+        if raised and newest is None:
+            raise error
+        place = "the beginning" if newest is None else f"step {newest.step}"
+        if raised and error.step in self.raised:
+            where = f" in step {error.step}" if error.step else ""
+            raise _with(self.raised[error.step], f"started again from {place}, it failed again{where}")
+        if raised:
+            self.raised[error.step] = error
+        if len(self.failures) > self.most:
+            others = [f"then: {each.headline}" for each in self.failures[1:]]
+            times = "once" if self.most == 1 else f"{self.most} times"
+            raise _with(
+                self.failures[0], f"started again {times} from {place}, it came to no newer checkpoint", *others
+            )
+
+    @property
+    def so_far(self) -> str:
+        """How often it was started again without progress, where that is more than once."""
+        return f", {len(self.failures)} of at most {self.most} times in a row" if len(self.failures) > 1 else ""
+
+
+def _with(error: MeshfitError, *facts: str) -> MeshfitError:
+    """The same error, with more to say."""
+    said = type(error)(error.headline, *error.facts, *facts)
+    if isinstance(error, RankError) and isinstance(said, RankError):
+        said.trace = error.trace
+    said.step = error.step
+    return said
+
+
+def put_suspects_aside(files: Files, error: MeshfitError | None) -> None:
+    """Where replicas were found to differ: checkpoints of after the last step in which they did not."""
+    if not isinstance(error, Died) or error.agreed is None:
+        return
+    for found in list(manifest.complete(files)):
+        if found.step > error.agreed:
+            files.move(found.name, f"suspect-{found.name}")
+
+
+def goes_on(job: Job, newest: manifest.Manifest | None) -> Job:
+    """The job that its next ranks get."""
+    return job if newest is None else replace(job, resume=True)

@@ -1,0 +1,118 @@
+"""Values that a step logs beside its loss: ``(loss, {"name": value})``.
+
+Parts of a batch (microbatches, ranks) add to a value what they weigh in it, so that it comes out as one device would
+have it. What a value is a mean over is found by the trial that finds it of the loss: what the loss is a mean over, or
+samples; or it is a sum. One that is none of these (a maximum, a standard deviation) is the mean of its parts. A pair
+(sum, count) says so itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfit.axes.buffers.watch import buffers_kept
+from meshfit.axes.spec import whole_output
+from meshfit.data import tree
+from meshfit.errors import DataError
+from meshfit.generators import Generators
+from meshfit.loss.objective import Objective
+from meshfit.step import parted
+
+
+def weighed(name: str, value: Any, over: str, weight: Any) -> tuple[Any, Any]:
+    """What a part of a batch adds to a logged value: (total, what it is over), over 0 for a sum. ``weight``: of the
+    part, where the value is a mean."""
+    if isinstance(value, tuple | list):
+        total, count = (_one_number(name, each) for each in value)
+        return total, count
+    value = _one_number(name, value)
+    if over == "sum":
+        return value, 0.0
+    if isinstance(weight, Tensor):  # a mean over nothing is NaN, and weighs nothing
+        return torch.where(weight > 0, value, 0.0) * weight, weight
+    return (value * weight if weight else 0.0), weight
+
+
+def _one_number(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    if isinstance(value, bool | int | float):
+        return float(value)
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise DataError(f"the step returned {what} as {name!r}, to be logged", "return one number, or (sum, count)")
+
+
+@dataclass(frozen=True)
+class LoggedTrial:
+    """Values of a batch and of its parts; each with its count, if it gives (sum, count)."""
+
+    whole: Mapping[str, tuple[float, float | None]]
+    parts: Sequence[Mapping[str, tuple[float, float | None]]]
+    samples: Sequence[float]
+    weights: Sequence[float]
+    """What each part weighs in the loss."""
+
+    def adds_up(self, name: str, kind: str, limit: float) -> bool:
+        weights = self.samples if kind == "samples" else self.weights
+        total = sum(weights) or 1.0
+        values = [part.get(name, (nan, None))[0] for part in self.parts]
+        made = [v if kind == "sum" else v * w / total for v, w in zip(values, weights, strict=True)]
+        want = self.whole[name][0]
+        return abs(sum(made) - want) <= limit * max(abs(want), *map(abs, made))
+
+
+def kind_of(name: str, trials: Sequence[LoggedTrial], sums: bool, limit: float) -> str:
+    """What a value is a mean over. ``sums``: the loss is a sum."""
+    if trials[0].whole[name][1] is not None:
+        return "pair"
+    kinds = ("samples", "sum") if sums else ("loss", "samples", "sum")
+    return next((kind for kind in kinds if all(trial.adds_up(name, kind, limit) for trial in trials)), kinds[0])
+
+
+def as_numbers(logged: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    found = {}
+    for name, value in whole_output(dict(logged)).items():
+        total, count = weighed(name, value, "sum", 1.0)
+        found[name] = float(total), float(count) if isinstance(value, tuple | list) else None
+    return found
+
+
+def value_names(
+    objective: Objective,
+    model: nn.Module,
+    batch: Any,
+    device: torch.device,
+    inside: Callable[[], AbstractContextManager[None]] | None = None,
+) -> tuple[str, ...]:
+    """What ``objective`` logs, by a forward of two samples: where batches are not cut, and nothing else is to be known.
+    All ranks of a model that is laid out call it together."""
+    there = tree.size(batch)
+    batch = tree.to_device(tree.rows(batch, slice(0, min(2, there)), there), device)
+    start = Generators(device)
+    for train in (False, True):
+        try:
+            with _in_mode(model, train), torch.no_grad(), (inside or nullcontext)():
+                return tuple(parted(objective(model, tree.map_tensors(torch.clone, batch)))[1])
+        except Exception:  # training will say what is wrong
+            continue
+        finally:
+            start.restore()
+    return ()
+
+
+@contextmanager
+def _in_mode(model: nn.Module, train: bool) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    for module in modes:
+        module.training = modes[module] and train
+    try:
+        with buffers_kept(model):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

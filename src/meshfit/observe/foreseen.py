@@ -1,0 +1,47 @@
+"""The picture of a predicted step: a lane a rank of the pipeline, drawn as measured ones are."""
+
+from html import escape
+
+from meshfit.observe.reading import RecordedSpan
+from meshfit.observe.svg import document, lane, legend
+from meshfit.observe.timeline import GAP, LANE, LEFT, RIGHT, TOP, WIDTH
+from meshfit.passes.clock import SPANS
+from meshfit.planner.prediction import Prediction
+from meshfit.planner.step import StepModel
+from meshfit.units import seconds
+
+MOST = 48
+"""Microbatches that are drawn, or three a rank if that is more."""
+
+
+def foreseen(prediction: Prediction, steps: StepModel) -> str:
+    """An SVG of forward and backward, then what is waited for, and the update."""
+    work = prediction.work
+    assert work is not None
+    drawn = min(work.microbatches, max(MOST, 3 * work.ranks))
+    timed = steps.timeline(work, drawn)
+    waits, update = prediction.items.get("collectives", 0.0), prediction.items.get("update", 0.0)
+    inside = sum(e[1] + e[3] for e in steps.stages(work)) / work.ranks * work.microbatches
+    after = max(0.0, waits - inside)
+    end = timed.end + after + update
+    scale = (WIDTH - RIGHT - LEFT) / max(end, 1e-12)
+    labels, boxes, names = [], [], dict[str, None]()
+    for rank, actions in enumerate(timed.spans):
+        spans = [
+            RecordedSpan(SPANS[t.action.kind], 1, t.start, t.end - t.start, {"microbatch": t.action.microbatch})
+            for t in actions
+        ]
+        spans.append(RecordedSpan("exchange", 1, timed.end, after))
+        spans.append(RecordedSpan("update", 1, timed.end + after, update))
+        y = TOP + rank * (LANE + GAP)
+        at = f'x="{LEFT - 10}" y="{y + LANE / 2 + 4}"'
+        name = f"pipeline {rank}" if work.ranks > 1 else "every rank"
+        labels.append(f'<text class="lane" {at} text-anchor="end">{name}</text>')
+        boxes.append(lane(spans, 0.0, end, left=LEFT, top=y, height=LANE, scale=scale))
+        names |= dict.fromkeys(span.name for span in spans if span.seconds)
+    bottom = TOP + len(timed.spans) * (LANE + GAP)
+    colours, height = legend(names, bottom + 24, left=LEFT, right=WIDTH - RIGHT)
+    part = f", {drawn} of its {work.microbatches} microbatches" if drawn < work.microbatches else ""
+    heading = f"{prediction.plan}   predicted: {seconds(prediction.seconds)} a step{part}"
+    head = f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>'
+    return document(head + "".join(labels) + colours + "".join(boxes), names, WIDTH, height)

@@ -1,0 +1,184 @@
+"""Measures the machine at hand in seconds: products, copies, what a kernel costs to start, collectives of real ranks.
+
+The result is a cluster, kept as a file in the user's cache folder, which ``Cluster.detect`` reads from then on. All
+ranks measure at once, as they compute at once in a training, and every figure is a mean: what ranks get of a machine
+that others use, too.
+
+    products      on CPUs the rate at which the cost model gives what shapes of small models took, with the threads that
+                  a rank has; on GPUs the best rate of large ones (``reached``)
+    copies        bytes read and written a second
+    launch        seconds of an operation on a few numbers
+    collectives   all-reduce of a small and of a large message over gloo or NCCL, in as many ranks as there are devices
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshfit.anatomy.operations import MatrixProduct
+from meshfit.launch.channel import Channel
+from meshfit.launch.devices import Devices
+from meshfit.launch.world import World
+from meshfit.planner.cluster import Cluster, Link
+from meshfit.planner.collectives import REACHED, START
+from meshfit.planner.detect import guessed
+from meshfit.planner.operations import Timing
+
+SHAPES = ((64, 1024, 256), (64, 512, 2048), (1024, 256, 64), (512, 512, 512))
+"""m, n and k of forward and backward of small layers."""
+LARGE = ((4096, 4096, 4096), (8192, 8192, 4096))
+SMALL, BIG = 1 << 10, 1 << 22
+"""Elements of the two messages."""
+
+LONG = 0.1
+"""Seconds of one measurement."""
+ROUNDS = 10
+"""All-reduces of each message."""
+
+
+def calibrated(ranks: int | None = None, threads: int | None = None) -> Cluster:
+    """The machine at hand, measured; ``ranks`` of it (all GPUs, or a CPU rank a core), each with ``threads`` (those
+    that its share of the cores gives it)."""
+    from meshfit.launch.local import LocalRanks  # of systems that fork alone
+
+    base = guessed(ranks)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    with LocalRanks(
+        Measurement(threads or base.accelerator.units),
+        size=base.devices,
+        devices=Devices(kind, tuple(range(base.devices))),
+    ) as started:
+        for _ in started.messages():
+            pass
+        every: list[dict[str, list[float]]] = started.results
+    took = {name: [max(each) for each in zip(*(one[name] for one in every), strict=True)] for name in every[0]}
+    accelerator = base.accelerator
+    bandwidth, launch = took["copy"][0], took["launch"][0]
+    if kind == "cpu":
+        accelerator = replace(accelerator, bandwidth=COPIED / bandwidth, streamed=1.0, launch=launch)
+        accelerator = replace(accelerator, reached={"fp32": 1.0}, fastest=1.0, units=1, rates={"fp32": 1e9})
+        timing = Timing(replace(accelerator, bandwidth=1e18, launch=0.0))
+        slower = [
+            timing(MatrixProduct(*shape, precision="fp32")) / own
+            for shape, own in zip(SHAPES, took["fp32"], strict=True)
+        ]
+        accelerator = replace(accelerator, rates={"fp32": 1e9 * median(slower)})
+    else:
+        rate = {
+            word: max(2.0 * m * n * k / own for (m, n, k), own in zip(LARGE, took[word], strict=True)) for word in GPU
+        }
+        reached = {word: min(1.0, rate[word] / accelerator.rate(word)) for word in rate}
+        accelerator = replace(accelerator, reached={**accelerator.reached, **reached}, launch=launch)
+        accelerator = replace(accelerator, streamed=min(1.0, 16 * COPIED / bandwidth / accelerator.bandwidth))
+    inside = _link(base, *took["sums"]) if base.devices > 1 else base.inside
+    network = inside if base.nodes == 1 else base.network
+    return replace(base, accelerator=accelerator, inside=inside, network=network, name=f"{base.name}, measured")
+
+
+GPU = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COPIED = 2.0 * (1 << 24)
+"""Bytes read and written by a copy; 16 times as many on GPUs."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What each rank does: the seconds of everything, by name."""
+
+    threads: int
+
+    def __call__(self, world: World, channel: Channel) -> dict[str, list[float]]:
+        device = world.device
+        gpu = device.type == "cuda"
+        if not gpu:
+            torch.set_num_threads(self.threads)
+        kinds, shapes = (GPU, LARGE) if gpu else ({"fp32": torch.float32}, SHAPES)
+        found: dict[str, list[float]] = {}
+        for word, dtype in kinds.items():
+            found[word] = []
+            for m, n, k in shapes:
+                a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+                found[word].append(_mean(world, lambda a=a, b=b: a @ b))
+        source = torch.zeros(int(COPIED / 2) * (16 if gpu else 1), dtype=torch.uint8, device=device)
+        target, few = torch.empty_like(source), torch.zeros(8, device=device)
+        found["copy"] = [_mean(world, lambda: target.copy_(source))]
+        found["launch"] = [_mean(world, lambda: [few.add_(1.0) for _ in range(100)]) / 100]
+        found["sums"] = [_sum(world, elements) for elements in (SMALL, BIG)] if world.size > 1 else []
+        return found
+
+
+def _wait(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _mean(world: World, work: Callable[[], Any]) -> float:
+    """Seconds of one call, while all ranks do the same."""
+    work()
+    _wait(world)
+    if world.size > 1:
+        dist.barrier()
+    count, began = 0, time.perf_counter()
+    while count < 3 or time.perf_counter() - began < LONG:
+        work()
+        _wait(world)
+        count += 1
+    return (time.perf_counter() - began) / count
+
+
+def _sum(world: World, elements: int) -> float:
+    tensor = torch.zeros(elements, device=world.device)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    _wait(world)
+    began = time.perf_counter()
+    for _ in range(ROUNDS):
+        dist.all_reduce(tensor)
+        _wait(world)
+    return (time.perf_counter() - began) / ROUNDS
+
+
+def _link(base: Cluster, small: float, big: float) -> Link:
+    """By two messages: what bytes add, and what is left of the small one."""
+    moved = lambda elements: 2.0 * 4 * elements * (base.devices - 1) / base.devices
+    kind = base.inside.kind
+    share = REACHED.get(kind, REACHED["pcie"])["all_reduce"]
+    rate = (moved(BIG) - moved(SMALL)) / max(1e-9, big - small)
+    steps = 2 * (base.devices - 1)
+    latency = max(1e-7, (small - START - moved(SMALL) / rate) / steps)
+    return replace(base.inside, bandwidth=rate / share, latency=latency)
+
+
+def save(cluster: Cluster, path: Path) -> None:
+    """As TOML, which ``Cluster.of`` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(toml(cluster.to_dict()))
+
+
+def toml(values: dict[str, Any]) -> str:
+    """Plain values and tables of them; what is None is left out."""
+    plain = [f"{key} = {_value(v)}" for key, v in values.items() if not isinstance(v, dict) and v is not None]
+    return "\n".join([*plain, *_tables(values, "")]) + "\n"
+
+
+def _tables(values: dict[str, Any], above: str) -> list[str]:
+    lines = []
+    for key, inner in ((k, v) for k, v in values.items() if isinstance(v, dict)):
+        own = [f"{k} = {_value(v)}" for k, v in inner.items() if not isinstance(v, dict) and v is not None]
+        lines += ["", f"[{above}{key}]", *own, *_tables(inner, f"{above}{key}.")]
+    return lines
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return repr(value)

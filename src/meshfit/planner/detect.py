@@ -1,0 +1,125 @@
+"""The machine at hand, as a cluster: its GPUs by what torch says of them, or CPU ranks.
+
+Links are those of the device's data sheet, as far as ``nvidia-smi topo`` says that they are there. A CPU's rate is a
+guess by its cores (32 operations a cycle at 2.5 GHz, 20 GB/s a core): for the order of plans, not for seconds, until
+``meshfit calibrate`` has measured it.
+"""
+
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from meshfit.errors import PlanError
+from meshfit.launch.folders import cache_folder
+from meshfit.planner.accelerators import ACCELERATORS, Accelerator
+from meshfit.planner.cluster import Cluster, Link
+from meshfit.planner.names import NVLINK_LATENCY, PCIE_LATENCY, cluster_of
+from meshfit.planner.topology import Topology, topology
+
+
+def profile_path() -> Path | None:
+    """Where ``meshfit calibrate`` keeps what it measured on this machine; None where nothing is kept."""
+    folder = cache_folder()
+    kind = "gpu" if torch.cuda.is_available() else "cpu"
+    return None if folder is None else folder / f"cluster-{platform.node()}-{kind}.toml"
+
+
+def detected(devices: int | None = None) -> Cluster:
+    """See ``Cluster.detect``: as measured, where it was."""
+    base, path = guessed(devices), profile_path()
+    if path is None or not path.is_file():
+        return base
+    try:
+        known = cluster_of(path)
+    except PlanError:  # of another version: measured again, it is replaced
+        return base
+    if torch.cuda.is_available():
+        device = replace(known.accelerator, memory=base.accelerator.memory)
+        return replace(base, accelerator=device, inside=replace(known.inside, domain=base.inside.domain))
+    more = _share(base.devices) / _share(known.devices)  # of the cores, for each rank
+    device = replace(
+        known.accelerator,
+        memory=base.accelerator.memory,
+        bandwidth=known.accelerator.bandwidth * more,
+        rates={word: rate * more for word, rate in known.accelerator.rates.items()},
+    )
+    link = replace(known.inside, domain=base.devices)
+    return replace(base, name=f"{base.name}, measured", accelerator=device, inside=link, network=link)
+
+
+def _share(ranks: int) -> float:
+    return (psutil.cpu_count(logical=False) or 1) / ranks
+
+
+def guessed(devices: int | None = None) -> Cluster:
+    """By what the devices are called, and their data sheets."""
+    if torch.cuda.is_available():
+        return _gpus(devices or torch.cuda.device_count())
+    cores = psutil.cpu_count(logical=False) or 1
+    ranks = devices or cores
+    memory, share = psutil.virtual_memory().total, max(1.0, cores / ranks)
+    cpu = Accelerator(
+        name="cpu",
+        memory=memory // ranks,
+        bandwidth=20e9 * share,
+        rates={"fp32": 80e9 * share},
+        reached={"fp32": 0.5},
+        units=max(1, int(share)),
+        tile=(16, 32),  # of registers: products of a few rows are not filled up
+        fill=16.0,
+        launch=2e-6,
+    )
+    shared = Link(kind="memory", bandwidth=5e9, latency=50e-6, domain=ranks)
+    return Cluster(
+        name=f"{ranks} CPU ranks here",
+        accelerator=cpu,
+        devices_per_node=ranks,
+        inside=shared,
+        network=shared,
+        host_memory=memory,
+    )
+
+
+def _gpus(count: int) -> Cluster:
+    found = torch.cuda.get_device_properties(0)
+    name = like(found.name, found.total_memory)
+    base = cluster_of(f"1x{count}x{name}")
+    device = replace(base.accelerator, memory=found.total_memory, units=found.multi_processor_count)
+    base = joined(base, topology())
+    total = psutil.virtual_memory().total
+    return replace(base, name=f"{count} x {found.name} here", accelerator=device, host_memory=total, price=None)
+
+
+def joined(base: Cluster, found: Topology | None) -> Cluster:
+    """With the links that the machine says it has, where it says so."""
+    if found is None or found.gpus < 2 or base.nodes > 1:
+        return base
+    if found.domain == 1:
+        link = Link(kind="pcie", bandwidth=base.accelerator.pcie, latency=PCIE_LATENCY, domain=base.devices)
+        return replace(base, inside=link)
+    fast = replace(
+        base.inside,
+        kind="nvlink",
+        bandwidth=min(found.bandwidth, base.accelerator.nvlink or found.bandwidth),
+        latency=NVLINK_LATENCY,
+        domain=min(found.domain, base.devices),
+    )
+    slow = Link(kind="pcie", bandwidth=base.accelerator.pcie, latency=PCIE_LATENCY, domain=0)
+    return replace(base, inside=fast, network=slow if fast.domain < base.devices else base.network)
+
+
+def like(name: str, memory: int) -> str:
+    """The known device that a driver's name stands for ("NVIDIA A100-SXM4-80GB"): of those whose model is in it, the
+    one with the nearest memory."""
+    words = name.upper().replace(" ", "").replace("NVIDIA", "").replace("GEFORCE", "")
+    model = lambda device: device.name.upper().split("-")[0]
+    known = [device for device in ACCELERATORS.values() if words.startswith(model(device))]
+    if not known:
+        known = [device for device in ACCELERATORS.values() if model(device) in words] or list(ACCELERATORS.values())
+    longest = max(len(model(device)) for device in known)
+    pcie = lambda device: ("PCIE" in device.name.upper()) != ("PCIE" in words)
+    best = [device for device in known if len(model(device)) == longest]
+    return min(best, key=lambda device: (pcie(device), abs(device.memory - memory))).name

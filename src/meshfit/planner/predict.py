@@ -1,0 +1,341 @@
+"""Seconds and bytes of any module under any plan: trace x plan x cluster.
+
+    trace       one forward and backward on meta tensors, its operations listed (``axes.shard.units.traced``): of two
+                batches, from which those of all others follow
+    plan        what its axes act on (``axes.find``) and cost (``plan_cost``): what each rank of the pipeline then runs,
+                holds and says
+    cluster     seconds of those operations and collectives (``StepModel``), the pipeline's schedule simulated
+
+    predictor = TracedPredictor(model, objective, batch, optimizer, Cluster.of("8xH100"))
+    predictor(Plan.parse("shard=8 precision=bf16"), 64).seconds
+
+What is traced and found is kept by what it depends on, so the first plan of a layout takes seconds, further ones
+milliseconds. ``tensor=``, ``context=`` and ``expert=`` are found by trials, which need a model with weights in memory.
+For one on meta, of Hugging Face, the first two are found on a narrow stand-in (``narrow``).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfit.anatomy.operations import FusedAttention
+from meshfit.anatomy.probe_optimizer import StateBytes, state_bytes
+from meshfit.anatomy.record import TraceError
+from meshfit.anatomy.samples import Unlike, at_samples
+from meshfit.anatomy.trace import Trace
+from meshfit.axes.find import Study
+from meshfit.axes.order import ORDER
+from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
+from meshfit.axes.refuse import check
+from meshfit.axes.shard.units import traced
+from meshfit.axes.tensor.axis import splits_sequence
+from meshfit.cost import CollectiveCall, Cost
+from meshfit.data import tree
+from meshfit.errors import PlanError
+from meshfit.optimizers import Optimizers
+from meshfit.plan import Plan
+from meshfit.plan_cost import Costing, costed
+from meshfit.planner.cluster import Cluster
+from meshfit.planner.collectives import seconds
+from meshfit.planner.memory import CONTEXT, SLACK
+from meshfit.planner.narrow import NarrowModel, narrowed
+from meshfit.planner.plan_work import plan_work
+from meshfit.planner.prediction import Limits, Prediction
+from meshfit.planner.software import MESHFIT, Software
+from meshfit.planner.step import StepModel
+from meshfit.planner.work import StepWork
+
+SIZES = (11, 13)
+"""Samples of the two batches that are traced. Primes: rows of a batch are then seldom as many as channels."""
+
+FINE = 1e-9
+"""Share of all parameters below which modules are taken as a whole where operations are split: they are opened."""
+
+TRIED = ("tensor", "context", "expert", "branch")
+"""Axes that are found by trials on the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedPrediction(Prediction):
+    """With what it was made of."""
+
+    waited: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of ``items["collectives"]``, by axis."""
+
+    kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By phase (start, first step, steady, evaluation, save, load) bytes by kind, on the device that has most."""
+
+    collectives: tuple[CollectiveCall, ...] = ()
+    """Of a step, one by one, on the rank that says most."""
+
+    stages: tuple[tuple[float, float, float, float], ...] = ()
+    """By stage, of a microbatch: forward and what is waited for in it, backward likewise; seconds."""
+
+    work: StepWork | None = field(default=None, repr=False)
+
+
+class TracedPredictor:
+    """Of one model and its loss, ``objective(model, batch)``; ``batch`` is a sample batch of any size. Model and batch
+    may be on meta."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Callable[[nn.Module, Any], Any],
+        batch: Any,
+        optimizer: torch.optim.Optimizer | Optimizers,
+        cluster: Cluster,
+        software: Software = MESHFIT,
+        *,
+        device: str = "cuda",
+    ):
+        self.model, self.objective, self.batch, self.optimizer = model, objective, batch, optimizer
+        self.cluster, self.software, self.device = cluster, software, device
+        self.steps = StepModel(cluster, software)
+        self._traces: dict[Any, Trace] = {}
+        self._found: dict[Any, Any] = {}
+        self._costings: dict[Any, list[Costing]] = {}
+
+    def __call__(self, plan: Plan, batch: int) -> TracedPrediction:
+        """A step of ``batch`` samples over all devices. ``PlanError`` where the plan cannot be."""
+        ranks, work = self._costed(plan, batch), self._work(plan, batch)
+        time = self.steps(work)
+        most = max(ranks, key=lambda costing: costing.total.most).total
+        kinds = phases(most)
+        held = max(kinds.values(), key=lambda kind: sum(kind.values()))
+        loudest = max(ranks, key=lambda costing: sum(c.bytes * c.count for c in costing.total.collectives)).total
+        return TracedPrediction(
+            plan=plan,
+            batch=batch,
+            seconds=time.seconds,
+            items=time.items,
+            held=held,
+            used=self._in_use(sum(held.values())),
+            capacity=self.cluster.accelerator.memory,
+            phases={phase: sum(kind.values()) for phase, kind in kinds.items()},
+            tokens=work.tokens,
+            model_flops=work.model_flops,
+            waited=self._waited(loudest, time.items["collectives"]),
+            kinds=kinds,
+            collectives=loudest.collectives,
+            stages=tuple(self.steps.stages(work)),
+            work=work,
+        )
+
+    def memory_of(self, plan: Plan, batch: int) -> Mapping[str, float]:
+        """Bytes of tensors on the device that has most, by kind."""
+        most = max(self._costed(plan, batch), key=lambda costing: costing.total.most).total
+        return max(phases(most).values(), key=lambda kind: sum(kind.values()))
+
+    def used(self, plan: Plan, batch: int) -> tuple[float, float]:
+        """Bytes in use on the device that has most: from, to."""
+        return self._in_use(sum(self.memory_of(plan, batch).values()))
+
+    def at_least(self, plan: Plan, batch: int) -> float:
+        """Seconds that ``__call__`` will not go below."""
+        return self.steps.at_least(self._work(plan, batch))
+
+    @property
+    def limits(self) -> Limits:
+        """What the model lets the axes be, as far as a trace tells."""
+        return self._limits
+
+    @cached_property
+    def _limits(self) -> Limits:
+        trace = self._trace(Plan(precision="bf16"), SIZES[0])
+        blocks = sum(len(block.paths) for block in trace.blocks if len(block.paths) > 1)
+        heads = {op.heads for e in trace.events for op in e.cost.forward if isinstance(op, FusedAttention)}
+        tried = bool(heads) and (not self._on_meta or self._small is not None)
+        divided = {"tensor": tuple((count, "heads") for count in sorted(heads))} if tried else {}
+        if self.tokens and tried:
+            divided["context"] = ((self.tokens, "tokens of a sequence"),)
+        most = {"pipeline": (blocks, "blocks")} if blocks else {}
+        return Limits(divided=divided, most=most, stages=max(1, blocks))
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of a sample: positions of its first input of whole numbers; 0: samples are no sequences."""
+        whole = [t for t in tree.tensors(self.batch) if t.dim() > 1 and not t.is_floating_point()]
+        return prod(whole[0].shape[1:]) if whole else 0
+
+    # The trace
+
+    @property
+    def _on_meta(self) -> bool:
+        return any(p.is_meta for p in self.model.parameters())
+
+    def _taken(self, samples: int) -> Any:
+        """A batch of so many samples, on meta."""
+        there = max((len(t) for t in tree.tensors(self.batch) if t.dim()), default=0)
+        sized = lambda t: t.new_empty((samples, *t.shape[1:]), device="meta") if t.dim() and len(t) == there else t
+        return tree.map_tensors(sized, self.batch)
+
+    def _trace(self, plan: Plan, samples: int) -> Trace:
+        """Of a microbatch, in the plan's precision; finer where operations are split."""
+        fine = plan.tensor > 1
+        how = (plan.precision, plan.cuts, fine)
+        if (*how, samples) not in self._traces:
+            for size in SIZES:
+                if (*how, size) not in self._traces:
+                    self._traces[*how, size] = self._traced(plan, size, fine)
+            first, second = (self._traces[*how, size] for size in SIZES)
+            try:
+                found = at_samples(first, SIZES[0], second, SIZES[1], samples)
+            except Unlike:
+                found = self._traced(plan, samples, fine)
+            self._traces[*how, samples] = found
+        return self._traces[*how, samples]
+
+    def _traced(self, plan: Plan, samples: int, fine: bool) -> Trace:
+        share = {"share": FINE} if fine else {}
+        content = self._taken(samples)
+        found = traced(self.model, self.objective, content, device=self.device, plan=plan, operations=True, **share)
+        if isinstance(found, TraceError):
+            raise PlanError("the model cannot be traced", found.headline, *found.facts)
+        return found
+
+    # What the axes act on, and cost
+
+    def _findings(self, plan: Plan, trace: Trace) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for word in TRIED:
+            if getattr(plan, word) > 1:
+                found[word] = self._tried(plan, word)
+        if plan.pipeline > 1:
+            strategy = pipeline_of(plan)
+            key = ("cut", id(trace), strategy.stages, plan.cut)
+            if key not in self._found:
+                self._found[key] = strategy.cut_of(trace)
+            found["pipeline"] = FoundStages(None, 0.0, trace=trace, cut=self._found[key])  # type: ignore[arg-type]
+        return found
+
+    def _tried(self, plan: Plan, word: str) -> Any:
+        by_rows = splits_sequence(plan, self.device) if word == "tensor" else plan.attention
+        key = (word, getattr(plan, word), by_rows)
+        if key not in self._found:
+            self._found[key] = self._on_stand_in(plan, word) if self._on_meta else self._study(plan, word)
+        return self._found[key]
+
+    def _study(self, plan: Plan, word: str, model: nn.Module | None = None, batch: Any = None) -> Any:
+        alone = replace(Plan(precision=plan.precision), **{word: getattr(plan, word)}, **_ways(plan, word))
+        given = (self.model, self.batch) if model is None else (model, batch)
+        return Study(alone, given[0], self.objective, given[1], self.device, (), ORDER).found(word)
+
+    def _on_stand_in(self, plan: Plan, word: str) -> Any:
+        small = self._small
+        found = (
+            None
+            if small is None or word not in ("tensor", "context")
+            else self._study(plan, word, small.model, small.batch)
+        )
+        if found is not None and small is not None:
+            found = small.tensor(found, self.model) if word == "tensor" else small.context(found)
+        if found is None:
+            raise PlanError(
+                f"{plan}: what {word}= splits is found by trials, for which the model must have weights",
+                "it is on meta; data=, shard=, pipeline= and recompute= are predicted from its trace alone",
+            )
+        return found
+
+    @cached_property
+    def _state(self) -> StateBytes:
+        return state_bytes(self.optimizer)
+
+    @cached_property
+    def _small(self) -> NarrowModel | None:
+        return narrowed(self.model, self.batch, self.tokens)
+
+    def _costed(self, plan: Plan, batch: int) -> list[Costing]:
+        """By rank of the pipeline; those that run the same are costed once."""
+        samples = ceil(batch / (plan.shares * plan.microbatches))
+        if (plan, samples) in self._costings:
+            return self._costings[plan, samples]
+        if plan.server or plan.exchange != "allreduce":
+            raise PlanError(f"{plan}: model servers and local steps are not predicted yet", "exchange=allreduce is")
+        check(plan, self.model)
+        trace = self._trace(plan, samples)
+        found = self._findings(plan, trace)
+        place = lambda rank: {"pipeline": rank}
+        one = lambda rank: costed(
+            *(plan, trace, self.optimizer),
+            found=found,
+            place=place(rank),
+            ahead=self.device == "cuda",
+            estimates=True,
+            state=self._state,
+        )
+        alike: dict[Any, Costing] = {}
+        ranks = []
+        for rank in range(plan.pipeline):
+            key = self._likeness(plan, trace, found, rank)
+            ranks.append(alike.setdefault(key, one(rank)) if key not in alike else alike[key])
+        self._costings[plan, samples] = ranks
+        return ranks
+
+    @staticmethod
+    def _likeness(plan: Plan, trace: Trace, found: Mapping[str, Any], rank: int) -> Any:
+        """Ranks of a pipeline that run the same operations: the first of them keeps the most microbatches."""
+        if plan.pipeline == 1:
+            return 0
+        cut, strategy = found["pipeline"].cut, pipeline_of(plan)
+        own = [trace.events[i] for stage in strategy.stages_of(rank) for i in cut.ranges[stage]]
+        shapes = tuple(trace.parameters[name].shape for event in own for name in event.parameters)
+        ends = (rank == 0, rank == plan.pipeline - 1)
+        return ends, shapes, tuple((id(event.cost.forward), event.cost.kept) for event in own)
+
+    def _work(self, plan: Plan, batch: int) -> StepWork:
+        whole = self._trace(plan, SIZES[0]).cost
+        flops = (whole.flops + whole.flops_backward) / SIZES[0] * batch
+        ranks = self._costed(plan, batch)
+        return plan_work(plan, ranks, samples=batch, tokens=self.tokens * batch, model_flops=flops)
+
+    # Memory and collectives
+
+    def _in_use(self, allocated: float) -> tuple[float, float]:
+        context = CONTEXT if self.device == "cuda" else 0.0
+        low, high = (allocated * (1 + slack) + context for slack in SLACK)
+        return low, high
+
+    def _waited(self, cost: Cost, total: float) -> dict[str, float]:
+        """``total`` seconds, by axis: in proportion to what its collectives take that are not hidden."""
+        took: dict[str, float] = {}
+        for call in cost.collectives:
+            if call.name != "send":
+                share = self.software.exposed if call.hidden else 1.0
+                took[call.axis] = took.get(call.axis, 0.0) + share * seconds(call, self.cluster)
+        whole = sum(took.values())
+        return {axis: total * each / whole for axis, each in took.items()} if whole else {}
+
+
+def _ways(plan: Plan, word: str) -> dict[str, str]:
+    """How an axis works, as far as the plan says."""
+    said = {"tensor": {"sequence": plan.sequence}, "context": {"attention": plan.attention}}.get(word, {})
+    if word == "tensor" and plan.sequence == "auto" and plan.partitions_modules:
+        return {"sequence": "whole"}  # as it is chosen under a pipeline
+    return said
+
+
+def phases(cost: Cost) -> dict[str, dict[str, float]]:
+    """Bytes of tensors by kind: before the first step; in it, without optimizer state until its end; in later ones; in
+    evaluation; while a checkpoint is written or read, in which whole buckets pass through host memory."""
+    held = {kind: float(size) for kind, size in cost.held.items() if size}
+    rest = {kind: held.get(kind, 0.0) for kind in ("weights", "gradients", "averaging")}
+    state = {**rest, "optimizer": held.get("optimizer", 0.0)}
+    there = held.get("gradients", 0.0) + min(0, cost.passed)  # when there is most
+    steady = {**held, "gradients": max(0.0, there), "passing": float(max(0, cost.passed))}
+    first = {kind: size for kind, size in steady.items() if kind != "optimizer"}
+    inside = {kind: held[kind] for kind in ("gathered", "rounded") if kind in held}
+    found = {
+        "start": rest,
+        "first step": max(first, state, key=lambda kind: sum(kind.values())),
+        "steady": steady,
+        "evaluation": {**state, **inside, "passing": float(max(0, cost.passed))},
+        "save": state,
+        "load": state,
+    }
+    return {phase: {kind: size for kind, size in kinds.items() if size} for phase, kinds in found.items()}

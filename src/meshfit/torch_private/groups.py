@@ -1,0 +1,227 @@
+"""Process groups: collectives over several tensors at once, noted as they are called; worlds, stores and timeouts."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
+
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""``all_gather_into_tensor`` until torch 2.12."""
+
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""``reduce_scatter_tensor`` until torch 2.12."""
+
+
+COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "send",
+}
+"""Methods of process groups, and what each does."""
+
+
+def all_gather_rows(
+    wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+) -> list[dist.Work]:
+    """Every rank's part of several rows, of any dtypes, in one call. What to wait for, if ``async_op``."""
+    wholes, parts = [row.view(torch.uint8) for row in wholes], [row.view(torch.uint8) for row in parts]
+    if len(wholes) == 1 or not _takes_several(group, wholes[0]):
+        one = zip(wholes, parts, strict=True)
+        return _begun(async_op, *(all_gather_single(w, p, group=group, async_op=async_op) for w, p in one))
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return _begun(async_op, group.allgather_into_tensor_coalesced(wholes, parts, options))
+
+
+def reduce_scatter_rows(
+    parts: list[Tensor], rows: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+) -> list[dist.Work]:
+    """This rank's part of the sum of several rows, of one dtype; likewise."""
+    if len(rows) == 1 or not _takes_several(group, rows[0]):
+        one = zip(parts, rows, strict=True)
+        return _begun(async_op, *(reduce_scatter_single(p, r, group=group, async_op=async_op) for p, r in one))
+    options = ReduceScatterOptions()
+    options.asyncOp = async_op
+    return _begun(async_op, group.reduce_scatter_tensor_coalesced(parts, rows, options))
+
+
+def all_reduce_rows(rows: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False) -> list[dist.Work]:
+    """The sums of several rows, of one dtype; likewise."""
+    if len(rows) == 1 or not _takes_several(group, rows[0]):
+        return _begun(async_op, *(dist.all_reduce(row, group=group, async_op=async_op) for row in rows))
+    options = AllreduceCoalescedOptions()
+    options.asyncOp = async_op
+    return _begun(async_op, group.allreduce_coalesced(rows, options))
+
+
+def _takes_several(group: dist.ProcessGroup, row: Tensor) -> bool:
+    """Not gloo with tensors of GPUs: torch 2.11 then ends the process."""
+    return row.is_cpu or group._get_backend(row.device).name() != "gloo"
+
+
+def _begun(async_op: bool, *works: dist.Work | None) -> list[dist.Work]:
+    """As torch's own functions: handles, or on GPUs what comes next in this stream waits."""
+    begun = [work for work in works if work is not None]
+    if async_op:
+        return begun
+    for work in begun:
+        work.wait()
+    return []
+
+
+def become_world(group: dist.ProcessGroup, *outside: dist.ProcessGroup) -> None:
+    """From now on this process's world is ``group``: ranks count within it, and what names no group is of it. Groups
+    that reach out of it, ``outside``, can still be used for collectives; a process knows its own rank there."""
+    from torch.distributed import distributed_c10d as c10d
+
+    own, size = group.rank(), group.size()
+    for other in outside:
+        c10d._world.pg_group_ranks[other] = {own: other.rank()}
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    c10d._update_default_pg(group)
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store in which the ranks of a group found each other, under a prefix of its own."""
+    from torch.distributed import distributed_c10d as c10d
+
+    found = c10d._world.pg_map.get(group)
+    return None if found is None else found[1]
+
+
+def number_among_equals(group: dist.ProcessGroup) -> int:
+    """Of the groups of just these ranks that this process has made, which one it is: the same in all of them, which
+    make them in one order."""
+    from torch.distributed import distributed_c10d as c10d
+
+    ranks = dist.get_process_group_ranks(group)
+    equal = [other for other in c10d._world.pg_map if dist.get_process_group_ranks(other) == ranks]
+    return equal.index(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of ``group`` may wait."""
+    for kind in ("cpu", "cuda"):
+        try:
+            options: Any = group._get_backend(torch.device(kind)).options
+        except RuntimeError:  # it has none for that kind
+            continue
+        return None if options is None else options._timeout  # torch's fake ranks have none
+    return None
+
+
+def told(group: dist.ProcessGroup, number: int) -> list[int]:
+    """What each rank of ``group`` says. Straight to its backend for CPUs: no device waits, and no meter counts it."""
+    mine = torch.tensor([number])
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    backend: Any = group._get_backend(torch.device("cpu"))
+    backend.allgather([every], [mine]).wait()
+    return [int(each) for each in every]
+
+
+CALLS = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "reduce": ("reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "alltoall": ("all_to_all", 1),
+    "barrier": ("barrier", -1),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+}
+"""Methods of process groups: what each does, and which argument is what this rank gives."""
+
+
+@contextmanager
+def noted(note: Callable[[str, str, str, str], None]) -> Iterator[None]:
+    """Within it ``note(group, ranks, op, tensor)`` is called before each collective of this process, whoever calls it
+    from Python: of gloo, of NCCL, or of another backend."""
+    members: dict[str, str] = {}
+
+    def noting(op: str, given: int, real: Any) -> Any:
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            name = group.group_name
+            ranks = members.get(name)
+            if ranks is None:
+                ranks = members[name] = _listed(dist.get_process_group_ranks(group)) if dist.is_initialized() else ""
+            note(name, ranks, op, _described(op, args, given))
+            return real(group, *args, **kwargs)
+
+        return call
+
+    found = {name: vars(dist.ProcessGroup)[name] for name in CALLS if name in vars(dist.ProcessGroup)}
+    for name, real in found.items():
+        setattr(dist.ProcessGroup, name, noting(*CALLS[name], real))
+    try:
+        yield
+    finally:
+        for name, real in found.items():
+            setattr(dist.ProcessGroup, name, real)
+
+
+def _described(op: str, args: tuple[Any, ...], given: int) -> str:
+    """The tensor that a rank gives: float32 [8, 4]; of several, the first, and how many."""
+    tensors = args[given] if 0 <= given < len(args) else None
+    count = 1
+    while isinstance(tensors, list | tuple):
+        count *= max(1, len(tensors))
+        tensors = tensors[0] if tensors else None
+    if not isinstance(tensors, Tensor):
+        return "nothing"
+    more = f" and {count - 1} more" if count > 1 else ""
+    peer = f" {'to' if op == 'send' else 'from'} {args[1]}" if op in ("send", "recv") and len(args) > 1 else ""
+    return _text(tensors.dtype, tensors.shape) + more + peer
+
+
+@lru_cache(4096)
+def _text(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype)[6:]} {[*shape]}"
+
+
+def _listed(ranks: list[int]) -> str:
+    """0-3; 0, 4."""
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))

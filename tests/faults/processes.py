@@ -1,0 +1,216 @@
+"""C1. Processes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from tests.faults.table import (
+    LIMIT,
+    Given,
+    Happened,
+    fault,
+    injected,
+    recovered,
+    resumed_like,
+    row,
+    several,
+    stopped,
+    tests,
+)
+from tests.faults.watch import ROOT, Watched, run
+
+KILLED = r"was killed by signal 9"
+HANGS = r"rank \d hangs in step \d+"
+GONE_SECONDS = 2.0  # after a second Ctrl-C
+
+
+@row("1", "kill -9 of a random rank, three times", "identical")
+def killed(given: Given) -> Happened:
+    return several([injected(given, "kill", KILLED) for _ in range(3)])
+
+
+@row("2", "kill -9 of rank 0", "identical")
+def killed_first(given: Given) -> Happened:
+    return injected(given, "kill", f"rank 0 {KILLED}", rank=0)
+
+
+@row("2b", "a segmentation fault, under shard=2", "identical")
+def crashed(given: Given) -> Happened:
+    return injected(given, "segfault", "SIGSEGV", plan="shard=2")
+
+
+@row("3", "kill -9 of the caller", "nothing is left after 5 s")
+def killed_caller(given: Given) -> Happened:
+    def kill(watched: Watched) -> None:
+        if watched.wait_for("step 5", LIMIT / 2):
+            watched.process.kill()
+
+    outcome = run(given.protected("data=2", step_seconds=0.05, workers="2 processes"), limit=LIMIT, act=kill)
+    left = len(outcome.orphans)
+    return Happened(2 if outcome.code == -signal.SIGKILL and not left else 0, f"{left} processes left", [outcome])
+
+
+@row("4", "SIGSTOP of a rank", "named, ended, identical")
+def paused(given: Given) -> Happened:
+    return injected(given, "stop", HANGS)
+
+
+@row("5", "a rank holds Python's lock in C", "named, ended, identical")
+def held(given: Given) -> Happened:
+    return injected(given, "gil", HANGS)
+
+
+@row("6", "a rank runs in circles", "named, ended, identical")
+def circles(given: Given) -> Happened:
+    return injected(given, "loop", HANGS)
+
+
+@row("7", "a rank raises, once", "named with its error, identical")
+def raised(given: Given) -> Happened:
+    return injected(given, "raise", r"rank \d raised Injected: in step \d+")
+
+
+@row("7b", "a rank raises each time", "stops: rank, error, line")
+def raised_again(given: Given) -> Happened:
+    asked = given.protected("data=2", fault=fault(given, "raise", mark="", rank=1))
+    return stopped(run(asked, limit=LIMIT), r"rank 1 raised Injected: in step \d+, \w+")
+
+
+@row("8", "a rank leaves by sys.exit(0)", "identical; said to have left")
+def left(given: Given) -> Happened:
+    return injected(given, "exit", r"rank 1 left at step \d+", rank=1)
+
+
+@row("9", "Ctrl-C", "saved, exit code 130, goes on identically")
+def interrupted(given: Given) -> Happened:
+    asked = given.protected("data=2", step_seconds=0.05)
+    outcome = run(asked, limit=LIMIT, act=lambda watched: _interrupt(watched, after="step 25"))
+    if outcome.code not in (130, -signal.SIGINT):  # a shell says 130 of one that SIGINT ended
+        return stopped(outcome, "never", points=1)
+    resumed = run({**asked, "resume": True, "step_seconds": 0.0}, limit=LIMIT)
+    return resumed_like(given, outcome, resumed)
+
+
+def _interrupt(watched: Watched, after: str = "step") -> None:
+    if watched.wait_for(after, LIMIT / 2):
+        watched.process.send_signal(signal.SIGINT)
+
+
+@row("9b", "Ctrl-C twice", f"all gone {GONE_SECONDS:g} s after the second")
+def interrupted_twice(given: Given) -> Happened:
+    took: list[float] = []
+
+    def twice(watched: Watched) -> None:
+        if watched.wait_for("step 5", LIMIT / 2):
+            _interrupt(watched)
+            time.sleep(0.3)
+            began = time.monotonic()
+            _interrupt(watched)
+            while watched.pids() and time.monotonic() - began < LIMIT / 2:
+                time.sleep(0.02)
+            took.append(time.monotonic() - began)
+
+    outcome = run(given.protected("data=2", step_seconds=0.6), limit=LIMIT, act=twice)
+    good = not outcome.hung and outcome.code != 0 and not outcome.orphans and bool(took)
+    words = f"exit code {outcome.code}; all gone after {took[0] if took else float('nan'):.1f} s"
+    return Happened(0 if not good else 2 if took[0] <= GONE_SECONDS else 1, words, [outcome])
+
+
+@row("10", "SIGTERM of one rank: in step 1, a step, an evaluation", "saved, exit code 143, goes on identically")
+def terminated(given: Given) -> Happened:
+    every: list[Happened] = []
+    for at in ({"step": 1}, {"step": given.draw.randrange(22, 50)}, {"step": 25, "phase": "evaluate"}):
+        at = {"phase": "forward_backward"} | at
+        asked = given.protected("data=2", fault=fault(given, "terminate", **at), valid_every=5, step_seconds=0.05)
+        outcome = run(asked, limit=LIMIT)
+        found = resumed_like(
+            given, outcome, run({**asked, "resume": True, "fault": None, "step_seconds": 0.0}, limit=LIMIT)
+        )
+        points = min(found.points, 2 if outcome.code == 143 else 1)
+        every.append(Happened(points, f"exit code {outcome.code}; {found.words}", found.outcomes, found.silent))
+    return several(every)
+
+
+@row("11", "killed in the same step each time", "stops after three tries, and says so")
+def hopeless(given: Given) -> Happened:
+    asked = given.protected("data=2", fault=fault(given, "kill", mark="", step=30))
+    return stopped(run(asked, limit=LIMIT), r"started again 3 times from [^\n]*no newer checkpoint")
+
+
+@row("12", "a limit on memory, in rank 1", "said to be out of memory; identical")
+def starved(given: Given) -> Happened:
+    return injected(given, "memory", "rank 1 ran out of memory", rank=1, phase="forward_backward")
+
+
+@row("12b", "no descriptors left, in rank 1, each time", "identical, or stops with a sentence")
+def without_descriptors(given: Given) -> Happened:
+    outcome = run(given.protected("data=2", fault=fault(given, "descriptors", rank=1, mark="")), limit=LIMIT)
+    if outcome.code == 0:
+        return recovered(outcome, given.whole("data=2"))
+    return stopped(outcome, "Too many open files|rank 1")
+
+
+@row("13", "a reader of data: kill -9; SIGSTOP", "the reader is named, identical")
+def readers(given: Given) -> Happened:
+    def harm(number: int) -> Callable[[Watched], None]:
+        def act(watched: Watched) -> None:
+            if watched.wait_for("step 23", LIMIT / 2) and (found := watched.readers()):
+                os.kill(given.draw.choice(found), number)
+
+        return act
+
+    every = []
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        asked = given.protected("data=2", step_seconds=0.05, workers="2 processes")
+        outcome = run(asked, limit=LIMIT, act=harm(number))
+        every.append(recovered(outcome, given.whole("data=2"), r"data worker \d+ \(process \d+\)"))
+    return several(every)
+
+
+@row("14", "a rank is slow for 25 steps", "goes on, identical; the rank is named")
+def slow(given: Given) -> Happened:
+    at = fault(given, "sleep", rank=1, step=10, steps=25, seconds=0.3, mark="", phase="forward_backward")
+    outcome = run(given.protected("data=2", fault=at), limit=LIMIT)
+    found = recovered(outcome, given.whole("data=2"))
+    named = re.search(r"rank 1 is slower than the others: in steps \d+ to \d+", "\n".join(outcome.notes))
+    words = f"{found.words}; {named[0] if named else 'not named'}"
+    return Happened(min(found.points, 2 if named else 1), words, [outcome], found.silent)
+
+
+@row("15", "a rank calls another collective", "both are named, identical")
+def mismatched(given: Given) -> Happened:
+    says = "ranks call different collectives: rank 0: all_reduce of .*; rank 1: broadcast of"
+    return injected(given, "collective", says, rank=1, phase="forward_backward")
+
+
+@row("16", "1,001 and 1,009 samples over 2 ranks in batches of 16", "each once an epoch, and in evaluations")
+def uneven(given: Given) -> Happened:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.uneven"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
+    )
+    return Happened(2 if done.returncode == 0 else 0, (done.stdout or done.stderr).strip().splitlines()[-1])
+
+
+tests(
+    "17-19",
+    "servers: a worker dies, a server dies, an answer is lost",
+    "go on; applied once",
+    "tests/test_server.py",
+    "tests/test_server_async.py",
+)
+
+
+@row("20", "a minute of mixed faults, 10 s apart on average", "identical, nothing left behind")
+def soak(given: Given) -> Happened:
+    command = [sys.executable, "benchmarks/recovery.py", "--soak", "60", "--mean", "10"]
+    watched = Watched([*command, "--seed", str(given.draw.randrange(10**6))])
+    outcome = watched.end(2 * LIMIT)
+    if outcome.hung or outcome.code != 0:
+        return Happened(0, "hangs" if outcome.hung else outcome.says, [outcome], silent=int("DIFFERENT" in outcome.out))
+    return Happened(
+        2, "; ".join(line for line in outcome.out.splitlines() if line.startswith(("soak", "eff"))), [outcome]
+    )

@@ -1,0 +1,137 @@
+"""The rows of the table: a fault, what is expected, and what happened.
+
+Points: 2 as expected, 1 safe but slow or unclear, 0 otherwise. A run that ends well must end bit by bit as one that
+nothing happened to.
+"""
+
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults.inject import PHASES
+from tests.faults.watch import ROOT, Outcome, run
+
+LIMIT = 300.0  # seconds for a run; a hang is a fault
+STEPS = 60
+
+
+@dataclass
+class Happened:
+    points: int
+    words: str
+    outcomes: list[Outcome] = field(default_factory=list)
+    silent: int = 0
+    """Runs that ended well, with another result."""
+    executed: int = 0
+    """Code that came in a file or a message, and ran."""
+
+
+@dataclass
+class Given:
+    """What a row may use: random numbers of its seed, a folder of its own, and what a run without faults comes to."""
+
+    draw: random.Random
+    folder: Path
+    wholes: dict[str, dict[str, Any]]
+
+    def whole(self, plan: str) -> dict[str, Any]:
+        """What a run without faults comes to."""
+        if plan not in self.wholes:
+            outcome = run({"plan": plan, "steps": STEPS}, limit=LIMIT)
+            assert outcome.result, outcome.err[-2000:]
+            self.wholes[plan] = outcome.result
+        return self.wholes[plan]
+
+    def protected(self, plan: str, **asked: Any) -> dict[str, Any]:
+        """A job with checkpoints, in a new folder."""
+        out = self.folder / f"run{len(list(self.folder.iterdir()))}"
+        return {"plan": plan, "steps": STEPS, "out": str(out), "checkpoint": 20, **asked}
+
+    def once(self) -> str:
+        return str(self.folder / f"mark{self.draw.random()}")
+
+
+Row = Callable[[Given], Happened]
+ROWS: dict[str, tuple[str, str, Row]] = {}
+"""By number: the fault, what is expected, and how it is tried."""
+
+
+def row(number: str, fault: str, expected: str) -> Callable[[Row], Row]:
+    def add(function: Row) -> Row:
+        ROWS[number] = fault, expected, function
+        return function
+
+    return add
+
+
+def tests(number: str, fault: str, expected: str, *nodes: str) -> None:
+    """A row that tests of the suite show."""
+
+    def function(given: Given) -> Happened:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", *nodes],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        last = (done.stdout.strip().splitlines() or [""])[-1]
+        executed = int(done.returncode != 0 and "canary" in done.stdout)
+        return Happened(2 if done.returncode == 0 else 0, last.strip("= "), executed=executed)
+
+    ROWS[number] = fault, expected, function
+
+
+def recovered(outcome: Outcome, want: dict[str, Any], says: str = "") -> Happened:
+    """It must have come to the end of a run without faults, and have named the cause: ``says``, a pattern."""
+    if outcome.digest == want["digest"]:
+        again = [note for note in outcome.result["notes"] if "restarted" in note]
+        named = any(re.search(says, note) for note in again) or not says
+        return Happened(2 if named else 1, f"identical; {'; '.join(again) or 'nobody noticed'}", [outcome])
+    if outcome.digest:
+        return Happened(0, "ended well with another result", [outcome], silent=1)
+    return stopped(outcome, "", points=1)
+
+
+def stopped(outcome: Outcome, pattern: str, points: int = 2) -> Happened:
+    """It must have stopped, and said why."""
+    if outcome.hung:
+        return Happened(0, "hangs", [outcome])
+    if outcome.code == 0:
+        return Happened(0, "ended as if nothing had happened", [outcome], silent=1)
+    found = re.search(pattern, outcome.err)
+    traced = "Traceback" in outcome.err and not pattern
+    said = outcome.says if found is None or not pattern else found.group(0)
+    return Happened(points if found and not traced else min(points, 1), f"exit code {outcome.code}: {said}", [outcome])
+
+
+def several(each: list[Happened]) -> Happened:
+    worst = min(each, key=lambda one: one.points)
+    good = sum(one.points == 2 for one in each)
+    words = f"{good} of {len(each)}: {worst.words}"
+    outcomes = [outcome for one in each for outcome in one.outcomes]
+    return Happened(worst.points, words, outcomes, sum(one.silent for one in each), sum(one.executed for one in each))
+
+
+def fault(given: Given, kind: str, **at: Any) -> dict[str, Any]:
+    """At a random place of the run, beside what is given; once."""
+    drawn = {"rank": given.draw.randrange(2), "step": given.draw.randrange(22, 58), "phase": given.draw.choice(PHASES)}
+    return {"kind": kind, "mark": given.once(), **drawn, **at}
+
+
+def injected(given: Given, kind: str, says: str, plan: str = "data=2", **at: Any) -> Happened:
+    asked = given.protected(plan, fault=fault(given, kind, **at))
+    return recovered(run(asked, limit=LIMIT), given.whole(plan), says)
+
+
+def resumed_like(given: Given, before: Outcome, after: Outcome) -> Happened:
+    """Weights as without the break; of losses, this run has only its own."""
+    same = bool(after.result) and after.result["weights"] == given.whole("data=2")["weights"]
+    words = f"goes on {'identically' if same else 'otherwise: ' + after.says}"
+    silent = int(bool(after.result) and not same)
+    return Happened(2 if same else 0, words, [before, after], silent=silent)

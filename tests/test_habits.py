@@ -1,0 +1,146 @@
+"""What people's scripts do beside a plain model and a mean: as in a loop of one device, or refused for its reason."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshfit
+from meshfit.anatomy.dataflow import AtenTrace
+from meshfit.anatomy.record import record
+from meshfit.errors import MeshfitError, PlanError
+
+X = torch.randn(10, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.randint(4, (10,), generator=torch.Generator().manual_seed(1))
+WEIGHTS = torch.rand(10, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+PIPELINE = "pipeline=2 microbatches=2"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def fit(model: nn.Module, plan: str, step: Any) -> nn.Module:
+    """Two epochs of 4, 4 and 2 samples."""
+    data = {"x": X, "y": Y, "w": WEIGHTS}
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    asked = {"batch_size": 4, "epochs": 2, "shuffle": False, "devices": "cpu", "progress": False}
+    return meshfit.fit(model, data, step=step, optimizer=sgd, plan=plan, **asked).model
+
+
+def looped(model: nn.Module, step: Any) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for start in (0, 4, 8) * 2:
+        part = slice(start, start + 4)
+        loss = step(model, {"x": X[part], "y": Y[part], "w": WEIGHTS[part]})
+        optimizer.zero_grad()
+        (loss[0] / loss[1] if isinstance(loss, tuple) else loss).backward()
+        optimizer.step()
+    return model
+
+
+def plain(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (each * batch["w"]).sum(), batch["w"].sum()
+
+
+def mean_by_weights(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    total, weights = weighted(model, batch)
+    return total / weights
+
+
+def regularised(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return plain(model, batch) + 0.01 * model.last.weight.square().sum() + 0.01 * model.blocks[0][0].weight.abs().sum()
+
+
+def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    x = batch["x"].clone().requires_grad_()
+    outputs = model(x)
+    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return F.cross_entropy(outputs, batch["y"]) + (slope.norm(dim=1) - 1).square().mean()
+
+
+class Constrained(Net):
+    """Its weights are computed from others before each forward, by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.spectral_norm(self.last)
+
+
+class Hooked(Net):
+    """The gradient of an activation is changed on its way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return self.last(self.blocks[1](self.blocks[0](x)))
+
+
+class Mixed(Net):
+    """A block in single precision, between casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.blocks[1](self.blocks[0](x.float()).double()))
+
+
+@pytest.mark.parametrize(
+    ("build", "step", "plan"),
+    [
+        (Net, weighted, "data=2"),
+        (Net, weighted, PIPELINE),
+        (Net, regularised, "shard=2 microbatches=2"),
+        (Net, regularised, "tensor=2"),
+        (Net, penalised, "tensor=2"),
+        (Constrained, plain, "tensor=2"),
+        (Hooked, plain, "data=2"),
+    ],
+)
+def test_as_in_a_loop_of_one_device(build: type[nn.Module], step: Any, plan: str) -> None:
+    torch.testing.assert_close(fit(build(), plan, step).state_dict(), looped(build(), step).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "plan", "said"),
+    [
+        (Net, mean_by_weights, "microbatches=2", r"return \(l \* w\)\.sum\(\), w\.sum\(\)"),
+        (Net, penalised, PIPELINE, "does not run without autograd"),
+        (Hooked, plain, PIPELINE, "a hook is registered on the gradient of a tensor"),
+        (lambda: torch.compile(Net(), backend="eager"), plain, "tensor=2", "is compiled by torch.compile"),
+    ],
+)
+def test_refused_for_its_reason(model: Any, step: Any, plan: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        fit(model(), plan, step)
+
+
+def test_a_hook_on_an_activation_is_not_lost_in_a_recording() -> None:
+    with pytest.raises(MeshfitError, match="a hook is registered"):
+        record(Hooked(), X, share=0.0)
+
+
+def test_a_model_of_several_precisions_is_recorded_as_it_is() -> None:
+    dtypes = {view.dtype for view in AtenTrace.of(Mixed(), X).whole.values()}
+    assert dtypes >= {torch.float32, torch.float64}
