@@ -13,8 +13,9 @@ demo: .venv/demo
 	$(VENV)/python examples/digits.py
 	@echo "         . .venv/bin/activate                                puts meshfit on the path, for this shell"
 
+# Tests start real processes and kill them: on a busy machine one may lose a race. What fails is run once more, alone.
 test: .venv/dev
-	$(TESTS)
+	$(TESTS) || { echo "again, one at a time, what failed:"; $(VENV)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 more: .venv/dev
 	$(TESTS) -m more
@@ -26,7 +27,7 @@ check: .venv/dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/pyright
-	$(TESTS)
+	$(MAKE) test
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
