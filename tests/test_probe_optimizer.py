@@ -314,11 +314,11 @@ def test_one_group_of_another_kind_is_found() -> None:
 
 
 def test_many_groups_take_no_longer() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     probe_optimizer(
         torch.optim.AdamW([{"params": [nn.Parameter(torch.randn(4, 4))], "lr": 0.1 / 2**i} for i in range(200)])
     )
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
