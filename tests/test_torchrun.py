@@ -40,8 +40,11 @@ torch.nn.init.constant_(stopped.weight, 0.1 * (rank + 1))
 torch.nn.init.zeros_(stopped.bias)
 stop = lambda step: "stop" if step.step == 2 else None
 short = meshfit.fit(stopped, (x.flatten(1), y), optimizer=sgd, epochs=2, each_step=[stop], **asked)
+long = {"steps": 10**7, "plan": "auto microbatches=2", "each_step": [stop]}
+searching = meshfit.fit(nn.Linear(32, 3), (x.flatten(1), y), optimizer=sgd, **long, **asked)
 torch.save(
     {
+        "searched": (str(searching.plan), searching.notes),
         "losses": [step.loss for step in result.history], "weights": model.state_dict(), "seen": seen,
         "plan": str(result.plan), "metrics": result.metrics, "phases": len(result.phases),
         "evaluated": meshfit.evaluate(model, (x, y), metrics={"right": right}, **asked),
@@ -58,6 +61,7 @@ def run(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environ["MESHFIT_CACHE"] = str(folder.parent / "cache")
     command = [sys.executable, *before, str(script), str(folder)]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=180)
 
@@ -117,3 +121,13 @@ def test_the_ranks_write_one_folder(worlds):
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["run"]
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 8
+
+
+def test_the_first_rank_measures_searches_and_says_why(worlds):
+    _, (first, second), folder = worlds
+    plan, said = first["searched"]
+    assert second["searched"] == (plan, said)
+    assert "microbatches=2" in plan
+    assert any("plans looked at" in line for line in said)
+    kept = next((folder.parent / "cache").glob("cluster-*-cpu.toml"))
+    assert "measured" in kept.read_text()

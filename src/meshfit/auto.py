@@ -1,29 +1,37 @@
 """The plan that ``fit(plan="auto")`` takes: searched for on the machine at hand, and explained in three lines.
 
 Copies of the model over all devices are what a search is measured against: they are taken where they fit and a search
-could not win back the seconds that it takes itself. A plan that is predicted not to fit is not started.
+could not win back the seconds that it takes itself. Before the first search on a machine it is measured, in seconds,
+and that is kept. A plan that is predicted not to fit is not started.
 """
 
-import io
 import warnings
-from contextlib import redirect_stdout
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from meshfit.comm.first import from_first_rank
+from meshfit.comm.objects import all_gather_object
 from meshfit.data import tree
 from meshfit.data.datasets import SampleStream, open_source, sample_count
 from meshfit.deferred import Unfollowable
 from meshfit.errors import JobError, PlanError
 from meshfit.job import Job
 from meshfit.launch.devices import Devices, find
+from meshfit.launch.world import World, connect, ranks_here
+from meshfit.patches import unprinted
 from meshfit.plan import DEGREES, Plan, settle
+from meshfit.planner.calibrate import Measurement, calibrated, fitted, save
 from meshfit.planner.cluster import Cluster
-from meshfit.planner.explain import reasons
+from meshfit.planner.detect import guessed, profile_path
+from meshfit.planner.explain import largest, reasons
 from meshfit.planner.predict import TracedPredictor
-from meshfit.planner.prediction import Prediction
 from meshfit.planner.search import Allowed, search
+from meshfit.units import seconds as in_words
 from meshfit.units import size
 
 SAMPLES = 4
@@ -69,65 +77,124 @@ def looked_at(job: Job) -> nn.Module:
     return job.build() if sum(p.numel() for p in shape.parameters()) <= MOST_BUILT else shape
 
 
-def chosen(job: Job) -> tuple[Job, list[str]]:
+def chosen(job: Job, world: World | None = None) -> tuple[Job, list[str]]:
     """``job`` with the plan that "auto" stands for, and why; as it is, where its plan is said or there is nothing to
-    choose."""
+    choose. ``world``: this rank of those that torchrun started, which call it together: the first of them chooses."""
     text = job.plan
     if not isinstance(text, str) or text.split()[:1] != ["auto"]:
         return job, []
     devices = job.devices if isinstance(job.devices, Devices) else find(job.devices)
+    if world is not None:
+        devices = Devices(world.device.type, tuple(range(world.size)))
     count = devices.count or 1
     allowed = Allowed.of(text, ("fp32",))
     divides = all(count % int(allowed.fixed.get(axis, 1)) == 0 for axis in DEGREES)
     if not divides or set(allowed.fixed) & set(UNPREDICTED) or (devices.kind != "cuda" and count == 1):
         return job, []  # nothing to choose; or settle says what is wrong
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            found, said = _chosen(job, allowed, devices, count)
-    except NothingFits:
-        raise
-    except Exception as error:  # any code of the model's may fail on meta tensors
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return job, [f"auto: every device takes a share of the data; no forecast, {why}"]
-    return replace(job, plan=found), said
+    choice = Choice(job, allowed, devices, count, None if world is None else ranks_here(world))
+    group = None
+    if world is not None and world.size > 1:
+        connect(world, timeout=job.timeout)
+        group = dist.group.WORLD
+    plan, said = from_first_rank(choice.usual, group)
+    if not plan and not said:
+        if from_first_rank(choice.is_unmeasured, group):
+            choice.measure(world)
+        plan, said = from_first_rank(choice.searched, group)
+    return (replace(job, plan=Plan.parse(plan)) if plan else job), said
 
 
-def _chosen(job: Job, allowed: Allowed, devices: Devices, count: int) -> tuple[Plan, list[str]]:
-    cluster = Cluster.detect(count)
-    predictor = predictor_of(job, cluster, "cuda" if devices.kind == "cuda" else "cpu")
-    degrees = [axis for axis in DEGREES if axis in allowed.fixed]
-    batch = samples_of(job, count)
-    if not degrees:
-        usual = settle(str(job.plan), count)
-        first = _tried(predictor, usual, batch)
-        spare = 0.0 if first is None else (first.seconds - first.items["computing"]) * steps_of(job, batch)
-        if first is not None and first.fits and (count == 1 or spare < WORTH):
-            return usual, _usual(first, count)
-    narrow = replace(allowed, fixed={**dict.fromkeys(TRIED, 1), **allowed.fixed})
-    found = search(predictor, batch, narrow, count)
-    if found.best is None:
-        found = search(predictor, batch, allowed, count)
-    if found.best is None:
-        raise NothingFits(
-            f"no plan of this training fits on {cluster.name}",
-            *(f"{family.reason}; {family.remedy}" for family in found.rejected[:3]),
-            'a plan that is said is started all the same: plan="data=1", say',
-        )
-    first, *others = reasons(found, cluster)
-    return found.best.plan, [f"auto: {first}", *(f"      {text}" for text in others)]
+class Choice:
+    """Of one job's plan: what is usual first, then a search on a machine that has been measured."""
 
+    def __init__(self, job: Job, allowed: Allowed, devices: Devices, count: int, here: int | None):
+        self.job, self.allowed, self.devices, self.count, self.here = job, allowed, devices, count, here
+        self.batch = -(-samples_of(job, count) // count) * count  # as many as the rank with most has, on all
+        self._model: nn.Module | None = None
 
-def _tried(predictor: TracedPredictor, plan: Plan, batch: int) -> Prediction | None:
-    try:
-        return predictor(plan, batch)
-    except PlanError:  # refused for this model
-        return None
+    def usual(self) -> tuple[str, list[str]]:
+        """Copies of the model, where they fit and no search could save ``WORTH``; no plan, and why there is no
+        forecast; or neither: a search is worth its time."""
+        if any(axis in self.allowed.fixed for axis in DEGREES):
+            return "", []
+        return self._tried(self._usual)
 
+    def searched(self) -> tuple[str, list[str]]:
+        return self._tried(self._searched)
 
-def _usual(found: Prediction, count: int) -> list[str]:
-    said = f"auto: {found.plan}: {size(found.used[1])} of {size(found.capacity)} on each device"
-    return [said] if count > 1 else []
+    def is_unmeasured(self) -> bool:
+        path = profile_path(self.devices.kind)
+        return path is not None and not path.is_file()
+
+    def measure(self, world: World | None) -> None:
+        """In seconds, and keep it for the next time. Without it, or where it fails, figures are guesses."""
+        if world is None:
+            with suppress(Exception):
+                self._keep(calibrated(self.count, kind=self.devices.kind))
+            return
+        every = all_gather_object(Measurement()(world)) if world.size > 1 else [Measurement()(world)]
+        if world.rank == 0:
+            self._keep(fitted(guessed(self.count, self.devices.kind, self.here), every))
+
+    def _keep(self, found: Cluster) -> None:
+        path = profile_path(self.devices.kind)
+        if path is not None:
+            with suppress(OSError):
+                save(found, path)
+
+    def _tried(self, find: Callable[[], tuple[Plan | None, list[str]]]) -> tuple[str, list[str]]:
+        """What ``find`` finds; any code of the model's may fail on meta tensors."""
+        try:
+            with warnings.catch_warnings(), unprinted():
+                warnings.simplefilter("ignore")
+                plan, said = find()
+        except NothingFits:
+            raise
+        except Exception as error:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return "", [f"auto: every device takes a share of the data; no forecast, {why}"]
+        return "" if plan is None else str(plan), said
+
+    def _predictor(self) -> TracedPredictor:
+        cluster = Cluster.detect(self.count, self.devices.kind, self.here)
+        self._model = looked_at(self.job) if self._model is None else self._model
+        return predictor_of(self.job, cluster, "cuda" if self.devices.kind == "cuda" else "cpu", self._model)
+
+    def _usual(self) -> tuple[Plan | None, list[str]]:
+        usual = settle(str(self.job.plan), self.count)
+        try:
+            found = self._predictor()(usual, self.batch)
+        except PlanError:  # refused for this model
+            return None, []
+        spare = (found.seconds - found.items["computing"]) * steps_of(self.job, self.batch)
+        if not found.fits or (self.count > 1 and spare >= WORTH):
+            return None, []
+        guess = ", by a guess at this machine (meshfit calibrate measures it)" if self.is_unmeasured() else ""
+        if self.count == 1:
+            return usual, [f"auto: {size(found.used[1])} of {size(found.capacity)} are predicted to be needed"]
+        return usual, [
+            f"auto: {usual}: {in_words(found.seconds)} a step{guess}",
+            f"      {size(found.used[1])} of {size(found.capacity)} on each device, most of it {largest(found.held)}",
+            f"      another plan could save {in_words(spare)} of the whole training at most: not searched for",
+        ]
+
+    def _searched(self) -> tuple[Plan | None, list[str]]:
+        predictor = self._predictor()
+        cluster = predictor.cluster
+        narrow = replace(self.allowed, fixed={**dict.fromkeys(TRIED, 1), **self.allowed.fixed})
+        found = search(predictor, self.batch, narrow, self.count)
+        if found.best is None:
+            found = search(predictor, self.batch, self.allowed, self.count)
+        if found.best is None and not found.rejected:
+            raise NoForecast("the search knows no plan with these words")
+        if found.best is None:
+            raise NothingFits(
+                f"no plan of this training fits on {cluster.name}",
+                *(f"{family.reason}; {family.remedy}" for family in found.rejected[:3]),
+                'a plan that is said is started all the same: plan="data=1", say',
+            )
+        first, *others = reasons(found, cluster)
+        return found.best.plan, [f"auto: {first}", *(f"      {text}" for text in others)]
 
 
 def samples_of(job: Job, count: int) -> int:

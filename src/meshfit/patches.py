@@ -5,6 +5,7 @@ anyone asks for it, the attribute holds a function that calls what the calling t
 last who leaves puts back what was found. So threads may enter and leave in any order, and others see no change.
 """
 
+import builtins
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -92,3 +93,14 @@ def replaced(
             if not patched.entries:
                 patched.restore()
                 del _patches[key]
+
+
+@contextmanager
+def unprinted() -> Iterator[None]:
+    """Within it ``print`` shows nothing of what this thread prints; what is printed to a file of its own is written."""
+
+    def make(before: Function) -> Function:
+        return lambda *said, file=None, **how: None if file is None else before(*said, file=file, **how)
+
+    with replaced(builtins, "print", make):
+        yield

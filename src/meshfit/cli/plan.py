@@ -15,8 +15,10 @@ from meshfit.cli import tell
 from meshfit.cli.script import Arguments, Which, run
 from meshfit.errors import JobError, MeshfitError, PlanError
 from meshfit.job import Job
+from meshfit.observe.beside import learned
 from meshfit.observe.columns import columns
 from meshfit.observe.foreseen import foreseen
+from meshfit.observe.reading import read
 from meshfit.planner import what_if
 from meshfit.planner.calibrate import calibrated, save
 from meshfit.planner.cluster import Cluster
@@ -260,16 +262,26 @@ def _largest(console: Console, subject: Planned, cluster: Cluster, what: str, as
 
 
 def calibrate(
+    run: Annotated[
+        Path | None, typer.Argument(help="A run's folder: learn from it instead.", show_default=False)
+    ] = None,
     ranks: Annotated[int, typer.Option(help="CPU ranks, or GPUs; by default all.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Measure this machine in seconds: kernels, copies, collectives. Plans are predicted with it from then on."""
-    path = profile_path()
-    found = calibrated(ranks or None)
+    """Measure this machine in seconds: kernels, copies, collectives. Plans are predicted with it from then on. Or take
+    how fast its devices were from a run."""
+    if run is None:
+        found, kind, said = calibrated(ranks or None), None, ""
+    else:
+        recorded = read(run)
+        found, times = learned(recorded)
+        kind = "cuda" if recorded.on_gpu else "cpu"
+        said = f"its devices computed {times:.2f} times as long as predicted\n"
+    path = profile_path(kind)
     if path is not None:
         save(found, path)
     if json:
         print(json_format.dumps(found.to_dict()))
         return
-    print(found)
+    print(f"{said}{found}")
     print(f"kept in {path}" if path is not None else "not kept: MESHFIT_CACHE=0")

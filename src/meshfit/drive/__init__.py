@@ -47,9 +47,10 @@ def _begun(job: Job, lockstep: bool, tap: Tap | None) -> "Training":
     job, elastic = elastic_of(job, given is not None)
     if given is not None:
         serve.refuse_torchrun(job)
+        job, why = auto.chosen(job, given) if elastic is None else (job, [])
         settled = job.settled(count=given.size, kind=given.device.type)
         training = Here(settled, lockstep, tap, given)
-        training.said += _translated(job, settled)
+        training.said += [*_translated(job, settled), *why]
         return training
     job, why = auto.chosen(job) if elastic is None else (job, [])  # of a range "auto" takes data=
     settled = job.settled()

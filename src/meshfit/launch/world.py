@@ -111,6 +111,11 @@ def connect(world: World, *, folder: str | None = None, timeout: float = 600.0) 
         atexit.register(_leave)
 
 
+def ranks_here(world: World) -> int:
+    """How many of the ranks that torchrun started are on this machine."""
+    return twins.number(os.environ, "LOCAL_WORLD_SIZE") or world.size
+
+
 def _check_group(world: World) -> None:
     """Refuse a process group of the script's own in which the ranks cannot exchange what is in host memory."""
     backends = str(dist.get_backend_config())

@@ -4,10 +4,10 @@ import time
 from typing import Any
 
 from meshfit.data.source import STAGES
+from meshfit.observe.beside import beside_tables
 from meshfit.observe.charts import charts, xy
 from meshfit.observe.ideal import Ideal, ideal, ideal_table
 from meshfit.observe.kinds import KINDS, OTHER, Kind, kind_of
-from meshfit.observe.predicted import predicted_table
 from meshfit.observe.reading import Rank, RecordedRun, RecordedSpan
 from meshfit.observe.timeline import drawn, lanes, overlapped, windows
 from meshfit.observe.verdict import Finding, findings
@@ -178,8 +178,8 @@ def _tables(run: RecordedRun, without: Ideal | None) -> list[dict[str, Any]]:
         **{f"Machine {m.get('host', '')}".strip(): _machine(m) for m in run.machines},
         "Software": [[k, str(about[k])] for k in ("meshfit", "torch", "python") if k in about],
     }
-    compared = [table for table in (ideal_table(run, without), predicted_table(run)) if table is not None]
-    return [*compared, *({"title": title, "rows": rows} for title, rows in tables.items())]
+    compared = [table for table in (ideal_table(run, without),) if table is not None]
+    return [*compared, *beside_tables(run), *({"title": title, "rows": rows} for title, rows in tables.items())]
 
 
 def _machine(machine: dict[str, Any]) -> list[list[str]]:

@@ -1,8 +1,9 @@
-"""What a training should need, predicted from a trace of one step that computes nothing: flops, memory, traffic."""
+"""What a training should need, predicted from a trace of one step that computes nothing: flops, memory, traffic,
+seconds on the machine at hand. ``beside.py`` shows it beside what was measured."""
 
-import io
 import warnings
-from contextlib import redirect_stdout, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +11,21 @@ import torch
 from torch import nn
 
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.pipeline.stages import pipeline_of
+from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.axis import TensorAxis
 from meshfit.data import tree
 from meshfit.data.datasets import SampleStream, open_source
+from meshfit.errors import PlanError
 from meshfit.launch.devices import Devices
-from meshfit.observe.reading import RecordedRun
+from meshfit.optimizers import Optimizers
+from meshfit.patches import unprinted
 from meshfit.plan import Plan
-from meshfit.plan_cost import cost, stage_traffic
-from meshfit.units import size
+from meshfit.plan_cost import cost, costed, stage_traffic
+from meshfit.planner.cluster import Cluster
+from meshfit.planner.plan_work import plan_work
+from meshfit.planner.software import MESHFIT
+from meshfit.planner.step import StepModel
 
 if TYPE_CHECKING:
     from meshfit.drive import Training
@@ -28,12 +34,12 @@ SAMPLES = 4
 
 
 def predict(training: "Training") -> dict[str, Any]:
-    """``flops_a_sample``, of a forward and backward; ``predicted``, the plan's cost on the first rank. Without those
-    that cannot be predicted: the report leaves them out."""
+    """``flops_a_sample``, of a forward and backward; ``predicted``, the plan's cost on the first rank and the seconds
+    of a step. Without those that cannot be predicted: the report leaves them out."""
     found: dict[str, Any] = {}
     job, model = training.job, training.shape()
     # the model has printed and warned in training already
-    with suppress(Exception), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with suppress(Exception), unprinted(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         source = open_source(job.data)
         if isinstance(source, SampleStream):
@@ -43,7 +49,7 @@ def predict(training: "Training") -> dict[str, Any]:
             return found
         samples = max(len(t) for t in tree.tensors(few) if t.dim())
         try:
-            found["predicted"], trace, samples = _cost(training, model, few, samples)
+            found["predicted"], trace, samples = _predicted(training, model, few, samples)
         except Exception:  # say, BatchNorm over the one sample that a rank takes
             trace = traced(model, job.objective, few, device="cpu")
         if isinstance(trace, Trace):
@@ -51,8 +57,9 @@ def predict(training: "Training") -> dict[str, Any]:
     return found
 
 
-def _cost(training: "Training", model: nn.Module, few: Any, samples: int) -> tuple[dict[str, Any], Trace, int]:
-    """What the first rank holds and moves; the trace of its batch, and how many samples that has."""
+def _predicted(training: "Training", model: nn.Module, few: Any, samples: int) -> tuple[dict[str, Any], Trace, int]:
+    """What the first rank holds and moves, and how long a step takes; the trace of its microbatch, and how many samples
+    that has."""
     job, outcome = training.job, training.outcome
     plan, devices = job.plan, job.devices
     assert isinstance(plan, Plan)
@@ -61,33 +68,38 @@ def _cost(training: "Training", model: nn.Module, few: Any, samples: int) -> tup
     assert outcome is not None
     taken = torch.arange(-(-job.batch_size // (plan.shares * plan.microbatches))) % samples
     content = tree.map_tensors(lambda t: t[taken] if t.dim() and len(t) == samples else t, few)
-    device, stages = devices.device(0).type, None
+    device, optimizer, stages = devices.device(0).type, job.make_optimizer(model), None
+    trace = traced(model, job.objective, content, device=device, plan=plan, operations=True)
+    assert isinstance(trace, Trace)
+    held = trace
     if plan.pipeline > 1:
         split = outcome.found.get("tensor")
         atoms = () if split is None else tuple(TensorAxis().closed(split))
         staged = replace(pipeline_of(plan), atoms=atoms).find(model, job.objective, content, device=device)
-        trace = staged.trace
+        assert staged.trace is not None
+        held = staged.trace
         if split is not None:
             stages = stage_traffic(staged, model, job.objective, content, split=split)
-    else:
-        trace = traced(model, job.objective, content, device=device, plan=plan)
-    assert isinstance(trace, Trace)
-    found = cost(plan, trace, job.make_optimizer(model), found=outcome.found, stages=stages)
-    return {"held": found.held, "moved": found.moved, "most": found.most}, trace, len(taken)
+    first = cost(plan, held, optimizer, found=outcome.found, stages=stages)
+    found: dict[str, Any] = {"held": first.held, "moved": first.moved, "most": first.most}
+    if not plan.server and plan.exchange == "allreduce":
+        cluster = Cluster.detect(plan.devices, devices.kind)
+        with suppress(PlanError):
+            found |= _seconds(plan, trace, optimizer, outcome.found, job.batch_size, cluster)
+    return found, trace, len(taken)
 
 
-def predicted_table(run: RecordedRun) -> dict[str, Any] | None:
-    """Predicted beside measured, of the first rank, where both are known."""
-    predicted = run.about.get("predicted")
-    if not predicted or not run.ranks:
-        return None
-    first, rows = run.ranks[0], []
-    kept = first.facts.get("memory", {})
-    for kind in ("weights", "gradients", "optimizer"):
-        rows.append([kind, predicted["held"].get(kind), kept.get(kind)])
-    rows.append(["peak memory", predicted["most"], first.most("gpu_peak")])
-    for name, count in first.moved.items():
-        measured = count / run.last_step if run.last_step else 0
-        rows.append([f"{name.replace('_', '-')} a step", predicted["moved"].get(name), measured])
-    shown = [[name, size(told), size(got)] for name, told, got in rows if told and got]
-    return {"title": "Predicted and measured", "head": ["rank 0", "predicted", "measured"], "rows": shown}
+def _seconds(
+    plan: Plan, trace: Trace, optimizer: Optimizers, known: Mapping[str, Any], batch: int, cluster: Cluster
+) -> dict[str, Any]:
+    """Of a step, item by item, and the machine that they are predicted for."""
+    found = dict(known)
+    if plan.pipeline > 1:
+        found["pipeline"] = FoundStages(None, 0.0, trace=trace, cut=pipeline_of(plan).cut_of(trace))  # type: ignore[arg-type]
+    rank = lambda place: costed(plan, trace, optimizer, found=found, place={"pipeline": place}, estimates=True)
+    ranks, steps = [rank(place) for place in range(plan.pipeline)], StepModel(cluster, MESHFIT)
+    time = steps(plan_work(plan, ranks, samples=batch, tokens=0, model_flops=0))
+    said = (costing.total.collectives for costing in ranks)
+    loudest = max(said, key=lambda calls: sum(call.bytes * call.count for call in calls))
+    waited = steps.waited_by_axis(loudest, time.items["collectives"])
+    return {"seconds": time.seconds, "items": time.items, "waited": waited, "cluster": cluster.to_dict()}

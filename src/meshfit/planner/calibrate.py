@@ -12,7 +12,7 @@ that others use, too.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.world import World
 from meshfit.planner.cluster import Cluster, Link
 from meshfit.planner.collectives import REACHED, START
-from meshfit.planner.detect import guessed
+from meshfit.planner.detect import guessed, on_gpus
 from meshfit.planner.operations import Timing
 
 SHAPES = ((64, 1024, 256), (64, 512, 2048), (1024, 256, 64), (512, 512, 512))
@@ -42,25 +42,30 @@ ROUNDS = 10
 """All-reduces of each message."""
 
 
-def calibrated(ranks: int | None = None, threads: int | None = None) -> Cluster:
+def calibrated(ranks: int | None = None, threads: int | None = None, kind: str | None = None) -> Cluster:
     """The machine at hand, measured; ``ranks`` of it (all GPUs, or a CPU rank a core), each with ``threads`` (those
-    that its share of the cores gives it)."""
+    that its share of the cores gives it). ``kind``: "cpu" or "cuda", if not what is there."""
     from meshfit.launch.local import LocalRanks  # of systems that fork alone
 
-    base = guessed(ranks)
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    base = guessed(ranks, kind)
+    on = "cuda" if on_gpus(kind) else "cpu"
     with LocalRanks(
         Measurement(threads or base.accelerator.units),
         size=base.devices,
-        devices=Devices(kind, tuple(range(base.devices))),
+        devices=Devices(on, tuple(range(base.devices))),
     ) as started:
         for _ in started.messages():
             pass
         every: list[dict[str, list[float]]] = started.results
+    return fitted(base, every)
+
+
+def fitted(base: Cluster, every: Sequence[Mapping[str, Sequence[float]]]) -> Cluster:
+    """``base`` with what its ranks have measured."""
     took = {name: [max(each) for each in zip(*(one[name] for one in every), strict=True)] for name in every[0]}
     accelerator = base.accelerator
     bandwidth, launch = took["copy"][0], took["launch"][0]
-    if kind == "cpu":
+    if accelerator.name == "cpu":
         accelerator = replace(accelerator, bandwidth=COPIED / bandwidth, streamed=1.0, launch=launch)
         accelerator = replace(accelerator, reached={"fp32": 1.0}, fastest=1.0, units=1, rates={"fp32": 1e9})
         timing = Timing(replace(accelerator, bandwidth=1e18, launch=0.0))
@@ -76,9 +81,23 @@ def calibrated(ranks: int | None = None, threads: int | None = None) -> Cluster:
         reached = {word: min(1.0, rate[word] / accelerator.rate(word)) for word in rate}
         accelerator = replace(accelerator, reached={**accelerator.reached, **reached}, launch=launch)
         accelerator = replace(accelerator, streamed=min(1.0, 16 * COPIED / bandwidth / accelerator.bandwidth))
-    inside = _link(base, *took["sums"]) if base.devices > 1 else base.inside
-    network = inside if base.nodes == 1 else base.network
-    return replace(base, accelerator=accelerator, inside=inside, network=network, name=f"{base.name}, measured")
+    found = replace(base, accelerator=accelerator, name=f"{base.name}, measured")
+    if base.nodes > 1 or base.devices == 1:  # one figure for two kinds of links says neither
+        return found
+    link = _link(base, *took["sums"])
+    return replace(found, inside=link, network=link)
+
+
+def slowed(cluster: Cluster, times: float) -> Cluster:
+    """``cluster`` with devices on which all that is computed takes ``times`` as long."""
+    device = cluster.accelerator
+    if device.name == "cpu":
+        rates = {word: rate / times for word, rate in device.rates.items()}
+        device = replace(device, rates=rates, bandwidth=device.bandwidth / times)
+    else:
+        reached = {word: min(1.0, device.reached.get(word, 0.75) / times) for word in device.rates}
+        device = replace(device, reached=reached, streamed=min(1.0, device.streamed / times))
+    return replace(cluster, accelerator=replace(device, launch=device.launch * times))
 
 
 GPU = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -90,12 +109,13 @@ COPIED = 2.0 * (1 << 24)
 class Measurement:
     """What each rank does: the seconds of everything, by name."""
 
-    threads: int
+    threads: int = 0
+    """0: as many as it has."""
 
-    def __call__(self, world: World, channel: Channel) -> dict[str, list[float]]:
+    def __call__(self, world: World, channel: Channel | None = None) -> dict[str, list[float]]:
         device = world.device
         gpu = device.type == "cuda"
-        if not gpu:
+        if not gpu and self.threads:
             torch.set_num_threads(self.threads)
         kinds, shapes = (GPU, LARGE) if gpu else ({"fp32": torch.float32}, SHAPES)
         found: dict[str, list[float]] = {}

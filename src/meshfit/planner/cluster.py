@@ -118,8 +118,9 @@ class Cluster:
         return what if isinstance(what, Cluster) else cluster_of(what)
 
     @staticmethod
-    def detect(devices: int | None = None) -> "Cluster":
-        """The machine at hand: its GPUs, or ``devices`` CPU ranks (as many as cores, if not said)."""
+    def detect(devices: int | None = None, kind: str | None = None, here: int | None = None) -> "Cluster":
+        """The machine at hand: its GPUs, or ``devices`` CPU ranks (as many as cores, if not said). ``kind``: "cpu" or
+        "cuda", if not what is there; ``here``: how many of ``devices`` this machine has, where it is one of several."""
         from meshfit.planner.detect import detected
 
-        return detected(devices)
+        return detected(devices, kind, here)

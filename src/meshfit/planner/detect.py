@@ -16,50 +16,61 @@ from meshfit.errors import PlanError
 from meshfit.launch.folders import cache_folder
 from meshfit.planner.accelerators import ACCELERATORS, Accelerator
 from meshfit.planner.cluster import Cluster, Link
-from meshfit.planner.names import NVLINK_LATENCY, PCIE_LATENCY, cluster_of
+from meshfit.planner.names import NETWORK_LATENCY, NVLINK_LATENCY, PCIE_LATENCY, cluster_of
 from meshfit.planner.topology import Topology, topology
 
 
-def profile_path() -> Path | None:
+def on_gpus(kind: str | None) -> bool:
+    """Whether ``kind`` of device means GPUs; None: where there are any."""
+    return torch.cuda.is_available() if kind is None else kind == "cuda"
+
+
+def profile_path(kind: str | None = None) -> Path | None:
     """Where ``meshfit calibrate`` keeps what it measured on this machine; None where nothing is kept."""
     folder = cache_folder()
-    kind = "gpu" if torch.cuda.is_available() else "cpu"
-    return None if folder is None else folder / f"cluster-{platform.node()}-{kind}.toml"
+    word = "gpu" if on_gpus(kind) else "cpu"
+    return None if folder is None else folder / f"cluster-{platform.node()}-{word}.toml"
 
 
-def detected(devices: int | None = None) -> Cluster:
+def detected(devices: int | None = None, kind: str | None = None, here: int | None = None) -> Cluster:
     """See ``Cluster.detect``: as measured, where it was."""
-    base, path = guessed(devices), profile_path()
+    base, path = guessed(devices, kind, here), profile_path(kind)
     if path is None or not path.is_file():
         return base
     try:
         known = cluster_of(path)
     except PlanError:  # of another version: measured again, it is replaced
         return base
-    if torch.cuda.is_available():
+    if on_gpus(kind):
         device = replace(known.accelerator, memory=base.accelerator.memory)
+        if base.nodes > 1:
+            return replace(base, accelerator=device)
         return replace(base, accelerator=device, inside=replace(known.inside, domain=base.inside.domain))
-    more = _share(base.devices) / _share(known.devices)  # of the cores, for each rank
+    more = _share(base.devices_per_node) / _share(known.devices_per_node)  # of the cores, for each rank
     device = replace(
         known.accelerator,
         memory=base.accelerator.memory,
         bandwidth=known.accelerator.bandwidth * more,
         rates={word: rate * more for word, rate in known.accelerator.rates.items()},
     )
-    link = replace(known.inside, domain=base.devices)
-    return replace(base, name=f"{base.name}, measured", accelerator=device, inside=link, network=link)
+    link = replace(known.inside, domain=base.devices_per_node)
+    far = base.network if base.nodes > 1 else link
+    return replace(base, name=f"{base.name}, measured", accelerator=device, inside=link, network=far)
 
 
 def _share(ranks: int) -> float:
     return (psutil.cpu_count(logical=False) or 1) / ranks
 
 
-def guessed(devices: int | None = None) -> Cluster:
-    """By what the devices are called, and their data sheets."""
-    if torch.cuda.is_available():
-        return _gpus(devices or torch.cuda.device_count())
+def guessed(devices: int | None = None, kind: str | None = None, here: int | None = None) -> Cluster:
+    """By what the devices are called, and their data sheets. ``here``: of ``devices`` those on this machine, where
+    there are as many others on each of several."""
+    if on_gpus(kind):
+        count = devices or torch.cuda.device_count()
+        return _gpus(count, here or count)
     cores = psutil.cpu_count(logical=False) or 1
-    ranks = devices or cores
+    count = devices or cores
+    ranks = here or count
     memory, share = psutil.virtual_memory().total, max(1.0, cores / ranks)
     cpu = Accelerator(
         name="cpu",
@@ -73,24 +84,32 @@ def guessed(devices: int | None = None) -> Cluster:
         launch=2e-6,
     )
     shared = Link(kind="memory", bandwidth=5e9, latency=50e-6, domain=ranks)
+    far = Link(kind="network", bandwidth=1.25e9, latency=NETWORK_LATENCY, domain=0)
     return Cluster(
-        name=f"{ranks} CPU ranks here",
+        name=f"{ranks} CPU ranks here" if ranks == count else f"{count} CPU ranks, {ranks} of them here",
         accelerator=cpu,
         devices_per_node=ranks,
+        nodes=-(-count // ranks),
         inside=shared,
-        network=shared,
+        network=shared if ranks == count else far,
         host_memory=memory,
     )
 
 
-def _gpus(count: int) -> Cluster:
+def _gpus(count: int, here: int) -> Cluster:
     found = torch.cuda.get_device_properties(0)
     name = like(found.name, found.total_memory)
-    base = cluster_of(f"1x{count}x{name}")
+    base = cluster_of(f"{-(-count // here)}x{here}x{name}")
     device = replace(base.accelerator, memory=found.total_memory, units=found.multi_processor_count)
     base = joined(base, topology())
     total = psutil.virtual_memory().total
-    return replace(base, name=f"{count} x {found.name} here", accelerator=device, host_memory=total, price=None)
+    return replace(
+        base,
+        name=f"{count} x {found.name}{' here' if here == count else ''}",
+        accelerator=device,
+        host_memory=total,
+        price=None,
+    )
 
 
 def joined(base: Cluster, found: Topology | None) -> Cluster:

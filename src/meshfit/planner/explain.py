@@ -116,14 +116,14 @@ def reasons(found: Found, cluster: Cluster) -> list[str]:
     about = row(best, cluster)
     after = next((f.best for f in found.families if f.best is not None and f.best is not best), None)
     said = f"{best.plan}: {in_words(best.seconds)} a step, {100 * about['share_of_peak']:.0f} % of the peak"
-    memory = f"{size(best.used[1])} of {size(best.capacity)}, most of it {_largest(best.held)}"
+    memory = f"{size(best.used[1])} of {size(best.capacity)}, most of it {largest(best.held)}"
     if after is None:
         return [said, memory, f"nothing else was allowed or fits ({found.written} plans looked at)"]
     slower = after.seconds / best.seconds - 1
     return [said, memory, f"next is {after.plan}, {100 * slower:.0f} % slower ({found.written} plans looked at)"]
 
 
-def _largest(held: Mapping[str, float]) -> str:
+def largest(held: Mapping[str, float]) -> str:
     return max(held, key=lambda kind: held[kind])
 
 

@@ -41,7 +41,6 @@ from meshfit.optimizers import Optimizers
 from meshfit.plan import Plan
 from meshfit.plan_cost import Costing, costed
 from meshfit.planner.cluster import Cluster
-from meshfit.planner.collectives import seconds
 from meshfit.planner.memory import CONTEXT, SLACK
 from meshfit.planner.narrow import NarrowModel, narrowed
 from meshfit.planner.plan_work import plan_work
@@ -120,7 +119,7 @@ class TracedPredictor:
             phases={phase: sum(kind.values()) for phase, kind in kinds.items()},
             tokens=work.tokens,
             model_flops=work.model_flops,
-            waited=self._waited(loudest, time.items["collectives"]),
+            waited=self.steps.waited_by_axis(loudest.collectives, time.items["collectives"]),
             kinds=kinds,
             collectives=loudest.collectives,
             stages=tuple(self.steps.stages(work)),
@@ -294,22 +293,12 @@ class TracedPredictor:
         ranks = self._costed(plan, batch)
         return plan_work(plan, ranks, samples=batch, tokens=self.tokens * batch, model_flops=flops)
 
-    # Memory and collectives
+    # Memory
 
     def _in_use(self, allocated: float) -> tuple[float, float]:
         context = CONTEXT if self.device == "cuda" else 0.0
         low, high = (allocated * (1 + slack) + context for slack in SLACK)
         return low, high
-
-    def _waited(self, cost: Cost, total: float) -> dict[str, float]:
-        """``total`` seconds, by axis: in proportion to what its collectives take that are not hidden."""
-        took: dict[str, float] = {}
-        for call in cost.collectives:
-            if call.name != "send":
-                share = self.software.exposed if call.hidden else 1.0
-                took[call.axis] = took.get(call.axis, 0.0) + share * seconds(call, self.cluster)
-        whole = sum(took.values())
-        return {axis: total * each / whole for axis, each in took.items()} if whole else {}
 
 
 def _ways(plan: Plan, word: str) -> dict[str, str]:

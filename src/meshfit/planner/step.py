@@ -5,7 +5,7 @@ rounds all microbatches take the same, so that the simulation takes two lengths 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from meshfit.anatomy.operations import Operation, kernels_of
@@ -126,6 +126,16 @@ class StepModel:
             chunks = len(each) // max(1, work.ranks)
             found += self._exposed(slot * chunks, calls)
         return found
+
+    def waited_by_axis(self, calls: Iterable[CollectiveCall], total: float) -> dict[str, float]:
+        """``total`` seconds of waiting, by axis: in proportion to what its collectives take that are not hidden."""
+        took: dict[str, float] = {}
+        for call in calls:
+            if call.name != "send":
+                share = self.software.exposed if call.hidden else 1.0
+                took[call.axis] = took.get(call.axis, 0.0) + share * seconds(call, self.cluster)
+        whole = sum(took.values())
+        return {axis: total * each / whole for axis, each in took.items()} if whole else {}
 
     def _pipeline(self, work: StepWork, each: list[tuple[float, float, float, float]]) -> float:
         """Seconds from the first forward to the last backward."""
