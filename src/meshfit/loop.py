@@ -75,10 +75,11 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
 
 def advance(run: Run, phase: TrainedPhase, batch: Batch, stop: Callable[[], bool], *, last: bool) -> PhaseStep | None:
     """One phase of a step: forward and backward, exchange, update. None: all ranks are to stop, and drop it."""
-    events, exchange, loss_sum = run.events, phase.exchange, phase.schedule.loss
+    events, exchange = run.events, phase.exchange
+    loss_sum, buffers = phase.schedule.loss, phase.schedule.buffers
 
     def again() -> Evaluated:
-        run.placed.buffers.commit()
+        buffers.commit()
         exchange.clear()
         phase.schedule(batch, lambda: False)
         sums = exchange.finish()
@@ -90,7 +91,7 @@ def advance(run: Run, phase: TrainedPhase, batch: Batch, stop: Callable[[], bool
     with events.span("exchange"):
         scalars = exchange.finish()
     if run.may_stop and scalars.stop:
-        run.placed.buffers.drop()
+        buffers.drop()
         exchange.clear()
         return None
     if phase.guard is not None:
@@ -101,7 +102,7 @@ def advance(run: Run, phase: TrainedPhase, batch: Batch, stop: Callable[[], bool
         run.tap(correction)
         values = loss_sum.logged(scalars.values)
         updated = phase.update(exchange.gradients, loss, correction, exchange.norm, last=last, again=again)
-        run.placed.buffers.commit()
+        buffers.commit()
         exchange.clear()
     return PhaseStep(
         name=phase.asked.name,

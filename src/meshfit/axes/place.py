@@ -4,7 +4,7 @@ What they need to know of the model is found before: see find.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -115,14 +115,21 @@ class Placed:
         acts = acts or self.plan.offloads("activations")
         return not acts and not any(is_wrapped(module) for module in self.model.modules())
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Around every forward and backward of the model."""
-        with ExitStack() as stack:
-            for layer in self.layers.values():
-                if type(layer).inside is not Applied.inside:
-                    stack.enter_context(layer.inside())
-            yield
+    @property
+    def inside(self) -> Callable[[], AbstractContextManager[None]]:
+        """What goes around every forward and backward of the model."""
+        acting = [layer.inside for layer in self.layers.values() if type(layer).inside is not Applied.inside]
+        if len(acting) < 2:
+            return acting[0] if acting else nullcontext
+
+        @contextmanager
+        def nested() -> Iterator[None]:
+            with ExitStack() as stack:
+                for inside in acting:
+                    stack.enter_context(inside())
+                yield
+
+        return nested
 
     @property
     def is_whole(self) -> bool:

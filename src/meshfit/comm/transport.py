@@ -15,6 +15,7 @@ in the middle of a step. A run has one transport, for training and evaluation al
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.comm.encoding import dumps, loads
-from meshfit.comm.flat import ALIGN, aligned
+from meshfit.comm.flat import starts_of
 from meshfit.comm.group import destroy, groups
 from meshfit.events import current
 
@@ -150,31 +151,36 @@ class _Works:
 
 
 def packed_size(layouts: Iterable[Layout]) -> int:
-    return sum(aligned(prod(layout.shape) * layout.dtype.itemsize) for layout in layouts)
+    return _starts(_sizes(layouts))[1]
+
+
+def _sizes(layouts: Iterable[Layout]) -> tuple[int, ...]:
+    return tuple(prod(layout.shape) * layout.dtype.itemsize for layout in layouts)
+
+
+_starts = lru_cache(1024)(starts_of)
+"""Where tensors of so many bytes begin in a message, and where it ends."""
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
     """``tensors`` as bytes, one after the other."""
     flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
-    if len(flat) == 1 and flat[0].numel() % ALIGN == 0:
+    starts, size = _starts(tuple(part.numel() for part in flat))
+    if len(flat) == 1 and flat[0].numel() == size:
         return flat[0]
-    device = flat[0].device if flat else None
-    buffer = torch.empty(sum(aligned(part.numel()) for part in flat), dtype=torch.uint8, device=device)
-    at = 0
-    for part in flat:
+    buffer = torch.empty(size, dtype=torch.uint8, device=flat[0].device if flat else None)
+    for at, part in zip(starts, flat, strict=True):
         buffer[at : at + part.numel()] = part
-        at += aligned(part.numel())
     return buffer
 
 
-def unpacked(buffer: Tensor, layouts: Iterable[Layout]) -> list[Tensor]:
+def unpacked(buffer: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
     """Tensors that share the memory of ``buffer``."""
-    found, at = [], 0
-    for layout in layouts:
-        size = prod(layout.shape) * layout.dtype.itemsize
-        found.append(buffer[at : at + size].view(layout.dtype).view(layout.shape))
-        at += aligned(size)
-    return found
+    sizes = _sizes(layouts)
+    return [
+        buffer[at : at + size].view(layout.dtype).view(layout.shape)
+        for at, size, layout in zip(_starts(sizes)[0], sizes, layouts, strict=True)
+    ]
 
 
 def header(layouts: Sequence[Layout]) -> Tensor:

@@ -46,7 +46,9 @@ class Across:
         *,
         loss_replicas: int,
     ):
-        self.inner, self.layers, self.device, self.loss_replicas = inner, layers, device, loss_replicas
+        self.inner, self.device, self.loss_replicas = inner, device, loss_replicas
+        acting = [layer for layer in layers if type(layer).after_backward is not Applied.after_backward]
+        self._after_backward = [layer.after_backward for layer in acting]
         self.norm: Tensor | None = None
         """Of all gradients together, after ``finish``."""
         named = dict(model.named_parameters())
@@ -87,8 +89,8 @@ class Across:
         for p in self._shared:  # one that this rank did not reach adds nothing to what the others have
             if p is not None and p.requires_grad and p.numel() and p.grad is None:
                 p.grad = torch.zeros_like(p)
-        for layer in self.layers:
-            layer.after_backward()
+        for sum_partial in self._after_backward:
+            sum_partial()
         for p, line in self._tied:
             if p.grad is not None:
                 summed = p.grad.contiguous()

@@ -303,7 +303,7 @@ class _BatchOfStages:
             fed = [t.detach().requires_grad_(needs) for t, needs in zip(received, self._needs(stage, at), strict=True)]
             _seed(run.device, run.seed, run.steps, at, stage)
             with (
-                counting(part.samples > 0),
+                nullcontext() if part.samples else counting(False),
                 run.buffers.forward(at, part.samples if torch.is_grad_enabled() else None),
                 run.stages.precision.arithmetic(run.device),
                 run.inside(),

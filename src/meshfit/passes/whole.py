@@ -122,7 +122,8 @@ class Passes:
     def _around(self, at: int, part: Microbatch, *, counts: bool = True) -> Iterator[None]:
         """Around what runs the model; what it writes to buffers counts only once."""
         writing = self.buffers.forward(at, part.samples if counts else None)
-        with counting(part.samples > 0), writing, self.precision.arithmetic(self.device), self.inside():
+        counted = nullcontext() if part.samples else counting(False)
+        with counted, writing, self.precision.arithmetic(self.device), self.inside():
             yield
 
     def _arm(self, stop: Callable[[], bool]) -> None:
