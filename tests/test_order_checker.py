@@ -6,12 +6,14 @@ import pytest
 
 from meshfit.comm.order_check import Operation, check
 from meshfit.errors import PlanError
-from meshfit.schedule.actions import WORDS, Schedule, schedule, short
+from meshfit.plan import SCHEDULES
+from meshfit.schedule.actions import Schedule
 from meshfit.schedule.issue import Transfer, issued, line, pairs, sent_by
+from meshfit.schedule.orders import schedule, short
 
 
 def schedules() -> Iterator[Schedule]:
-    for word in WORDS:
+    for word in SCHEDULES:
         for ranks in range(2, 9):
             for microbatches in (*range(1, 9), 11, 16):
                 for chunks in (2, 3) if word == "interleaved" else (None,):
@@ -43,7 +45,7 @@ def test_pipelines_complete_if_every_message_blocks_both_its_ranks() -> None:
     assert tried > 400
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", SCHEDULES)
 def test_every_message_is_issued_once_at_both_ends_and_in_time(word: str) -> None:
     plan = schedule(word, 4, 8)
     place = {entry: i for i, entry in enumerate(line(plan))}

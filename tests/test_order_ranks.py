@@ -21,8 +21,8 @@ from meshfit.launch.world import World
 from meshfit.loop import train
 from meshfit.plan import Plan
 from meshfit.run import Run
-from meshfit.schedule.actions import schedule
 from meshfit.schedule.issue import pairs
+from meshfit.schedule.orders import schedule
 from meshfit.torch_private.groups import timeout_of
 from tests.distributed import distributed
 from tests.few import more

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from benchmarks.zoo import ZOO, transformers, unpadded_text
 from meshfit.anatomy.dataflow import AtenTrace
-from meshfit.anatomy.pair_finder import Pair, ParameterShard
+from meshfit.anatomy.pair import Pair, ParameterShard
 from meshfit.anatomy.pairs import Pairs, find_pairs
 from tests.few import few
 

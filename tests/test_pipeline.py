@@ -32,7 +32,7 @@ from meshfit.passes.backward import input_gradients
 from meshfit.passes.loss_sum import LossSum
 from meshfit.passes.pipeline import Pipelined, StageForward
 from meshfit.passes.whole import Passes
-from meshfit.schedule.actions import WORDS
+from meshfit.plan import SCHEDULES
 from meshfit.schedule.issue import pairs
 from tests.distributed import distributed
 from tests.few import few, more
@@ -177,14 +177,14 @@ def assert_parity(
     assert_like(staged, dict(reference.state_dict()))
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", SCHEDULES)
 @distributed(world=2)
 def test_every_schedule_trains_like_one_device(word: str) -> None:
     """18 samples in batches of 8: the third has two, fewer than there are microbatches."""
     assert_parity(deep, (X, Y), MSE, word, batch=8, microbatches=4)
 
 
-@pytest.mark.parametrize("word", few(WORDS, "1f1b", "interleaved", "zbv", "dualpipev"))
+@pytest.mark.parametrize("word", few(SCHEDULES, "1f1b", "interleaved", "zbv", "dualpipev"))
 @distributed(world=4)
 def test_four_ranks(word: str) -> None:
     assert_parity(deep, (X, Y), MSE, word, batch=9, microbatches=8 if word == "dualpipev" else 4)

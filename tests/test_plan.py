@@ -4,7 +4,8 @@ import pytest
 
 from meshfit.errors import PlanError
 from meshfit.launch.devices import Devices, find
-from meshfit.plan import Plan, settle
+from meshfit.plan import Plan
+from meshfit.plan_devices import settle
 from meshfit.plan_words import translated
 
 

@@ -25,7 +25,8 @@ from meshfit.drive.restart import Tries
 from meshfit.errors import Died, MeshfitError, PlanError, RankError
 from meshfit.launch.devices import find
 from meshfit.launch.heartbeat import step_under_way
-from meshfit.plan import Plan, on_fewer
+from meshfit.plan import Plan
+from meshfit.plan_devices import on_fewer
 from meshfit.step import Step
 from tests.few import more
 from tests.test_resume import fit, weights

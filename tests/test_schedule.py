@@ -9,7 +9,9 @@ import torch.distributed.pipelining.schedules as theirs
 
 from benchmarks.gantt import gantt
 from meshfit.errors import PlanError
-from meshfit.schedule.actions import WORDS, Action, check, rank_of, schedule, short, stages_of
+from meshfit.plan import SCHEDULES
+from meshfit.schedule.actions import Action, check, rank_of, stages_of
+from meshfit.schedule.orders import schedule, short
 from meshfit.schedule.simulate import formula, simulate
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -55,7 +57,7 @@ def test_orders_are_those_of_torch(word: str, kind: type, chunks: int) -> None:
     assert compared > 40
 
 
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", SCHEDULES)
 def test_every_schedule_is_whole_and_ends(word: str) -> None:
     for ranks in (1, 2, 3, 4, 6, 8):
         for microbatches in (1, 2, 3, 4, 5, 8, 12, 16, 17):
@@ -92,7 +94,7 @@ def test_a_broken_schedule_is_refused() -> None:
 
 
 def test_a_short_batch_keeps_the_stages_where_they_are() -> None:
-    for word in WORDS:
+    for word in SCHEDULES:
         usual = schedule(word, 2, 4)
         for microbatches in (1, 2, 3):
             made = short(usual, microbatches)

@@ -9,7 +9,8 @@ from meshfit import Cluster, Plan, PlanError
 from meshfit.planner.decoder import Decoder, Experts
 from meshfit.planner.search import Allowed, Found, search
 from meshfit.planner.sizes import DecoderPredictor
-from meshfit.schedule.actions import Action, schedule
+from meshfit.schedule.actions import Action
+from meshfit.schedule.orders import schedule
 from meshfit.schedule.simulate import duration, simulate
 
 SMALL = Decoder(layers=8, hidden=1024, heads=16, ffn=4096, vocab=32000, dropout=False, bias=False, rotary=True)

@@ -24,7 +24,8 @@ from meshfit.job import Job
 from meshfit.launch.devices import Devices, find
 from meshfit.launch.world import World, connect, ranks_here
 from meshfit.patches import unprinted
-from meshfit.plan import DEGREES, Plan, settle
+from meshfit.plan import DEGREES, Plan
+from meshfit.plan_devices import settle
 from meshfit.planner.calibrate import Measurement, calibrated, fitted, save
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.detect import guessed, profile_path

@@ -26,9 +26,10 @@ from meshfit.metrics import check as check_metric
 from meshfit.metrics import measures
 from meshfit.optimizers import Optimizers, Schedulers, made_optimizers, made_schedulers, what
 from meshfit.phases import AskedPhase, SumOfPhases, phases_of
-from meshfit.plan import Plan, on_fewer, settle, settle_range
+from meshfit.plan import Plan
+from meshfit.plan_devices import on_fewer, settle, settle_range
 from meshfit.quantised import prepare, quantised
-from meshfit.schedule.actions import schedule
+from meshfit.schedule.orders import schedule
 from meshfit.units import in_seconds
 
 GIVEN_UP = 60.0  # seconds after which those who wait in a collective have surely given up

@@ -10,7 +10,7 @@ from typing import Any
 from meshfit.anatomy.axes import AxisVerdict, axes, norms
 from meshfit.anatomy.blocks import Module, bytes_of, folded, modules, runs
 from meshfit.anatomy.cuts import StageCut, stages
-from meshfit.anatomy.pair_finder import Pair
+from meshfit.anatomy.pair import Pair
 from meshfit.anatomy.pairs import Pairs
 from meshfit.anatomy.trace import EventCost, Trace
 from meshfit.errors import PlanError

@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from meshfit.anatomy.aten import Op
 from meshfit.anatomy.dataflow import AtenTrace
+from meshfit.anatomy.pair import Pair, ParameterShard
 from meshfit.anatomy.reach import Conflict, Mixed, Reach, RowProduct, agreeing, alike, closure_of
 from meshfit.anatomy.shares import (
-    Ranges,
     as_ranges,
     cut_into,
     divisors,
@@ -22,71 +22,6 @@ from meshfit.anatomy.shares import (
     runs_of,
 )
 from meshfit.anatomy.walk import Walker
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterShard:
-    """How one parameter or buffer is cut."""
-
-    parameter: str
-    dim: int
-    ranges: tuple[Ranges, ...]
-    """For each device, the indices of ``dim`` that it holds; several hold the same if there are too few to go round."""
-
-    limit: int
-    """The largest number of ways in which it could be cut here, were it alone: heads, groups, channels."""
-
-    def index(self, rank: int) -> tuple[int, ...]:
-        return tuple(i for start, stop in self.ranges[rank] for i in range(start, stop))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """Parameters that are cut together, with one sum over devices for each call of a row."""
-
-    module: str
-    """Path of the lowest module that holds them all; "" for the model."""
-
-    kind: str
-    """ "attention", "mlp", "conv", "experts"; "" for anything else."""
-
-    columns: tuple[ParameterShard, ...]
-    rows: tuple[ParameterShard, ...]
-    """A bias of a row stays whole, and is added once, after the sum."""
-
-    others: tuple[ParameterShard, ...]
-    """Cut along: biases of columns, norms by channel, per-head tables; buffers too."""
-
-    partial: tuple[str, ...]
-    """Parameters read inside that stay whole: each device has part of their gradient, to be summed."""
-
-    entries: tuple[str, ...]
-    """Weights whose whole output is read inside, beside the inputs of the columns: gradients of these outputs are to
-    be summed too. They stay whole (keys and values of multi-query attention), or are rows of this very pair."""
-
-    draws: bool
-    """Random numbers are met inside: each device draws those of its share."""
-
-    summed: int
-    """Elements that the rows return, for the traced batch: what is summed over devices."""
-
-    degree: int
-    limit: int
-    """The largest number of ways; every divisor of it is possible."""
-
-    bytes: int
-
-    @property
-    def shards(self) -> tuple[ParameterShard, ...]:
-        return self.columns + self.rows + self.others
-
-    @property
-    def narrowest(self) -> ParameterShard:
-        """The shard that limits the number of ways."""
-        return min(self.columns + self.others, key=lambda shard: shard.limit)
-
-    def allows(self, degree: int) -> bool:
-        return self.limit % degree == 0
 
 
 class PairFinder(Walker):

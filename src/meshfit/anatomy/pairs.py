@@ -32,7 +32,8 @@ import torch
 from torch import nn
 
 from meshfit.anatomy.dataflow import AtenTrace
-from meshfit.anatomy.pair_finder import Pair, PairFinder
+from meshfit.anatomy.pair import Pair
+from meshfit.anatomy.pair_finder import PairFinder
 from meshfit.torch_private.modules import Convolution
 
 MOST_OF_MODULE = 0.4

@@ -14,7 +14,8 @@ from meshfit.checkpoint.resume import to_resume
 from meshfit.errors import JobError, MeshfitError, PlanError
 from meshfit.job import Job, plan_of
 from meshfit.launch.devices import Devices, find
-from meshfit.plan import Plan, on_fewer, settle_range
+from meshfit.plan import Plan
+from meshfit.plan_devices import on_fewer, settle_range
 
 LOOK = 1.0  # seconds between two looks at what is there
 CAME_BACK = "devices that came back"

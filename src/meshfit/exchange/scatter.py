@@ -5,8 +5,7 @@
     traffic   P(n-1)/n bytes a microbatch for P bytes of gradients (zero=1: a step), one call a unit; over ``data``
               copies another 2(P/n)(d-1)/d; one small all_reduce a step
 
-That small one carries what every rank must know before it steps: the loss, what it is a mean over, whether to stop,
-whose loss was not finite, the squared norm of each rank's part, and which parameters were reached.
+That small one carries what every rank must know before it steps: see scatter_scalars.py.
 
 [Note: the same order everywhere]
 Gradients may be complete in another order, or not at all, on one rank. With zero=3 each use of a unit is a scatter, as
@@ -30,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfit.axes.shard.cost import STEP_SCALARS
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.shard.lockstep import SCATTER
 from meshfit.axes.shard.open_unit import OpenUnit
@@ -38,6 +36,7 @@ from meshfit.comm.flat import Flat, Lane
 from meshfit.errors import JobError, RankError
 from meshfit.events import current
 from meshfit.exchange.protocol import StepScalars
+from meshfit.exchange.scatter_scalars import ScatterScalars
 from meshfit.exchange.update import total_norm
 
 ROWS = 2  # units whose whole gradients are packed or on their way at a time
@@ -77,19 +76,16 @@ class Scatter:
     ):
         """``mixed``: forwards and backwards of several microbatches come in any order, as in a pipeline. ``values``:
         numbers to be summed beside the loss."""
-        self.shards, self.world, self.copies, self.mixed = shards, world, copies, mixed
+        self.shards, self.copies, self.mixed = shards, copies, mixed
         self.accumulate = accumulate or mixed
         """Sum whole gradients over microbatches, and scatter them once."""
         self.once = shards.zero < 3 or mixed
         """One scatter for each unit in a pass; else one for each use."""
-        self.degree = 1 if world is None else dist.get_world_size(world)
-        self.rank = 0 if world is None else dist.get_rank(world)
         self.parameters = [p for flat in self._flats for p in flat.parameters]
+        self._scalars = ScatterScalars(world, shards.device, values=values, parameters=len(self.parameters))
+        self.degree = self._scalars.degree
         self.norm: Tensor | None = None
         """Of all gradients together, after ``finish``."""
-        self.values = values
-        slots = STEP_SCALARS + 2 * self.degree + values
-        self._numbers = torch.zeros(slots + len(self.parameters), dtype=torch.float64, device=shards.device)
         self._reached: set[int] = set()
         self._last = False
         self._under_way = False
@@ -113,8 +109,7 @@ class Scatter:
         self._squares: dict[Flat, Tensor] = {}
         """Of gradients that went to host memory: summed before they left, where that is fast."""
         self._summing: dict[Flat, list[Any]] = {}
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.remove()
         shards.on_pass, shards.on_return = self._begin_pass, self._returned
         shards.on_serve = lambda unit: self._send(unit, self._summed(unit, zeros=True))
 
@@ -132,7 +127,10 @@ class Scatter:
         self._passes += 1
         if self.shards.zero == 3:
             self.shards.lockstep.begin("train")
-        for unit in self.shards.used:  # by a forward that no backward followed
+        self._forget_uses()  # of a forward that no backward followed
+
+    def _forget_uses(self) -> None:
+        for unit in self.shards.used:
             unit.pending_backward = 0
             unit.uses.clear()
         self.shards.used.clear()
@@ -169,26 +167,25 @@ class Scatter:
 
     def _launch(self) -> None:
         """Start the scatters that are next in order and complete."""
-        if not self.once:
-            return
         if self._expected is None:
             self._expected = self._order()
-        while self._expected and (rows := self._complete(self._expected[0])) is not None:
-            self._scatter(self._expected.pop(0), rows)
+        while self._expected and self._is_complete(self._expected[0]):
+            self._scatter_next(self._expected)
 
     def _order(self) -> list[OpenUnit]:
         """In which order gradients will be complete in this pass."""
-        agreed = self._agreed or []
         if self.accumulate and not self._last:
             return []
-        known = list(dict.fromkeys(agreed[::-1]))[::-1]
+        known = list(dict.fromkeys((self._agreed or [])[::-1]))[::-1]
         return known + [unit for unit in self.shards.units[::-1] if unit.trained and unit not in known]
 
-    def _complete(self, unit: OpenUnit) -> list[Tensor] | None:
-        """Rows for the next scatter of a unit, if nothing will be added to them."""
-        if unit.pending_backward or unit in self._unannounced or unit.trained[0] not in self._sums:
-            return None
-        return self._summed(unit)
+    def _is_complete(self, unit: OpenUnit) -> bool:
+        """Whether nothing will be added to its gradients."""
+        return not unit.pending_backward and unit not in self._unannounced and unit.trained[0] in self._sums
+
+    def _scatter_next(self, expected: list[OpenUnit]) -> None:
+        unit = expected.pop(0)
+        self._scatter(unit, self._summed(unit))
 
     def _summed(self, unit: OpenUnit, *, zeros: bool = False) -> list[Tensor]:
         nothing = lambda flat: torch.zeros(flat.padded, dtype=flat.grad_dtype, device=self.shards.device)
@@ -199,11 +196,10 @@ class Scatter:
         """After a backward: send what it did not reach as zeros, and what came unannounced."""
         if not self._under_way:
             return
-        self._launch()
+        if self.once:
+            self._launch()
         while self._expected:
-            unit = self._expected.pop(0)
-            ready = self._complete(unit)
-            self._scatter(unit, self._summed(unit) if ready is None else ready)
+            self._scatter_next(self._expected)
         for unit in () if self.once else self.shards.used[::-1]:
             if not self._came[unit]:
                 self._came[unit] = self.shards.used.count(unit) if unit.stays else 1
@@ -217,17 +213,13 @@ class Scatter:
                     self._scatter(unit, rows)
         if self.shards.zero == 3:
             self.shards.lockstep.end()
-        used = self.shards.used
         if self._last and self._agreed is None:
-            self._returns += (Counter(used) - Counter(self._returns)).elements()
+            self._returns += (Counter(self.shards.used) - Counter(self._returns)).elements()
         elif not self._last:
             self._returns.clear()
-        for unit in used:
-            unit.pending_backward = 0
-            unit.uses.clear()
+        self._forget_uses()
         self._ready.clear()
         self._came.clear()
-        used.clear()
         self._expected, self._under_way = None, False
 
     def _scatter(self, unit: OpenUnit, rows: list[Tensor]) -> None:
@@ -337,10 +329,7 @@ class Scatter:
         self._last = True
         if self.mixed:
             self._expected = None  # now they may go
-        numbers = self._numbers.zero_()
-        (broken,), values = own.broken, enumerate(own.values, STEP_SCALARS + 2 * self.degree)
-        for at, number in ((0, own.loss), (1, own.count), (2, own.stop), (STEP_SCALARS + self.rank, broken), *values):
-            numbers[at].fill_(number)  # an assignment of a number would be waited for
+        self._scalars.put(own)
 
     def finish(self) -> StepScalars:
         """Wait until every gradient is summed, and hear what the other ranks have to say."""
@@ -349,34 +338,31 @@ class Scatter:
         while self._flying:
             self._land()
         self._expected = None
-        filled = [flat for flat in self._flats if flat.filled]
         for unit in self.shards.units if self.copies is not None else ():
             self._sum_copies(unit)
         for work in {id(work): work for works in self._summing.values() for work in works}.values():
             work.wait()
         self.shards.settle()
-        if self.shards.device.type == "cuda" and any(flat.mine.is_cpu for flat in filled):
+        if self.shards.device.type == "cuda" and any(flat.mine.is_cpu for flat in self._flats if flat.filled):
             torch.cuda.current_stream(self.shards.device).synchronize()
-        return self._heard()
+        self._sum_scalars()
+        self.norm = self._scalars.norm.to(self.gradients[0].device if self.gradients else self.shards.device)
+        return self._scalars.total
 
-    def _heard(self) -> StepScalars:
-        numbers, degree = self._numbers, self.degree
+    def _sum_scalars(self) -> None:
+        """Have the gradients that any rank reached, in the parameters."""
         copies = 1 if self.copies is None else dist.get_world_size(self.copies)
         other = [flat.gradient for flat in self._flats if flat.filled and flat not in self._squares]
-        square = total_norm([g for g in other if g is not None]).double().square().to(numbers.device)
+        square = total_norm([g for g in other if g is not None]).double().square().to(self.shards.device)
         square = (square + sum(self._squares.values())) / copies
         behind = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached]
-        numbers[3] = square
-        numbers[STEP_SCALARS + degree + self.rank].fill_(_number(self._returns))
-        flags = numbers[STEP_SCALARS + 2 * degree + self.values :].fill_(1.0)
-        if behind:
-            flags[torch.tensor(behind, device=numbers.device)] = 0.0
-        if self.world is not None:
-            current().moved("all_reduce", numbers.nbytes)
-            dist.all_reduce(numbers, group=self.world)
-        if self._agreed is None:
-            self._agree(numbers[STEP_SCALARS + degree : STEP_SCALARS + 2 * degree].tolist())
-        for p, reached in zip(self.parameters, self._reached_flags(bool(behind)), strict=True):
+        self._scalars.sum(square, [unit.index for unit in self._returns], behind)
+        if self._agreed is None:  # after the first step: scatters follow the order that all ranks had
+            self._agreed = [*self._returns] if self._scalars.one_order else []
+            if self.once:
+                self.shards.lockstep.forget()
+        anywhere = self._scalars.reached() if behind else [1.0] * len(self.parameters)
+        for p, reached in zip(self.parameters, anywhere, strict=True):
             flat, i = self.shards.place[p]
             if p.grad is not None:
                 raise RankError(
@@ -387,24 +373,6 @@ class Scatter:
             here = flat.slices(i)[0]
             there = flat.filled and here.stop > here.start and reached
             p.grad = flat.piece(i, flat.gradient) if there and flat.gradient is not None else None
-        self.norm = numbers[3].sqrt().to(self.gradients[0].device if self.gradients else numbers.device)
-        if numbers.is_cpu:
-            loss, count, stop, _, *rest = numbers[: STEP_SCALARS + 2 * degree + self.values].tolist()
-        else:
-            loss, count, stop, _, *rest = numbers[: STEP_SCALARS + 2 * degree + self.values].unbind()
-        return StepScalars(loss, count, stop, rest[:degree], rest[2 * degree :])
-
-    def _reached_flags(self, behind: bool) -> list[float]:
-        """Which parameters any rank reached: those this rank did, or, if it lacks some, what the others say."""
-        if not behind:
-            return [1.0] * len(self.parameters)
-        return self._numbers[STEP_SCALARS + 2 * self.degree + self.values :].tolist()
-
-    def _agree(self, orders: list[float]) -> None:
-        """After the first step: if gradients were complete in one order on all ranks, scatters follow it."""
-        self._agreed = [*self._returns] if len(set(orders)) == 1 else []
-        if self.once:
-            self.shards.lockstep.forget()
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -417,8 +385,7 @@ class Scatter:
             flat.filled = False
             if not flat.mine.is_pinned():  # that takes long to be had again
                 flat.gradient = None
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.remove()
         self._reached.clear()
         self._returns.clear()
         self._squares.clear()
@@ -428,13 +395,6 @@ class Scatter:
         self.shards.changed()
 
     def remove(self) -> None:
+        """Leave the parameters without gradients."""
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def _number(units: list[OpenUnit]) -> int:
-    """One number for an order of units."""
-    number = 0
-    for unit in units:
-        number = (number * 31 + unit.index + 1) % 65521
-    return number

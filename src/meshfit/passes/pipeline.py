@@ -43,8 +43,9 @@ from meshfit.loss.objective import LossDenominator
 from meshfit.passes.backward import Owed, input_gradients
 from meshfit.passes.clock import Clock
 from meshfit.passes.loss_sum import LossSum
-from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule, short
+from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule
 from meshfit.schedule.issue import Transfer, issued
+from meshfit.schedule.orders import short
 
 
 @dataclass(eq=False, slots=True)

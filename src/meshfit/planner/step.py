@@ -15,7 +15,8 @@ from meshfit.planner.collectives import CollectiveCall, beside, seconds
 from meshfit.planner.operations import Timing
 from meshfit.planner.software import Software
 from meshfit.planner.work import StageWork, StepWork
-from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule, rank_of, schedule, stages_of
+from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule, rank_of, stages_of
+from meshfit.schedule.orders import schedule
 from meshfit.schedule.simulate import Simulated, duration, simulate
 
 

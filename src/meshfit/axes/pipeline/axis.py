@@ -2,7 +2,7 @@
 
 A stage is a range of what one recorded step of training does: forward and loss. Its rank keeps the modules that it
 runs, under their own names, and is sent the tensors that cross the cut before it. The batch, targets and all, goes to
-every rank; the loss is computed on the last. In what order the ranks work: see schedule/actions.py.
+every rank; the loss is computed on the last. In what order the ranks work: see schedule/orders.py.
 
     memory    a rank's own parameters, and its activations for as many microbatches as its schedule keeps
     traffic   what crosses a cut, for each microbatch: forward, and its gradient back
@@ -19,8 +19,8 @@ from meshfit.axes.expert import balance
 from meshfit.axes.pipeline.program import Replayed
 from meshfit.comm.transport import Transport
 from meshfit.plan import Plan
-from meshfit.schedule.actions import schedule
 from meshfit.schedule.issue import pairs
+from meshfit.schedule.orders import schedule
 
 if TYPE_CHECKING:
     from meshfit.axes.find import Study

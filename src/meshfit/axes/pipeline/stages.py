@@ -18,7 +18,8 @@ from meshfit.comm.transport import packed_size
 from meshfit.cost import CollectiveCall, Cost, tallied
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
-from meshfit.schedule.actions import BACKWARD, FORWARD, Schedule, schedule, stages_of, usual_chunks
+from meshfit.schedule.actions import BACKWARD, FORWARD, Schedule, stages_of, usual_chunks
+from meshfit.schedule.orders import schedule
 
 if TYPE_CHECKING:
     pass

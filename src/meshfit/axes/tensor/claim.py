@@ -11,7 +11,7 @@ from itertools import takewhile
 import torch
 from torch import nn
 
-from meshfit.anatomy.pair_finder import Pair
+from meshfit.anatomy.pair import Pair
 from meshfit.anatomy.pairs import LAYERS, Pairs
 from meshfit.anatomy.record_build import tied
 from meshfit.axes.prove import Refused

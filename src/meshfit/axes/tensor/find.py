@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.copies import replaced
 from meshfit.anatomy.dataflow import Arguments
-from meshfit.anatomy.pair_finder import Pair, ParameterShard
+from meshfit.anatomy.pair import Pair, ParameterShard
 from meshfit.anatomy.pairs import Pairs, find_pairs
 from meshfit.anatomy.shares import divisors
 from meshfit.axes.tensor.explain import as_degrees, numberless
