@@ -27,7 +27,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from meshfit.events import MARKED, WINDOW, Events
+from meshfit.event_detail import MARKED, WINDOW
+from meshfit.events import Events
 from meshfit.gpu_clock import SAME_SECONDS
 from meshfit.observe.sampler import Sampler
 

@@ -16,7 +16,8 @@ from torch import nn
 import meshfit
 from meshfit import events as events_module
 from meshfit.errors import JobError
-from meshfit.events import Events, _stands_for, in_depth, in_detail
+from meshfit.event_detail import in_depth, in_detail, stands_for
+from meshfit.events import Events
 from meshfit.observe.page_data import page_data, tiles
 from meshfit.observe.rank import tokens_of
 from meshfit.observe.reading import Reader, read
@@ -102,7 +103,7 @@ def test_a_long_run_writes_windows_of_steps_and_exact_totals(tmp_path: Path) -> 
 def test_steps_marked_in_depth_stand_for_all() -> None:
     for first, last in ((1, 256), (256, 511), (1024, 2047), (65536, 131071)):
         deep = [step for step in range(first, last + 1) if in_depth(step)]
-        assert sum(map(_stands_for, deep)) == pytest.approx(last - first + 1, rel=0.02)
+        assert sum(map(stands_for, deep)) == pytest.approx(last - first + 1, rel=0.02)
         assert all(map(in_detail, deep))
 
 

@@ -16,10 +16,7 @@ A line is a JSON object, one of
 ``gpu_for``: when the device ran what the span submitted, by CUDA events in its stream, which are read after they have
 passed, without a synchronisation. So ``gpu_for`` of "data" is the time in which the device was idle.
 
-Totals are exact for every step. Single spans are written for the first 256 steps, then for 256 steps in each doubling
-of their number, in windows of 8, the same on all ranks; and whenever one took long. So a file grows by kilobytes a
-minute however long the run. A CUDA event costs some microseconds: on a GPU spans within phases are timed and written in
-a quarter of the first 256 steps, and their totals are estimated from those.
+Totals are exact for every step. Single spans are written for some steps (event_detail.py), and whenever one took long.
 """
 
 import json
@@ -35,11 +32,11 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
+from meshfit.event_detail import in_depth, in_detail, stands_for
 from meshfit.gpu_clock import GpuClock, GpuMark
 from meshfit.live import LIVE, StepTimes
 
 FLUSH_SECONDS = 1.0
-FULL_STEPS, WINDOW = 256, 8
 LONG_SECONDS = 0.25
 PHASES = frozenset({"data", "forward_backward", "exchange", "update", "evaluate", "checkpoint"})
 """Timed on a GPU in every step; other spans in those of ``in_depth``, and their totals are estimated."""
@@ -47,7 +44,6 @@ WAITS = ("meet", "gather", "average")
 """Spans of waits for other ranks within forward and backward."""
 BESIDE = ("evaluate", "checkpoint")
 """Phases that are not part of a step."""
-MARKED = 4  # one in so many windows of the first steps is timed in depth
 
 About = dict[str, Any]
 NOTHING: About = {}
@@ -317,7 +313,7 @@ class Events:
         for entry in held[:passed]:
             if isinstance(entry, HeldSpan) and entry.marks is not None:
                 at, took = gpu.read(*entry.marks)
-                self.gpu_seconds[entry.name] += took * (1.0 if entry.name in PHASES else _stands_for(entry.step))
+                self.gpu_seconds[entry.name] += took * (1.0 if entry.name in PHASES else stands_for(entry.step))
                 entry = entry._replace(about={**entry.about, "gpu_at": at, "gpu_for": took}, marks=None)
             if isinstance(entry, dict) or entry.written:
                 settled.append(entry)
@@ -334,24 +330,6 @@ class Events:
             self._file = None
         if _current is self:
             _current = _DROPPED
-
-
-def in_detail(step: int) -> bool:
-    """Whether the spans of ``step`` are written one by one: the same on every rank."""
-    if step <= FULL_STEPS:
-        return True
-    octave = 1 << (step.bit_length() - 1)
-    return (step - octave) % (octave * WINDOW // FULL_STEPS) < WINDOW
-
-
-def in_depth(step: int) -> bool:
-    """Whether a GPU times the spans within the phases of ``step``, too."""
-    return in_detail(step) and (step > FULL_STEPS or (step - 1) // WINDOW % MARKED == 0)
-
-
-def _stands_for(step: int) -> float:
-    """How many steps a step timed in depth represents."""
-    return max(1.0, (1 << (step.bit_length() - 1)) / FULL_STEPS) if step > FULL_STEPS else float(MARKED)
 
 
 def _passed(gpu: GpuClock, entry: HeldSpan | dict[str, Any]) -> bool:

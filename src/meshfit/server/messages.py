@@ -1,5 +1,21 @@
-"""What the words of a worker's messages must be: looked at before anything is done with them, so that one who sends
-others is refused alone, and the run goes on."""
+"""What a worker may ask of a server, and the words that each such message must have: checked before anything is done
+with them, so that one who sends others is refused alone, and the run goes on.
+
+    hello     who it is, how its payload is laid out, its shared memory        welcome
+    where     which batch is next, and who shares it                           reply
+    meet      what it says to the others in the middle of a batch              reply, or again
+    push      its gradient, and what rides along                               reply, or again
+    agree     sum over these workers alone: another server has lost the rest   reply, or again
+    step      take the step; the factor and the norm, now that all is known    weights
+    drop      do not
+    pull      the weights, or the averaged ones                                weights
+    state     all that it keeps, as a snapshot in its folder                   reply
+    wait      at the end: until those before it are gone                       reply
+    leave
+
+Before that, over an address that was opened to other hosts, one that is no worker yet may ask to ``join``: it gets
+its number, or why not.
+"""
 
 import math
 from collections.abc import Callable

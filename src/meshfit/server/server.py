@@ -1,21 +1,7 @@
 """A model server: owns weights and optimizer, and steps for all its workers.
 
 Each worker has one connection, and one thread here that listens to it; so a worker that dies is noticed at once, and
-by its own thread alone. What a worker asks for:
-
-    hello     who it is, how its payload is laid out, its shared memory        welcome
-    where     which batch is next, and who shares it                           reply
-    meet      what it says to the others in the middle of a batch              reply, or again
-    push      its gradient, and what rides along                               reply, or again
-    step      take the step; the factor and the norm, now that all is known    weights
-    drop      do not
-    pull      the weights, or the averaged ones                                weights
-    state     all that it keeps, as a snapshot in its folder                   reply
-    wait      at the end: until those before it are gone                       reply
-    leave
-
-Before that, over an address that was opened to other hosts, one that is no worker yet may ask to ``join``: it gets
-its number, or why not.
+by its own thread alone. What a worker may ask for: messages.py.
 
 Between ``push`` and ``step`` workers learn the sums of all: the count that the mean is over, and the norm of the
 gradients of all servers. So servers need not talk to each other. How gradients of several workers become a step is in
@@ -42,7 +28,7 @@ from meshfit.server.keeper import Keeper
 from meshfit.server.messages import check as check_words
 from meshfit.server.settings import ServerSettings
 from meshfit.server.shared_memory import SharedMemory, view
-from meshfit.server.snapshot import newest, write
+from meshfit.server.snapshot import SnapshotWriter, newest, write
 from meshfit.server.synchronous import SynchronousCoordinator
 from meshfit.server.wire import ConnectionLost, Listener, Message, Wire, WireError
 
@@ -79,7 +65,7 @@ class Server:
         self.left: set[int] = set()
         self.failed: Exception | None = None
         """What made it give up; ``join`` raises it."""
-        self._writing: threading.Thread | None = None
+        self._writer = SnapshotWriter()
         self._closed = False
         self.coordinator = SynchronousCoordinator(self) if settings.staleness == 0 else AsynchronousCoordinator(self)
         self._resume()
@@ -100,10 +86,6 @@ class Server:
     def usual_staleness(self) -> float:
         total = sum(self.staleness.values())
         return sum(late * count for late, count in self.staleness.items()) / total if total else 0.0
-
-    @property
-    def up_bytes(self) -> int:
-        return self.codec.bytes + self.keeper.statistics.bytes
 
     # For those who wait for it
 
@@ -128,8 +110,7 @@ class Server:
             for client in self.clients.values():
                 client.wire.close()
             self.lock.notify_all()
-        if self._writing is not None:
-            self._writing.join()
+        self._writer.join()
 
     # One worker's thread
 
@@ -187,7 +168,11 @@ class Server:
         """The first words of a worker that holds the same model. None: it wanted to know what this run is."""
         hello = wire.recv(timeout=GREETING_SECONDS, check=check_words)
         if hello.kind == "join" and self.invitation is not None:
-            self._invite(wire, hello.words, self.invitation)
+            with self.lock:
+                if self.coordinator.finished:
+                    raise WireError("the run is over", f"step {self.version} was its last")
+                answer = self.invitation.answer(hello.words.get("job"))
+            wire.send("welcome", version=self.version, words=answer)
             return None
         mine = [self.keeper.parcel.digest, self.keeper.statistics.parcel.digest, self.codec.word]
         if hello.kind != "hello" or hello.words.get("layout") != mine:
@@ -200,10 +185,8 @@ class Server:
         return hello
 
     def _client(self, wire: Wire, hello: Message) -> Client:
-        if hello.fds:
-            memory = SharedMemory.map(hello.fds[0], self.up_bytes, self.keeper.bytes)
-        else:
-            memory = SharedMemory.own(self.up_bytes, self.keeper.bytes)
+        sizes = self.codec.bytes + self.keeper.statistics.bytes, self.keeper.bytes
+        memory = SharedMemory.map(hello.fds[0], *sizes) if hello.fds else SharedMemory.own(*sizes)
         wire.local, wire.worker = bool(hello.fds), hello.worker
         with self.lock:
             record = self.records.setdefault(hello.worker, ClientRecord())
@@ -245,14 +228,6 @@ class Server:
             words={"incarnation": self.incarnation, "applied": client.record.applied} | self._facts(),
             payload=None if wire.local or returns else view(client.memory.down),
         )
-
-    def _invite(self, wire: Wire, words: dict[str, Any], invitation: Invitation) -> None:
-        """Say what this run is; to one that says what it has, also who it is to be."""
-        with self.lock:
-            if self.coordinator.finished:
-                raise WireError("the run is over", f"step {self.version} was its last")
-            answer = invitation.answer(words.get("job"))
-        wire.send("welcome", version=self.version, words=answer)
 
     @property
     def own(self) -> int:
@@ -358,7 +333,8 @@ class Server:
             self.samples += sum(push.words["samples"] for push in summed)
             self.staleness[late] += 1
             if self.settings.every and self.version % self.settings.every == 0:
-                self._snapshot()
+                assert self.settings.folder is not None
+                self._writer.start(self.settings.folder, self.version, *self._state())
 
     @property
     def leader(self) -> int:
@@ -386,15 +362,6 @@ class Server:
             self.lock.notify_all()
 
     # Snapshots
-
-    def _snapshot(self) -> None:
-        """Copy what there is now; write it while others go on."""
-        assert self.settings.folder is not None
-        if self._writing is not None:
-            self._writing.join()
-        work = threading.Thread(target=write, args=(self.settings.folder, self.version, *self._state()))
-        work.start()
-        self._writing = work
 
     def _write_state(self, client: Client) -> str:
         """The folder in which the one who asks, and nobody else, finds all that is kept here, as it is now."""

@@ -6,6 +6,7 @@ snapshot is there when its facts are. The two newest are kept.
 
 import hashlib
 import json
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,22 @@ def write(folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, 
     for old in _steps(folder)[:-KEPT]:
         files.remove(f"step-{old:012d}.json")
         files.remove(f"step-{old:012d}.safetensors")
+
+
+class SnapshotWriter:
+    """Writes one snapshot at a time, while its owner goes on."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def start(self, folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        self.join()
+        self._thread = threading.Thread(target=write, args=(folder, step, tensors, facts))
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
 
 def newest(folder: Path, upto: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from meshfit.events import Events, in_detail
+from meshfit.event_detail import in_detail
+from meshfit.events import Events
 from meshfit.torch_private.autograd import in_backward
 
 
