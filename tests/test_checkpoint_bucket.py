@@ -24,6 +24,7 @@ from meshfit.checkpoint.lease import Lease
 from meshfit.checkpoint.read import verify
 from meshfit.observe import mirror
 from tests import traps
+from tests.command import Forked
 from tests.servers import ACCESS, READER, S3, SECRET
 from tests.test_checkpoint import advance, assert_same, begun, state_of
 from tests.test_resume import fit, network, weights
@@ -180,7 +181,7 @@ def test_killed_and_resumed_is_never_stopped(url: str, tmp_path: Path) -> None:
     """What was being uploaded is no checkpoint; the lease of the dead is no hindrance."""
     script, files = tmp_path / "train.py", open_files(url)
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1]), url=url))
-    process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
+    process = Forked(script)
     until = time.monotonic() + 90
     while len(files.names("checkpoints")) < 3 and time.monotonic() < until:
         time.sleep(0.05)

@@ -8,6 +8,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,8 +16,11 @@ import torch
 
 from meshfit.checkpoint.preemption import noticed
 from meshfit.errors import JobError
+from tests.command import Forked
 from tests.few import more
 from tests.test_resume import X, Y, fit, weights
+
+heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run behind a shell, it is ignored
 
 SCRIPT = """
 import sys, time
@@ -34,13 +38,19 @@ if __name__ == "__main__":
 """
 
 
-def started(tmp_path: Path, plan: str, pause: float = 0.02, **more: object) -> tuple[subprocess.Popen, Path]:
-    """A training some steps in."""
+def started(
+    tmp_path: Path, plan: str, pause: float = 0.02, *, fresh: bool = False, **more: object
+) -> tuple[Forked | subprocess.Popen[str], Path]:
+    """A training some steps in; ``fresh``: by a Python that Ctrl-C ends as it ends any."""
     out, script = tmp_path / "run", tmp_path / "train.py"
     how = {"plan": plan, "pause": pause, "more": more}
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[1]), out=str(out), **how))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the tests themselves: sums in the same order
-    process = subprocess.Popen([sys.executable, str(script)], stdout=-1, stderr=-1, text=True, env=environ)
+    environ = {"OMP_NUM_THREADS": "1"}  # as the tests themselves: sums in the same order
+    if fresh:
+        command, env = [sys.executable, str(script)], {**os.environ, **environ}
+        process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=env, preexec_fn=heard)
+    else:
+        process = Forked(script, **environ)
     until = time.monotonic() + 120
     while not (out / "began").exists() and time.monotonic() < until:
         time.sleep(0.05)
@@ -49,7 +59,7 @@ def started(tmp_path: Path, plan: str, pause: float = 0.02, **more: object) -> t
 
 @pytest.mark.parametrize(("plan", "number"), [("data=1", signal.SIGINT), ("data=2", signal.SIGTERM)])
 def test_a_signal_saves_and_ends(plan: str, number: signal.Signals, tmp_path: Path) -> None:
-    process, out = started(tmp_path, plan)
+    process, out = started(tmp_path, plan, fresh=number == signal.SIGINT)
     process.send_signal(number)
     said, told = process.communicate(timeout=120)
     assert "to the end" not in said
@@ -249,10 +259,10 @@ def test_a_signal_while_it_starts_ends_it_at_once(
 ) -> None:
     out, script = tmp_path / "run", tmp_path / "train.py"
     script.write_text(STARTING.format(root=str(Path(__file__).parents[1]), out=str(out), plan=plan))
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # where tests run behind a shell, it is ignored
-    process = subprocess.Popen(
-        [sys.executable, *before, str(script)], stdout=-1, stderr=-1, text=True, preexec_fn=heard
-    )
+    command = [sys.executable, *before, str(script)]
+    fresh = before or number == signal.SIGINT
+    how: dict[str, Any] = {"stdout": -1, "stderr": -1, "text": True, "preexec_fn": heard}
+    process = subprocess.Popen(command, **how) if fresh else Forked(script)
     until = time.monotonic() + 120
     while not (tmp_path / "starting").exists() and time.monotonic() < until:
         time.sleep(0.02)

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from meshfit.launch.heartbeat import step_under_way
 from meshfit.plan import Plan
 from meshfit.plan_devices import on_fewer
 from meshfit.step import Step
+from tests.command import Forked
 from tests.few import more
 from tests.test_resume import fit, weights
 
@@ -339,7 +339,7 @@ def test_nothing_of_a_run_outlives_its_caller(tmp_path: Path) -> None:
     """The template, the ranks, their readers of data: five processes."""
     out, script = tmp_path / "run", tmp_path / "train.py"
     script.write_text(TRAINING.format(root=str(Path(__file__).parents[1]), out=str(out)))
-    caller = subprocess.Popen([sys.executable, str(script)], stderr=-1)
+    caller = Forked(script)
     wait_for_checkpoint(out, 20)
     below = psutil.Process(caller.pid).children(recursive=True)
     caller.kill()

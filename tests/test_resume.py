@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import nn
 
 import meshfit
 from meshfit.checkpoint import CheckpointError
+from tests.command import Forked
 from tests.few import every_other, more
 
 X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
@@ -114,7 +113,7 @@ def test_killed_and_resumed_is_never_stopped(plan: str, tmp_path: Path) -> None:
     out, root = tmp_path / "run", str(Path(__file__).parents[1])
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(root=root, out=str(out), plan=plan))
-    process = subprocess.Popen([sys.executable, str(script)], start_new_session=True)
+    process = Forked(script)
     until = time.monotonic() + 90
     while len(list(out.glob("checkpoints/*/manifest.json"))) < 2 and time.monotonic() < until:
         time.sleep(0.02)
