@@ -11,6 +11,9 @@ ours, or the user's own exception, and keeps its traceback.
 
 import difflib
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Self
 
 PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^/\s:@'\"]*):[^@/\s'\"]+@")
 SIGNATURE = re.compile(
@@ -72,9 +75,19 @@ class NonFiniteError(MeshfitError):
 class RankError(MeshfitError):
     """A rank raised, or ended, before its work was done. ``trace`` is its traceback."""
 
+    out_of_memory = False
+    held: Mapping[str, int] = MappingProxyType({})
+    """Bytes by kind that a rank held when it ran out of memory, as far as it could tell."""
+
     def __init__(self, headline: str, *facts: str, trace: str = ""):
         super().__init__(headline, *facts)
         self.trace = masked(trace)
+
+    def saying(self, *facts: str) -> Self:
+        """The same error, with more to say."""
+        said = type(self)(self.headline, *self.facts, *facts)
+        vars(said).update({name: value for name, value in vars(self).items() if name != "facts"})
+        return said
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n\n{self.trace}" if self.trace else super().__str__()
@@ -85,6 +98,14 @@ class Died(RankError):
 
     agreed: int | None = None
     """Where replicas were found to differ: the last step after which they did not."""
+
+
+NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
+"""How torch says it of host memory, and of a GPU's."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def in_short(error: BaseException) -> str:

@@ -9,6 +9,7 @@ here         in this process
 ranked       in ranks started for it, also as workers of another host's run
 work         what each rank does, and reports
 restart      whether ranks that failed are started again
+out_of_memory  what a rank held that ran out of memory, what was predicted, what would fit
 elastic      on which devices, where their number may change
 everywhere   other work in each rank of a plan
 """

@@ -12,9 +12,10 @@ from torch import nn
 from meshfit.checkpoint.parts import Parts
 from meshfit.checkpoint.pretrained import write_weights
 from meshfit.comm.objects import broadcast_object
+from meshfit.drive.out_of_memory import note_memory
 from meshfit.drive.training import Training
 from meshfit.drive.work import Tap, driven, outcome_of
-from meshfit.errors import MeshfitError
+from meshfit.errors import MeshfitError, out_of_memory
 from meshfit.job import Job
 from meshfit.launch import heap
 from meshfit.launch.devices import Devices
@@ -69,6 +70,10 @@ class Here(Training):
                 self.outcome = outcome_of(run)
                 if self.deferred is not None and not run.placed.is_whole:
                     self._keep_parts(run)
+            except Exception as error:
+                if out_of_memory(error):
+                    note_memory(self.job, self.model, error)
+                raise
             finally:
                 run.close()
                 if self.deferred is not None and self.parts is None:

@@ -19,10 +19,11 @@ from meshfit.checkpoint.files import open_files
 from meshfit.checkpoint.graceful_stop import GracefulStop, leave, word_of
 from meshfit.checkpoint.resume import checkpoints_of, put_events_aside
 from meshfit.drive.elastic import CAME_BACK, Elastic
+from meshfit.drive.out_of_memory import with_memory
 from meshfit.drive.restart import Tries, goes_on, put_suspects_aside, tries_of
 from meshfit.drive.training import Training
 from meshfit.drive.work import LATE_STEPS, Begun, Late, Outcome, Silent, Tap, WholeTensor, Work
-from meshfit.errors import JobError, MeshfitError
+from meshfit.errors import JobError, MeshfitError, RankError
 from meshfit.job import NO_EVALUATION, Job, plan_of
 from meshfit.launch import key as keys
 from meshfit.launch.devices import Devices, find
@@ -68,6 +69,10 @@ class Ranked(Training):
                 yield from self._survived(graceful)
             assert self.outcome is not None
             graceful.end(self.outcome.ended_by)
+        except RankError as error:
+            if error.out_of_memory:
+                raise with_memory(self.job, self.model, error) from None
+            raise
         except KeyboardInterrupt:  # where this process waited for its ranks helps nobody
             raise KeyboardInterrupt from None
 

@@ -68,9 +68,9 @@ class Tries:
 
 def _with(error: MeshfitError, *facts: str) -> MeshfitError:
     """The same error, with more to say."""
+    if isinstance(error, RankError):
+        return error.saying(*facts)
     said = type(error)(error.headline, *error.facts, *facts)
-    if isinstance(error, RankError) and isinstance(said, RankError):
-        said.trace = error.trace
     said.step = error.step
     return said
 

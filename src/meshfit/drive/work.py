@@ -15,6 +15,7 @@ from meshfit.checkpoint.graceful_stop import heard_in_rank
 from meshfit.checkpoint.parts import Parts
 from meshfit.checkpoint.resume import saved
 from meshfit.comm.objects import all_gather_object
+from meshfit.drive.out_of_memory import accounted
 from meshfit.errors import NonFiniteError
 from meshfit.job import Job
 from meshfit.launch.channel import Channel
@@ -126,7 +127,7 @@ def driven(
     if tap is not None:
         tap(run)
     alone = run.coordination.alone  # then it is left after the step, and no other rank hears of it
-    with saved(run, folder, feed.flush if feed is not None else lambda: None) as save, observed(run):
+    with saved(run, folder, feed.flush if feed is not None else lambda: None) as save, observed(run), accounted(run):
         begun()
         for step in train(run, (lambda: False) if alone else stop):
             if feed is not None:

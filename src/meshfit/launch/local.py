@@ -31,6 +31,7 @@ from meshfit.launch.heartbeat import SharedBoard, silence_of
 from meshfit.launch.output import KEPT_LINES, Output
 from meshfit.launch.rank import Left, Raised, Returned, Start, Work
 from meshfit.launch.stalls import Stall, Stalls
+from meshfit.launch.system import oom_kills
 from meshfit.launch.world import World
 
 ALL_GONE = 10.0  # seconds in which a killed process ends, whatever memory the kernel has to take back
@@ -88,6 +89,7 @@ class LocalRanks:
         self._exited: dict[int, int] = {}
         self._left: dict[int, int] = {}
         """Of those that left by sys.exit: the step in which they did."""
+        self._oom_kills = oom_kills()
         self._folder: str | None = None  # where ranks meet; known once they have been forked
 
     def __enter__(self) -> Self:
@@ -175,7 +177,11 @@ class LocalRanks:
         elif rank not in self._expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
             if code == -signal.SIGABRT:  # NCCL ends a process that has waited too long for another
                 self._blame(headline)
-            raise _at(step, Died(headline, fact, *self._printed(rank)), rank)
+            error = Died(headline, fact, *self._printed(rank))
+            if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
+                error = Died(f"{headline}: the machine ran out of memory", *error.facts[1:])
+                error.out_of_memory = True
+            raise _at(step, error, rank)
         self.lost[rank] = headline
         self._open.discard(rank)
         if waiting := peers - self._exited.keys() - self._returned.keys() - self._ending.keys():
@@ -336,7 +342,9 @@ class LocalRanks:
             raise _at(raised.step, raised.error)
         facts = [f"in step {raised.step}"] if raised.step else []
         facts += self._printed(rank)
-        raise _at(raised.step, RankError(f"{self._role} {rank} {raised.did}", *facts, trace=raised.trace))
+        error = RankError(f"{self._role} {rank} {raised.did}", *facts, trace=raised.trace)
+        error.out_of_memory, error.held = raised.out_of_memory, raised.held
+        raise _at(raised.step, error)
 
     def _blame(self, gave_up: str) -> None:
         """Raise on behalf of who stalled, if one did, where another gave up waiting for it."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from meshfit.errors import MeshfitError
+from meshfit.errors import MeshfitError, out_of_memory
 from meshfit.launch.channel import Channel, encode
 from meshfit.launch.heartbeat import SILENCE, Heart, SharedBoard, step_under_way
 from meshfit.launch.speech import Speech
@@ -29,9 +29,6 @@ from meshfit.launch.world import World, connect, disconnect
 # How gloo and NCCL say that another rank is gone: rarely the first cause of anything.
 MISMATCH = "collective mismatch"  # what gloo says where ranks call different ones
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited")
-
-# How torch says it of host memory, and of a GPU's.
-NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 
 LIBC = ctypes.CDLL(None)
 LINE_BUFFERED = 1
@@ -77,6 +74,8 @@ class Raised:
     step: int = 0
     """In which it was; 0: in none."""
     out_of_memory: bool = False
+    held: dict[str, int] = field(default_factory=dict)
+    """Bytes by kind that it then had."""
 
     @property
     def did(self) -> str:
@@ -89,9 +88,9 @@ class Raised:
         headline = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         gone = isinstance(error, RuntimeError) and any(words in str(error) for words in (*PEER_GONE, MISMATCH))
         late = timed_out(error)
-        full = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
+        full, held = out_of_memory(error), getattr(error, "held", {})
         own = error if isinstance(error, MeshfitError) else None
-        return cls(headline, trace, own, gone or late, late, step_under_way(), full)
+        return cls(headline, trace, own, gone or late, late, step_under_way(), full, dict(held))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,26 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def peak_memory() -> int:
+    """Bytes of this process in memory, at its most."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset  # pyright: ignore[reportAttributeAccessIssue]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def oom_kills() -> int:
+    """Processes of this machine that Linux has ended for want of memory; 0 where it does not say."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0
+
+
 def check_ranks(plan: Any) -> None:
     """Refuse a plan for which processes are started where they cannot be, or not so many."""
     if plan.devices + plan.server > MOST_RANKS:

@@ -47,7 +47,7 @@ def observed(run: "Run") -> Iterator[None]:
         raise
     finally:
         with suppress(Exception):
-            events.facts(memory=_memory(run), data=_data(run))
+            events.facts(memory=kept_memory(run), data=_data(run))
         sampler.stop()
         events.flush(between_steps=True)
 
@@ -104,12 +104,12 @@ def _facts(run: "Run") -> dict[str, Any]:
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "last_step": run.last_step,
         "data_workers": run.loader.reading.workers,
-        "memory": _memory(run),
+        "memory": kept_memory(run),
         **({"traffic": traffic} if (traffic := _traffic(run)) else {}),
     }
 
 
-def _memory(run: "Run") -> dict[str, int]:
+def kept_memory(run: "Run") -> dict[str, int]:
     """Bytes that stay between steps, by kind."""
     held = {
         "weights": _bytes(run.model.parameters()) + _other_shards(run),

@@ -254,8 +254,6 @@ class TracedPredictor:
         samples = ceil(batch / (plan.shares * plan.microbatches))
         if (plan, samples) in self._costings:
             return self._costings[plan, samples]
-        if plan.server or plan.exchange != "allreduce":
-            raise PlanError(f"{plan}: model servers and local steps are not predicted yet", "exchange=allreduce is")
         check(plan, self.model)
         trace = self._trace(plan, samples)
         found = self._findings(plan, trace)
@@ -288,6 +286,8 @@ class TracedPredictor:
         return ends, shapes, tuple((id(event.cost.forward), event.cost.kept) for event in own)
 
     def _work(self, plan: Plan, batch: int) -> StepWork:
+        if plan.server or plan.exchange != "allreduce":
+            raise PlanError(f"{plan}: seconds of model servers and local steps are not predicted", "their memory is")
         whole = self._trace(plan, SIZES[0]).cost
         flops = (whole.flops + whole.flops_backward) / SIZES[0] * batch
         ranks = self._costed(plan, batch)
