@@ -37,7 +37,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_single import GPT, TINY, Shape
+from benchmarks.gpu_single import TINY
+from benchmarks.models import GPT, GptShape
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.flops import tensors
 
@@ -171,7 +172,7 @@ def cases(device: str) -> list[Case]:
     if device == "cuda":
         llama = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
         return [
-            Case("GPT 124M, 8x1024", lambda: GPT(Shape()), ids(50304, 8, 1024)),
+            Case("GPT 124M, 8x1024", lambda: GPT(GptShape()), ids(50304, 8, 1024)),
             Case(
                 "Llama 111M, 8x1024",
                 lambda: Llama(vocab_size=32000, num_key_value_heads=4, max_position_embeddings=1024, **llama),

@@ -19,9 +19,11 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.models import GPT, GptShape, token_loss
 
 WIDTH, HEAD, LENGTH, VOCABULARY, STEPS = 5120, 128, 2048, 50304, 3
 WAYS = {
@@ -35,46 +37,14 @@ WAYS = {
 """What is tried, and the number of layers to begin with."""
 
 
-class Block(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = [t.view(batch, length, -1, HEAD).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1)]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
-
-
-class GPT(nn.Module):
-    def __init__(self, layers: int, width: int = WIDTH, *, checkpointed: bool = False):
-        super().__init__()
-        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-        self.checkpointed = checkpointed
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return self.head(self.norm(x)).flatten(0, 1)
+def gpt(layers: int, *, checkpointed: bool = False) -> GPT:
+    shape = GptShape(layers=layers, width=WIDTH, heads=WIDTH // HEAD, vocabulary=VOCABULARY, length=LENGTH)
+    return GPT(shape, tied=False, checkpointed=checkpointed)
 
 
 def data() -> tuple[Tensor, Tensor]:
     tokens = torch.randint(VOCABULARY, (STEPS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.float(), targets.flatten())
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -83,16 +53,16 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def by_torch(layers: int, *, checkpointed: bool, offloaded: bool) -> list[float]:
     if offloaded:
-        model = _fsdp(GPT(layers, checkpointed=True))
+        model = _fsdp(gpt(layers, checkpointed=True))
     else:
         with torch.device("cuda"):
-            model = GPT(layers, checkpointed=checkpointed)
+            model = gpt(layers, checkpointed=checkpointed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     seconds = []
     for tokens, targets in zip(*(t.cuda().split(1) for t in data()), strict=True):
         started = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_of(model(tokens), targets)
+            loss = token_loss(model(tokens), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -121,13 +91,13 @@ def by_meshfit(layers: int, plan: str) -> list[float]:
 
     def build() -> GPT:
         with torch.device("cpu" if host else "cuda"):
-            return GPT(layers)
+            return gpt(layers)
 
     seconds, started = [], time.perf_counter()
     for step in meshfit.steps(
         build,
         data(),
-        loss=loss_of,
+        loss=token_loss,
         optimizer=adamw,
         batch_size=1,
         steps=STEPS,

@@ -26,12 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshfit
+from benchmarks.models import GPT, GptShape, token_loss
 from meshfit.anatomy.record import TraceError
 from meshfit.axes.offload import activations as saved
 from meshfit.axes.offload import axis
@@ -52,62 +52,21 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(GptShape):
     layers: int = 24
     width: int = 2048
-    head: int = 128
+    heads: int = 16
     vocabulary: int = 131_072
     length: int = 8192
     sequences: int = 4
 
 
-TINY = Size(layers=24, width=64, head=32, vocabulary=4096, length=256, sequences=4)
+TINY = Size(layers=24, width=64, heads=2, vocabulary=4096, length=256, sequences=4)
 """A 32nd of width, classes and length: each tensor is a 1,024th of its own."""
 
 
 TINY_WINDOW = 2**18
 """Bytes of activations on their way, where all are few."""
-
-
-class Block(nn.Module):
-    def __init__(self, size: Size):
-        super().__init__()
-        width = size.width
-        self.head = size.head
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = [t.view(batch, length, -1, self.head).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1)]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
-
-
-class GPT(nn.Module):
-    """Its head is its embedding."""
-
-    def __init__(self, size: Size):
-        super().__init__()
-        self.token, self.place = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.length, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm, self.lm_head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-        self.lm_head.weight = self.token.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(self.norm(x))
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -159,7 +118,7 @@ def measured(plan: str, size: Size, device: str) -> dict[str, float]:
     for step in meshfit.steps(
         model,
         (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
-        loss=loss_of,
+        loss=token_loss,
         optimizer=adamw,
         batch_size=size.sequences,
         steps=STEPS,
@@ -182,7 +141,7 @@ def foretold(plan: str, size: Size, device: str) -> float:
     asked = Plan.parse(f"{plan} precision=bf16")
     with torch.device("meta"):
         model, tokens = GPT(size), torch.zeros(size.sequences, size.length, dtype=torch.long)
-    trace = traced(model, Objective(loss=loss_of), (tokens, tokens), device=device, plan=asked)
+    trace = traced(model, Objective(loss=token_loss), (tokens, tokens), device=device, plan=asked)
     assert not isinstance(trace, TraceError)
     found = cost(asked, trace, adamw(model.parameters()))
     return found.most - sum(found.held[kind] for kind in ("weights", "gradients", "optimizer"))

@@ -41,11 +41,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.models import GPT, GptShape, token_loss
 from benchmarks.nccl_ranks import NOT_RUN, World, at_work, failure, gpu
 
 WARM_UP, STEPS, TURNS = 2, 4, 3
@@ -53,13 +53,8 @@ ROW_SECONDS = 120.0
 MICROBATCHES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    layers: int = 12
-    width: int = 768
-    heads: int = 12
-    vocabulary: int = 50304
-    length: int = 1024
+@dataclass(frozen=True)
+class Size(GptShape):
     samples: int = 16
 
 
@@ -130,67 +125,6 @@ ROWS = (
         (("torch pipelining 1F1B compiled blocks", 1.0, None),),
     ),
 )
-
-
-# The model
-
-
-class Attention(nn.Module):
-    """Each head's query, key and value lie beside each other in one weight, as in Megatron: it can be cut by heads."""
-
-    def __init__(self, size: Size):
-        super().__init__()
-        self.head_width = size.width // size.heads
-        self.qkv, self.out = nn.Linear(size.width, 3 * size.width), nn.Linear(size.width, size.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(x).view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
-        mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
-
-
-class MLP(nn.Module):
-    def __init__(self, size: Size):
-        super().__init__()
-        self.up, self.down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class Block(nn.Module):
-    def __init__(self, size: Size):
-        super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(size.width), Attention(size)
-        self.norm2, self.mlp = nn.LayerNorm(size.width), MLP(size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, size: Size, *, tied: bool):
-        super().__init__()
-        self.token, self.place = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.length, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
-        for weight in (self.token.weight, self.place.weight, self.head.weight):
-            nn.init.normal_(weight, std=0.02)
-        if tied:
-            self.head.weight = self.token.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.token(ids) + self.place(torch.arange(ids.shape[1], device=ids.device)[None])
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """In fp32 everywhere: on CUDA autocast leaves the log-softmax of ``F.cross_entropy`` in bf16."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 # In a rank

@@ -37,11 +37,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.models import Llama, LlamaShape, token_loss
 from benchmarks.nccl_ranks import NOT_RUN, gpu
 from meshfit.plan import Plan
 
@@ -53,18 +53,7 @@ DEVICE = "8xH200"
 """For which the planner says how long computing takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    layers: int = 32
-    width: int = 4096
-    heads: int = 32
-    key_heads: int = 8
-    inner: int = 14336
-    vocabulary: int = 128256
-    length: int = 8192
-
-
-SMALL = Shape(layers=4, width=64, heads=8, key_heads=8, inner=160, vocabulary=256, length=32)
+SMALL = LlamaShape(layers=4, width=64, heads=8, key_heads=8, inner=160, vocabulary=256, length=32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,92 +79,6 @@ ROWS = (
 )
 
 
-# The model
-
-
-class Norm(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-5)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x``: [samples, positions, heads, width of a head]."""
-    first, second = x.float().chunk(2, -1)
-    cos, sin = (t[None, : x.shape[1], None] for t in (cos, sin))
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: Shape):
-        super().__init__()
-        self.head = shape.width // shape.heads
-        self.q = nn.Linear(shape.width, shape.heads * self.head, bias=False)
-        self.k = nn.Linear(shape.width, shape.key_heads * self.head, bias=False)
-        self.v = nn.Linear(shape.width, shape.key_heads * self.head, bias=False)
-        self.out = nn.Linear(shape.heads * self.head, shape.width, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head)) for layer in (self.q, self.k, self.v))
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self, shape: Shape):
-        super().__init__()
-        self.gate = nn.Linear(shape.width, shape.inner, bias=False)
-        self.up = nn.Linear(shape.width, shape.inner, bias=False)
-        self.down = nn.Linear(shape.inner, shape.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self, shape: Shape):
-        super().__init__()
-        self.norm1, self.attention = Norm(shape.width), Attention(shape)
-        self.norm2, self.mlp = Norm(shape.width), MLP(shape)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x), cos, sin)
-        return x + self.mlp(self.norm2(x))
-
-
-class Llama(nn.Module):
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, shape: Shape):
-        super().__init__()
-        self.token = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm, self.head = Norm(shape.width), nn.Linear(shape.width, shape.vocabulary, bias=False)
-        half = shape.width // shape.heads // 2
-        angles = torch.outer(torch.arange(shape.length), 500000.0 ** (-torch.arange(half) / half))
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
-                nn.init.normal_(module.weight, std=0.02)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.token(ids)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return self.head(self.norm(x))
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
 # Loops
 
 
@@ -186,13 +89,13 @@ class Loop:
     """Bytes by kind, and seconds of what is computed."""
 
 
-def built(shape: Shape, device: torch.device) -> Llama:
+def built(shape: LlamaShape, device: torch.device) -> Llama:
     torch.manual_seed(0)
     with device:  # whole, on the device: that it starts from parts is another matter
         return Llama(shape)
 
 
-def by_meshfit(row: Row, shape: Shape, device: torch.device) -> Loop:
+def by_meshfit(row: Row, shape: LlamaShape, device: torch.device) -> Loop:
     from meshfit.drive import begin, here
     from meshfit.job import Job
     from meshfit.loss.objective import LossDenominator
@@ -231,7 +134,7 @@ def by_meshfit(row: Row, shape: Shape, device: torch.device) -> Loop:
     return Loop(lambda: next(steps), lambda: foretold(plan, shape, runs[0]))
 
 
-def foretold(plan: Plan, shape: Shape, run: Any) -> tuple[dict[str, int], float]:
+def foretold(plan: Plan, shape: LlamaShape, run: Any) -> tuple[dict[str, int], float]:
     """By ``cost``, and by the planner for a device of this name."""
     from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
     from meshfit.axes.shard.units import traced
@@ -263,7 +166,9 @@ def foretold(plan: Plan, shape: Shape, run: Any) -> tuple[dict[str, int], float]
     return costing.total.held | {"passed": costing.total.passed}, seconds
 
 
-def _simple(model: nn.Module, shape: Shape, device: torch.device, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Loop:
+def _simple(
+    model: nn.Module, shape: LlamaShape, device: torch.device, loss_of: Callable[[Tensor, Tensor], Tensor]
+) -> Loop:
     ids = torch.randint(shape.vocabulary, (1, shape.length + 1), device=device)
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -276,7 +181,7 @@ def _simple(model: nn.Module, shape: Shape, device: torch.device, loss_of: Calla
     return Loop(step)
 
 
-def fsdp2(row: Row, shape: Shape, device: torch.device) -> Loop:
+def fsdp2(row: Row, shape: LlamaShape, device: torch.device) -> Loop:
     from torch.distributed.device_mesh import init_device_mesh
 
     model = built(shape, device)
@@ -284,7 +189,7 @@ def fsdp2(row: Row, shape: Shape, device: torch.device) -> Loop:
     return _simple(model, shape, device, lambda x, y: token_loss(model(x), y))
 
 
-def fsdp2_autocast(row: Row, shape: Shape, device: torch.device) -> Loop:
+def fsdp2_autocast(row: Row, shape: LlamaShape, device: torch.device) -> Loop:
     """As Accelerate runs it."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -307,7 +212,7 @@ def _fully_shard(model: Llama, mesh: Any) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def fsdp2_tensor(row: Row, shape: Shape, device: torch.device) -> Loop:
+def fsdp2_tensor(row: Row, shape: LlamaShape, device: torch.device) -> Loop:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -384,7 +289,7 @@ def show_kernels(name: str, step: Callable[[], Any]) -> None:
     print(f"{name}: kernels take {total / 1e3:.1f} ms", *lines, sep="\n", file=sys.stderr, flush=True)
 
 
-def measure(row: Row, shape: Shape, device: torch.device, profile: bool = False) -> dict[str, Any]:
+def measure(row: Row, shape: LlamaShape, device: torch.device, profile: bool = False) -> dict[str, Any]:
     from benchmarks.delayed import LINK, connect
 
     connect(row.ranks)
@@ -479,7 +384,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="show where the device's time goes, too")
     parser.add_argument("--json", type=Path, help="write what was measured there")
     options = parser.parse_args()
-    shape = SMALL if options.small else Shape()
+    shape = SMALL if options.small else LlamaShape()
     shape = replace(shape, layers=options.layers or shape.layers, length=options.length or shape.length)
     if options.row:
         row = next(row for row in ROWS if row.name == options.row)

@@ -27,9 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
-from benchmarks.gpu_single import GPT, Shape
-from benchmarks.one_of_eight import Llama
-from benchmarks.one_of_eight import Shape as LlamaShape
+from benchmarks.models import GPT, GptShape, Llama, LlamaShape
 from meshfit import Cluster, Plan
 from meshfit.loss.objective import Objective
 from meshfit.planner.predict import TracedPredictor
@@ -38,9 +36,9 @@ WARM_UP, STEPS = 5, 15
 TIME_GOAL, MEMORY_GOAL = 0.10, 0.04
 
 SHAPES = {
-    "124M": Shape(layers=12, width=768, heads=12),
-    "350M": Shape(layers=24, width=1024, heads=16),
-    "1.3B": Shape(layers=24, width=2048, heads=16, length=2048),
+    "124M": GptShape(layers=12, width=768, heads=12),
+    "350M": GptShape(layers=24, width=1024, heads=16),
+    "1.3B": GptShape(layers=24, width=2048, heads=16, length=2048),
 }
 LLAMA = LlamaShape(layers=18, width=1280, heads=20, key_heads=4, inner=3456, vocabulary=32000, length=2048)
 

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import meshfit
 from benchmarks import zoo, zoo_branches, zoo_experts
-from benchmarks.one_of_eight import SMALL, Llama, Shape, token_loss
+from benchmarks.models import Llama, LlamaShape, token_loss
+from benchmarks.one_of_eight import SMALL
 from meshfit.launch.warm import warm
 
 SECONDS, CORES = 30.0, 2
@@ -47,7 +48,7 @@ MLP: dict[str, Any] = {"model": mlp, "data": (X, Y), "loss": nn.functional.mse_l
 MLP |= {"batch_size": 128, "steps": 100}
 
 
-def llama(shape: Shape) -> dict[str, Any]:
+def llama(shape: LlamaShape) -> dict[str, Any]:
     ids = torch.randint(shape.vocabulary, (256, shape.length + 1), generator=torch.Generator().manual_seed(0))
     data = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     return {**MLP, "model": lambda: Llama(shape), "data": data, "loss": token_loss, "batch_size": 64}
@@ -79,7 +80,7 @@ class Broken:
     """That are named; none: the plan itself is refused."""
 
 
-GPT = Shape(layers=12, width=384, heads=8, key_heads=8, inner=1024, vocabulary=8000, length=32)
+GPT = LlamaShape(layers=12, width=384, heads=8, key_heads=8, inner=1024, vocabulary=8000, length=32)
 
 GOOD = (
     Good("data", "data=8", "8xH100"),

@@ -26,7 +26,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.models import Llama, LlamaShape
 
 GIB = 2**30
 SHAPES = {"0.5b": (1536, 14, 32000), "1b": (2048, 16, 32000), "8b": (4096, 32, 128256)}
@@ -35,47 +39,29 @@ SLACK = 0.1
 """GiB that may be the allocator's: what it keeps, and has kept from the model before."""
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int, groups: int, inner: int):
-        super().__init__()
-        self.heads, self.groups = heads, groups
-        self.before, self.after = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.k, self.v = (nn.Linear(width, width // heads * groups, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.before(x)
-        batch, length, _ = x.shape
-        q = self.q(y).view(batch, length, self.heads, -1).transpose(1, 2)
-        k, v = (f(y).view(batch, length, self.groups, -1).transpose(1, 2) for f in (self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(y.transpose(1, 2).reshape(batch, length, -1))
-        y = self.after(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Llama(nn.Module):
-    def __init__(self, width: int, layers: int, vocabulary: int, *, frozen: bool = False):
-        super().__init__()
-        heads = width // 128
-        self.embed = nn.Embedding(vocabulary, width)
-        blocks = [Block(width, heads, max(1, heads // 4), width * 7 // 2) for _ in range(layers)]
-        self.layers = nn.ModuleList(blocks)
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
-        for p in self.parameters():  # a second time, as transformers does
-            if p.dim() > 1:
-                nn.init.normal_(p, std=0.02)
-        if frozen:
-            self.requires_grad_(False)
-            self.norm.requires_grad_(True)
+class ClassesFirst(Llama):
+    """As ``F.cross_entropy`` takes them."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x)).transpose(1, 2)
+        return super().forward(ids).transpose(1, 2)
+
+
+def llama(width: int, layers: int, vocabulary: int, *, frozen: bool = False) -> Llama:
+    heads = width // 128
+    shape = LlamaShape(
+        layers=layers,
+        width=width,
+        heads=heads,
+        key_heads=max(1, heads // 4),
+        inner=width * 7 // 2,
+        vocabulary=vocabulary,
+        length=16,
+    )
+    model = ClassesFirst(shape)
+    if frozen:
+        model.requires_grad_(False)
+        model.norm.requires_grad_(True)
+    return model
 
 
 def resident(word: str) -> int:
@@ -117,11 +103,11 @@ def rank(
     from meshfit.axes import place
     from meshfit.drive import begin
 
-    build = lambda: Llama(*shape, frozen=frozen)
+    build = lambda: llama(*shape, frozen=frozen)
     with torch.device("meta"):
         empty = build()
     weights = sum(p.nbytes for p in empty.parameters())
-    units = [*empty.layers, empty.embed, empty.head]
+    units = [*empty.blocks, empty.token, empty.head]
     ids = torch.randint(1000, (8, 17), generator=torch.Generator().manual_seed(0))
     asked: dict[str, Any] = {
         "loss": F.cross_entropy,  # what it is a mean over is known: no forward to find out
@@ -132,7 +118,7 @@ def rank(
         "devices": "auto" if one_gpu else "cpu",
     }
     data = ids[:, :-1], ids[:, 1:]
-    meshfit.fit(lambda: Llama(512, 2, 32000), data, progress=False, **asked)  # imports, connections, CUDA's own memory
+    meshfit.fit(lambda: llama(512, 2, 32000), data, progress=False, **asked)  # imports, connections, CUDA's own memory
     base = resident("VmRSS")
     job = meshfit.Job(build() if as_object else build, data, weights=file, **asked).training()
     forget_peak()
@@ -170,7 +156,7 @@ def pretend_weights(shape: tuple[int, int, int], folder: Path) -> Path:
     from meshfit.checkpoint.export import write
 
     with torch.device("meta"):
-        empty = Llama(*shape)
+        empty = llama(*shape)
     row = 0.02 * torch.randn(2**20, generator=torch.Generator().manual_seed(0))
     described = {name: (p.dtype, tuple(p.shape)) for name, p in empty.named_parameters()}
 
