@@ -11,12 +11,16 @@ data and shard the head is the embedding (124M parameters); in tensor and pipeli
 sides, because torch's hand-written plans cannot tie them there.
 
     data       DDP; its model compiled; its model and loss compiled as one       data=2 compile=none, compile=whole
-    shard      FSDP2 by block, bf16 weights and fp32 gradients on the wire;      shard=2 compile=none, compile=block
-               its blocks compiled
+    shard      FSDP2 by block, bf16 weights and fp32 gradients on the wire,      shard=2 precision=bf16-compute
+               with its own casts alone; its blocks compiled                     compile=none, compile=block
+               FSDP2 within autocast; its blocks compiled                        shard=2 compile=none, compile=block
     tensor     parallelize_module by columns and rows, vocabulary and loss       tensor=2 sequence=whole, split,
                too; with sequence parallelism; that with blocks compiled         compile=block
     pipeline   Schedule1F1B over two PipelineStages, four microbatches;          pipeline=2 microbatches=4
                its blocks compiled                                               compile=none, compile=block
+
+Arithmetic is compared with its equal: precision=bf16-compute and FSDP2's own casts compute all in bf16, autocast (all
+other rows) leaves residuals and norms in fp32.
 
 Every loop is built once and stays, and they take turns: a step to warm up, then some that are timed together. Shown
 is the median over the turns of the slower rank's milliseconds a step, and the most memory of a rank from a loop's
@@ -34,7 +38,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +70,7 @@ class Row:
     family: str
     name: str
     meshfit: str = ""
-    """A plan, without precision; empty: a loop of torch's own."""
+    """A plan, precision=bf16 unless it says another; empty: a loop of torch's own."""
     goals: tuple[tuple[str, float, float | None], ...] = ()
     """(peer, of its time, of its memory): at most so much."""
 
@@ -84,8 +88,27 @@ ROWS = (
     ),
     Row("shard", "FSDP2"),
     Row("shard", "FSDP2 compiled blocks"),
-    Row("shard", "meshfit shard compile=none", "shard={n} compile=none", (("FSDP2", 0.98, None),)),
-    Row("shard", "meshfit shard compile=block", "shard={n} compile=block", (("FSDP2 compiled blocks", 0.98, None),)),
+    Row("shard", "FSDP2 autocast"),
+    Row("shard", "FSDP2 autocast compiled blocks"),
+    Row(
+        "shard",
+        "meshfit shard bf16-compute compile=none",
+        "shard={n} precision=bf16-compute compile=none",
+        (("FSDP2", 0.98, 1.0),),
+    ),
+    Row(
+        "shard",
+        "meshfit shard bf16-compute compile=block",
+        "shard={n} precision=bf16-compute compile=block",
+        (("FSDP2 compiled blocks", 0.98, 1.0),),
+    ),
+    Row("shard", "meshfit shard compile=none", "shard={n} compile=none", (("FSDP2 autocast", 0.98, None),)),
+    Row(
+        "shard",
+        "meshfit shard compile=block",
+        "shard={n} compile=block",
+        (("FSDP2 autocast compiled blocks", 0.98, None),),
+    ),
     Row("tensor", "torch tensor"),
     Row("tensor", "torch tensor sequence"),
     Row("tensor", "torch tensor sequence compiled blocks"),
@@ -191,7 +214,7 @@ def by_meshfit(bench: Bench, plan: str) -> Loop:
         batch_size=bench.samples,
         steps=100_000,
         shuffle=False,
-        plan=f"{plan.format(n=bench.ranks)} precision=bf16",
+        plan=plan.format(n=bench.ranks) + ("" if "precision=" in plan else " precision=bf16"),
     )
     training = begin(job.training(), lockstep=False)
     steps, unread = iter(training), deque()
@@ -235,19 +258,26 @@ def ddp(bench: Bench, compiled: str = "") -> Loop:
     return _simple(bench, torch.compile(forward) if compiled == "loss" else forward, model.parameters())
 
 
-def fsdp2(bench: Bench, compiled: bool = False) -> Loop:
+def fsdp2(bench: Bench, compiled: bool = False, autocast: bool = False) -> Loop:
+    """``autocast``: as Accelerate runs it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(bench.device.type, (bench.ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wire = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    policy = MixedPrecisionPolicy(**wire, cast_forward_inputs=not autocast)
     model = bench.model().to(bench.device)
     for block in model.blocks:
         if compiled:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return _simple(bench, lambda x, y: token_loss(model(x), y), model.parameters())
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        with bench.bf16() if autocast else nullcontext():
+            return token_loss(model(x), y)
+
+    return _simple(bench, forward, model.parameters())
 
 
 def torch_tensor(bench: Bench, sequence: bool = False, compiled: bool = False) -> Loop:
@@ -357,6 +387,8 @@ PEERS: dict[str, Callable[[Bench], Loop]] = {
     "DDP compiled with loss": lambda bench: ddp(bench, "loss"),
     "FSDP2": fsdp2,
     "FSDP2 compiled blocks": lambda bench: fsdp2(bench, compiled=True),
+    "FSDP2 autocast": lambda bench: fsdp2(bench, autocast=True),
+    "FSDP2 autocast compiled blocks": lambda bench: fsdp2(bench, compiled=True, autocast=True),
     "torch tensor": torch_tensor,
     "torch tensor sequence": lambda bench: torch_tensor(bench, sequence=True),
     "torch tensor sequence compiled blocks": lambda bench: torch_tensor(bench, sequence=True, compiled=True),

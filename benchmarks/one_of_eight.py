@@ -8,9 +8,10 @@ This process is rank 0 of 8 (of 64 for the last row): collectives take the time 
 a host, and over 25 GB/s, as between hosts, on streams of their own (``delayed.py``). A model in the shape of Llama 3 8B
 (32 layers, width 4096, 32 heads, 8 of them for keys and values, vocabulary 128256), bf16 with fp32 weights, AdamW, a
 sequence of 8192 tokens a rank; under tensor parallelism one for all ranks, in the pipeline one a microbatch; 32768 with
-context=8. Beside shard=8 FSDP2 by block, with its own casts alone (residuals and norms in bf16) and within autocast, as
-meshfit computes; beside shard=4 tensor=2 FSDP2 over torch's tensor parallelism (sequence and loss parallel). All of
-them with bf16 weights and fp32 gradients on the wire.
+context=8. Arithmetic is compared with its equal: beside precision=bf16-compute FSDP2 by block with its own casts (all
+in bf16: residuals and norms too), and with 2 ranks of torch's tensor parallelism (sequence and loss parallel); beside
+precision=bf16, which is autocast (residuals and norms in fp32) and that of all other rows, FSDP2 within autocast. All
+of them with bf16 weights and fp32 gradients on the wire, and fp32 logits in the loss.
 
     free       ms a step if communication took no time
     exposed    how much longer it takes over that bandwidth, as a share of what the communication itself takes
@@ -61,7 +62,7 @@ class Row:
     name: str
     ranks: int = 8
     plan: str = ""
-    """meshfit's; empty: a loop of torch's own."""
+    """meshfit's, precision=bf16 unless it says another; empty: a loop of torch's own."""
     peers: tuple[str, ...] = ()
     longer: int = 1
     """Sequences are so many times as long."""
@@ -70,9 +71,14 @@ class Row:
 ROWS = (
     Row("FSDP2"),
     Row("FSDP2 with autocast"),
-    Row("shard=8", plan="shard=8", peers=("FSDP2", "FSDP2 with autocast")),
+    Row("shard=8 precision=bf16-compute", plan="shard=8 precision=bf16-compute", peers=("FSDP2",)),
+    Row("shard=8", plan="shard=8", peers=("FSDP2 with autocast",)),
     Row("FSDP2 x torch tensor"),
-    Row("shard=4 tensor=2", plan="shard=4 tensor=2", peers=("FSDP2 x torch tensor",)),
+    Row(
+        "shard=4 tensor=2 precision=bf16-compute",
+        plan="shard=4 tensor=2 precision=bf16-compute",
+        peers=("FSDP2 x torch tensor",),
+    ),
     Row("tensor=8", plan="tensor=8"),
     Row("pipeline=8", plan="pipeline=8 microbatches=8"),
     Row("context=8 shard=8", ranks=64, plan="context=8 shard=8", longer=4),
@@ -108,7 +114,8 @@ def by_meshfit(row: Row, shape: LlamaShape, device: torch.device) -> Loop:
         return LossDenominator(kind="targets", unit=shape.length)
 
     denominators.find_denominator = find_denominator
-    plan, runs = Plan.parse(f"{row.plan} precision=bf16 compile=none"), []
+    precision = "" if "precision=" in row.plan else "precision=bf16"
+    plan, runs = Plan.parse(f"{row.plan} {precision} compile=none"), []
     samples = plan.shares * plan.microbatches
     ids = torch.randint(shape.vocabulary // 8, (4 * samples, shape.length + 1))  # whose embeddings rank 0 holds
     job = Job(
@@ -340,7 +347,7 @@ def measure(row: Row, shape: LlamaShape, device: torch.device, profile: bool = F
 def shown(row: Row, found: dict[str, Any], peers: dict[str, dict[str, Any]]) -> tuple[str, bool]:
     ms, free = found["ms"], found["ms"]["free"]
     takes = {word: 1e3 * (found["bytes"] / bw + found["calls"] * LATENCY) for word, bw in BANDWIDTHS.items()}
-    text, good = f"{row.name:<22} free {free:7.0f} ms", True
+    text, good = f"{row.name:<39} free {free:7.0f} ms", True
     for word in list(BANDWIDTHS)[1:]:
         share = (ms[word] - free) / takes[word] if takes[word] else 0.0
         text += f"   {word} {ms[word]:7.0f} ms, exposed {100 * share:3.0f} % of {takes[word]:.0f}"
@@ -406,7 +413,7 @@ def main() -> int:
             results[row.name] = json.loads(said.splitlines()[-1])
         except (subprocess.TimeoutExpired, IndexError, json.JSONDecodeError) as error:
             processes[i].kill()
-            print(f"{row.name:<22} FAILED: {type(error).__name__}", flush=True)
+            print(f"{row.name:<39} FAILED: {type(error).__name__}", flush=True)
             good = False
             continue
         text, fine = shown(row, results[row.name], {name: results[name] for name in row.peers if name in results})

@@ -145,7 +145,7 @@ def test_rows_hold_every_element_once(degree: int) -> None:
 
 
 def cost_of(model: nn.Module, objective: Objective, batch: Any, plan: Plan) -> Cost:
-    trace = traced(model, objective, batch, device="cpu")
+    trace = traced(model, objective, batch, device="cpu", plan=plan)
     assert isinstance(trace, Trace)
     found = units(trace, tuple(name for name, _ in model.named_parameters()))
     shard = Shard(degree=plan.shard, zero=plan.zero, units=found, gathered=DTYPES.get(plan.precision))
@@ -186,6 +186,8 @@ PLANS = {
     "shard=2 zero=1 microbatches=2": [*SOME, "OnlyHead", "CalledTwice", "Odd"],
     "shard=2 zero=2": SOME,
     "shard=2 precision=bf16": [*SOME, "CalledTwice"],
+    "shard=2 precision=bf16-compute": SOME,
+    "shard=2 zero=2 precision=bf16-compute": SOME,
     "shard=2 microbatches=2 recompute=full": SOME,
     "shard=3": SOME,
     "data=2 shard=2 zero=2 microbatches=2": SOME[1:],
@@ -291,7 +293,9 @@ def storages(tensors: Any) -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
 
 
-@pytest.mark.parametrize("plan", ["shard=2", "shard=2 zero=2", "shard=2 precision=bf16"])
+@pytest.mark.parametrize(
+    "plan", ["shard=2", "shard=2 zero=2", "shard=2 precision=bf16", "shard=2 precision=bf16-compute"]
+)
 @distributed(world=2)
 def test_held_is_what_there_is(plan: str) -> None:
     """Weights at rest; gradients, with those summed whole before they are scattered; and with zero=3 the most that is

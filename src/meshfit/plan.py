@@ -30,7 +30,7 @@ from typing import Any, Self
 from meshfit.errors import PlanError, did_you_mean
 from meshfit.plan_words import meant, words_of
 
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true", "fp8")
+PRECISIONS = ("fp32", "bf16", "bf16-compute", "fp16", "bf16-true", "fp8")
 STATES = ("fp32", "bf16")
 COMPILES = ("auto", "none", "whole", "block")
 SEQUENCES = ("auto", "whole", "split")
@@ -119,8 +119,9 @@ class Plan:
     """Passes in which a device works through its share of a batch."""
 
     precision: str = "fp32"
-    """Arithmetic of forward and backward: fp32, bf16, fp8 in linear layers, or fp16 with loss scaling. Weights stay as
-    built, but under "bf16-true" they are held in bf16, and rounded stochastically after each step."""
+    """Arithmetic of forward and backward: fp32; bf16, fp8 in linear layers, or fp16 with loss scaling, by autocast;
+    "bf16-compute" bf16 throughout. Weights stay as built, but under "bf16-true" they are held in bf16, and rounded
+    stochastically after each step."""
 
     states: str = "fp32"
     """Of the optimizer: "fp32", as it keeps them; "bf16", rounded stochastically."""

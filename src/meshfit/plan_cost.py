@@ -228,6 +228,9 @@ def _rounded(whole: Trace, costing: Costing) -> int:
     all microbatches. Weights that are gathered are rounded before."""
     if (costing.plan.cuts and costing.plan.zero == 3) or costing.plan.precision == "bf16-true":
         return 0
+    computed = [p for p in costing.unsharded.parameters.values() if p.computed]
+    if computed:
+        return 0 if costing.plan.cuts else sum(p.bytes for p in computed) // 2
     found: dict[str, float] = {}
     for event in costing.trace.events:
         size = sum(whole.parameters[name].bytes for name in event.parameters if name in whole.parameters)

@@ -42,6 +42,7 @@ ELSEWHERE = {
     ),
     "recompute=full": ("checkpointing", "gradientcheckpointing", "activationcheckpointing", "remat"),
     "precision=bf16": ("amp", "autocast", "bf16", "mixedprecision", "dtype"),
+    "precision=bf16-compute": ("mixedprecisionpolicy", "paramdtype", "bf16compute"),
     "precision=fp16": ("fp16",),
     "precision=fp8": ("fp8", "float8"),
     "precision=bf16-true": ("bf16true", "purebf16", "stochasticrounding", "bf16stochasticround"),

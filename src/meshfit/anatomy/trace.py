@@ -150,6 +150,8 @@ class Parameter:
     trained: bool
     stepped: str = ""
     """The dtype of its gradient, and in which it is stepped; "": its own."""
+    computed: str = ""
+    """The dtype of the copy that the model computes with (``precision=bf16-compute``); "": its own."""
 
     @property
     def grad_bytes(self) -> int:

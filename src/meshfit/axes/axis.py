@@ -124,6 +124,10 @@ class Applied:
         """Entered around every forward and backward of the model."""
         return nullcontext()
 
+    def during(self) -> AbstractContextManager[None]:
+        """Entered around all forwards and backwards of a batch."""
+        return nullcontext()
+
     def changed(self) -> None:
         """Weights were changed by other means than a step."""
 

@@ -13,7 +13,7 @@ def float_bytes(trace: Trace) -> int:
     return 8 if any(p.dtype == "float64" for p in trace.parameters.values()) else 4
 
 
-HALVES = {"bf16": "bfloat16", "bf16-true": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
+HALVES = {**dict.fromkeys(("bf16", "bf16-compute", "bf16-true", "fp8"), "bfloat16"), "fp16": "float16"}
 """By the plan's precision, the dtype of what products make."""
 
 

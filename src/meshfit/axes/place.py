@@ -118,18 +118,12 @@ class Placed:
     @property
     def inside(self) -> Callable[[], AbstractContextManager[None]]:
         """What goes around every forward and backward of the model."""
-        acting = [layer.inside for layer in self.layers.values() if type(layer).inside is not Applied.inside]
-        if len(acting) < 2:
-            return acting[0] if acting else nullcontext
+        return _nested(layer.inside for layer in self.layers.values() if type(layer).inside is not Applied.inside)
 
-        @contextmanager
-        def nested() -> Iterator[None]:
-            with ExitStack() as stack:
-                for inside in acting:
-                    stack.enter_context(inside())
-                yield
-
-        return nested
+    @property
+    def during(self) -> Callable[[], AbstractContextManager[None]]:
+        """What goes around all forwards and backwards of a batch."""
+        return _nested(layer.during for layer in self.layers.values() if type(layer).during is not Applied.during)
 
     @property
     def is_whole(self) -> bool:
@@ -231,6 +225,22 @@ class Placed:
             config.use_cache = True
         self.prepared.close()
         self.mesh.close()
+
+
+def _nested(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Callable[..., Any]:
+    """All of them as one, from the outside in."""
+    every = list(contexts)
+    if len(every) < 2:
+        return every[0] if every else nullcontext
+
+    @contextmanager
+    def nested() -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in every:
+                stack.enter_context(context())
+            yield
+
+    return nested
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

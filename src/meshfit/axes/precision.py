@@ -1,12 +1,13 @@
 """The arithmetic of forward and backward, and the precision in which weights are held.
 
-    fp32        as the model is built
-    bf16        matrix products, grouped ones too, and convolutions in bfloat16 (autocast)
-    fp16        likewise in float16; the loss is scaled so that small gradients survive, and the scale follows
-                overflows: halved when a gradient overflows (the step is skipped), doubled after 2,000 good steps
-    fp8         as bf16, and products of linear layers in 8 bits: see fp8.py
-    bf16-true   as bf16, and weights of two dims or more are held in bfloat16: no fp32 master copy. The optimizer steps
-                them in fp32, and what comes out is rounded stochastically: see rounded_step.py
+    fp32          as the model is built
+    bf16          matrix products, grouped ones too, and convolutions in bfloat16 (autocast)
+    fp16          likewise in float16; the loss is scaled so that small gradients survive, and the scale follows
+                  overflows: halved when a gradient overflows (the step is skipped), doubled after 2,000 good steps
+    fp8           as bf16, and products of linear layers in 8 bits: see fp8.py
+    bf16-true     as bf16, and weights of two dims or more are held in bfloat16: no fp32 master copy. The optimizer
+                  steps them in fp32, and what comes out is rounded stochastically: see rounded_step.py
+    bf16-compute  everything in bfloat16, without autocast, from weights in fp32: see bf16_compute.py
 
 What stays fp32 under bf16 and fp16: weights, gradients, optimizer state, BatchNorm statistics, softmax, norms, losses
 and sums, and the gradients of weights on their way between ranks. But on CUDA torch's autocast takes the log-softmax
@@ -26,6 +27,8 @@ from torch import nn
 
 from meshfit.anatomy.trace import Parameter
 from meshfit.axes.axis import Applied, Axis
+from meshfit.axes.bf16_compute import WORD as BF16_COMPUTE
+from meshfit.axes.bf16_compute import Bf16Compute
 from meshfit.axes.fp8 import LinearInFp8, check_device
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
     from meshfit.axes.place import Placed
     from meshfit.plan_cost import Costing
 
-DTYPES = {"bf16": torch.bfloat16, "bf16-true": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+BF16_WORDS = ("bf16", "bf16-true", "fp8", BF16_COMPUTE)
+DTYPES = {**dict.fromkeys(BF16_WORDS, torch.bfloat16), "fp16": torch.float16}
+WITHOUT_AUTOCAST = ("fp32", BF16_COMPUTE)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Precision:
 
     def arithmetic(self, device: torch.device) -> AbstractContextManager:
         """A context in which operations run in this precision."""
-        if self.word == "fp32":
+        if self.word in WITHOUT_AUTOCAST:
             return nullcontext()
         return self._autocast(device)
 
@@ -65,14 +70,14 @@ class Precision:
         """A context in which ``arithmetic`` is entered fast: around a whole training."""
         if self.word == "fp8":
             check_device(device)
-        grouped = self.dtype == torch.bfloat16 and device.type == "cuda"
+        grouped = self.dtype == torch.bfloat16 and device.type == "cuda" and self.word not in WITHOUT_AUTOCAST
         return grouped_products_in_autocast() if grouped else nullcontext()
 
     @contextmanager
     def rounded_once(self) -> Iterator[None]:
         """Weights that several ``arithmetic`` use within it are rounded once, not once in each, and one copy of them is
         kept. They must not change meanwhile, nor be used first where gradients are off."""
-        if self.word == "fp32":
+        if self.word in WITHOUT_AUTOCAST:
             yield
             return
         torch.autocast_increment_nesting()
@@ -84,12 +89,12 @@ class Precision:
 
 
 class PrecisionAxis(Axis):
-    """``precision=bf16-true``: the model's fp32 weights in bf16."""
+    """``precision=bf16-true``: the model's fp32 weights in bf16. ``bf16-compute``: copies of them, for each step."""
 
     word = "precision"
 
     def on(self, plan: Plan, model: nn.Module, device: str) -> bool:
-        return plan.precision == "bf16-true"
+        return plan.precision in ("bf16-true", BF16_COMPUTE)
 
     def refuse(self, plan: Plan, model: nn.Module) -> None:
         if plan.precision != "fp8":
@@ -105,10 +110,13 @@ class PrecisionAxis(Axis):
                 f"{replace(plan, precision='bf16')} works, and fp8 under data, shard and pipeline",
             )
 
-    def apply(self, placed: "Placed", finding: Any) -> "Narrowed":
-        return Narrowed(placed.model)
+    def apply(self, placed: "Placed", finding: Any) -> Applied:
+        return Bf16Compute(placed) if placed.plan.precision == BF16_COMPUTE else Narrowed(placed.model)
 
     def cost(self, costing: "Costing", finding: Any) -> None:
+        if costing.plan.precision == BF16_COMPUTE:
+            return
+
         def narrowed(p: Parameter) -> Parameter:
             if p.dtype == "float32" and len(p.shape) > 1:
                 p = replace(p, dtype="bfloat16", bytes=p.bytes // 2)

@@ -76,6 +76,7 @@ class Pipelined:
         transport: Transport,
         seed: int = 0,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        during: Callable[[], AbstractContextManager[None]] = nullcontext,
         split_backward: bool = True,
         batch_loss: BatchLoss | None = None,
         buffers: Buffers | None = None,
@@ -90,7 +91,7 @@ class Pipelined:
         ``groups``: by axis, the ranks over which activations may be split."""
         self.staged, self.plan = staged, staged.pipeline.schedule
         self.device, self.seed, self.inside, self.loss = device, seed, inside, loss
-        self.split_backward, self.batch_loss = split_backward, batch_loss
+        self.split_backward, self.batch_loss, self.during = split_backward, batch_loss, during
         self.buffers = buffers or Buffers()
         self.clock = Clock(device)
         self.steps = 0
@@ -99,6 +100,10 @@ class Pipelined:
         self._without_graph: WeakKeyDictionary[StageProgram, StageProgram] = WeakKeyDictionary()
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
+        with self.during():
+            self._run(batch, stop)
+
+    def _run(self, batch: Batch, stop: Callable[[], bool]) -> None:
         self.loss.begin()
         count = len(batch.microbatches)
         plan = self.plan if count == self.plan.microbatches else short(self.plan, count)

@@ -41,6 +41,8 @@ class Passes:
     device: torch.device
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around what runs the model: see ``Placed``."""
+    during: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around all that runs for a batch, likewise."""
     batch_loss: BatchLoss | None = None
     """Of a loss of the whole batch; ``objective`` then gives the model's outputs."""
     gather: Callable[[Tensor], Tensor] | None = None
@@ -52,9 +54,13 @@ class Passes:
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         self.loss.begin()
-        if self.batch_loss is not None:
-            self._over_batch(self.batch_loss, batch, stop)
-            return
+        with self.during():
+            if self.batch_loss is None:
+                self._one_by_one(batch, stop)
+            else:
+                self._over_batch(self.batch_loss, batch, stop)
+
+    def _one_by_one(self, batch: Batch, stop: Callable[[], bool]) -> None:
         span = current().span
         for i, part in enumerate(batch.microbatches):
             at = {"microbatch": i} if len(batch.microbatches) > 1 else {}

@@ -69,7 +69,7 @@ def row(prediction: Prediction, cluster: Cluster, steps: int = 0) -> dict[str, A
 
 
 def _precision(plan: Plan) -> str:
-    return {"bf16-true": "bf16"}.get(plan.precision, plan.precision)
+    return plan.precision.removesuffix("-true").removesuffix("-compute")
 
 
 HEAD = ("plan", "step", "tokens/s", "of peak", "memory", "exposed", "bubble")

@@ -62,7 +62,7 @@ class DecoderPredictor:
             context=plan.context,
             expert=plan.expert,
             schedule=plan.schedule,
-            precision={"bf16-true": "bf16"}.get(plan.precision, plan.precision),
+            precision=plan.precision.removesuffix("-true").removesuffix("-compute"),
             recompute=RECOMPUTED[plan.recomputed_blocks],
             head_loss=plan.head_loss,
         )
@@ -76,7 +76,7 @@ class DecoderPredictor:
         ranks = {0, min(1, last), last}  # the first keeps most microbatches, the last its logits
         most = max((rank_memory(self.model, d, software, rank) for rank in ranks), key=lambda m: m.allocated)
         held = dict(most.held)
-        if plan.shard == 1 and plan.precision in ("bf16", "fp16", "fp8"):
+        if plan.shard == 1 and plan.precision in ("bf16", "bf16-compute", "fp16", "fp8"):
             held["rounded"] = held["weights"] / 2
         if plan.precision == "bf16-true":
             held |= {"weights": held["weights"] / 2, "gradients": held["gradients"] / 2}

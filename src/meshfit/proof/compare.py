@@ -28,7 +28,7 @@ LIMITS = {
     "bf16": dict(zip(QUANTITIES, (1e-2, 5e-2, 1e-1, None, 1e-2, 2e-2, 5e-1), strict=True)),
 }
 """Largest relative difference that counts as equal, by precision: the usual one of sums in another order."""
-LIMITS["fp16"] = LIMITS["bf16-true"] = LIMITS["fp8"] = LIMITS["bf16"]
+LIMITS["fp16"] = LIMITS["bf16-compute"] = LIMITS["bf16-true"] = LIMITS["fp8"] = LIMITS["bf16"]
 RAISED = 10.0
 """A limit is raised at most so many times."""
 MARGIN = 3.0

@@ -25,6 +25,7 @@ from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cuts import StageCut, Stages
 from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.trace import Event, Trace, only
+from meshfit.axes import bf16_compute
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.branch.assign import Dealt, deal
 from meshfit.axes.branch.flow import ALL, Flow, StagePhases, detached
@@ -67,13 +68,14 @@ class Branch:
     atoms: tuple[str, ...] = ()
     """Paths of modules that must not be opened, since something acts where they are called."""
 
+    precision: str = "fp32"
+
     def find(self, model: nn.Module, objective: Objective, batch: Any, *, device: str = "cuda") -> "BranchPlan":
         """Who runs what, from one step recorded on ``batch``: on one rank, for all of them."""
         found, trace = [], None
         for share in SHARES:
-            atoms, recording = faithful(
-                model, objective, batch, device=device, share=share, atoms=self.atoms, refusal=self._refusal
-            )
+            how = {"share": share, "atoms": self.atoms, "refusal": self._refusal, "precision": self.precision}
+            atoms, recording = faithful(model, objective, batch, device=device, **how)
             trace = _relative(recording.trace)
             self._check(trace)
             flow = Flow(replace(recording, trace=trace))
@@ -259,7 +261,7 @@ class BranchAxis(Axis):
             staged = study.found("pipeline")
             found = replace(staged.inner, cut=staged.cut)
         else:
-            strategy = Branch(degree=study.plan.branch, atoms=study.closed())
+            strategy = Branch(degree=study.plan.branch, atoms=study.closed(), precision=study.plan.precision)
             found = strategy.find(study.model, study.objective, study.batch, device=study.device)
             study.prove(Replayed(study.objective, share=found.share, atoms=found.atoms))
         study.notes.append(found.note)
@@ -342,10 +344,12 @@ class _Objective:
         found = branched.found
         self.branched, self.precision, self.device = branched, precision, device
         self.root = Whole(branched.model, objective)
-        self.programs = Programs(branched.skeleton, objective, branched.program, share=found.share, atoms=found.atoms)
+        computes, skeleton = precision.word == bf16_compute.WORD, branched.skeleton
+        self.skeleton = bf16_compute.as_computed(skeleton) if computes else skeleton
+        self.programs = Programs(self.skeleton, objective, branched.program, share=found.share, atoms=found.atoms)
 
     def __call__(self, model: nn.Module, content: Any) -> Any:
-        _same_modes(self.branched.skeleton, model)
+        _same_modes(self.skeleton, model)
         self.programs.whole.training = model.training
         with self.precision.arithmetic(self.device):
             program = self.programs.of(content, self.root, self.device, training=model.training)

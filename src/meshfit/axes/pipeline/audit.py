@@ -5,6 +5,7 @@ when it is run again.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshfit.anatomy.record import Recording, TraceError, record
 from meshfit.anatomy.record_program import Instruction, ValueRef, decode, references, tensors
 from meshfit.anatomy.replay import Environment, bind, run
 from meshfit.anatomy.trace import Event, Trace
+from meshfit.axes import bf16_compute
 from meshfit.axes.pipeline.cut import learnt
 from meshfit.axes.shard.units import Whole
 from meshfit.data import tree
@@ -97,7 +99,10 @@ def faithful(
 ) -> tuple[tuple[str, ...], Recording]:
     """A recording that does what the model does, with costs on ``device``, and the modules whose code it cannot run
     again: they are taken as a whole, as ``atoms`` are."""
-    meter = partial(Meter, target=device, rounds="" if precision == "fp32" else "each")
+    computes = precision == bf16_compute.WORD
+    meter = partial(Meter, target=device, rounds="" if precision == "fp32" or computes else "each")
+    rounded = [f"model.{name}" for name in bf16_compute.rounded(model)] if computes else []
+    model = bf16_compute.as_computed(model) if computes else model
     taken = [f"model.{path}" if path else "model" for path in atoms]
     whole = Whole(model, objective)
     while True:
@@ -115,6 +120,7 @@ def faithful(
             raise refusal("no rank could tell what the others do", _undecided(recording))
         try:
             audit(recording, whole, batch, device)
+            recording = replace(recording, trace=bf16_compute.as_held(recording.trace, rounded))
             return tuple(path.removeprefix("model.") for path in taken), recording
         except Misfit as misfit:
             if misfit.module in ("", "model", *taken):

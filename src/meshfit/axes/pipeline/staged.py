@@ -10,6 +10,7 @@ from torch import nn
 
 from meshfit.anatomy.copies import twin
 from meshfit.anatomy.record import Recording
+from meshfit.axes import bf16_compute
 from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.cut import hollow, part_of
 from meshfit.axes.pipeline.program import Programs, StageProgram
@@ -103,9 +104,10 @@ class Staged(Partition):
 
     def programs(self, objective: Callable[[nn.Module, Any], Any]) -> Programs[StageProgram]:
         """What the stages run for ``objective(model, content)``: a training loss, or a prediction."""
-        found = self.found
+        found, skeleton = self.found, self.skeleton
+        skeleton = bf16_compute.as_computed(skeleton) if found.computes else skeleton
         how = {"share": found.share, "atoms": found.atoms, "recording": self.recording}
-        return Programs(self.skeleton, objective, self.make, **how)
+        return Programs(skeleton, objective, self.make, **how)
 
     def root(self, objective: Callable[[nn.Module, Any], Any]) -> nn.Module:
         return Whole(self.model, objective)

@@ -10,6 +10,7 @@ from torch import nn
 from meshfit.anatomy.cuts import Stages, stages, work
 from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.trace import Event, Trace, only
+from meshfit.axes import bf16_compute
 from meshfit.axes.pipeline.audit import faithful
 from meshfit.axes.pipeline.cut import Split, split_of, stages_before
 from meshfit.axes.pipeline.program import layout_of
@@ -112,7 +113,9 @@ class Pipeline:
             except PlanError as error:
                 refused = error
                 continue
-            found.append((cut.imbalance, FoundStages(split, share, atoms, trace, _notes(trace, cut), cut, inner)))
+            computes = self.precision == bf16_compute.WORD
+            made = FoundStages(split, share, atoms, computes, trace, _notes(trace, cut), cut, inner)
+            found.append((cut.imbalance, made))
             if cut.imbalance <= EVEN or self.cut:
                 break
         if not found:
@@ -239,6 +242,8 @@ class FoundStages:
     """How finely it was recorded."""
     atoms: tuple[str, ...] = ()
     """Modules that had to be taken as a whole."""
+    computes: bool = False
+    """Whether that was recorded with weights in bf16: see bf16_compute.py."""
     trace: Trace | None = None
     notes: tuple[str, ...] = ()
     """What the user should know of it."""

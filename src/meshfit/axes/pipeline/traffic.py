@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshfit.anatomy.copies import study
 from meshfit.anatomy.trace import Trace
+from meshfit.axes import bf16_compute
 from meshfit.axes.counted import listed
 from meshfit.axes.pipeline.program import Programs, StageProgram
 from meshfit.axes.pipeline.stages import FoundStages
@@ -59,7 +60,7 @@ def count(
     found: FoundStages, model: nn.Module, objective: Callable[[nn.Module, Any], Any], content: Any, layer: Layer
 ) -> StageTraffic:
     """``model`` stays as it is; it is cut as ``found`` says."""
-    twin = study(model)
+    twin = bf16_compute.as_computed(study(model)) if found.computes else study(model)
     cut = partial(StageProgram.like, found.split)
     program = Programs(twin, objective, cut, share=found.share, atoms=found.atoms).record(content, training=True)
     root, given, cpu = Whole(twin, objective), program.bind(tree.map_tensors(Tensor.cpu, content)), torch.device("cpu")

@@ -11,8 +11,8 @@
 
 Under bf16 and fp16 the weights that autocast would round anyway (those of Linear and convolutions, where nothing else
 uses them) are gathered in that precision: half the bytes, the same numbers. A module that runs with autocast off is
-found out at its first call, and its unit gathered as it is from then on. The parts that the optimizer steps stay as
-they were built.
+found out at its first call, and its unit gathered as it is from then on. Under bf16-compute all fp32 weights are
+gathered in bf16, and computed with as they are. The parts that the optimizer steps stay as they were built.
 
 Not torch's FSDP2, for what it cannot do (docs/LOG.md): units that are there for several calls but not between them,
 scalars, several dtypes in a block, ranks that differ in which parameters they reach, outputs that are views, parts
@@ -31,6 +31,7 @@ from torch import nn
 
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace, only
+from meshfit.axes import bf16_compute
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.branch.axis import BranchPlan
 from meshfit.axes.forward import wrap
@@ -66,6 +67,9 @@ class Shard:
     gathered: torch.dtype | None = None
     """What weights are gathered as where that changes nothing; None: as they are."""
 
+    computes: bool = False
+    """The model computes with what is gathered, without autocast (``precision=bf16-compute``)."""
+
     home: str = "device"
     """Where the parts live: "device", or "host" (and come to the device when gathered)."""
 
@@ -77,6 +81,7 @@ class Shard:
             zero=plan.zero,
             units=units,
             gathered=DTYPES.get(plan.precision),
+            computes=plan.precision == bf16_compute.WORD,
             home="host" if plan.offloads("parameters") else "device",
         )
 
@@ -112,7 +117,8 @@ class Shard:
                 flats.append(self._flat([named[name] for name in together], rank, gathered, device))
                 ordered += [places[name] for name in together]
             recurrent = {m for each in ordered for m, _ in each if isinstance(m, nn.RNNBase)}
-            low = self.gathered if any(flat.gathered != flat.dtype for flat in flats) else None
+            by_autocast = not self.computes and any(flat.gathered != flat.dtype for flat in flats)
+            low = self.gathered if by_autocast else None
             opened.append(OpenUnit(index, flats, ordered, list(recurrent), stays=unit.stays, gather_dtype=low))
         shards = Shards(opened, zero=self.zero, group=group, device=device, peers=peers, scatter=scatter)
         for unit, open_unit in zip(ordered_units, opened, strict=True):
@@ -122,6 +128,8 @@ class Shard:
             holders = [module for places in open_unit.places for module, _ in places]
             for module in dict.fromkeys((*entrances, *holders)) if open_unit.flats else ():
                 rounds = open_unit.gather_dtype is not None and isinstance(module, ROUNDED)
+                if self.computes and bf16_compute.is_layer(module):
+                    wrap(module, partial(bf16_compute.casting, module))
                 wrap(module, shards.around(open_unit, rounds=rounds))
                 if has_forward_hooks(module):
                     shards.around_hooks(module, open_unit)
@@ -170,7 +178,9 @@ class Shard:
         return {name: [one[name] for one in by_rank] for name in by_rank[0]}
 
     def _gathered_as(self, p: nn.Parameter, places: list[tuple[nn.Module, str]]) -> torch.dtype:
-        rounded = all(any(type(module).forward is kind.forward for kind in ROUNDED) for module, _ in places)
+        rounded = self.computes or all(
+            any(type(module).forward is kind.forward for kind in ROUNDED) for module, _ in places
+        )
         return self.gathered if self.gathered and rounded and p.dtype == torch.float32 else p.dtype
 
     def _flat(self, parameters: list[nn.Parameter], rank: int, gathered: torch.dtype, device: torch.device) -> Flat:
@@ -205,7 +215,8 @@ class ShardAxis(Axis):
         if isinstance(study.trace, TraceError):
             why = f"the model cannot be traced ({study.trace.headline})"
             study.notes.append(f"shard: all parameters are gathered together, because {why}")
-            return ((Unit(("",), names),),)
+            computed = bf16_compute.rounded(study.model) if study.plan.precision == bf16_compute.WORD else ()
+            return ((Unit(("",), names, frozenset(computed)),),)
         _check_changes(study.plan, study.trace)
         return (units(study.trace, names),)
 

@@ -23,10 +23,12 @@ from typing import Any
 from torch import nn
 
 from meshfit.anatomy.blocks import Module, blocks, bytes_of, modules
+from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.record import SHARE as ATOM
 from meshfit.anatomy.record import TraceError, record
 from meshfit.anatomy.trace import Event, Parameter, Trace
+from meshfit.axes import bf16_compute
 from meshfit.plan import Plan
 
 SHARE = 1 / 8
@@ -51,7 +53,8 @@ class Unit:
     """By the names they are first known by."""
 
     rounded: frozenset[str] = frozenset()
-    """Those that are used by modules alone which autocast lets round their parameters."""
+    """Those that are used by modules alone which autocast lets round their parameters; under ``bf16-compute`` all that
+    the model computes with in bf16."""
 
     rows: tuple[frozenset[str], ...] = ()
     """Parameters that share a flat buffer with no others, and so are cut in the same places on every rank that holds
@@ -89,13 +92,17 @@ def traced(
     """What a training step calls and what that costs on ``device``, in the precision of ``plan``; or why that cannot be
     told. ``operations``: they are listed, too; ``share``: see ``record``."""
     plan = plan or Plan()
-    rounds = "" if plan.precision == "fp32" else "shared" if plan.cuts else "each"
-    precision = plan.precision.removesuffix("-true") if operations else ""
+    computes = plan.precision == bf16_compute.WORD
+    rounds = "" if plan.precision == "fp32" or computes else "shared" if plan.cuts else "each"
+    precision = plan.precision.removesuffix("-true").removesuffix("-compute") if operations else ""
     meter = partial(Meter, target=device, rounds=rounds, precision=precision)
+    looked_at = bf16_compute.as_computed(twin(model, meta=True)) if computes else model
     try:
-        trace = _relative(record(Whole(model, objective), (batch,), meter=meter, share=share).trace)
+        trace = _relative(record(Whole(looked_at, objective), (batch,), meter=meter, share=share).trace)
     except TraceError as error:
         return error
+    if computes:
+        trace = bf16_compute.as_held(trace, bf16_compute.rounded(model))
     return replace(trace, blocks=blocks(trace))
 
 
@@ -153,7 +160,8 @@ def units(trace: Trace, names: tuple[str, ...]) -> tuple[Unit, ...]:
     for name in names:
         entrances = tuple(found.get(name, ("",)))
         grouped.setdefault(("",) if "" in entrances else entrances, []).append(name)
-    sizes, rounded = {name: parameter.bytes for name, parameter in trace.parameters.items()}, _rounded(trace)
+    sizes = {name: parameter.bytes for name, parameter in trace.parameters.items()}
+    rounded = frozenset(name for name, p in trace.parameters.items() if p.computed) or _rounded(trace)
     _merge_unrounded(grouped, sizes, rounded)
     _merge_small(grouped, sizes)
     order = {path: at for at, path in enumerate(dict.fromkeys(e for many in found.values() for e in many))}
