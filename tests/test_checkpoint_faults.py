@@ -26,6 +26,7 @@ from meshfit.checkpoint.read import verify
 from meshfit.checkpoint.saver import expected_bytes
 from meshfit.loop import train
 from meshfit.run import Run
+from tests.command import run as run_python
 from tests.distributed import distributed
 from tests.test_checkpoint import advance, assert_same, begun, state_of
 
@@ -479,10 +480,10 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path: Path) -> None:
         Saver(tmp_path).begin(run)
     code = f"from meshfit.checkpoint.lock import Lock; from pathlib import Path; Lock(Path({str(tmp_path)!r})).take()"
     impatient = f"from meshfit.checkpoint import lock; lock.LINGER = 0.2; {code}"
-    other = subprocess.run([sys.executable, "-c", impatient], capture_output=True, text=True)
+    other = run_python("-c", impatient)
     assert f"process {os.getpid()} on " in other.stderr
     saver.close()
-    killed = subprocess.run([sys.executable, "-c", code + "; import os; os.kill(os.getpid(), 9)"], capture_output=True)
+    killed = run_python("-c", code + "; import os; os.kill(os.getpid(), 9)")
     assert killed.returncode == -signal.SIGKILL
     lock = Lock(tmp_path)
     lock.take()  # the dead do not hold it

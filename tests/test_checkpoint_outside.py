@@ -4,8 +4,6 @@ import io
 import json
 import pickle
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from meshfit.checkpoint.outside import open_weights
 from meshfit.checkpoint.weights import load_weights
 from meshfit.cli.verbs import app
 from tests import traps
+from tests.command import run as run_python
 from tests.ranked import built
 from tests.test_checkpoint import advance, begun
 
@@ -254,7 +253,7 @@ from tests.test_checkpoint import begun
 run = begun(nn.Sequential(nn.Linear(8, 1), *[nn.Linear(1, 25_000_000, bias=False) for _ in range(4)]))
 save(run, {str(tmp_path / "big")!r})
 """
-    subprocess.run([sys.executable, "-c", saver_code], check=True)
+    assert run_python("-c", saver_code).returncode == 0
     code = f"""
 import resource, sys
 from meshfit.cli.verbs import app
@@ -271,5 +270,6 @@ assert list(differences(found, found)) == []
 export({str(tmp_path / "big")!r}, {str(tmp_path / "out.safetensors")!r})
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 200

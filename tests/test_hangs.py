@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from meshfit.launch.heartbeat import Beat
 from meshfit.launch.stalls import Stall
 from meshfit.launch.verdict import mismatch, verdict
 from meshfit.live import SIZE, CalledCollective, Digest, Live, Seen, StepTimes, read
+from tests.command import run
 from tests.few import more
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -201,8 +201,7 @@ fit(stop_myself, plan="auto")
 def test_under_torchrun_the_first_rank_ends_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TORCHRUN.format(root=str(Path(__file__).parents[1])))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    ended = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, timeout=180)
     assert ended.returncode != 0
     assert "meshfit: rank 1 hangs" in ended.stderr
     assert "to which rank 1 has not come" in ended.stderr

@@ -31,6 +31,7 @@ from meshfit.server.fingerprint import differences, facts_of
 from meshfit.server.join import addresses
 from meshfit.server.wire import connect
 from meshfit.step import Step
+from tests.command import MESHFIT, Forked
 from tests.few import more
 
 SCRIPT = """
@@ -127,9 +128,9 @@ class Host:
         how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=environ, **how)
 
-    def join(self) -> subprocess.Popen[str]:
+    def join(self) -> Forked:
         """By the very command that was printed."""
-        return self.start(*self.command[1:], MESHFIT_KEY=self.key, COMING="coming10")
+        return Forked(*MESHFIT, *self.command[1:], folder=self.folder, MESHFIT_KEY=self.key, COMING="coming10")
 
     def go(self, step: int) -> None:
         """On from ``step``, when one is about to join."""

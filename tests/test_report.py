@@ -4,8 +4,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from meshfit.observe.reading import read
 from meshfit.observe.report import page, write
 from meshfit.observe.summary import summary
 from meshfit.units import seconds, size
+from tests import command
 from tests.recorded import folder
 
 X, Y = torch.randn(64, 8), torch.randint(4, (64,))
@@ -123,12 +122,11 @@ def test_a_run_without_a_folder_has_a_short_table(tmp_path: Path) -> None:
 
 def test_the_verb_writes_the_page(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", [{"data": 0.05, "forward_backward": 0.04}] * 2)
-    code = "from meshfit.cli import main; main()"
-    command = [sys.executable, "-c", code, "report", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = command.meshfit(tmp_path, "report", str(run))
+    assert done.returncode == 0, done.stderr
     assert "input-bound: devices waited 50 %" in done.stdout
     assert (run / "report.html").is_file()
-    none = subprocess.run([*command[:-1], str(tmp_path)], capture_output=True, text=True, timeout=120)
+    none = command.meshfit(tmp_path, "report", str(tmp_path))
     assert none.returncode == 2
     assert "holds no run" in none.stderr
 

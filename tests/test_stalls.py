@@ -4,7 +4,6 @@ import gc
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, parsed, silence_of
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.stalls import judge
+from tests.command import run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CPU = Devices("cpu", None)
@@ -239,8 +239,7 @@ fit(Slow(60), timeout=5)
 def test_under_torchrun_too(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TORCHRUN.format(root=str(Path(__file__).parents[1])))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    ended = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, timeout=180)
     assert ended.returncode != 0
     assert "meshfit: rank 1 has stalled for" in ended.stderr
     assert "time.sleep(self.seconds)" in ended.stderr

@@ -1,13 +1,13 @@
 """Under torchrun ``fit`` takes the world it is given: the same script, the same training, on every rank."""
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
+
+from tests import command
 
 SCRIPT = """
 import os
@@ -56,14 +56,12 @@ torch.save(
 """
 
 
-def run(folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *before: str) -> CompletedProcess[str]:
     folder.mkdir()
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    environ["MESHFIT_CACHE"] = str(folder.parent / "cache")
-    command = [sys.executable, *before, str(script), str(folder)]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=180)
+    environ = {"OMP_NUM_THREADS": "1", "MESHFIT_CACHE": str(folder.parent / "cache")}
+    return command.run(*before, script, folder, folder=folder, timeout=180, **environ)
 
 
 def free_port() -> int:

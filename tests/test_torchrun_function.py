@@ -1,13 +1,11 @@
 """Under torchrun a model given as a function is nowhere whole: not at the start, and at the end only if asked for."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import command
 from tests.test_torchrun import free_port
 
 SCRIPT = """
@@ -68,9 +66,7 @@ def run(folder: Path, plans: tuple[str, ...], *before: str) -> dict:
     folder.mkdir()
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *before, str(script), str(folder), *plans]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=400)
+    done = command.run(*before, script, folder, *plans, folder=folder, timeout=400, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-6000:]
     return torch.load(folder / "0.pt")
 

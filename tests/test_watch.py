@@ -15,6 +15,7 @@ import pytest
 
 from meshfit.errors import JobError
 from meshfit.observe.watch import PageServer, runs_in
+from tests.command import Forked
 from tests.recorded import folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -200,7 +201,8 @@ def test_the_page_follows_a_run_and_training_outlives_it(tmp_path: Path) -> None
     playwright = pytest.importorskip("playwright.sync_api")
     (tmp_path / "train.py").write_text(TRAIN)
     with ExitStack() as stack:
-        training = _started(stack, [sys.executable, "train.py"], cwd=tmp_path)
+        training = Forked("train.py", folder=tmp_path)
+        stack.callback(training.kill)
         until = time.monotonic() + 60
         while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < until:
             time.sleep(0.1)
