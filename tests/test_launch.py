@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshfit.errors import DataError, JobError, RankError
+from meshfit.launch import warm
 from meshfit.launch.arena import LARGE, decode, encode
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks
@@ -388,6 +389,16 @@ def test_the_end_of_the_template_is_the_end_of_its_ranks():
     assert not Path(ranks._folder).exists()
     with LocalRanks(lambda *_: "another", size=1, devices=CPU) as ranks:
         assert ranks.results == ["another"]
+
+
+def test_a_template_that_is_about_to_end_is_not_asked():
+    with LocalRanks(lambda *_: os.getppid(), size=1, devices=CPU) as ranks:
+        (before,) = ranks.results
+    assert warm._hold is not None
+    warm._hold.control.shutdown(socket.SHUT_RDWR)  # as the kernel closes it, before the process can be waited for
+    with LocalRanks(lambda *_: os.getppid(), size=1, devices=CPU) as ranks:
+        assert ranks.results != [before]
+    assert gone([before])
 
 
 def test_the_first_cause_wins_over_lost_connections():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import types
 from collections import defaultdict
 from pathlib import Path
@@ -106,8 +107,10 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (page,) = run.glob("files/report.html")
     assert page.stat().st_size == (result.folder / "report.html").stat().st_size
     (written,) = run.glob("run-*.wandb")
-    content = written.read_bytes()
-    assert all(word in content for word in (b"grad_norm", b"data=1", b"digits"))
+    words, until = (b"grad_norm", b"data=1", b"digits"), time.monotonic() + 30  # a process of wandb's writes it
+    while not all(word in written.read_bytes() for word in words) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert all(word in written.read_bytes() for word in words)
 
 
 @pytest.mark.filterwarnings("ignore")

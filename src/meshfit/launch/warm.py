@@ -81,12 +81,19 @@ def fork(size: int, modules: tuple[str, ...] = ()) -> tuple[Channel, list[Channe
         raise JobError(f"{size} ranks on one machine", f"at most {MOST_FDS - 3} can be started")
     pairs = [pair() for _ in range(size + 1)]
     try:
-        warm()
         pairs[0][0].send((list(sys.path), modules))
-        with _lock:
-            assert _hold is not None
-            run, *ranks = (theirs.fileno() for _, theirs in pairs)
-            socket.send_fds(_hold.control, [b"."], [run, 1, 2, *ranks])
+        run, *ranks = (theirs.fileno() for _, theirs in pairs)
+        for last in (False, True):
+            warm()
+            with _lock:
+                assert _hold is not None
+                try:
+                    socket.send_fds(_hold.control, [b"."], [run, 1, 2, *ranks])
+                    break
+                except ConnectionError:  # killed a moment ago, and not yet gone
+                    _hold.end()
+                    if last:
+                        raise
     finally:
         for _, theirs in pairs:
             theirs.close()
