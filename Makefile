@@ -4,7 +4,9 @@
 # make wide: the libraries of benchmarks/zoo_wide.py.
 PYTHON ?= python3
 VENV := .venv/bin
-TESTS := $(VENV)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
+# Tests wait for ranks, timeouts and disks: three workers keep two cores busy.
+WORKERS := $(shell expr 3 \* $$(getconf _NPROCESSORS_ONLN) / 2)
+TESTS := $(VENV)/python -m pytest -n $(WORKERS) --maxprocesses 12 --dist loadfile
 PIP := $(VENV)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test check more faults wide clean
