@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from meshfit.axes.tensor.cut import cut
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup
 from meshfit.errors import PlanError
+from meshfit.launch.folders import CACHE
 from meshfit.plan import Plan
+from meshfit.planner import predict
 from meshfit.planner.decoder import Decoder, Degrees
 from meshfit.planner.predict import TracedPredictor
 from meshfit.planner.software import MESHFIT
@@ -241,3 +244,27 @@ def test_a_narrow_stand_in_tells_what_trials_on_the_model_itself_would() -> None
     assert Counter(on_meta.collectives) == Counter(with_weights.collectives)
     assert on_meta.held == with_weights.held
     assert any(call.axis == "tensor" for call in on_meta.collectives)
+
+
+def test_a_second_look_at_a_model_traces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    plan = Plan.parse("shard=2 precision=bf16 recompute=full")
+
+    def look(model: nn.Module) -> Any:
+        data = torch.zeros(4, 16), torch.zeros(4, 16)
+        objective = lambda model, batch: F.mse_loss(model(batch[0]), batch[1])
+        optimizer = torch.optim.AdamW(model.parameters())
+        return TracedPredictor(model, objective, data, optimizer, Cluster.of("2xH100"))(plan, 8)
+
+    deep = lambda layers, act: nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), act()) for _ in range(layers)))
+    first = look(deep(4, nn.ReLU))
+    traces = lambda: sorted(path.name for path in (tmp_path / "traces").iterdir())
+    kept = traces()
+    refused = lambda *args, **how: pytest.fail("it was traced again")
+    with monkeypatch.context() as patched:
+        patched.setattr(predict, "traced", refused)
+        again = look(deep(4, nn.ReLU))
+    assert (again.seconds, again.held, again.collectives) == (first.seconds, first.held, first.collectives)
+    assert traces() == kept
+    look(deep(4, nn.GELU))  # computes something else
+    assert len(traces()) == 2 * len(kept)

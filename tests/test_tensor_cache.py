@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +171,17 @@ def test_the_same_operations_elsewhere_are_planned_again(kept: Path, monkeypatch
     assert found == plan_tensor(Net(), lambda twin: loss(twin, tokens(8)), 2, by_rows=False)
     digests = {program_of(Net(look=each.apply), loss, tokens(8)).shaped for each in (Scaled, Clipped)}  # type: ignore
     assert len(digests) == 2
+
+
+def test_hashes_are_of_one_process(kept: Path, plans: list) -> None:
+    for number in (1, 2):  # transformers keeps one in the configuration of what a model generates
+        model = Net()
+        model.settings = SimpleNamespace(vocabulary=40, _object_hash=number)  # type: ignore[assignment]
+        planned(model, loss, tokens(8), 2, by_rows=False)
+    assert len(list(kept.iterdir())) == 1
+    model.settings = SimpleNamespace(vocabulary=41, _object_hash=2)  # type: ignore[assignment]
+    planned(model, loss, tokens(8), 2, by_rows=False)
+    assert len(list(kept.iterdir())) == 2
 
 
 def test_where_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: list) -> None:

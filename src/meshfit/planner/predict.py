@@ -28,12 +28,15 @@ from meshfit.anatomy.probe_optimizer import StateBytes, state_bytes
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.samples import Unlike, at_samples
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.context.find import ContextPlan
 from meshfit.axes.find import Study
+from meshfit.axes.kept import kept_path, read_kept, write_kept
 from meshfit.axes.order import ORDER
 from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
 from meshfit.axes.refuse import check
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.axis import splits_sequence
+from meshfit.axes.tensor.program import Program, program_of
 from meshfit.cost import CollectiveCall, Cost
 from meshfit.data import tree
 from meshfit.errors import PlanError
@@ -191,12 +194,21 @@ class TracedPredictor:
         return self._traces[*how, samples]
 
     def _traced(self, plan: Plan, samples: int, fine: bool) -> Trace:
+        path = kept_path("traces", *self._known, plan.precision, plan.cuts, fine, samples, self.device)
+        if (kept := read_kept(path, Trace)) is not None:
+            return kept
         share = {"share": FINE} if fine else {}
         content = self._taken(samples)
         found = traced(self.model, self.objective, content, device=self.device, plan=plan, operations=True, **share)
         if isinstance(found, TraceError):
             raise PlanError("the model cannot be traced", found.headline, *found.facts)
+        write_kept(path, found)
         return found
+
+    @cached_property
+    def _known(self) -> tuple[nn.Module, Program | None]:
+        """What is kept of the model on disk is kept by this."""
+        return self.model, program_of(self.model, self.objective, self._taken(SIZES[0]))
 
     # What the axes act on, and cost
 
@@ -217,7 +229,12 @@ class TracedPredictor:
         by_rows = splits_sequence(plan, self.device) if word == "tensor" else plan.attention
         key = (word, getattr(plan, word), by_rows)
         if key not in self._found:
-            self._found[key] = self._on_stand_in(plan, word) if self._on_meta else self._study(plan, word)
+            kept = kept_path("context-plans", *self._known, *key, self.device) if word == "context" else None
+            found = read_kept(kept, ContextPlan)
+            if found is None:
+                found = self._on_stand_in(plan, word) if self._on_meta else self._study(plan, word)
+                write_kept(kept, found)
+            self._found[key] = found
         return self._found[key]
 
     def _study(self, plan: Plan, word: str, model: nn.Module | None = None, batch: Any = None) -> Any:
