@@ -144,3 +144,142 @@ def test_a_hook_on_an_activation_is_not_lost_in_a_recording() -> None:
 def test_a_model_of_several_precisions_is_recorded_as_it_is() -> None:
     dtypes = {view.dtype for view in AtenTrace.of(Mixed(), X).whole.values()}
     assert dtypes >= {torch.float32, torch.float64}
+
+
+class Calls(Net):
+    """Counts its forwards in Python, and does something else in every third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (2 if self.calls % 3 == 0 else 1)
+
+
+class Thaws(Calls):
+    """Freezes its blocks for the first steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.blocks.parameters():
+            p.requires_grad_(self.calls > 2)
+        return super().forward(x)
+
+
+class FrozenNorm(Net):
+    """Keeps its BatchNorm in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16).double()
+        self.norm.register_buffer("running_mean", torch.linspace(0, 1, 16, dtype=torch.float64))
+
+    def train(self, mode: bool = True) -> "FrozenNorm":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+class Looks(Net):
+    """At the mean of its batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.mean() > 0.1 else 1)
+
+
+class Remembers(Net):
+    """The last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        carried = x if self.before is None else x + 0.1 * self.before.mean(0)
+        self.before = x.detach()
+        return self.last(carried)
+
+
+class Begins(Net):
+    """Its first batch sets a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.begun = nn.Parameter(torch.zeros(8, dtype=torch.float64)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            self.shift.data, self.begun = -x.mean(0), True
+        return super().forward(x + self.shift)
+
+
+def counted() -> Any:
+    """A step that counts its calls: a loss weighed in over the first ones."""
+    state = {"step": 0}
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        state["step"] += 1
+        return plain(model, batch) * min(1.0, state["step"] / 4)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("build", "step", "plan"),
+    [
+        (Calls, lambda: plain, "data=2 microbatches=2"),
+        (Calls, lambda: plain, "tensor=2"),
+        (Net, counted, "shard=2"),
+        (Net, counted, "microbatches=2"),
+        (Thaws, lambda: plain, "data=2"),
+        (FrozenNorm, lambda: plain, "data=2"),
+        (Begins, lambda: plain, "tensor=2"),
+    ],
+)
+def test_what_is_kept_in_python_is_as_in_a_loop(build: type[nn.Module], step: Any, plan: str) -> None:
+    want = looped(build().train(), step())
+    torch.testing.assert_close(fit(build(), plan, step()).state_dict(), want.state_dict())
+
+
+def trimmed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Over as many features as the largest label of the batch says."""
+    return model(batch["x"])[:, : int(batch["y"].max()) + 1].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "plan", "said"),
+    [
+        (Looks, plain, "microbatches=2", "one by one"),
+        (Net, trimmed, "microbatches=2", "one by one"),
+        (Remembers, plain, "microbatches=2", "the loss depends on before, which is kept"),
+        (Begins, plain, "data=2", "not a mean|shift, a weight that the forward writes"),
+        (Calls, plain, PIPELINE, "each call of the loss changes calls"),
+    ],
+)
+def test_what_parts_of_a_batch_would_do_otherwise_is_refused(model: Any, step: Any, plan: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        fit(model(), plan, step)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "microbatches=2"])
+def test_a_model_that_mixes_samples_is_refused_though_its_loss_is_a_mean(plan: str) -> None:
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+    asked = {"optimizer": sgd, "batch_size": 4, "steps": 1, "devices": "cpu", "progress": False}
+    with pytest.raises(PlanError, match="depends on the others of its batch"):
+        meshfit.fit(Looks(), (X, Y), loss=F.cross_entropy, plan=plan, **asked)
+
+
+def test_a_loss_with_a_state_of_its_own_is_left_as_it_was_by_trials() -> None:
+    centre = nn.BatchNorm1d(4, affine=False).double()
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(centre.train()(model(batch["x"])), batch["y"])
+
+    with pytest.raises(PlanError):
+        fit(Net(), "microbatches=2", step)
+    assert torch.equal(centre.running_mean, torch.zeros(4).double())  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from meshfit.comm.objects import broadcast_object
 from meshfit.data import tree
 from meshfit.data.loader import Batch
 from meshfit.errors import PlanError
+from meshfit.python_state import python_state_kept
 
 if TYPE_CHECKING:
     from meshfit.phases import TrainedPhase
@@ -117,7 +118,8 @@ class Guard:
             return {}
         device = self.run.world.device
         model = _filled(blank, weights, device)
-        with generators.kept(device), warnings.catch_warnings():
+        state = python_state_kept(model, *self.phase.asked.objective.code)
+        with generators.kept(device), warnings.catch_warnings(), state:
             warnings.simplefilter("ignore")  # those of the step itself were heard
             tries = [self._once(model, part.content, missing, seed) for seed in range(2)]
             if tries[0] != tries[1]:

@@ -103,6 +103,11 @@ class SumOfPhases:
 
     phases: tuple[AskedPhase, ...]
 
+    @property
+    def code(self) -> tuple[Any, ...]:
+        """The user's own functions."""
+        return tuple(each for phase in self.phases for each in phase.objective.code)
+
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         losses: dict[str, Tensor] = {}
         values: dict[str, Any] = {}

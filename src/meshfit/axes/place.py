@@ -39,6 +39,7 @@ from meshfit.comm.objects import all_gather_object
 from meshfit.deferred import Deferred
 from meshfit.launch import heap
 from meshfit.plan import Plan
+from meshfit.python_state import code_of, python_state_kept
 from meshfit.quantised import states_to
 
 L = TypeVar("L", bound=Applied)
@@ -322,9 +323,10 @@ def _find_written(
     """The buffers that a forward writes, checked: the plan can keep them as one device would."""
     plan, model, device = placed.plan, placed.model, placed.device
     arithmetic, asks = lambda: Precision(plan.precision).arithmetic(device), plan.buffers == "exact"
-    written = from_first_rank(
-        lambda: find_written(model, objective, few, device, arithmetic, tries=asks, tried=tried), placed.mesh.world
-    )
+    with python_state_kept(model, *code_of(objective)):
+        written = from_first_rank(
+            lambda: find_written(model, objective, few, device, arithmetic, tries=asks, tried=tried), placed.mesh.world
+        )
     check_buffers.check(plan, written, by_rows=splits_sequence(plan, device.type), joins=joins)
     return written
 
@@ -342,7 +344,8 @@ def _find(
     kept = [writer.path for writer in placed.written.writers if check_buffers.splits(plan)]
     shapes = on_meta and not (plan.tensor > 1 or plan.expert > 1 or plan.context > 1)
     looked_at = (lambda: model) if shapes and not plan.partitions_modules else tried
-    return from_first_rank(lambda: find(plan, looked_at(), objective, few(), kind, kept), placed.mesh.world)
+    with python_state_kept(model, *code_of(objective)):
+        return from_first_rank(lambda: find(plan, looked_at(), objective, few(), kind, kept), placed.mesh.world)
 
 
 def _apply(placed: Placed, used: Iterable[Axis]) -> None:

@@ -12,7 +12,6 @@ by reading some samples twice: see reading.py.
 import ctypes
 import functools
 import random
-import sys
 import threading
 import types
 import zlib
@@ -26,11 +25,9 @@ import numpy as np
 import torch
 
 from meshfit.generators import Generators
+from meshfit.python_state import DEPTH, ITEMS, LIBRARIES, OBJECTS, is_library, names_in
 
 KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-DEPTH, ITEMS, OBJECTS = 8, 1000, 20_000  # of the search: levels, of each container, in all
-LIBRARIES = sys.stdlib_module_names | {"torch", "torchvision", "numpy", "meshfit", "PIL", "pyarrow", "pandas", "scipy"}
-"""Whose code keeps no generator of its own in globals."""
 _MT_BYTES = 625 * 4  # NumPy's mt19937_state: 624 words and a position
 
 _legacy: Any = np.random
@@ -189,7 +186,7 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, property):
         yield "get", thing.fget
     elif isinstance(thing, type):
-        if not _is_library(thing):
+        if not is_library(thing):
             yield from sorted(vars(thing).items())
     elif not isinstance(thing, types.ModuleType):
         yield from getattr(thing, "__dict__", {}).items()
@@ -202,7 +199,7 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
-    return () if _is_library(kind) else (slots,) if isinstance(slots, str) else tuple(slots)
+    return () if is_library(kind) else (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -213,9 +210,9 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     yield "defaults", function.__defaults__
     yield "kwdefaults", function.__kwdefaults__
-    if _is_library(function):
+    if is_library(function):
         return
-    names = _names(function.__code__)
+    names = names_in(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
@@ -223,12 +220,3 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{name}.{n}", vars(value)[n]) for n in names if n in vars(value))
         elif value is not None:
             yield name, value
-
-
-def _names(code: types.CodeType) -> list[str]:
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for one in inner for name in _names(one))]))
-
-
-def _is_library(thing: Any) -> bool:
-    return (getattr(thing, "__module__", None) or "").partition(".")[0] in LIBRARIES

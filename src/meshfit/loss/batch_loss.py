@@ -175,6 +175,21 @@ def check(plan: Plan, over: LossDenominator, objective: Objective) -> None:
             "draw them with torch, whose draws are followed",
             whole,
         )
+    if over.remembers:
+        raise PlanError(
+            f"{plan}: the loss depends on {over.remembers}, which is kept from one batch to the next",
+            "an attribute or variable of Python that depends on the samples: each part of a batch has its own",
+            "a buffer of the model (register_buffer) that a sum, mean or extreme updates is that of the whole batch",
+            whole,
+        )
+    if over.mixes and objective.step is None:
+        raise PlanError(
+            f"{plan}: what the model makes of a sample depends on the others of its batch",
+            over.why,
+            "a part of a batch comes out otherwise: its own mean, its own first sample, its own longest",
+            "statistics over a batch are those of all devices in nn.BatchNorm alone",
+            whole,
+        )
     headline = f"{plan}: this loss is not a mean over samples, and cannot be put together from parts of a batch"
     weighted = "a mean by weights or a mask is exact as a pair: return (l * w).sum(), w.sum()"
     gather = "gather what it compares: meshfit.gather(features) in step= gives the rows of all devices"

@@ -50,6 +50,11 @@ class Objective:
         return self.loss(call(model, inputs), targets)
 
     @property
+    def code(self) -> tuple[Any, ...]:
+        """The user's own functions."""
+        return tuple(each for each in (self.loss, self.step) if each is not None)
+
+    @property
     def may_log(self) -> bool:
         """Whether it may return values beside the loss."""
         return self.step is not None or (self.loss is not None and stated(self) is None)
@@ -152,6 +157,13 @@ class LossDenominator:
     logged: tuple[tuple[str, str], ...] = ()
     """Values that the step logs, by name: what each is a mean over. "loss": what the loss is; or "samples", "sum",
     "pair"."""
+
+    counters: tuple[str, ...] = ()
+    """Numbers that code keeps in Python, and every call of the loss changes alike: ``self.calls += 1``."""
+    mixes: bool = False
+    """Of a loss of the whole batch: whether the model itself looks at other samples of the batch."""
+    remembers: str = ""
+    """Of a loss of the whole batch: what code keeps of the samples of earlier batches."""
 
     def count(self, batch: Any) -> Tensor:
         """What a part weighs when the mean is over its targets."""

@@ -15,8 +15,8 @@ the samples.
 
 import copy
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,12 +28,14 @@ from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.expert import balance
 from meshfit.axes.precision import Precision
 from meshfit.data import tree
+from meshfit.loss.confirm import held, looked_at
 from meshfit.loss.objective import LossDenominator, Objective, split, stated
 from meshfit.loss.running_on import running_on
-from meshfit.loss.trial import LossTrial, TrialWay
+from meshfit.loss.side import TrialWay
+from meshfit.loss.trial import LossTrial
 from meshfit.torch_private.modules import BatchNorm, Dropout
 
-SAMPLES = 8
+SAMPLES, SINGLES = 8, 16
 LARGEST = 2**26
 """Elements of parameters up to which a model is copied into double precision."""
 
@@ -54,32 +56,84 @@ def find_denominator(
     ``auxiliary``: the load-balancing loss of a mixture is on trial too; else it is left out, as one that is made right
     by itself (axes/expert/balance.py). ``precision`` and ``microbatch``, in samples: those of a step on ``device``.
     Whatever the model or the loss itself raises is raised here."""
-    said = stated(objective)
-    if said is not None and said.kind == "targets":
-        targets = split(batch)[1]
-        if isinstance(targets, Tensor) and targets.dim():
-            classes = targets.shape[1] if targets.is_floating_point() and targets.dim() > 1 else 1
-            return replace(said, unit=targets.numel() / max(1, len(targets)) / classes)
+    said = _stated(objective, batch)
     if tree.size(batch) < 2:
-        return LossDenominator(kind="samples")
+        return said or LossDenominator(kind="samples")
     home = device if inside is not None else next((p.device for p in model.parameters()), device)
     small = sum(p.numel() for p in model.parameters()) <= LARGEST
-    several = SAMPLES if small else max(2, microbatch)
-    as_built = [TrialWay(device=home), TrialWay(device=home, training=True)]
-    as_trained = [replace(way, device=device, gradients=False, precision=precision or Precision()) for way in as_built]
-    best = [TrialWay(device=home, exact=True)] if small and inside is None else as_trained
+    left_out = nullcontext if auxiliary else partial(balance.left_out, model)
+    if said is None:
+        several = SAMPLES if small else max(2, microbatch)
+        as_built = [TrialWay(device=home), TrialWay(device=home, training=True)]
+        trained = {"device": device, "gradients": False, "precision": precision or Precision()}
+        best = [TrialWay(device=home, exact=True)]
+        best = best if small and inside is None else [replace(way, **trained) for way in as_built]
+        said = _found(objective, model, batch, several, (*best, *as_built), inside or nullcontext, left_out)
+    if not small or inside is not None:
+        return said
+    some = tree.to_device(tree.rows(batch, slice(0, looked_at(batch, SINGLES, microbatch)), tree.size(batch)), home)
+    return _held(said, objective, model, some, home, left_out)
+
+
+def _stated(objective: Objective, batch: Any) -> LossDenominator | None:
+    """What a cross entropy says of itself."""
+    said = stated(objective)
+    if said is None or said.kind != "targets":
+        return None
+    targets = split(batch)[1]
+    if not isinstance(targets, Tensor) or not targets.dim():
+        return None
+    classes = targets.shape[1] if targets.is_floating_point() and targets.dim() > 1 else 1
+    return replace(said, unit=targets.numel() / max(1, len(targets)) / classes)
+
+
+def _found(
+    objective: Objective,
+    model: nn.Module,
+    batch: Any,
+    several: int,
+    ways: Sequence[TrialWay],
+    inside: Callable[[], AbstractContextManager[None]],
+    left_out: Callable[[], AbstractContextManager[None]],
+) -> LossDenominator:
+    """By the first of ``ways`` in which it runs."""
     error: Exception | None = None
-    for way in (*best, *as_built):
+    for way in ways:
         try:
-            left_out = nullcontext() if auxiliary else balance.left_out(model)
-            with _prepared(model, way) as used, torch.autocast(way.device.type, enabled=False), left_out:
-                return _agreed(partial(LossTrial, objective, used, way, inside or nullcontext), batch, several, way)
+            with _prepared(model, way) as used, torch.autocast(way.device.type, enabled=False), left_out():
+                return _agreed(partial(LossTrial, objective, used, way, inside), batch, several, way)
         except Exception as raised:  # not in this way: double precision, say, or not in eval mode
             error = raised
             if isinstance(raised, torch.OutOfMemoryError):
                 traceback.clear_frames(raised.__traceback__)  # they hold on to what was made
     assert error is not None
     raise error
+
+
+def _held(
+    said: LossDenominator,
+    objective: Objective,
+    model: nn.Module,
+    batch: Any,
+    device: torch.device,
+    left_out: Callable[[], AbstractContextManager[None]],
+) -> LossDenominator:
+    """``said``, held against single samples: as it trains, or in eval mode if random numbers decide there. What looks
+    like a loss of the whole batch must be one in double precision."""
+    if said.kind == "batch" or said.gathers:
+        return said
+    for exact in (False, True):
+        found: LossDenominator | None = None
+        for training in (True, False):
+            way = TrialWay(device=device, training=training, exact=exact)
+            plain = torch.autocast(device.type, enabled=False)
+            with suppress(Exception), _prepared(model, way) as used, left_out(), plain:
+                found = held(said, LossTrial(objective, used, way, nullcontext, batch, tree.size(batch)))
+            if found is not None:
+                break
+        if found is None or found.kind != "batch" or exact:
+            return found or said
+    return said
 
 
 def _agreed(trial_of: Callable[[Any, int], LossTrial], batch: Any, several: int, way: TrialWay) -> LossDenominator:
@@ -114,11 +168,13 @@ def _alike(a: LossDenominator, b: LossDenominator) -> bool:
 @contextmanager
 def _prepared(model: nn.Module, way: TrialWay) -> Iterator[nn.Module]:
     if way.exact:
-        yield copy.deepcopy(model).double().eval()
-        return
+        model = copy.deepcopy(model).double()
     modes = {module: module.training for module in model.modules()}
     for module in modes:
         module.training = way.training and modes[module] and not isinstance(module, BatchNorm | Dropout)
+    if way.exact:
+        yield model
+        return
     try:
         with buffers_kept(model), running_on(way.device, model):
             yield model

@@ -7,7 +7,7 @@ or a model's own loss, together with the model.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.precision import Precision
 from meshfit.axes.spec import whole_output
 from meshfit.data import tree
 from meshfit.errors import in_short
@@ -25,7 +24,9 @@ from meshfit.loss.gather import gathering
 from meshfit.loss.logged import LoggedTrial, as_numbers, kind_of
 from meshfit.loss.objective import LossDenominator, Objective, TargetPlace, call, check_scalar, split
 from meshfit.loss.outputs import NoRows, bytes_moved, cut_rows, cuts_of, output_rows
+from meshfit.loss.side import LossSide, TrialWay
 from meshfit.loss.targets import CrossEntropies, are_targets, moved, places
+from meshfit.python_state import PythonState
 from meshfit.step import parted
 
 LARGEST_OUTPUTS = 2**28
@@ -42,40 +43,12 @@ LAST = 8
 """Parameters, the last ones, whose gradients are compared."""
 
 
-@dataclass(frozen=True)
-class TrialWay:
-    """One way to run the trial."""
-
-    device: torch.device
-    exact: bool = False
-    """In double precision, on a copy."""
-    precision: Precision = Precision()  # noqa: RUF009
-    gradients: bool = True
-    """Also through the model, not of a loss alone."""
-    training: bool = False
-    """As it is trained, for a model that has no loss in eval mode; but with no dropout, and no BatchNorm over the few
-    samples: the loss alone is on trial."""
-
-
 def _double(t: Tensor) -> Tensor:
     return t.double() if t.is_floating_point() else t.to(torch.complex128) if t.is_complex() else t
 
 
 class _TooLargeOutputs(Exception):
     """The loss is not tried by itself."""
-
-
-@dataclass
-class _Side:
-    """What came of one run."""
-
-    value: float
-    count: float | None
-    """Of a loss that gives (sum, count)."""
-    gradients: list[Tensor | None]
-    seen: list[tuple[Tensor, Tensor, int, Tensor | None]] = field(default_factory=list)
-    values: dict[str, tuple[float, float | None]] = field(default_factory=dict)
-    """To be logged: each with its count, if it gives (sum, count)."""
 
 
 class LossTrial:
@@ -100,6 +73,7 @@ class LossTrial:
         """... in what is tried."""
         self.gradients, self.too_large = way.gradients, False
         self.start = Generators(way.device)
+        self.state = PythonState(model, *objective.code)
         self.gathers = self.draws = self.draws_otherwise = False
         self.dims: tuple[int | None, ...] = ()
         self.moved, self.unfit, self.why = (0, 0), "", ""
@@ -116,6 +90,7 @@ class LossTrial:
         finally:
             self.draws_otherwise = self.start.moved_others
             self.start.restore()
+            self.state.restore()
 
     def _explained(self) -> list[LossDenominator]:
         run, along = self._objective, None
@@ -177,6 +152,7 @@ class LossTrial:
         return tree.map_tensors(torch.clone, tree.rows(self.batch, cut, self.samples))
 
     def _outputs(self, cut: slice) -> Any:
+        self.state.restore()
         with self.around(), self.way.precision.arithmetic(self.way.device):
             returned = call(self.model, split(self._part(cut))[0])
             if self.too_large:  # shapes alone; of a tensor that is split, those of the whole
@@ -188,9 +164,10 @@ class LossTrial:
 
     def _objective(self, cut: slice) -> tuple[Any, Sequence[Tensor]]:
         """The loss of some samples by model and loss together, and what its gradient is compared of."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad][-LAST:] if self.way.gradients else []
         with self.around(), self.way.precision.arithmetic(self.way.device):
-            return self.objective(self.model, self._part(cut)), parameters
+            loss = self.objective(self.model, self._part(cut))
+        parameters = [p for p in self.model.parameters() if p.requires_grad]  # now: a forward may freeze some
+        return loss, parameters[-LAST:] if self.way.gradients else []
 
     def _loss(self, outputs: Any, cut: slice) -> tuple[Any, Sequence[Tensor]]:
         """The same by the loss alone, of outputs that are there."""
@@ -215,7 +192,17 @@ class LossTrial:
             loss = loss.double() if self.way.exact else loss
         return loss(tree.map_leaves(leaf, outputs), tree.map_tensors(torch.clone, targets)), given
 
-    def _side(self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], cut: slice) -> _Side:
+    def value(self, cut: slice, *, afresh: bool = True) -> LossSide:
+        """By model and loss together, without gradients; unless ``afresh``, after whatever ran before."""
+        self.gradients = False
+        self.start.restore()
+        return self._side(self._objective, cut, afresh=afresh)
+
+    def _side(
+        self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], cut: slice, *, afresh: bool = True
+    ) -> LossSide:
+        if afresh:
+            self.state.restore()
         with torch.set_grad_enabled(self.gradients), CrossEntropies() as heard:
             result, given = run(cut)
             loss, logged = parted(result)
@@ -225,7 +212,7 @@ class LossTrial:
             if given and total.requires_grad:
                 gradients = list(torch.autograd.grad(total, given, allow_unused=True))
         count = float(torch.as_tensor(loss[1]).detach()) if pair else None
-        return _Side(float(total.detach()), count, gradients, heard.seen, as_numbers(logged))
+        return LossSide(float(total.detach()), count, gradients, heard.seen, as_numbers(logged))
 
     # Whole and parts
 
@@ -240,7 +227,7 @@ class LossTrial:
             whole = self._side(run, everything)
         self.draws, self.finite = self.start.moved, isfinite(whole.value)
         self.names = tuple(whole.values)
-        ways: list[tuple[_Side, list[_Side], list[slice]]] = []
+        ways: list[tuple[LossSide, list[LossSide], list[slice]]] = []
         for sizes in cuts_of(self.samples):
             cuts = [slice(0, sizes[0]), slice(sizes[0], self.samples)]
             try:
@@ -253,14 +240,14 @@ class LossTrial:
                 why = f"of {self.samples} samples it is {whole.value:.6g}; of {sizes[0]} alone: {in_short(error)}"
                 return [], why
             ways.append((whole, parts, cuts))
-        found = [o for o in self._candidates(run, whole) if all(self._explains(o, *way, along) for way in ways)]
+        found = [o for o in self._candidates(run, whole) if all(self.explains(o, *way, along) for way in ways)]
         found = [replace(over, logged=self._logged(over, ways)) for over in found]
         mean = sum(p.value * (c.stop - c.start) for p, c in zip(ways[0][1], ways[0][2], strict=True)) / self.samples
         return found, f"of {self.samples} samples it is {whole.value:.6g}; the mean over two parts of them {mean:.6g}"
 
     def _sides(
-        self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], whole: _Side, cuts: list[slice]
-    ) -> tuple[_Side, list[_Side]]:
+        self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], whole: LossSide, cuts: list[slice]
+    ) -> tuple[LossSide, list[LossSide]]:
         first: Noting | None = None
         notes, parts = [], []
         for cut in cuts:
@@ -303,7 +290,7 @@ class LossTrial:
         return act
 
     def _candidates(
-        self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], whole: _Side
+        self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], whole: LossSide
     ) -> Iterator[LossDenominator]:
         if whole.count is not None:
             yield LossDenominator(kind="pair")
@@ -338,7 +325,7 @@ class LossTrial:
         return following or found
 
     def _logged(
-        self, over: LossDenominator, ways: list[tuple[_Side, list[_Side], list[slice]]]
+        self, over: LossDenominator, ways: list[tuple[LossSide, list[LossSide], list[slice]]]
     ) -> tuple[tuple[str, str], ...]:
         """What each logged value is a mean over."""
         trials = []
@@ -350,8 +337,13 @@ class LossTrial:
             trials.append(LoggedTrial(whole.values, [part.values for part in parts], samples, weights))
         return tuple((name, kind_of(name, trials, over.kind == "sum", self.limit)) for name in self.names)
 
-    def _explains(
-        self, over: LossDenominator, whole: _Side, parts: list[_Side], cuts: list[slice], along: list[int | None] | None
+    def explains(
+        self,
+        over: LossDenominator,
+        whole: LossSide,
+        parts: list[LossSide],
+        cuts: list[slice],
+        along: list[int | None] | None = None,
     ) -> bool:
         """Whether the parts, weighted as ``over`` says, make the whole: its value, and its gradient."""
         if over.kind == "pair":

@@ -27,6 +27,7 @@ from meshfit.generators import Generators
 from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of
 from meshfit.loss.gather import gathering
 from meshfit.passes.loss_sum import LossSum
+from meshfit.python_state import PythonState
 from meshfit.torch_private.autograd import in_a_function
 
 
@@ -49,11 +50,15 @@ class Passes:
     """What ``meshfit.gather`` does in the objective."""
     buffers: Buffers = field(default_factory=Buffers)
     """Those that a forward writes."""
+    counters: PythonState | None = None
+    """Numbers that code keeps in Python and each forward changes: all microbatches together change them once."""
     gathered: str = ""
     """The plan, where a module has its whole parameters only while it runs."""
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         self.loss.begin()
+        if self.counters is not None:
+            self.counters.take()
         with self.during():
             if self.batch_loss is None:
                 self._one_by_one(batch, stop)
@@ -127,6 +132,8 @@ class Passes:
     @contextmanager
     def _around(self, at: int, part: Microbatch, *, counts: bool = True) -> Iterator[None]:
         """Around what runs the model; what it writes to buffers counts only once."""
+        if self.counters is not None:
+            self.counters.restore()
         writing = self.buffers.forward(at, part.samples if counts else None)
         counted = nullcontext() if part.samples else counting(False)
         with counted, writing, self.precision.arithmetic(self.device), self.inside():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -10,7 +11,7 @@ from meshfit.axes.expert.balance import is_apart
 from meshfit.comm.first import from_first_rank
 from meshfit.comm.objects import broadcast_object
 from meshfit.data.loader import Loader
-from meshfit.errors import JobError
+from meshfit.errors import JobError, PlanError
 from meshfit.loss import batch_loss
 from meshfit.loss.logged import value_names
 from meshfit.loss.objective import LossDenominator, Objective
@@ -43,6 +44,7 @@ def _agreed(run: "Run", objective: Objective, loader: Loader, tried: Tried, insi
     if not _asked(run) and (run.alone or not objective.may_log):
         return LossDenominator(kind="samples")
     found = lambda: _found(run, objective, loader, tried, inside)
+    python = run.python_state()
     try:
         if run.deferred is not None and inside is None:  # the first rank alone has values
             over = from_first_rank(found, run.mesh.world)
@@ -52,8 +54,17 @@ def _agreed(run: "Run", objective: Objective, loader: Loader, tried: Tried, insi
         if run.splits:
             raise
         return LossDenominator(kind="samples")  # whole batches: training will say what is wrong
+    finally:
+        python.restore()
     if run.splits:
         batch_loss.check(run.plan, over, objective)
+    if over.counters and run.plan.partitions_modules:
+        raise PlanError(
+            f"{run.plan}: each call of the loss changes {over.counters[0]}, a number that is kept in Python",
+            "pipeline= and branch= run a recording of the step, in which it stays what it was",
+            f"{replace(run.plan, pipeline=1, branch=1, data=run.world_plan.devices)} works",
+            "so does a buffer of the model (register_buffer) that counts",
+        )
     if run.mesh.world is not None:
         said = broadcast_object(over.kind)
         if said != over.kind:  # else they would wait for each other in vain

@@ -113,6 +113,7 @@ def make_schedule(run: "Run", phase: TrainedPhase, scale: LossScale | None) -> P
         )
     if placed.branched is not None:
         objective = placed.branched.objective(objective, run.precision, device)
+    counters = run.python_state().only(over.counters) if over.counters and run.plan.microbatches > 1 else None
     return Passes(
         run.model,
         objective,
@@ -124,6 +125,7 @@ def make_schedule(run: "Run", phase: TrainedPhase, scale: LossScale | None) -> P
         batch_loss=whole,
         gather=_gather(run),
         buffers=placed.buffers,
+        counters=counters,
         gathered=str(run.plan) if run.plan.shard > 1 or run.plan.offloads("parameters") else "",
     )
 

@@ -48,6 +48,7 @@ from meshfit.loss.probe import LARGEST
 from meshfit.optimizers import Optimizers, Schedulers
 from meshfit.phases import TrainedPhase
 from meshfit.plan import Plan
+from meshfit.python_state import PythonState
 from meshfit.run.compiling import MEASURED_STEPS, Compiling, expected_step
 from meshfit.run.coordination import Coordination, LocalSteps
 from meshfit.run.denominators import find_denominators
@@ -135,6 +136,8 @@ class Run:
         self.model = self.job.build() if self.deferred is None else self.deferred.model
         if not self.model.training:  # else as the user left it: parts may be in eval mode on purpose
             self.model.train()
+        for module in [m for m in self.model.modules() if m.training and type(m).train is not nn.Module.train]:
+            module.train()  # its own, which may keep parts in eval mode: a frozen BatchNorm
         self.initial: InitialWeights | None = None
         if self.deferred is not None:
             resume = to_resume(self.job, folder)
@@ -181,6 +184,10 @@ class Run:
             self.notes += [note for note in self.valid.notes if note not in self.notes]
         if plan.microbatches > 1 and balanced(self.model):
             self.notes.append("load-balancing loss: of each microbatch by itself, where the model has one")
+
+    def python_state(self) -> PythonState:
+        """What model and losses keep in Python."""
+        return PythonState(self.model, *self.job.objective.code, *self.job.valid_objective.code)
 
     def _before_cut(self, tried: Callable[[], nn.Module]) -> None:
         """What needs the parameters in their own shapes; ``tried`` returns the model with values."""

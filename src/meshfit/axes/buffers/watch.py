@@ -166,11 +166,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for key, found in vars(m).items()
         if "_hooks" in key and isinstance(found, dict)
     ]
-    names: dict[int, Tensor] = {storage_id(p): p for p in model.parameters()}
-    before = _Before(names)
     try:
         devices = (t.device for t in (*model.parameters(), *model.buffers()))
-        with generators.kept(*devices), buffers_kept(model), before:
+        with generators.kept(*devices), buffers_kept(model), weights_kept(model):
             yield
     finally:
         for module, own, parameters, buffers in vars_of:
@@ -184,6 +182,27 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for found, own in hooks:  # transformers installs its own in the first forward: else a second time in the next
             found.clear()
             found.update(own)
+
+
+@contextmanager
+def weights_kept(model: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """Afterwards the parameters of ``model`` are as before, whatever forwards write to them. What it gives says which
+    were written so far, and their values now."""
+    data = {name: (p, p.data) for name, p in model.named_parameters()}
+    before = _Before({storage_id(p): p for p in model.parameters()})
+    replaced = lambda p, own: p.data_ptr() != own.data_ptr()  # by p.data = ...
+
+    def written() -> dict[str, Tensor]:
+        changed = [name for name, (p, own) in data.items() if replaced(p, own) or storage_id(own) in before.kept]
+        return {name: data[name][0].detach().clone() for name in changed}
+
+    try:
+        with before:
+            yield written
+    finally:
+        for p, own in data.values():
+            if replaced(p, own):
+                p.data = own
         with torch.no_grad():
             for tensor, value in before.kept.values():
                 tensor.data.copy_(value)
