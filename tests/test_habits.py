@@ -283,3 +283,53 @@ def test_a_loss_with_a_state_of_its_own_is_left_as_it_was_by_trials() -> None:
     with pytest.raises(PlanError):
         fit(Net(), "microbatches=2", step)
     assert torch.equal(centre.running_mean, torch.zeros(4).double())  # type: ignore[arg-type]
+
+
+class Leaves(Net):
+    """Its features in an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = self.blocks[1](self.blocks[0](self.first(x)))
+        return self.last(self.features)
+
+
+class Replaced(Net):
+    """A module is called with weights that are computed from its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: 1.1 * p for name, p in self.last.named_parameters()}
+        return torch.func.functional_call(self.last, weights, (self.first(x),))
+
+
+def by_features(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return plain(model, batch) + 0.1 * model.features.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "plan", "said"),
+    [
+        (Leaves, by_features, "tensor=2", "the step reads features, which the forward leaves in the model"),
+        (Replaced, plain, PIPELINE, "other tensors for its parameters"),
+    ],
+)
+def test_what_a_recording_or_a_split_would_lose_is_refused(model: Any, step: Any, plan: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        fit(model(), plan, step)
+
+
+@pytest.mark.parametrize("plan", ["data=1", "shard=2", PIPELINE, "server=1 data=2"])
+def test_clip_is_over_what_the_optimizer_steps(plan: str) -> None:
+    def sgd(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.last.parameters(), lr=0.5)
+
+    want = Net()
+    optimizer = sgd(want)
+    for start in (0, 4, 8):
+        optimizer.zero_grad()
+        F.cross_entropy(want(X[start : start + 4]), Y[start : start + 4]).backward()
+        nn.utils.clip_grad_norm_(want.last.parameters(), 0.05)
+        optimizer.step()
+    asked = {"optimizer": sgd, "batch_size": 4, "epochs": 1, "shuffle": False, "devices": "cpu", "progress": False}
+    got = meshfit.fit(Net(), (X, Y), loss=F.cross_entropy, clip=0.05, plan=plan, **asked).model
+    torch.testing.assert_close(got.state_dict(), want.state_dict())
+    assert all(p.requires_grad for p in got.parameters())

@@ -54,6 +54,13 @@ class Optimizers:
     def parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def freeze_others(self, model: nn.Module) -> None:
+        """Parameters that none of them steps get no gradient: none is computed or sent, and ``clip`` and the norm are
+        over what is stepped."""
+        stepped = set(self.parameters)
+        for p in model.parameters():
+            p.requires_grad_(p.requires_grad and p in stepped)
+
     @cached_property
     def state(self) -> "_States":
         return _States(self)

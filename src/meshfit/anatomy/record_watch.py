@@ -44,11 +44,15 @@ class Operators(TorchDispatchMode):
 def watched(recorder: Recorder) -> Iterator[None]:
     """Let ``recorder`` see the calls of modules and functions that this thread makes within."""
 
+    own = {id(p) for p in recorder.model.parameters()}
+
     def call(module_call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = None if recorder.busy else recorder.paths.get(id(module))
         if path is None:
             return module_call(module, *args, **kwargs)
         if path in recorder.atoms:
+            if not all(id(p) in own for p in module.parameters()):
+                recorder.fail("a module is called with other tensors for its parameters (torch.func.functional_call)")
             return recorder.module(path, module, module_call, args, kwargs)
         recorder.stack.append(path)
         try:

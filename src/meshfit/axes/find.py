@@ -15,12 +15,14 @@ from meshfit.anatomy.copies import Uncopied
 from meshfit.anatomy.record import Recording, TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Axis
+from meshfit.axes.buffers.watch import undisturbed
 from meshfit.axes.order import ORDER
 from meshfit.axes.pipeline.stages import Inner
 from meshfit.axes.shard.units import traced
 from meshfit.data import tree
 from meshfit.errors import MeshfitError, PlanError
 from meshfit.plan import Plan
+from meshfit.python_state import PythonState
 from meshfit.step import parted
 
 Objective = Callable[[nn.Module, Any], Any]
@@ -133,11 +135,43 @@ def find(
 ) -> Findings:
     """``model`` stays as it is; costs are those on ``device``. ``kept``: modules that must not be cut over stages."""
     study = Study(plan, model, objective, batch, device, kept, ORDER)
+    if plan.tensor > 1 or plan.context > 1:
+        _check_side_outputs(study)
     values = {axis.word: study.found(axis.word) for axis in ORDER}
     return Findings(
         {word: found.to_send() if hasattr(found, "to_send") else found for word, found in values.items()},
         tuple(study.notes),
     )
+
+
+def _check_side_outputs(study: Study) -> None:
+    """Refuse a step that reads activations which a forward leaves in the model: they may be parts, and gradients that
+    enter there are not those that were proven."""
+    model, state = study.model, PythonState(study.model)
+    left: dict[str, Tensor] = {}
+    detached = model.register_forward_hook(lambda module, given, made: tree.map_tensors(torch.detach, made))
+    try:
+        with undisturbed(model), torch.enable_grad():
+            loss = study.loss(model, tree.map_tensors(torch.clone, study.few))
+            left = {path: t for path, t in state.changed().items() if isinstance(t, Tensor) and t.requires_grad}
+            if left and loss.requires_grad:
+                reached = torch.autograd.grad(loss, [*left.values()], allow_unused=True)
+                left = {path: t for (path, t), by in zip(left.items(), reached, strict=True) if by is not None}
+            else:
+                left = {}
+    except Exception:  # trials will say what is wrong
+        left = {}
+    finally:
+        detached.remove()
+        state.restore()
+    if left:
+        word = "tensor" if study.plan.tensor > 1 else "context"
+        raise PlanError(
+            f"{study.plan}: the step reads {next(iter(left))}, which the forward leaves in the model",
+            f"under {word}= it may be a part, and its gradient is lost or counted twice",
+            "let the forward return it: outputs, features = model(x)",
+            "data= and shard= take it as it is",
+        )
 
 
 def as_number(result: Any) -> Tensor:

@@ -109,12 +109,15 @@ class Here(Training):
 
 @contextmanager
 def as_found(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model is on its device and in its modes, as before."""
+    """Afterwards the model is on its device, in its modes, and its parameters train, as before."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     modes = {module: module.training for module in model.modules()}
+    trains = {p: p.requires_grad for p in model.parameters()}
     try:
         yield
     finally:
         model.to(device)
+        for p, does in trains.items():
+            p.requires_grad_(does)
         for module, mode in modes.items():
             module.training = mode

@@ -199,6 +199,7 @@ class Run:
         self._blank = blank_of(self.model) if self._guards and self.mesh.rank == 0 else None
         self.optimizers = self.job.make_optimizers(self.model)
         self.optimizer = Optimizers([one for some in self.optimizers for one in some.each])
+        self.optimizer.freeze_others(self.model)
         cuts = self.mesh.over(*CUTTING) is not None and not self.plan.server
         self.whole_steps = [one for one in self.optimizer.each if cuts and needs_whole(one)]
         """Optimizers that must see a parameter whole: see whole_step.py."""
