@@ -47,7 +47,7 @@ from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World, cores
 from meshfit.loss.objective import LossDenominator, Objective
 from meshfit.passes.loss_sum import LossSum
-from meshfit.passes.pipeline import Pipelined
+from meshfit.passes.pipeline import LocalStages, Pipelined
 from meshfit.schedule.issue import pairs
 from meshfit.schedule.simulate import Simulated, formula, simulate
 
@@ -115,14 +115,9 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
         CPU,
         loss_replicas=1,
     )
-    run = Pipelined(
-        staged,
-        objective,
-        loss=LossSum(LossDenominator(), exchange),
-        precision=Precision(),
-        device=CPU,
-        transport=Transport(group, CPU, pairs(pipeline.schedule)),
-    )
+    transport = Transport(group, CPU, pairs(pipeline.schedule))
+    stages = LocalStages(staged, objective, Precision(), CPU, transport)
+    run = Pipelined(stages, LossSum(LossDenominator(), exchange))
     parts = [Microbatch((x, x), size.samples) for _ in range(microbatches)]
     batch = Batch(0, 0, np.arange(size.samples * microbatches), False, parts)
     found: list[tuple[float, float, Simulated]] = []

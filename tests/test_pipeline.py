@@ -30,7 +30,7 @@ from meshfit.loss.objective import Objective, call, split
 from meshfit.loss.probe import find_denominator
 from meshfit.passes.backward import input_gradients
 from meshfit.passes.loss_sum import LossSum
-from meshfit.passes.pipeline import Pipelined, StageForward
+from meshfit.passes.pipeline import LocalStages, Pipelined, StageForward
 from meshfit.passes.whole import Passes
 from meshfit.plan import SCHEDULES
 from meshfit.schedule.issue import pairs
@@ -136,15 +136,9 @@ def pipelined(
         device,
         loss_replicas=1,
     )
-    run = Pipelined(
-        staged,
-        objective,
-        loss=LossSum(over, exchange, scale),
-        precision=Precision(word),
-        device=device,
-        transport=Transport(along, device, pairs(pipeline.schedule)),
-        seed=seed,
-    )
+    transport = Transport(along, device, pairs(pipeline.schedule))
+    stages = LocalStages(staged, objective, Precision(word), device, transport)
+    run = Pipelined(stages, LossSum(over, exchange, scale), seed=seed)
     by = 1.0 if scale is None else float(scale.value)
     return train(run, exchange, staged.model, loader, steps, by), staged, run
 
@@ -301,7 +295,7 @@ def test_predictions(word: str) -> None:
     staged.model.eval()
     outputs = lambda model, batch: call(model, split(batch)[0])
     transport = Transport(dist.group.WORLD, CPU, pairs(pipeline.schedule))
-    forward = StageForward(staged, outputs, precision=Precision(), device=CPU, transport=transport)
+    forward = StageForward(LocalStages(staged, outputs, Precision(), CPU, transport))
     for size in (5, 3, 5):
         got = forward((X[:size], Y[:size]))
         if staged.last:

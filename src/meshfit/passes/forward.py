@@ -9,7 +9,7 @@ from torch import nn
 from meshfit.axes.place import Placed
 from meshfit.axes.precision import Precision
 from meshfit.axes.spec import whole_output
-from meshfit.passes.pipeline import StageForward
+from meshfit.passes.pipeline import LocalStages, StageForward
 
 
 class PlacedForward:
@@ -22,15 +22,7 @@ class PlacedForward:
         self._placed, self._step, self._precision, self._device = placed, step, precision, device
         self._stages: StageForward | None = None
         if placed.staged is not None:
-            self._stages = StageForward(
-                placed.staged,
-                step,
-                precision=precision,
-                device=device,
-                transport=placed.staged.transport,
-                inside=placed.inside,
-                groups=placed.groups,
-            )
+            self._stages = StageForward(LocalStages.of(placed, step, precision))
         elif placed.branched is not None:
             self._step = placed.branched.objective(step, precision, device)
 

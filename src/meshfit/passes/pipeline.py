@@ -25,6 +25,7 @@ from meshfit.axes.buffers.watch import buffers_kept
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.pipeline.program import Ran, StageProgram
 from meshfit.axes.pipeline.staged import Staged
+from meshfit.axes.place import Placed
 from meshfit.axes.precision import Precision
 from meshfit.axes.spec import whole_output
 from meshfit.comm.group import Group
@@ -67,36 +68,27 @@ class Pipelined:
 
     def __init__(
         self,
-        staged: Staged,
-        objective: Callable[..., Any],
-        *,
+        stages: "LocalStages",
         loss: LossSum,
-        precision: Precision,
-        device: torch.device,
-        transport: Transport,
+        *,
         seed: int = 0,
-        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
         split_backward: bool = True,
         batch_loss: BatchLoss | None = None,
         buffers: Buffers | None = None,
-        groups: Mapping[str, Group] | None = None,
     ):
         """``split_backward=False`` does the whole of a backward where its first half is due: where activations are
         computed again in backward, the second half would do so once more for every weight.
 
-        ``batch_loss``: of a loss of the whole batch; ``objective`` then gives the model's outputs, and all microbatches
-        go forward once more before the step, without a graph.
-
-        ``groups``: by axis, the ranks over which activations may be split."""
-        self.staged, self.plan = staged, staged.pipeline.schedule
-        self.device, self.seed, self.inside, self.loss = device, seed, inside, loss
+        ``batch_loss``: of a loss of the whole batch; the objective then gives the model's outputs, and all microbatches
+        go forward once more before the step, without a graph."""
+        self.stages, self.staged, self.plan = stages, stages.staged, stages.staged.pipeline.schedule
+        self.device, self.seed, self.loss = stages.device, seed, loss
         self.split_backward, self.batch_loss, self.during = split_backward, batch_loss, during
         self.buffers = buffers or Buffers()
-        self.clock = Clock(device)
+        self.clock = Clock(stages.device)
         self.steps = 0
         """Taken so far: random numbers follow it, so a resumed run sets it."""
-        self.stages = _Stages(staged, objective, precision, device, transport, groups or {})
         self._without_graph: WeakKeyDictionary[StageProgram, StageProgram] = WeakKeyDictionary()
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
@@ -168,19 +160,8 @@ class StageForward:
     A rank goes on to the next call as soon as it has handed one on: call after call fills the pipeline.
     """
 
-    def __init__(
-        self,
-        staged: Staged,
-        objective: Callable[..., Any],
-        *,
-        precision: Precision,
-        device: torch.device,
-        transport: Transport,
-        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
-        groups: Mapping[str, Group] | None = None,
-    ):
-        self.inside = inside
-        self.stages = _Stages(staged, objective, precision, device, transport, groups or {})
+    def __init__(self, stages: "LocalStages"):
+        self.stages = stages
 
     def __call__(self, content: Any) -> Any:
         stages, result = self.stages, None
@@ -193,7 +174,7 @@ class StageForward:
                 before = plan.rank_of(stage - 1) if stage else None
                 if before is not None and before != stages.staged.rank:
                     handed = stages.take(*stages.post(program, (FORWARD, stage - 1, 0), before))
-                with stages.precision.arithmetic(stages.device), self.inside():
+                with stages.precision.arithmetic(stages.device), stages.inside():
                     ran = stages.run(program, stage, given, handed)
                 handed, result = ran.made, ran.result
                 if stage < len(program.stages.ranges) - 1 and plan.rank_of(stage + 1) != stages.staged.rank:
@@ -205,21 +186,28 @@ class StageForward:
         self.stages.transport.flush()
 
 
-class _Stages:
-    """This rank's stages and its lines to the others."""
+@dataclass(eq=False)
+class LocalStages:
+    """This rank's stages, as they run for one objective, and its lines to the other ranks."""
 
-    def __init__(
-        self,
-        staged: Staged,
-        objective: Callable[..., Any],
-        precision: Precision,
-        device: torch.device,
-        transport: Transport,
-        groups: Mapping[str, Group],
-    ):
-        self.staged, self.precision, self.device, self.transport = staged, precision, device, transport
-        self.groups = groups
-        self.programs, self.root = staged.programs(objective), staged.root(objective)
+    staged: Staged
+    objective: Callable[..., Any]
+    precision: Precision
+    device: torch.device
+    transport: Transport
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around what runs the model: see ``Placed``."""
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    """By axis, the ranks over which activations may be split."""
+
+    def __post_init__(self) -> None:
+        self.programs, self.root = self.staged.programs(self.objective), self.staged.root(self.objective)
+
+    @classmethod
+    def of(cls, placed: Placed, objective: Callable[..., Any], precision: Precision) -> "LocalStages":
+        assert placed.staged is not None
+        line = placed.staged.transport
+        return cls(placed.staged, objective, precision, placed.device, line, placed.inside, placed.groups)
 
     def program(self, content: Any, *, training: bool) -> StageProgram:
         with self.precision.arithmetic(self.device):
@@ -312,7 +300,7 @@ class _BatchOfStages:
                 nullcontext() if part.samples else counting(False),
                 run.buffers.forward(at, part.samples if torch.is_grad_enabled() else None),
                 run.stages.precision.arithmetic(run.device),
-                run.inside(),
+                run.stages.inside(),
             ):
                 ran = self.stages.run(program, stage, self.given[at], fed)
             made, result, gradients = ran.made, ran.result, None

@@ -22,7 +22,7 @@ from meshfit.loss.gather import over as rows_over
 from meshfit.loss.gather import refusing
 from meshfit.loss.objective import LossDenominator
 from meshfit.passes.loss_sum import LossSum
-from meshfit.passes.pipeline import Pipelined
+from meshfit.passes.pipeline import LocalStages, Pipelined
 from meshfit.passes.whole import Passes
 from meshfit.phases import TrainedPhase
 from meshfit.rounded_step import RoundedStep
@@ -97,19 +97,13 @@ def make_schedule(run: "Run", phase: TrainedPhase, scale: LossScale | None) -> P
     if placed.staged is not None:
         whole_backward = not placed.layers.keys().isdisjoint(("shard", "branch", "expert"))
         return Pipelined(
-            placed.staged,
-            objective,
-            loss=loss_sum,
-            precision=run.precision,
-            device=device,
-            transport=placed.staged.transport,
+            LocalStages.of(placed, objective, run.precision),
+            loss_sum,
             seed=run.stream_seed,
-            inside=placed.inside,
             during=placed.during,
             split_backward=not whole_backward and run.plan.recomputed_blocks == "none",
             batch_loss=whole,
             buffers=placed.buffers,
-            groups=placed.groups,
         )
     if placed.branched is not None:
         objective = placed.branched.objective(objective, run.precision, device)
