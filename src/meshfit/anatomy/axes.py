@@ -9,6 +9,7 @@ from meshfit.anatomy.blocks import blocks
 from meshfit.anatomy.branches import branches
 from meshfit.anatomy.cuts import cuts, stages
 from meshfit.anatomy.pairs import Pairs
+from meshfit.anatomy.record_known import above
 from meshfit.anatomy.trace import Trace
 
 EVEN = 0.25
@@ -108,7 +109,7 @@ def _pairs(split: Pairs) -> AxisVerdict:
         return AxisVerdict(False, "no pair of weights can be split column then row; by gathering alone")
     narrow = min(split.pairs, key=lambda pair: pair.limit)
     why = f"{count} of weights, column then row, hold {split.cover:.0%} of the bytes"
-    return AxisVerdict(True, f"{why}; up to {narrow.limit} ways ({narrow.narrowest.parameter})", narrow.limit)
+    return AxisVerdict(True, f"{why}; up to tensor={narrow.limit} ({narrow.narrowest.parameter})", narrow.limit)
 
 
 def _tensor(trace: Trace) -> AxisVerdict:
@@ -116,8 +117,7 @@ def _tensor(trace: Trace) -> AxisVerdict:
     widths = [
         size
         for name, parameter in trace.parameters.items()
-        if len(parameter.shape) == 2
-        and (not repeated or any(name.startswith(f"{path}.") for path in _above(name, repeated)))
+        if len(parameter.shape) == 2 and (not repeated or not repeated.isdisjoint(above(name)))
         for size in parameter.shape
     ]
     if not widths:
@@ -126,11 +126,6 @@ def _tensor(trace: Trace) -> AxisVerdict:
     if divisor == 1:
         return AxisVerdict(None, "not tried at this size; the widths of its matrices have no divisor in common")
     return AxisVerdict(None, f"not tried at this size; the widths of its matrices all divide by {divisor}")
-
-
-def _above(name: str, among: set[str]) -> list[str]:
-    parts = name.split(".")
-    return [path for i in range(1, len(parts)) if (path := ".".join(parts[:i])) in among]
 
 
 def _context(trace: Trace) -> AxisVerdict:

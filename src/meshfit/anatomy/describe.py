@@ -83,7 +83,7 @@ class Description:
     splits: tuple[StageSplit, ...]
     axes: dict[str, AxisVerdict]
     pairs: tuple[dict[str, Any], ...]
-    """What can be split column then row: module, columns, rows, and how many ways at most."""
+    """What can be split column then row: module, columns, rows, and the largest degree."""
 
     gathered: tuple[str, ...]
     """What can only be split by output channels, with the output gathered."""

@@ -15,7 +15,7 @@ class ParameterShard:
     """For each device, the indices of ``dim`` that it holds; several hold the same if there are too few to go round."""
 
     limit: int
-    """The largest number of ways in which it could be cut here, were it alone: heads, groups, channels."""
+    """The largest degree by which it could be cut here, were it alone: heads, groups, channels."""
 
     def index(self, rank: int) -> tuple[int, ...]:
         return tuple(i for start, stop in self.ranges[rank] for i in range(start, stop))
@@ -53,7 +53,7 @@ class Pair:
 
     degree: int
     limit: int
-    """The largest number of ways; every divisor of it is possible."""
+    """The largest; every divisor of it is possible."""
 
     bytes: int
 
@@ -63,7 +63,7 @@ class Pair:
 
     @property
     def narrowest(self) -> ParameterShard:
-        """The shard that limits the number of ways."""
+        """The shard that limits the degree."""
         return min(self.columns + self.others, key=lambda shard: shard.limit)
 
     def allows(self, degree: int) -> bool:

@@ -28,7 +28,7 @@ class PairFinder(Walker):
     """Puts walks together into pairs."""
 
     limited = True
-    """Whether to look for the largest number of ways."""
+    """Whether to look for the largest degree."""
 
     def pairs(self, sizes: Mapping[str, int]) -> list[Pair]:
         reaches = {(walk.name, dim): reach for walk in self.walks() for dim, reach in walk.reaches.items()}
@@ -267,7 +267,7 @@ class PairFinder(Walker):
         return ParameterShard(name, dim, held_alike(ranges, self.degree), limit)
 
     def _limit(self, name: str, dim: int, reach: Reach) -> int:
-        """The largest number of ways for which two neighbouring shares still stay apart."""
+        """The largest degree for which two neighbouring shares still stay apart."""
         key = id(reach.first or reach), dim
         if key not in self.limits:
             size = math.gcd(*reach.sizes)

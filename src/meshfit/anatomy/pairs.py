@@ -63,7 +63,7 @@ class Pairs:
 
     @property
     def limit(self) -> int:
-        """The largest number of ways that all pairs allow; 1 if there is none."""
+        """The largest degree that all pairs allow; 1 if there is none."""
         return math.gcd(*(pair.limit for pair in self.pairs)) or 1
 
 
@@ -72,7 +72,7 @@ def find_pairs(model: nn.Module, inputs: Any, *, degree: int = 2, copies: bool =
 
     ``inputs`` is a small batch: a tensor, a tuple of arguments, or a dict of keyword arguments. With ``copies`` several
     devices may hold the same share of a column: heads of keys and values that are fewer than the devices. Without
-    ``limits`` nobody asks for the largest number of ways, which takes as long as the rest: ``degree`` stands for it.
+    ``limits`` the largest degree is not looked for, which takes as long as the rest: ``degree`` stands for it.
     """
     if degree < 2:
         raise ValueError(f"a split has two ways or more, not {degree}")

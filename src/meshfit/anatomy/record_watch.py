@@ -99,7 +99,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
 
 
 def line_of(error: BaseException) -> str:
-    """Where an exception came from, in the same sense."""
+    """The line of the model's code, or of a library's, that raised an exception."""
     line, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

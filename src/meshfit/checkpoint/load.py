@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.axes.buffers.watch import named_state
 from meshfit.axes.tensors import tensors_of
 from meshfit.checkpoint import manifest, plain
 from meshfit.checkpoint.box import sizes, whole
@@ -316,7 +317,7 @@ class Loading:
 
         def put() -> None:
             best.value, best.misses = numbers["value"], numbers["misses"]
-            named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            named = named_state(model)
             held = {tensor.data_ptr(): name for name, tensor in named.items() if name in weights}
             best.weights = {
                 name: weights[name] if name in weights else weights[held[tensor.data_ptr()]].clone()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_build import tied
+from meshfit.axes.buffers.watch import named_state
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, inside, sizes, volume, whole
 from meshfit.checkpoint.pieces import layout_of
@@ -42,7 +43,7 @@ class Parts:
         self.device = placed.device
         self.mine: dict[str, list[tuple[Box, Tensor]]] = {}
         described: dict[str, Described] = {}
-        for name, tensor in _named(placed.model).items():
+        for name, tensor in named_state(placed.model).items():
             layout = layout_of(placed, tensor)
             pieces = [piece for piece in layout.pieces if all(sizes(piece.box))]
             self.mine[name] = [(piece.box, piece.of(tensor.detach())) for piece in pieces]
@@ -81,7 +82,7 @@ class Parts:
     @torch.no_grad()
     def into(self, model: nn.Module) -> nn.Module:
         """``model``, which was built on meta, with all weights."""
-        named = _named(model)
+        named = named_state(model)
         for name, tensor in self.tensors():
             old = named[name]
             if isinstance(old, nn.Parameter):
@@ -94,10 +95,6 @@ class Parts:
         """For ``export.write``: all ranks ask for the same ones."""
         for _, tensor in self.tensors([name]):
             yield tensor
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _put(model: nn.Module, old: Tensor, new: Tensor) -> None:

@@ -83,7 +83,7 @@ class Across:
         self.inner.arm(own)
 
     def finish(self) -> StepScalars:
-        """Wait until every gradient is summed, and hear what the other ranks have to say."""
+        """Wait until every gradient, and the scalars of the step, are summed."""
         scalars = self.inner.finish()
         reached = [p is not None and p.grad is not None for p in self._shared]
         for p in self._shared:  # one that this rank did not reach adds nothing to what the others have

@@ -2,7 +2,7 @@
 
 Gradients live in flat buckets, filled in the order in which backward makes them. A hook on each parameter
 counts; a full bucket is summed at once, in the background, buckets always in the same order on every rank.
-A few numbers ride along in the last bucket: the loss, what it is a mean over, whether to stop, whose loss was
+The scalars of the step are in the last bucket: the loss, what it is a mean over, whether to stop, whose loss was
 not finite. So no step needs a collective of its own for them.
 
     memory    the buckets are the gradients: nothing beside them
@@ -15,7 +15,7 @@ of unused parameters. Hooks on parameters need none of it.
 
 [Note: unused parameters]
 One device leaves the gradient of a parameter that took no part at None, and optimizers then skip it. Here a
-parameter has a gradient if any rank reached it. Whether each was reached rides along too. A rank that reached
+parameter has a gradient if any rank reached it. Whether each was reached is in the last bucket too. A rank that reached
 all of them need not look: what it reached was reached somewhere. A rank that did not waits for the sums (its
 last bucket cannot have gone before it knows) and drops the gradients that nobody made.
 """

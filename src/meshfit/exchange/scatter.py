@@ -332,7 +332,7 @@ class Scatter:
         self._scalars.put(own)
 
     def finish(self) -> StepScalars:
-        """Wait until every gradient is summed, and hear what the other ranks have to say."""
+        """Wait until every gradient, and the scalars of the step, are summed."""
         self._end_pass()
         self._expected = []  # no more will come: what is under way is summed over copies in the order it was sent in
         while self._flying:

@@ -192,7 +192,7 @@ def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _begin_momentum(optimizer: torch.optim.SGD) -> None:
-    """Give a parameter that gets its first gradient after others a momentum of zero, which comes to the same: torch's
+    """Give a parameter that gets its first gradient after others a momentum of zero, which is the same: torch's
     fused kernel cannot step those that have one together with those that have none."""
     for group in optimizer.param_groups:
         reached = [p for p in group["params"] if p.grad is not None] if group["momentum"] else []

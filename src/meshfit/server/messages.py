@@ -4,7 +4,7 @@ with them, so that one who sends others is refused alone, and the run goes on.
     hello     who it is, how its payload is laid out, its shared memory        welcome
     where     which batch is next, and who shares it                           reply
     meet      what it says to the others in the middle of a batch              reply, or again
-    push      its gradient, and what rides along                               reply, or again
+    push      its gradient, and the scalars of the step                        reply, or again
     agree     sum over these workers alone: another server has lost the rest   reply, or again
     step      take the step; the factor and the norm, now that all is known    weights
     drop      do not

@@ -47,7 +47,7 @@ class SharedPart:
     down: Tensor
     """Where it has come to."""
     sends: bool
-    """Whether it is this rank's to send."""
+    """Whether this rank sends it."""
 
     @property
     def nbytes(self) -> int:
@@ -60,12 +60,12 @@ class SharedPart:
 
 
 def mine(placed: Placed, tensor: Tensor, whole: Tensor) -> Tensor:
-    """What a rank that holds ``tensor``, a parameter, holds of ``whole``, which lies alike: a moment, an average."""
-    lies = layout_of(placed, tensor)
-    if tuple(whole.shape) != lies.shape or lies.shape == tuple(tensor.shape):
+    """What a rank that holds ``tensor``, a parameter, holds of ``whole``, laid out like it: a moment, an average."""
+    layout = layout_of(placed, tensor)
+    if tuple(whole.shape) != layout.shape or layout.shape == tuple(tensor.shape):
         return whole
     made = torch.empty_like(tensor, dtype=whole.dtype, device="cpu", requires_grad=False)
-    for piece in lies.pieces:
+    for piece in layout.pieces:
         if volume(piece.box):
             piece.of(made).copy_(whole[tuple(slice(*ends) for ends in piece.box)])
     return made

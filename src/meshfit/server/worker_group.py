@@ -129,7 +129,7 @@ class WorkerGroup:
         ]
 
     def _check(self, first: dict[tuple[str, Box], int]) -> None:
-        """Every element of a parameter is some rank's to send, once."""
+        """Every element of a parameter is sent by one rank."""
         for name, tensor in self._ups.items():
             sent = sum(volume(box) for each, box in first if each == name)
             if sent != tensor.numel():
@@ -137,7 +137,7 @@ class WorkerGroup:
 
     @torch.no_grad()
     def _give(self) -> set[str]:
-        """Put what is this rank's to send where it is sent from. Names of what it has gradients, or statistics, of."""
+        """Copy what this rank sends to shared memory. Returns the names of what it has gradients, or statistics, of."""
         given = [(part, part.sent) for part in self.parts]
         for part, sent in given:
             if sent is not None and part.sends:

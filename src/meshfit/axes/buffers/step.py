@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshfit.axes.buffers.find import BufferWriter, Written
 from meshfit.axes.buffers.totals import Totals
 from meshfit.axes.buffers.trace import Collect, Differs, look_away
+from meshfit.axes.buffers.watch import named_state
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.forward import wrap
 from meshfit.comm.group import Group
@@ -88,7 +89,7 @@ class Buffers:
     ):
         model, written = model or nn.Module(), written or Written()
         self.model = model
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        named = named_state(model)
         self.group = group
         self.writers = [w for w in written.writers if all(name in named for name in w.states)]
         wanted = [*(written.kept if microbatches > 1 else ()), *(n for w in self.writers for n in w.states)]
