@@ -65,6 +65,3 @@ class Pair:
     def narrowest(self) -> ParameterShard:
         """The shard that limits the degree."""
         return min(self.columns + self.others, key=lambda shard: shard.limit)
-
-    def allows(self, degree: int) -> bool:
-        return self.limit % degree == 0

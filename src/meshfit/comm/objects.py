@@ -20,26 +20,18 @@ R = TypeVar("R")
 
 def all_gather_object(value: R, group: dist.ProcessGroup | None = None) -> list[R]:
     """What each rank of the group says, by rank. All of them call it together."""
-    mine, size = _bytes(value), dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([mine.numel()], device="cpu"), group=group)
-    longest = max(int(length) for length in lengths)
-    parts = list(torch.empty(size * longest, dtype=torch.uint8, device="cpu").split(longest))
-    dist.all_gather(parts, pad(mine, (0, longest - mine.numel())), group=group)
-    return [loads(part[: int(length)]) for part, length in zip(parts, lengths, strict=True)]
+    mine, lengths = _padded(value, group)
+    parts = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(parts, mine, group=group)
+    return [loads(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
 
 def gather_object(value: R, group: dist.ProcessGroup | None = None) -> list[R] | None:
     """What each rank says, on the first one of the group; None on the others."""
-    mine, size, first = _bytes(value), dist.get_world_size(group), dist.get_rank(group) == 0
-    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([mine.numel()], device="cpu"), group=group)
-    longest = max(int(length) for length in lengths)
-    parts = list(torch.empty(size * longest, dtype=torch.uint8, device="cpu").split(longest)) if first else None
-    dist.gather(pad(mine, (0, longest - mine.numel())), parts, group=group, group_dst=0)
-    if parts is None:
-        return None
-    return [loads(part[: int(length)]) for part, length in zip(parts, lengths, strict=True)]
+    mine, lengths = _padded(value, group)
+    parts = [torch.empty_like(mine) for _ in lengths] if dist.get_rank(group) == 0 else None
+    dist.gather(mine, parts, group=group, group_dst=0)
+    return None if parts is None else [loads(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
 
 def broadcast_object(value: R, group: dist.ProcessGroup | None = None) -> R:
@@ -51,6 +43,15 @@ def broadcast_object(value: R, group: dist.ProcessGroup | None = None) -> R:
     sent = sent if first else torch.empty(int(length), dtype=torch.uint8, device="cpu")
     dist.broadcast(sent, group=group, group_src=0)
     return value if first else loads(sent)
+
+
+def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """``value`` as bytes, as many as the longest of all ranks has; and how many each has."""
+    mine = _bytes(value)
+    every = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, torch.tensor([mine.numel()], device="cpu"), group=group)
+    lengths = [int(length) for length in every]
+    return pad(mine, (0, max(lengths) - mine.numel())), lengths
 
 
 def _bytes(value: Any) -> Tensor:
