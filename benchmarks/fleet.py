@@ -226,12 +226,12 @@ def _break_often(worker: Worker, times: int) -> None:
     for connection in worker.connections:
         plain = connection.recv
 
-        def recv(timeout: float, connection: Any = connection, plain: Any = plain) -> Any:
+        def recv(*given: Any, connection: Any = connection, plain: Any = plain) -> Any:
             if chance.random() < 1 / 3 and worker.broken < times:  # type: ignore[attr-defined]
                 worker.broken += 1  # type: ignore[attr-defined]
                 time.sleep(0.002 * (worker.broken % 2))  # type: ignore[attr-defined]  # at times the server has done it by then, at times not
                 connection.close()
-            return plain(timeout)
+            return plain(*given)
 
         connection.recv = recv
 

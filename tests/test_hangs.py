@@ -106,6 +106,16 @@ class Odd(nn.Module):
         return self.layer(x)
 
 
+class HangsInEvaluation(Odd):
+    """In the second one, on one of the ranks."""
+
+    def forward(self, x):
+        self.calls += self.training
+        if not self.training and dist.is_initialized() and dist.get_rank() == self.rank and self.calls >= self.at:
+            self.how()
+        return self.layer(x)
+
+
 class SlowToEvaluate(Odd):
     """Of the batches of an evaluation none takes long, all together do."""
 
@@ -122,6 +132,10 @@ def stop_myself() -> None:
 def loop_for_ever() -> None:
     while True:
         torch.ones(4).sum()
+
+
+def sleep_for_ever() -> None:
+    time.sleep(10**6)
 
 
 def keep_the_lock() -> None:
@@ -171,23 +185,48 @@ def test_a_run_that_hangs_ends_with_a_verdict(how, headline: str, says: str) -> 
         assert "to which rank 1 has not come" in str(caught.value)
 
 
+VALID = torch.randn(32, 4), torch.randn(32, 1)  # four batches
+
+
+@pytest.mark.parametrize("how", [loop_for_ever, more(sleep_for_ever)])
+def test_a_hang_in_an_evaluation_is_found_like_one_in_a_step(how) -> None:
+    with pytest.raises(Died) as caught:
+        fit(HangsInEvaluation(how), valid=VALID, valid_every=4)
+    assert caught.value.headline == "rank 1 hangs in step 8"
+    assert "it stands in evaluate" in str(caught.value)
+
+
 def test_slow_but_healthy_is_left_alone() -> None:
     """A first step, an evaluation and a callback that take longer than ``hang_timeout``."""
     first = SlowToEvaluate(lambda: time.sleep(3.0), at=1)
     held = [lambda step: time.sleep(3.0 if step.step == 4 else 0.0)]
-    valid = torch.randn(32, 4), torch.randn(32, 1)  # four batches
-    result = fit(first, hang_timeout="2 s", steps=5, valid=valid, valid_every=5, each_step=held)
+    result = fit(first, hang_timeout="2 s", steps=5, valid=VALID, valid_every=5, each_step=held)
     assert result.steps == 5
 
 
 def test_a_hung_worker_of_a_server_is_ended_and_the_others_go_on(capfd: pytest.CaptureFixture[str]) -> None:
-    valid = torch.randn(8, 4), torch.randn(8, 1)  # with it, servers are patient for a day
-    result = fit(stop_myself, plan="server=1 data=2", steps=30, valid=valid, valid_every=30)
+    result = fit(stop_myself, plan="server=1 data=2", steps=30, valid=VALID, valid_every=30)
     assert result.steps == 30
     told = capfd.readouterr().err
     assert "rank 1 hangs" in told
     assert "it is ended, and the others go on" in told
     assert any("rank 1 hangs" in note for note in result.notes)
+
+
+def test_an_evaluation_may_take_longer_than_workers_of_servers_wait() -> None:
+    """The servers hear that it gets on."""
+    model = SlowToEvaluate(lambda: None)
+    result = fit(model, plan="server=1 data=2", steps=12, timeout=2, hang_timeout="60 s", valid=VALID, valid_every=6)
+    assert result.steps == 12
+    assert not any("was lost" in note for note in result.notes)
+
+
+@pytest.mark.more
+def test_a_leader_that_hangs_in_an_evaluation_is_ended_and_another_evaluates() -> None:
+    result = fit(HangsInEvaluation(loop_for_ever, rank=0), plan="server=1 data=2", valid=VALID, valid_every=4)
+    assert result.steps == 12
+    assert any("rank 0 hangs in step 8" in note for note in result.notes)
+    assert [step.step for step in result.history if step.valid] == [4, 8, 12]
 
 
 TORCHRUN = """

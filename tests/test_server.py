@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from meshfit.errors import PlanError, RankError
 from meshfit.exchange import server_cost
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.server_cost import Payload
+from meshfit.server import server as server_module
 from meshfit.server.keeper import Keeper, shortened
 from meshfit.server.running_statistics import RunningStatistics
 from meshfit.server.settings import ServerSettings
@@ -394,6 +396,37 @@ def test_what_a_worker_asked_for_is_not_replaced_when_another_asks(tmp_path: Pat
         put_down([mine, tmp_path])
     for worker in workers:
         worker.remove()
+    server.close()
+
+
+@pytest.mark.parametrize("gets_on", [True, False])
+def test_a_silent_worker_is_waited_for_as_long_as_it_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gets_on: bool
+) -> None:
+    """It evaluates, say. The other is told that it waits, so it need not know for how long."""
+    monkeypatch.setattr(server_module, "SIGN_SECONDS", 0.1)
+    training = Training(build=plain, data=(X, Y), loss=F.cross_entropy)
+    server = training.server(ServerSettings(workers=2, patience=0.6), servers=1, address=f"unix:{tmp_path}/0")
+
+    def train(id: int) -> Work:
+        model = plain()
+        work = Work(training, Worker(model, [server.address], SECRET, id=id, timeout=1.0), model)
+        until = time.monotonic() + 2.0 * (id == 0)
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            if gets_on:
+                work.worker.progress()
+        if gets_on or id:
+            next(work.steps())
+        return work
+
+    with ThreadPoolExecutor(2) as pool:
+        works = list(pool.map(train, range(2)))
+    assert bool(server.notes) != gets_on
+    assert gets_on or "worker 0 was lost at step 0: was not heard from for 0.6 s" in server.notes[0]
+    assert server.version == 1
+    for work in works:
+        work.worker.remove()
     server.close()
 
 

@@ -145,7 +145,7 @@ def test_a_hung_worker_is_given_up(tmp_path: Path) -> None:
         fleet.until(lambda: len(fleet.steps(1)) > 3)
         os.kill(hung.process.pid, signal.SIGSTOP)
         assert fleet.workers[0].end()["tickets"] == list(range(30))
-        assert "sent nothing for 0.5 s" in fleet.servers[0].end()["said"][0]
+        assert "not heard from for 0.5 s" in fleet.servers[0].end()["said"][0]
         os.kill(hung.process.pid, signal.SIGCONT)
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshfit
+from meshfit.checkpoint.saver import Saver
 from meshfit.errors import RankError
 from meshfit.launch import frames, heartbeat
 from meshfit.launch.channel import memory_file
@@ -26,6 +27,7 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, parsed, silence_of
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.stalls import judge
+from meshfit.live import LIVE
 from tests.command import run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -44,6 +46,7 @@ def test_the_one_behind_is_found_not_those_that_wait() -> None:
     assert found(("waits", 50, 1), ("idle", 46, 1), ("waits", 50, 2)) == [(1, "idle")]
     assert found(("waits", 50, 1), ("busy", 50, 1)) == [(1, "busy")]
     assert found(("waits", 50, 1), ("waits", 50, 1)) == [(0, "waits"), (1, "waits")]
+    assert found(("works", 0, 1), ("busy", 50, 1), together=False) == [(1, "busy")]
 
 
 def test_those_that_get_on_are_left_alone() -> None:
@@ -51,6 +54,7 @@ def test_those_that_get_on_are_left_alone() -> None:
     assert not found(("waits", 50, 1), ("excused", 50, 1))  # the caller holds it, or it saves, or compiles
     assert not found(("waits", 50, 1), ("works", 0, 1))
     assert not found(("waits", 50, 1), ("waits", 50, 1), together=False)  # for a server
+    assert not found(("works", 0, 1), ("busy", 9, 1), together=False)
     assert not found(("waits", 50, 1), ("done", 0, 300))[1:]
     slow = replace(BEAT, state="busy", still=50, slowest=20.0)  # its steps take long
     assert not judge({0: (slow, 1.0), 1: (replace(slow, rank=1, state="waits"), 1.0)}, 45.0)
@@ -107,6 +111,51 @@ def test_a_rank_says_where_it_is() -> None:
     assert last is not None
     assert last.state == "done"
     os.close(board.fd)
+
+
+SPINS = """
+def spins(ready):
+    while not ready.is_set():
+        sum(range(1000))
+"""
+
+
+@pytest.mark.parametrize(("file", "state"), [("checkpoint/write.py", "busy"), ("evaluation.py", "busy")])
+def test_a_save_and_a_first_evaluation_have_a_limit(file: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may take longer than a step; one that has gained nothing for longer than that has stalled."""
+    monkeypatch.setattr(heartbeat, "PATIENCE", 0.6)
+    names: dict = {}
+    exec(compile(SPINS, f"{frames.OURS}{file}", "exec"), names)
+    board, done = SharedBoard(memory_file()), threading.Event()
+    heart = Heart(board, 0, silence=0.45)
+    threading.Timer(1.5, done.set).start()
+    alive: list[float] = []
+    monkeypatch.setattr(LIVE, "alive", lambda: alive.append(time.monotonic()))
+    heart.start()
+    began = time.monotonic()
+    names["spins"](done)
+    beat = parsed(board.get(0))
+    heart.stop()
+    assert beat is not None
+    assert beat.state == state
+    assert beat.still > 0.6
+    assert judge({0: (beat, 0.0)}, 0.45) or beat.still < heartbeat.LONGER * beat.slowest
+    assert alive[0] - began < 0.5  # to servers, say, it was alive until then
+    os.close(board.fd)
+
+
+def test_a_rank_that_waits_for_the_part_of_another_does_not_save(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    saver._thread = thread = threading.Thread(target=saver._join)
+    thread.start()
+    assert thread.ident is not None
+    time.sleep(0.05)
+    assert frames.where(thread.ident) == "saves"
+    saver._written.set_result(None)
+    time.sleep(0.05)
+    assert frames.where(thread.ident) == "waits"
+    saver._ended.set()
+    thread.join()
 
 
 def stop_myself() -> None:

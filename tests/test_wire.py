@@ -122,6 +122,15 @@ def test_waiting_ends(pair: tuple[Wire, Wire]) -> None:
         pair[0].recv(timeout=0.05)
 
 
+def test_an_end_that_has_closed_is_gone_whatever_of_it_is_unread(pair: tuple[Wire, Wire]) -> None:
+    here, there = pair
+    here.sign("progress")
+    assert not there.gone()
+    here.close()
+    assert there.gone()
+    assert there.recv(timeout=1).kind == "progress"
+
+
 def test_both_ends_prove_the_secret(served: tuple[str, list[Wire]]) -> None:
     address, met = served
     here = connect(address, SECRET, worker=5)

@@ -97,6 +97,8 @@ class Live:
         """The model that is trained, while there is one: for the names of its modules."""
         self.hang = math.inf
         """Seconds for which it may stand still."""
+        self.alive: Callable[[], None] = lambda: None
+        """Called by the heartbeat now and then, while this process gets on: others may wait for it."""
         self.halt: Exception | None = None
         """What the watch of this process found, to be raised before the next step."""
 

@@ -3,11 +3,13 @@
     python -m tests.faults                      all rows
     python -m tests.faults --only 1,4,45        some
     python -m tests.faults --seed 7             the same random places again: each run prints its seed
+    python -m tests.faults --device cuda        those of ranks, over NCCL: two of them on one GPU
 
 Exit code 1 where a row has no points, or the tally is not zero.
 """
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -15,14 +17,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.nccl_ranks import NOT_RUN, RIG, gpu
 from tests.faults import data, doors, processes  # noqa: F401 (their rows)
 from tests.faults.table import ROWS, Given, Happened
 
+OVER_NCCL = ("1", "4", "6", "7", "7b", "15", "36b")
 
-def tried(number: str, seed: int, wholes: dict[str, dict[str, Any]]) -> tuple[Happened, float]:
+
+def tried(number: str, seed: int, wholes: dict[str, dict[str, Any]], device: str) -> tuple[Happened, float]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="meshfit-faults-", ignore_cleanup_errors=True) as folder:
-        given = Given(random.Random(f"{seed} {number}"), Path(folder), wholes)
+        given = Given(random.Random(f"{seed} {number}"), Path(folder), wholes, device)
         try:
             happened = ROWS[number][2](given)
         except Exception as error:
@@ -45,15 +50,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="numbers of rows, with commas")
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     asked = parser.parse_args()
+    if asked.device == "cuda" and not gpu():
+        print("there is no GPU: nothing was run", file=sys.stderr)
+        return NOT_RUN
+    os.environ |= RIG if asked.device == "cuda" else {}
     seed = random.randrange(10**6) if asked.seed is None else asked.seed
-    numbers = asked.only.split(",") if asked.only else list(ROWS)
-    print(f"seed {seed}: python -m tests.faults --seed {seed}{' --only ' + asked.only if asked.only else ''}\n")
+    numbers = list(OVER_NCCL if asked.device == "cuda" else ROWS)
+    numbers = asked.only.split(",") if asked.only else numbers
+    how = "".join(f" --{name} {value}" for name, value in (("device", asked.device), ("only", asked.only)) if value)
+    print(f"seed {seed}: python -m tests.faults --seed {seed}{how}\n")
     print(f"{'':6} {'fault':52} {'expected':42} {'s':>6}  points  happened", flush=True)
     every, wholes = [], {}
     for number in numbers:
         fault, expected, _ = ROWS[number]
-        happened, seconds = tried(number, seed, wholes)
+        happened, seconds = tried(number, seed, wholes, asked.device)
         every.append(happened)
         words = " ".join(happened.words.split())
         print(f"{number:6} {fault:52} {expected:42} {seconds:6.1f}  {happened.points:>6}  {words[:200]}", flush=True)

@@ -37,6 +37,15 @@ tests(
 )
 
 
+@row("36b", "NaN in one rank's gradient", "all stop in that step, which is named")
+def not_a_number(given: Given) -> Happened:
+    at = fault(given, "nan", phase="data", mark="")
+    outcome = run(given.protected("data=2", fault=at), limit=LIMIT)
+    return stopped(
+        outcome, rf"step {at['step']}: the gradient's norm is nan\n[^\n]*samples [^\n]+\n[^\n]*weights are as"
+    )
+
+
 @row("37", "a bit of a weight flips in rank 1 of three", "the rank is named, weights identical")
 def flipped(given: Given) -> Happened:
     says = "rank 1 holds other (weights|optimizer state) than ranks 0 and 2"

@@ -125,7 +125,13 @@ def _descriptors(fault: Fault, optimizer: Any) -> None:
 
 def _collective(fault: Fault, optimizer: Any) -> None:
     """That no other rank calls."""
-    dist.broadcast(torch.ones(3), 0)
+    dist.broadcast(torch.ones(3, device=optimizer.param_groups[0]["params"][0].device), 0)
+
+
+def _nan(fault: Fault, optimizer: Any) -> None:
+    """In this rank's gradient of the first weight."""
+    weight = optimizer.param_groups[0]["params"][0]
+    handle = weight.register_hook(lambda gradient: (handle.remove(), gradient * torch.nan)[1])
 
 
 def _flip(fault: Fault, optimizer: Any) -> None:
@@ -147,5 +153,6 @@ KINDS = {
     "memory": _memory,
     "descriptors": _descriptors,
     "collective": _collective,
+    "nan": _nan,
     "flip": _flip,
 }

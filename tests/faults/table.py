@@ -38,11 +38,16 @@ class Given:
     draw: random.Random
     folder: Path
     wholes: dict[str, dict[str, Any]]
+    device: str = "cpu"
+
+    def asked(self, plan: str) -> dict[str, Any]:
+        """Of every run. On GPUs nothing is compiled: that would take longer than the rest."""
+        return {"plan": plan if self.device == "cpu" else f"{plan} compile=none", "steps": STEPS, "device": self.device}
 
     def whole(self, plan: str) -> dict[str, Any]:
         """What a run without faults comes to."""
         if plan not in self.wholes:
-            outcome = run({"plan": plan, "steps": STEPS}, limit=LIMIT)
+            outcome = run(self.asked(plan), limit=LIMIT)
             assert outcome.result, outcome.err[-2000:]
             self.wholes[plan] = outcome.result
         return self.wholes[plan]
@@ -50,7 +55,7 @@ class Given:
     def protected(self, plan: str, **asked: Any) -> dict[str, Any]:
         """A job with checkpoints, in a new folder."""
         out = self.folder / f"run{len(list(self.folder.iterdir()))}"
-        return {"plan": plan, "steps": STEPS, "out": str(out), "checkpoint": 20, **asked}
+        return {**self.asked(plan), "out": str(out), "checkpoint": 20, **asked}
 
     def once(self) -> str:
         return str(self.folder / f"mark{self.draw.random()}")

@@ -17,6 +17,7 @@ from meshfit.arguments import is_url
 from meshfit.checkpoint.lock import Lock
 from meshfit.errors import CheckpointError
 from meshfit.launch.system import BINARY, read_at, sync_folder
+from meshfit.live import LIVE
 from meshfit.units import size
 
 PART = ".part"
@@ -76,6 +77,7 @@ class Files:
                 while left:
                     self.about("write", name)
                     done = os.write(fd, left[:WRITE])
+                    LIVE.tick()
                     left, size = left[done:], size + done
             self.about("fsync", name)
             os.fsync(fd)

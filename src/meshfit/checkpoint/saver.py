@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,8 @@ class Saver:
         self._lock: Lock | None = None
         self._host: Tensor | None = None
         self._thread: threading.Thread | None = None
+        self._written, self._ended = Future[None](), threading.Event()
+        """Of the save under way: this rank's part, and all that the thread has to do."""
         self._error: BaseException | None = None
         self._failed = True  # saves before this run's may have: what they left is in the way
         self._assigned: tuple[list[bytes], list[list[int]]] | None = None
@@ -160,6 +163,7 @@ class Saver:
         self._raise()
         with run.coordination.whole():
             part = self._part(run, metrics)
+        self._written, self._ended = Future[None](), threading.Event()
         if not wait:
             self._thread = threading.Thread(target=self._write, args=(part,), name="meshfit-checkpoint", daemon=True)
             self._thread.start()
@@ -231,6 +235,7 @@ class Saver:
     def _write(self, part: RankSave) -> None:
         try:
             part.write()
+            self._written.set_result(None)
             if part.common is not None:
                 found = part.complete()
                 self.newest, value = found.name, self.keep.value_of(found)
@@ -239,13 +244,18 @@ class Saver:
                 prune(self.files, self.keep, damaged=self.damaged)
         except BaseException as error:
             self._error, self._failed = error, True
+        if not self._written.done():
+            self._written.set_result(None)
         self.seconds |= part.seconds
         if self._due is not None:
             self._due.busy = sum(part.seconds.values())
+        self._ended.set()
 
     def _join(self) -> None:
+        """In two lines, since whoever watches this rank reads where it stands: it saves, or it waits for others."""
         if self._thread is not None:
-            self._thread.join()
+            self._written.result()
+            self._ended.wait()
             self._thread = None
 
     def _raise(self) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 import time
 import zlib
 from collections import defaultdict
@@ -27,6 +28,7 @@ from meshfit.checkpoint.files import Files, refused
 from meshfit.checkpoint.state import Item, fingerprint, merged
 from meshfit.checkpoint.tensorfile import header
 from meshfit.errors import CheckpointError
+from meshfit.live import LIVE
 
 PATIENCE = 1800.0
 """Seconds that the first rank waits for the others' acknowledgements."""
@@ -68,6 +70,7 @@ def _hashed(block: list[memoryview]) -> tuple[int, str]:
     for part in block:
         crc = zlib.crc32(part, crc)
         digest.update(part)
+    LIVE.tick()
     return crc, digest.hexdigest()
 
 
@@ -165,6 +168,7 @@ class RankSave:
 
     def _acknowledged(self, patience: float) -> list[dict[str, Any]]:
         until, pause = time.monotonic() + patience, 0.002
+        others = threading.Event()  # whoever watches this rank reads that it waits
         said: dict[int, dict[str, Any]] = {}
         while True:
             there = set(self.files.names(self.folder))
@@ -193,7 +197,7 @@ class RankSave:
                 raise CheckpointError(
                     f"rank {', '.join(missing)} did not write its part of {self.folder}", f"waited {patience:.0f} s"
                 )
-            time.sleep(pause)
+            others.wait(pause)
             pause = min(0.1, pause * 1.5)
 
     def _body(self, said: list[dict[str, Any]]) -> dict[str, Any]:

@@ -30,7 +30,9 @@ SILENCE = 20.0
 BEATS = 9
 """That a rank gives within that time."""
 TEXT, SLOT = 8192, 8192 + SIZE  # bytes of shared memory a rank: for its beat, and with what live.py writes
-SAVING = 600.0  # seconds that a save may neither compute nor write, as one to a far place may
+PATIENCE = 180.0  # seconds until a save, or the first batch of all evaluations, has stalled: a far place may take so
+# long (checkpoint/bucket.py asks it for two minutes). Not a save that waits for a disk
+LONGER = 10  # times the longest step so far: a rank that is busy for so long with one has stalled
 MOST_TEXT = 6000
 BUSY = 0.05  # of a core: less is the work of threads that look after things
 UNKNOWN = 1e9  # seconds
@@ -54,7 +56,7 @@ class Beat:
     """Seconds in this state without progress."""
     step: int
     slowest: float
-    """Seconds of the longest of the last steps, or within an evaluation of its longest batch; 1e9 while unknown."""
+    """Seconds of the longest of the last steps, or within an evaluation of the longest batch so far; 1e9: unknown."""
     stack: str
     """Where its main thread is, and threads of its own that are in code which is not meshfit's."""
     spot: str = ""
@@ -152,8 +154,10 @@ class Heart:
         self._used, self._was_active = 0.0, True
         self._place, self._placed = "", self._since
         self._step = 0
-        self._batch: tuple[int, float, float] | None = None
-        """Within an evaluation: ticks, when they last grew, and the longest time between two of them."""
+        self._batch: tuple[int, float] | None = None
+        """Within an evaluation: ticks, and when they last grew."""
+        self._longest_batch = 0.0
+        """Of all evaluations: the longest time between two ticks."""
         self._noting: AbstractContextManager[None] = nullcontext()
 
     def start(self) -> None:
@@ -194,6 +198,13 @@ class Heart:
         except Exception:  # a process that was looked at is gone, say: the next look will tell
             state, still, text, line = "works", 0.0, "", ""
         self._put(state, still, text, line)
+        if self._gets_on(state, still):
+            LIVE.alive()
+
+    def _gets_on(self, state: str, still: float) -> bool:
+        """Whether nobody would say that it has stalled."""
+        limits = {"busy": LONGER * self._slowest, "idle": BEATS * self.each, "waits": 0.0}
+        return still < limits.get(state, math.inf)
 
     def _state(self, now: float) -> tuple[str, float]:
         self._step, progress = _progress()
@@ -205,7 +216,8 @@ class Heart:
             self._since = self._active = self._looked = now
             return "works", 0.0
         used, elapsed = _used(), max(1e-3, now - self._looked)
-        active = bool(self._used) and (used - self._used > BUSY * elapsed or _runs())
+        states = _states()
+        active = bool(self._used) and (used - self._used > BUSY * elapsed or not states.isdisjoint("RD"))
         if active and self._was_active:  # once may be a thread that looks after something
             self._active = now
         self._used, self._looked, self._was_active = used, now, active
@@ -215,32 +227,40 @@ class Heart:
         idle, there = now - max(self._active, self._placed), now - max(self._since, self._placed)
         if place == "waits":
             return "waits", there
-        begins = evaluating and self._slowest == UNKNOWN  # its first batch may take its time
-        if idle > (SAVING if place == "saves" else 1.5 * self.each) and place != "excused" and not begins:
+        begins = evaluating and not self._evaluated  # what opens and compiles may take its time
+        if idle > (PATIENCE if place == "saves" or begins else 1.5 * self.each) and place != "excused":
             return "idle", idle
-        if place == "elsewhere" and not begins:
+        if place == "elsewhere" or (place == "saves" and there > PATIENCE and "D" not in states):
             return "busy", there
         if place != "saves":
             self._since = self._active = now
         return "excused", 0.0
 
     def _evaluates(self, now: float) -> bool:
-        """Whether the rank is at an evaluation; how long its batches take is noted, from the second on."""
+        """Whether the rank is at an evaluation; how long its batches take is noted."""
         if not evaluates(self.main):
             self._batch = None
             return False
         ticks = LIVE.ticks
-        if self._batch is None:
-            self._batch = ticks, now, 0.0
-        elif ticks != self._batch[0]:
-            self._batch = ticks, now, max(self._batch[2], now - self._batch[1])
+        if self._batch is not None and ticks != self._batch[0]:
+            self._longest_batch = max(self._longest_batch, now - self._batch[1])
+        if self._batch is None or ticks != self._batch[0]:
+            self._batch = ticks, now
         return True
+
+    @property
+    def _evaluated(self) -> bool:
+        """Whether it knows how long a batch of an evaluation may take: one has ended, or an evaluation has."""
+        events = sys.modules.get("meshfit.events")
+        return bool(self._longest_batch) or (events is not None and "evaluate" in events.current().seconds)
 
     @property
     def _slowest(self) -> float:
         """See ``Beat.slowest``."""
-        if self._batch is not None:
-            return self._batch[2] or UNKNOWN
+        if self._batch is not None and not self._evaluated:
+            return PATIENCE / 3
+        if self._batch is not None and self._longest_batch:
+            return self._longest_batch
         seen = read(bytes(LIVE.memory))
         times = [] if seen is None else [each.whole for each in seen.times]
         return max(times) if len(times) > 1 else UNKNOWN
@@ -292,12 +312,12 @@ def _used() -> float:
     return total
 
 
-def _runs() -> bool:
-    """Whether a thread of this process, other than this one, runs or waits for a disk just now."""
-    me = str(threading.get_native_id())
+def _states() -> set[str]:
+    """Of the threads of this process but this one, by the kernel's letters: R, it runs, D, it waits for a disk."""
+    me, found = str(threading.get_native_id()), set()
     with suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
-                if thread != me and file.read().rpartition(")")[2].split()[0] in "RD":
-                    return True
-    return False
+                if thread != me:
+                    found.add(file.read().rpartition(")")[2].split()[0])
+    return found

@@ -201,8 +201,8 @@ class LocalRanks:
             gone = self._exited.keys() | self._returned.keys() | self._hung.keys()
             self._stalls.look(gone=gone)
             self._compare(gone=gone)
-            if self._stalls.hung:
-                self._end_hung(self._stalls.hung, self._stalls.verdict(self._stalls.hung, gone))
+            if hung := [stall for stall in self._stalls.hung if stall.rank not in gone]:
+                self._end_hung(hung, self._stalls.verdict(hung, gone))
         if self.beside is not None:
             self.beside.watch()
 

@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 
 from meshfit.errors import Died, RankError
 from meshfit.launch.compare import ReplicaDifference, Replicas, Straggler, stragglers
-from meshfit.launch.heartbeat import BEATS, UNKNOWN, Beat, Heart, SharedBoard, StoreBoard, parsed, silence_of
-from meshfit.launch.verdict import IN_ORDER, differs, kernel_state, mismatch, verdict
+from meshfit.launch.heartbeat import BEATS, LONGER, UNKNOWN, Beat, Heart, SharedBoard, StoreBoard, parsed, silence_of
+from meshfit.launch.verdict import IN_ORDER, differs, kernel_state, mismatch, out_of_order, verdict
 from meshfit.live import LIVE, Seen, read
 
-LONGER = 10  # times the longest step so far: a rank that is busy for so long with one is told of
 COMPARED = 0.5  # seconds from one comparison of ranks to the next
 NEVER_EQUAL = (
     "the {what} of replicas have not been equal bit by bit from the first step on, as where processors of ranks round "
@@ -83,13 +82,16 @@ def judge(heard: dict[int, tuple[Beat | None, float]], silence: float, *, togeth
     ]
     beats = [beat for beat, _ in heard.values() if beat is not None and beat.state != "done"]
     idle = [Stall(b.rank, b.state, b.still, b) for b in beats if b.state == "idle" and b.still >= silence]
-    if unheard or idle or not together:
+    busy = [b for b in beats if b.state == "busy"]
+    if not together:
+        long = [Stall(b.rank, b.state, b.still, b) for b in busy if b.still >= max(silence, LONGER * b.slowest)]
+        return sorted([*unheard, *idle, *long], key=lambda stall: stall.rank)
+    if unheard or idle:
         return sorted([*unheard, *idle], key=lambda stall: stall.rank)
     if not beats or len(beats) + sum(b is not None and b.state == "done" for b, _ in heard.values()) < len(heard):
         return []
     if any(beat.state not in ("waits", "busy") or beat.still < silence for beat in beats):
         return []
-    busy = [b for b in beats if b.state == "busy"]
     if any(b.still < LONGER * b.slowest for b in busy):
         return []
     return [Stall(b.rank, b.state, b.still, b) for b in busy or beats]
@@ -120,6 +122,10 @@ class Stalls:
         self.replicas = Replicas()
         self.different: ReplicaDifference | None = None
         """Replicas that do not hold the same."""
+        self.different_calls: Died | None = None
+        """Ranks that call different collectives. NCCL may go on with what came of it, and no rank stalls."""
+        self._wrong: list[str] = []
+        """At the last look: once may have been read while it was written."""
         self._slow: dict[int, Straggler] = {}
         self._suspects: Collection[int] = ()
         """That were slow at the last look: once may be chance."""
@@ -167,6 +173,10 @@ class Stalls:
             return
         self._compared = now
         seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
+        before, self._wrong = self._wrong, mismatch(seen, self.role)
+        if self._wrong and self._wrong == before:
+            self.different_calls = Died(*out_of_order(self._wrong, seen, self.role))
+            self.different_calls.step = max(live.step for live in seen.values())
         found = {one.rank: one for one in stragglers(seen, self._slow)}
         for rank, one in found.items():
             if rank in self._suspects and rank not in self._slow:
@@ -181,10 +191,10 @@ class Stalls:
             self.note(NEVER_EQUAL.format(what=" and ".join(sorted(self.replicas.never))))
 
     def corrupt(self) -> Died | None:
-        """What to say of replicas that differ, if they do."""
+        """What to say of replicas that differ, or of ranks that call different collectives, if they do."""
         found = self.different
-        if found is None:
-            return None
+        if self.different_calls is not None or found is None:
+            return self.different_calls
         error = Died(*differs(found, self.role))
         error.step, error.agreed = found.step, found.agreed
         return error

@@ -59,12 +59,12 @@ ADVICE = {
 
 def mismatch(seen: Mapping[int, Seen], role: str = "rank") -> list[str]:
     """The first collective that is not the same on all ranks of its group, as a headline and a line a rank; or none."""
-    numbered: dict[tuple[str, int], dict[int, CalledCollective]] = defaultdict(dict)
+    numbered: dict[tuple[str, str, int], dict[int, CalledCollective]] = defaultdict(dict)
     for rank, each in seen.items():
         for one in each.collectives:
             if one.number:
-                numbered[one.group, one.number][rank] = one
-    for (_, number), by in sorted(numbered.items(), key=lambda item: item[0][1]):
+                numbered[one.group, one.ranks, one.number][rank] = one
+    for (_, _, number), by in sorted(numbered.items(), key=lambda item: item[0][2]):
         kinds: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, one in sorted(by.items()):
             kinds[one.op, "" if one.op in UNEVEN else one.what].append(rank)
@@ -73,6 +73,11 @@ def mismatch(seen: Mapping[int, Seen], role: str = "rank") -> list[str]:
             over = next(iter(by.values())).ranks
             return [f"ranks call different collectives: {'; '.join(calls)}", f"number {number} over ranks {over}"]
     return []
+
+
+def out_of_order(wrong: list[str], seen: Mapping[int, Seen], role: str = "rank") -> list[str]:
+    """Of ranks that call different collectives, ``wrong``, and may go on with what came of it."""
+    return [*wrong, *_waiting(sorted(seen), set(), {}, seen, role), f"what to do: {IN_ORDER}"]
 
 
 def differs(found: ReplicaDifference, role: str = "rank") -> list[str]:

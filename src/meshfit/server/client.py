@@ -1,6 +1,7 @@
 """A worker as its server sees it, and what it has asked for."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class Client:
     codec: Codec
     record: ClientRecord
     push: "Push | None" = None
+    heard: float = field(default_factory=time.monotonic)
+    """When it last said something, be it that it gets on."""
     replaced: bool = False
     """It has connected anew: what this connection still has to say counts no more."""
 

@@ -7,7 +7,7 @@ compression, there is a copy between.
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -61,6 +61,7 @@ class ServerConnection:
             place.copy_(p.detach())
             p.data = place
         self.wire: Wire | None = None
+        self.greeted = False
         self.version, self.incarnation, self.learning_rate = 0, "", 0.0
         self._request: tuple[Any, ...] = ()
 
@@ -95,9 +96,16 @@ class ServerConnection:
         self.incarnation, self.learning_rate = welcome.words["incarnation"], welcome.words["lr"]
         if new:
             self._arrived(welcome)
+        self.greeted = True
         return new
 
+    def progress(self) -> None:
+        """Say that this worker gets on; from any thread."""
+        if self.greeted and (wire := self.wire) is not None:
+            wire.sign("progress")
+
     def close(self) -> None:
+        self.greeted = False
         if self.wire is not None:
             self.wire.close()
             self.wire = None
@@ -118,11 +126,13 @@ class ServerConnection:
         kind, sequence, words, push = self._request
         self.send(kind, sequence, words, push=push)
 
-    def recv(self, timeout: float) -> Message:
-        """The answer; new weights that come with it are then in the parameters."""
+    def recv(self, timeout: float, waits: Callable[[], None] = lambda: None) -> Message:
+        """The answer; new weights that come with it are then in the parameters. ``timeout``: seconds without a word;
+        ``waits``: is called when the server says that it waits for others."""
         if self.wire is None:
             raise ConnectionLost("not connected")
-        message = self.wire.recv(self._into, timeout=timeout)
+        while (message := self.wire.recv(self._into, timeout=timeout)).kind == "waits":
+            waits()
         if message.kind == "error":
             raise RankError(f"{message.words['headline']} (at {self.address})", *message.words["facts"])
         if message.kind == "weights":

@@ -34,13 +34,14 @@ from meshfit.generators import seed
 from meshfit.job import Job, plan_of
 from meshfit.launch.system import cores
 from meshfit.launch.world import World
+from meshfit.live import LIVE
 from meshfit.run import Run
 from meshfit.run.coordination import Coordination, Metrics
 from meshfit.run.phase_parts import make_exchange
 from meshfit.server.fingerprint import facts_of
 from meshfit.server.join import addresses, ask
 from meshfit.server.leader import Leader
-from meshfit.server.process import LONGER, last_ticket, own_batch, patience_of
+from meshfit.server.process import LONGER, last_ticket, own_batch
 from meshfit.server.server_state import ServerState
 from meshfit.server.shared_model import stand_in
 from meshfit.server.worker import ServerUpdate, Worker
@@ -52,7 +53,7 @@ from meshfit.server.workers import Workers
 def worker_run(job: Job, world: World, secret: bytes, *, folder: Path | None) -> Run:
     """The run of a worker that is started with its servers. All ranks call it together."""
     plan = plan_of(job)
-    own, peers, batch = own_world(plan, world, timeout=patience_of(job) + 2 * LONGER)
+    own, peers, batch = own_world(plan, world, timeout=job.timeout + 2 * LONGER)
     addresses = [f"unix:{world.folder}/server{i}" for i in range(plan.server)]
     worker = world.rank // plan.worker_size
     return Run(
@@ -152,7 +153,7 @@ class ServerCoordination(Coordination):
         phase.update, phase.exchange = update, self.exchange
 
     def _reach(self, model: nn.Module, device: torch.device) -> Worker:
-        return Worker(
+        worker = Worker(
             model,
             self.addresses,
             self.secret,
@@ -160,8 +161,10 @@ class ServerCoordination(Coordination):
             device=device,
             staleness=self.run.plan.staleness,
             compress=self.run.plan.compress,
-            timeout=patience_of(self.run.job) + LONGER,
+            timeout=self.run.job.timeout + LONGER,
         )
+        LIVE.alive = worker.progress
+        return worker
 
     def _group(self) -> WorkerGroup:
         model, self._stand_in = self._stand_in, None
@@ -200,6 +203,11 @@ class ServerCoordination(Coordination):
         coming: Iterator[Batch] = iter(())
         due: tuple[Any, ...] = ()
         while (ticket := self._ticket()) is not None:
+            if self._one_is_alone and isinstance(self.exchange, WorkerGroup):
+                try:
+                    self.exchange.begin()
+                except RepeatBatch:
+                    continue
             loader = self.loader(self.exchange.share)
             epoch, index = divmod(ticket, loader.batches_per_epoch or 1)
             if due != (self.exchange.share, epoch, index):
@@ -212,6 +220,12 @@ class ServerCoordination(Coordination):
             if isinstance(self.exchange, Worker):
                 self.exchange.at_work = True
             yield batch
+
+    @property
+    def _one_is_alone(self) -> bool:
+        """Whether one worker evaluates, or saves, while others wait for it in collectives."""
+        job = self.run.job
+        return self._batch is not None and (job.valid is not None or job.checkpoint is not None)
 
     def _seed(self, number: int) -> None:
         """What a batch draws follows from its number and share alone, on whichever worker, however often: one worker

@@ -12,6 +12,7 @@ with them, so that one who sends others is refused alone, and the run goes on.
     state     all that it keeps, as a snapshot in its folder                   reply
     wait      at the end: until those before it are gone                       reply
     leave
+    progress  nothing: it gets on, in an evaluation, a save, a long step
 
 Before that, over an address that was opened to other hosts, one that is no worker yet may ask to ``join``: it gets
 its number, or why not.

@@ -32,9 +32,8 @@ from meshfit.server.settings import ServerSettings
 from meshfit.server.snapshot import common
 from meshfit.version import VERSION
 
-EVALUATING = 24 * 3600.0  # seconds of silence where one worker may evaluate, or save, while the others wait for it:
-# the caller, which sees whether it gets on, ends one that hangs long before
-LONGER = 60.0  # seconds
+LONGER = 60.0  # seconds for which workers are more patient with servers than these are with workers, and ranks of one
+# worker with each other: else all would give up together with the one that hangs
 SNAPSHOT_STEPS, SNAPSHOT_BYTES = 10, 4 * 2**20  # a snapshot every 10 steps, or, of much, one step for every 4 MiB
 
 
@@ -141,7 +140,7 @@ class ServerProcess:
             staleness=plan.staleness,
             lost=plan.lost,
             compress=plan.compress,
-            patience=patience_of(job),
+            patience=job.timeout,
             folder=folders[world.rank],
             every=every,
             upto=common(folders),
@@ -200,9 +199,3 @@ def _snapshot_steps(run: Run) -> int:
     except RuntimeError:  # nobody can tell before it steps
         kept *= 3
     return max(SNAPSHOT_STEPS, kept // SNAPSHOT_BYTES)
-
-
-def patience_of(job: Job) -> float:
-    """Seconds for which a worker may be silent, until servers drop it. Workers are more patient with servers (LONGER),
-    and those of one worker with each other: else all would give up together with the one that hangs."""
-    return job.timeout if job.valid is None and job.checkpoint is None else max(job.timeout, EVALUATING)

@@ -3,6 +3,9 @@
 Each worker has one connection, and one thread here that listens to it; so a worker that dies is noticed at once, and
 by its own thread alone. What a worker may ask for: messages.py.
 
+Who waits here for others is told every few seconds that it does (``waits``): so it has no need to know how long an
+evaluation may take. Others are dropped that have not been heard from for ``patience`` seconds.
+
 Between ``push`` and ``step`` workers learn the sums of all: the count that the mean is over, and the norm of the
 gradients of all servers. So servers need not talk to each other. How gradients of several workers become a step is in
 synchronous.py and asynchronous.py.
@@ -14,6 +17,7 @@ synchronous.py and asynchronous.py.
 import os
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -33,6 +37,7 @@ from meshfit.server.synchronous import SynchronousCoordinator
 from meshfit.server.wire import ConnectionLost, Listener, Message, Wire, WireError
 
 LOOK_SECONDS = 0.2  # how often a thread that waits for others looks whether its own worker is still there
+SIGN_SECONDS = 5.0  # how often that worker is told that it waits
 GREETING_SECONDS = 5.0
 
 
@@ -138,7 +143,7 @@ class Server:
     def _work_for(self, client: Client) -> None:
         check = lambda message: self._check(client, message)
         while self._answer(client, client.wire.recv(self._into(client), check=check)):
-            pass
+            client.heard = time.monotonic()
 
     def _fail(self, error: Exception) -> None:
         with self.lock:
@@ -237,8 +242,8 @@ class Server:
     def _answer(self, client: Client, message: Message) -> bool:
         """Do what a worker asks, and say so. False: it has left."""
         kind, words, sequence = message.kind, message.words, message.sequence
-        if kind == "leave":
-            return False
+        if kind in ("leave", "progress"):
+            return kind == "progress"
         if kind == "pull":
             self._deliver(client, sequence, {}, averaged=words.get("averaged", False), place=False)
             return True
@@ -302,6 +307,7 @@ class Server:
 
     def wait(self, client: Client, ready: Callable[[], bool], tick: Callable[[], None] = lambda: None) -> None:
         """Until ``ready``, as long as this worker is connected."""
+        signed = time.monotonic()
         while not ready():
             if (
                 self._closed
@@ -313,6 +319,9 @@ class Server:
                 raise ConnectionLost("left while it waited for others")
             self.lock.wait(LOOK_SECONDS)
             tick()
+            if time.monotonic() - signed > SIGN_SECONDS:
+                signed = time.monotonic()
+                client.wire.sign("waits")
 
     def step(
         self, summed: list[Push], answered: Iterable[Push], words: dict[str, Any], *, late: int = 0, ticks: int = 1

@@ -23,7 +23,7 @@ class ServerSettings:
     batch_size: int = 1
     """Samples for which the schedule goes on by one step."""
     patience: float = 600.0
-    """Seconds after the first gradient of a round until a worker that is connected but silent counts as lost."""
+    """Seconds after which a worker that is connected but not heard from counts as lost, where others wait for it."""
     every: int | None = None
     """Steps between snapshots."""
     folder: Path | None = None

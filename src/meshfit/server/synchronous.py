@@ -158,10 +158,12 @@ class SynchronousCoordinator:
         self.round.lost |= gone
 
     def _hung(self, round: Round, missing: set[int], since: float) -> None:
-        """Give up on those that are connected, but do not send."""
-        if time.monotonic() - since > self.settings.patience and round.reply is None and not round.dead:
+        """Give up on those that are connected, but neither send nor get on."""
+        late = time.monotonic() - self.settings.patience
+        if since < late and round.reply is None and not round.dead:
             for client in [self.server.clients[worker] for worker in missing if worker in self.server.clients]:
-                self.server.drop(client, f"sent nothing for {self.settings.patience:g} s")
+                if client.heard < late:
+                    self.server.drop(client, f"was not heard from for {self.settings.patience:g} s")
 
     def _complete(self, round: Round) -> None:
         if round.reply is None and not round.dead and not round.missing and round.pushes:

@@ -15,6 +15,7 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -27,11 +28,12 @@ from typing import Any
 from meshfit.errors import MeshfitError
 
 MAGIC = b"mf"
-PROTOCOL = 2
+PROTOCOL = 3
 """Another number for each change of the kinds of messages, or of their words: both ends must have the same."""
 HEADER = struct.Struct("!2sBBIQQIQ")  # magic, protocol, kind, worker, sequence, version, bytes of words, of payload
 REQUESTS = ("hello", "join", "where", "meet", "push", "agree", "step", "drop", "pull", "state", "wait", "leave")
-KINDS = (*REQUESTS, "welcome", "reply", "again", "weights", "error")
+SIGNS = ("progress", "waits")  # of a worker that gets on; of a server that waits for others, and sees that they do
+KINDS = (*REQUESTS, *SIGNS, "welcome", "reply", "again", "weights", "error")
 WORDS_LIMIT = 1 << 20  # bytes
 OTHER_VERSION = "it is another version of meshfit"
 NONCE, MAC = 32, 32
@@ -40,6 +42,7 @@ HANDSHAKE_SECONDS = 1.0
 AGAIN_SECONDS = 0.05  # between two attempts to connect
 STRANGERS = 32  # connections that may be at their handshake at a time; more are closed at once
 FDS = 1  # descriptors that may come with a message
+CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)  # the other end sends no more, whatever of it was not read yet
 
 
 class WireError(MeshfitError):
@@ -69,11 +72,24 @@ class Message:
 
 
 class Wire:
-    """One end of a connection. One thread sends and receives at a time."""
+    """One end of a connection. One thread sends and receives at a time; another may ``sign`` meanwhile."""
 
     def __init__(self, end: socket.socket, *, worker: int = 0):
         self._end, self.worker = end, worker
         self.local = end.family == socket.AF_UNIX
+        self._sending = threading.Lock()
+
+    def sign(self, kind: str) -> None:
+        """A message without words, where it can be sent at once."""
+        if not self._sending.acquire(blocking=False):
+            return  # what is being sent is a sign as well
+        try:
+            if _polled(self._end, select.POLLOUT) == select.POLLOUT:  # then there is room for all of it
+                self._end.sendall(HEADER.pack(MAGIC, PROTOCOL, KINDS.index(kind), self.worker, 0, 0, 2, 0) + b"{}")
+        except OSError:
+            pass  # whoever waits at this connection finds out
+        finally:
+            self._sending.release()
 
     def send(
         self,
@@ -89,12 +105,13 @@ class Wire:
         size = 0 if payload is None else payload.nbytes
         head = HEADER.pack(MAGIC, PROTOCOL, KINDS.index(kind), self.worker, sequence, version, len(text), size) + text
         try:
-            self._end.settimeout(None)
-            if fds:
-                head = head[socket.send_fds(self._end, [head], list(fds)) :]
-            self._end.sendall(head)
-            if payload is not None:
-                self._end.sendall(payload)
+            with self._sending:
+                self._end.settimeout(None)
+                if fds:
+                    head = head[socket.send_fds(self._end, [head], list(fds)) :]
+                self._end.sendall(head)
+                if payload is not None:
+                    self._end.sendall(payload)
         except OSError as error:
             raise ConnectionLost(str(error)) from None
 
@@ -157,14 +174,8 @@ class Wire:
         return "a host that is gone"
 
     def gone(self) -> bool:
-        """Whether the other end has closed, seen without waiting."""
-        try:
-            self._end.settimeout(0)
-            return not self._end.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Whether the other end has closed, seen without waiting: also behind signs that nobody has read."""
+        return bool(_polled(self._end, CLOSED))
 
     def close(self) -> None:
         with suppress(OSError):
@@ -297,6 +308,15 @@ def parse(address: str) -> tuple[socket.AddressFamily, Any]:
     if kind == "tcp" and colon and port.isdecimal():
         return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host.strip("[]") or "127.0.0.1", int(port))
     raise WireError(f"{address!r} is no address", "unix:PATH or tcp:HOST:PORT")
+
+
+def _polled(end: socket.socket, wanted: int) -> int:
+    """Which of the events there are; one that is closed has an event of its own."""
+    if end.fileno() < 0:
+        return select.POLLNVAL
+    poll = select.poll()
+    poll.register(end, wanted)
+    return sum(events for _, events in poll.poll(0))
 
 
 def _proof(secret: bytes, role: bytes, servers: bytes, workers: bytes) -> bytes:

@@ -13,7 +13,7 @@ started again, and every batch is still computed once.
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,8 @@ class Worker:
         timeout: float = 600.0,
         patience: float = 60.0,
     ):
-        """``timeout``: seconds to wait for an answer; ``patience``: for a server to be there again."""
+        """``timeout``: seconds without a word of a server that is to answer, be it that it waits for others;
+        ``patience``: for a server to be there again."""
         self.id, self.timeout, self.patience = id, timeout, patience
         self.asynchronous, self.device = staleness != 0, torch.device(device)
         self.named = dict(model.named_parameters())
@@ -81,6 +82,8 @@ class Worker:
         """Whether the sums are of all that shared the batch; False: one was lost, and left out."""
         self.sequence, self.again = 0, 0
         """Of its requests; and how often a batch had to be done again."""
+        self.waits: Callable[[], None] = lambda: None
+        """Called when a server says that it waits for others."""
         self._round, self._meetings, self._pushed = "", 0, False
         self._own = StepScalars()
         self._reached: set[Tensor] = set()
@@ -163,6 +166,11 @@ class Worker:
         if answer.kind == "again":
             self._start_over()
         return answer.words["all"]
+
+    def progress(self) -> None:
+        """Let the servers know that this worker gets on; from any thread."""
+        for connection in self.connections:
+            connection.progress()
 
     def wait_for_earlier(self) -> bool:
         """At the end: wait until those before this worker are gone. Whether one of them had done all there was."""
@@ -262,7 +270,7 @@ class Worker:
         """To what a server was asked. A connection that broke is made anew, and the request sent again."""
         while True:
             try:
-                return connection.recv(self.timeout)
+                return connection.recv(self.timeout, self.waits)
             except TimeoutError:
                 raise RankError(
                     f"the server at {connection.address} has not answered for {self.timeout:g} s",

@@ -35,6 +35,9 @@ from meshfit.server.shared_model import SharedPart, hand_out, receive
 from meshfit.server.snapshot import put_down
 from meshfit.server.worker import Worker
 
+WAITS = -1.0
+"""In place of an answer: the first rank waits for its servers, which wait for other workers."""
+
 
 class WorkerGroup:
     """An exchange like ``Worker``. All ranks of the worker's world make it together; ``reach`` makes the worker itself,
@@ -164,15 +167,18 @@ class WorkerGroup:
         said = torch.zeros(BROADCAST + self.workers + self.values, dtype=torch.float64)
         if (worker := self.worker) is not None:
             again, found = 0.0, None
+            worker.waits = lambda: self._broadcast(torch.full_like(said, WAITS))
             try:
                 found = act(worker)
             except RepeatBatch:
                 again = 1.0
+            finally:
+                worker.waits = lambda: None
             place = [-1 if worker.ticket is None else worker.ticket, *worker.share, worker.version]
             facts = [again, *place, worker.taken, worker.seen, worker.staleness, worker.learning_rate, *(found or ())]
             said[: len(facts)] = torch.tensor(facts, dtype=torch.float64)
-        current().moved("broadcast", said.nbytes)
-        dist.broadcast(said, 0)
+        while self._broadcast(said)[0] == WAITS:
+            pass
         again, ticket, at, of, version, taken, self.seen, staleness, self.learning_rate, *found = said.tolist()
         self.ticket = None if ticket < 0 else int(ticket)
         """The batch to work on; None: all are done."""
@@ -185,6 +191,16 @@ class WorkerGroup:
             self._take()
             raise RepeatBatch
         return found
+
+    def _broadcast(self, said: Tensor) -> Tensor:
+        current().moved("broadcast", said.nbytes)
+        dist.broadcast(said, 0)
+        return said
+
+    def begin(self) -> None:
+        """Wait until all workers are at this batch: at the servers, and not within a collective of all workers, which
+        has a limit, while one of them evaluates or saves."""
+        self._first(lambda worker: worker.meet("") and None)
 
     @property
     def rank(self) -> int:
