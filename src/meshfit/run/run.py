@@ -26,6 +26,7 @@ from meshfit.best import Best
 from meshfit.checkpoint.initial import InitialWeights
 from meshfit.checkpoint.resume import to_resume
 from meshfit.comm.first import from_first_rank
+from meshfit.comm.streams import in_agreement
 from meshfit.data.datasets import open_source
 from meshfit.data.loader import Batch, Loader, Position
 from meshfit.data.order import mix
@@ -335,7 +336,8 @@ class Run:
             if self.last_step is None and epoch >= (self.job.epochs or math.inf):
                 return
             empty = start == 0
-            for batch in self.loader.epoch(epoch, start):
+            together = self.mesh.world if self.plan.in_step else None
+            for batch in in_agreement(self.loader, self.loader.epoch(epoch, start), together):
                 self.position.hand_out(batch, self.step)
                 yield batch
                 empty, made = False, made + 1

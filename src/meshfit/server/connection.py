@@ -126,7 +126,7 @@ class ServerConnection:
         kind, sequence, words, push = self._request
         self.send(kind, sequence, words, push=push)
 
-    def recv(self, timeout: float, waits: Callable[[], None] = lambda: None) -> Message:
+    def recv(self, timeout: float, waits: Callable[[], object] = lambda: None) -> Message:
         """The answer; new weights that come with it are then in the parameters. ``timeout``: seconds without a word;
         ``waits``: is called when the server says that it waits for others."""
         if self.wire is None:

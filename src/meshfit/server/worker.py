@@ -82,7 +82,7 @@ class Worker:
         """Whether the sums are of all that shared the batch; False: one was lost, and left out."""
         self.sequence, self.again = 0, 0
         """Of its requests; and how often a batch had to be done again."""
-        self.waits: Callable[[], None] = lambda: None
+        self.waits: Callable[[], object] = lambda: None
         """Called when a server says that it waits for others."""
         self._round, self._meetings, self._pushed = "", 0, False
         self._own = StepScalars()

@@ -200,7 +200,7 @@ class WorkerGroup:
     def begin(self) -> None:
         """Wait until all workers are at this batch: at the servers, and not within a collective of all workers, which
         has a limit, while one of them evaluates or saves."""
-        self._first(lambda worker: worker.meet("") and None)
+        self._first(lambda worker: [] if worker.meet("") else None)
 
     @property
     def rank(self) -> int:
