@@ -248,7 +248,7 @@ def test_another_version_is_told_so(host: Host, key: None, monkeypatch: pytest.M
     wire = connect(f"tcp:{host.at}", host.key.encode())
     monkeypatch.setattr("meshfit.server.wire.PROTOCOL", 9)
     wire.send("join")
-    with pytest.raises(MeshfitError, match="speaks protocol 2, this one 9"):
+    with pytest.raises(MeshfitError, match="speaks protocol 3, this one 9"):
         wire.recv(timeout=5)
     wire.close()
 
