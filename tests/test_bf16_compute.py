@@ -122,6 +122,7 @@ def test_one_device_is_a_copy_in_bf16_to_the_bit(optimizer: Any) -> None:
     assert {p.dtype for p in got.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo looks at what it warns of itself
 @pytest.mark.parametrize(
     "plan",
     ["microbatches=2", "recompute=full", "recompute=loss", more("recompute=selective"), more("offload=parameters"),

@@ -232,6 +232,7 @@ REST = [
     "branch=2 recompute=full",
     "branch=2 offload=optimizer",
     "branch=2 precision=bf16",
+    "branch=2 precision=bf16-compute",
     "branch=2 shard=2 recompute=full",
     "branch=2 tensor=2 microbatches=2",
     "branch=2 tensor=2 shard=2",

@@ -312,7 +312,11 @@ class Deep(nn.Module):
 LAYER_BYTES = 4 * (2 * 16 * 64 + 64 + 16)
 
 
-def test_graphs_are_cut_between_layers_and_not_before_the_loss() -> None:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("copies", [False, True])
+def test_graphs_are_cut_between_layers_and_not_before_the_loss(copies: bool) -> None:
+    """``copies``: in place of the weights, as under precision=bf16-compute."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     found: list[tuple[list[str], list[int | None]]] = []
 
@@ -323,7 +327,10 @@ def test_graphs_are_cut_between_layers_and_not_before_the_loss() -> None:
         return graph
 
     tokens = torch.randint(200, (2, 8))
-    torch.compile(Deep().forward, backend=look)(tokens, tokens)
+    model = Deep()
+    for module in model.modules() if copies else ():
+        module._parameters.update({name: p.clone() for name, p in module._parameters.items() if p is not None})  # type: ignore[misc]
+    torch.compile(model.forward, backend=look)(tokens, tokens)
     ((starts, handed_on),) = found
     assert 3 <= len(starts) <= 5
     assert all("linear" in start or "iadd" in start for start in starts)  # where a layer begins

@@ -561,9 +561,11 @@ def test_goes_on_under_another_plan(name: str, first: str, second: str, tmp_path
     assert parity.distance(result.model.state_dict(), state, names) < 1e-4
 
 
-def test_half_precision_is_near() -> None:
+@pytest.mark.parametrize("plan", ["expert=2 precision=bf16", "expert=2 precision=bf16-compute",
+                                  more("expert=2 shard=2 precision=bf16-compute")])  # fmt: skip
+def test_half_precision_is_near(plan: str) -> None:
     exact = [step.loss for step in fit_list("data=1").history]
-    rounded = [step.loss for step in fit_list("expert=2 precision=bf16").history]
+    rounded = [step.loss for step in fit_list(plan).history]
     assert rounded == pytest.approx(exact, rel=2e-2)
     assert rounded != exact
 

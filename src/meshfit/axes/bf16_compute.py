@@ -18,7 +18,7 @@ is an error of torch, and is told with its line.
     memory    2 bytes a weight beside its 4, for a step; under shard those of what is gathered
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -65,10 +65,11 @@ def as_held(trace: Trace, names: Iterable[str]) -> Trace:
     return replace(trace, parameters=trace.parameters | {name: wide[name] for name in names})
 
 
-def with_casts(model: nn.Module) -> list[Any]:
+def with_casts(model: nn.Module, sharded: Container[Any] = ()) -> list[Any]:
     """Let layers that hold bf16 weights take their inputs in bf16, and what the model returns be fp32. Nothing happens
-    where weights are in another dtype. What to remove it by is returned."""
-    layers = [module for module in model.modules() if is_layer(module)]
+    where weights are in another dtype. ``sharded``: those have been seen to. What to remove it by is returned."""
+    apart = lambda module: any(p in sharded for p in own_parameters(module).values() if p is not None)
+    layers = [module for module in model.modules() if is_layer(module) and not apart(module)]
     handles = [layer.register_forward_pre_hook(_take_in_bf16, with_kwargs=True) for layer in layers]
     return handles + [module.register_forward_hook(_give_in_fp32) for module in _called(model)]
 
@@ -148,8 +149,8 @@ class Bf16Compute(Applied):
     def _begin(self) -> None:
         """What this rank holds stays as it is from now on: all axes have been."""
         model, shards = self._placed.model, self._placed.shards
-        self._casts = with_casts(model)
         sharded = {} if shards is None else shards.place
+        self._casts = with_casts(model, sharded)
         self._parameters = [p for p in rounded(model).values() if p not in sharded]
         places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {p: [] for p in self._parameters}
         for module in model.modules():

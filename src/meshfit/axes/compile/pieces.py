@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from meshfit.axes.spec import changes
@@ -81,7 +81,7 @@ def _weights_by_first_use(graph: GraphModule, nodes: list[Node]) -> list[int]:
         value = _value(node) if node.op == "placeholder" else None
         if node.op == "get_attr":
             value = getattr(graph, str(node.target), None)
-        if isinstance(value, nn.Parameter) and value.requires_grad:
+        if isinstance(value, Tensor) and value.requires_grad:  # copies of weights, too: see bf16_compute.py
             uses = [place[user] for user in node.users if user in place]
             if uses:
                 arrive[min(uses)] += _bytes(value)
