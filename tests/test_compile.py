@@ -30,9 +30,20 @@ from meshfit.comm.group import RankGroup
 from meshfit.exchange import allreduce
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.protocol import StepScalars
+from meshfit.launch.devices import Devices
+from meshfit.launch.local import LocalRanks
 from meshfit.loss.objective import Objective
 from tests.distributed import distributed
 from tests.few import more
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_template_has_the_compiler() -> None:
+    """Which each rank would import, in a second, as soon as it compiles."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with LocalRanks(lambda *_: compile_fx.__name__, size=1, devices=Devices("cpu", None)) as ranks:
+        assert ranks.results == ["compile_fx"]
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at what it warns of itself
