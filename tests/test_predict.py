@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from meshfit import Cluster
@@ -268,3 +269,16 @@ def test_a_second_look_at_a_model_traces_nothing(tmp_path: Path, monkeypatch: py
     assert traces() == kept
     look(deep(4, nn.GELU))  # computes something else
     assert len(traces()) == 2 * len(kept)
+
+
+def test_a_mask_that_is_looked_at_runs_nothing_on_zeros() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    with torch.device("meta"):
+        model, ids = transformers.LlamaForCausalLM(config), torch.zeros(3, 16, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": ids}
+    found = traced(model, lambda model, batch: model(**batch).loss, batch, operations=True)
+    assert isinstance(found, Trace)
+    assert not any("zeros" in note or "as a whole" in note for note in found.notes)
+    assert sum(len(block.paths) for block in found.blocks if "DecoderLayer" in block.kind) == 2

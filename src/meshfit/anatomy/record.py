@@ -63,6 +63,8 @@ WAYS_IN_WORDS = {
 WAYS = (
     ("plain", False),
     ("compiling", False),
+    ("plain", False),
+    ("compiling", False),
     ("guards", False),
     ("opened", False),
     ("plain", True),
@@ -70,6 +72,9 @@ WAYS = (
     ("guards", True),
     ("opened", True),
 )
+UNBROKEN = 2
+"""The first ways count only if no module must be taken as a whole: one whose code looks at values is run on zeros then,
+with all that it keeps for backward, where a library that is told it is compiled may not look."""
 
 
 def record(
@@ -94,12 +99,15 @@ def record(
     failures: list[GlueError] = []
     coarse: _Attempt | None = None
     with generators.kept(*(t.device for t in (*model.parameters(), *model.buffers(), *tree.tensors(inputs)))):
-        for way, real in WAYS:
+        for i, (way, real) in enumerate(WAYS):
             if real and _on_meta(model, inputs):
                 break
             attempt = _Attempt(model, inputs, training, atoms, share, way, real)
             try:
-                attempt.repair()
+                if i < UNBROKEN:
+                    attempt.prove()
+                else:
+                    attempt.repair()
             except GlueError as error:
                 failures.append(error)
                 continue

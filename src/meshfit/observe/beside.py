@@ -82,12 +82,13 @@ def beside_tables(run: RecordedRun) -> list[dict[str, Any]]:
     head = ["predicted", "measured", "off by"]
     return [
         {"title": "A step, predicted and measured", "head": ["the busiest rank", *head], "rows": timed},
-        {"title": "Predicted and measured", "head": ["rank 0", *head], "rows": held},
+        {"title": "Bytes, predicted and measured", "head": ["rank 0", *head], "rows": held},
     ]
 
 
 def _off(told: float, got: float) -> str:
-    return f"{100 * (told / got - 1):+.0f} %" if got and abs(told / got - 1) < 9.995 else ""
+    percent = round(100 * (told / got - 1)) if got else 1000
+    return "" if abs(percent) >= 1000 else f"{percent:+} %" if percent else "0 %"
 
 
 def _bytes(run: RecordedRun) -> list[tuple[str, float, float]]:

@@ -42,6 +42,6 @@ def foreseen(prediction: Prediction, steps: StepModel) -> str:
     bottom = TOP + len(timed.spans) * (LANE + GAP)
     colours, height = legend(names, bottom + 24, left=LEFT, right=WIDTH - RIGHT)
     part = f", {drawn} of its {work.microbatches} microbatches" if drawn < work.microbatches else ""
-    heading = f"{prediction.plan}   predicted: {seconds(prediction.seconds)} a step{part}"
+    heading = f"{prediction.plan} · predicted: {seconds(prediction.seconds)} a step{part}"
     head = f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>'
     return document(head + "".join(labels) + colours + "".join(boxes), names, WIDTH, height)
