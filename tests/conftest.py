@@ -18,13 +18,11 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # its workers run the tests
     torch.set_num_threads(1)  # models this small gain nothing from more, and on busy cores threads wait for each other
     # What pytest's rewritten asserts call; what cloudpickle believes a test needs that names both ``dist`` and
-    # ``torch.tensor``; what each rank that builds a model of the zoo would import, in 1.3 s; and what ranks of many tests
-    # import when they need it.
-    asserts, often = (
-        "_pytest.assertion.rewrite",
-        ("pytest", "meshfit.axes.tensor.find", "torch.profiler._cupti_monitor"),
-    )
-    warm(asserts, "torch.distributed.tensor", "benchmarks.parity", *often, *LIBRARIES, *RANK_MODULES)
+    # ``torch.tensor``; what each rank that builds a model of the zoo would import, in 1.3 s; and what ranks of many
+    # tests import when they need it.
+    often = "pytest", "meshfit.axes.tensor.find", "torch.profiler._cupti_monitor"
+    rest = *often, *LIBRARIES, *RANK_MODULES
+    warm("_pytest.assertion.rewrite", "torch.distributed.tensor", "benchmarks.parity", *rest)
 
 
 @pytest.fixture(autouse=True)

@@ -227,11 +227,13 @@ def test_the_page_follows_a_run_and_training_outlives_it(tmp_path: Path) -> None
         browser.close()
         watching.kill()
         watching.wait()
-        seen = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-        time.sleep(2.5)
+        lines = lambda: len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        seen, until = lines(), time.monotonic() + 60
+        while lines() == seen and time.monotonic() < until:
+            time.sleep(0.1)
+        assert lines() > seen
         (tmp_path / "enough").touch()
         assert training.wait(timeout=60) == 0
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) > seen
 
 
 def _started(stack: ExitStack, command: list[str], **options: Any) -> subprocess.Popen:
