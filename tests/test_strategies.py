@@ -1,5 +1,6 @@
 """The maker of docs/strategies: pages and pictures out of a real run."""
 
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +21,7 @@ def maker(monkeypatch: pytest.MonkeyPatch):
     import make
 
     yield make
-    for name in ("make", "explained", "models"):
+    for name in ("make", "explained", "models", "placement"):
         sys.modules.pop(name, None)
 
 
@@ -41,6 +42,12 @@ def test_a_page_and_a_moving_picture_out_of_a_real_run(maker, tmp_path: Path) ->
     assert float(whole.get("width", 0)) > 900  # all is seen where nothing moves
     assert picture.stat().st_size < 60_000
     assert "| losses against one device | equal |" in page
+    where = texts(tmp_path / "model-server-placement.svg")
+    assert where.count("7.21 MiB") == 4  # weights and gradients of two workers
+    assert where.count("none") == 3  # workers have no optimizer, the server no samples
+    assert where.count("gradients up") == 2
+    assert "model-server-placement.svg" in page
+    assert "staleness=4" in texts(tmp_path / "model-server-beside.svg")[0]
     assert "| optimizer state on a device | none |" in page
     assert "server 0 " in page
     (server,) = made.run.servers
@@ -62,6 +69,23 @@ def test_every_page_is_there_and_says_what_the_words_say(maker) -> None:
         assert (folder.parent / strategy.more).is_file()
         assert texts(folder / f"{strategy.file}.svg")[0].startswith(strategy.plan.split()[0])
         assert (folder / f"{strategy.file}.svg").stat().st_size < 60_000
+        for other in re.findall(r"]\(([\w-]+\.svg)\)", page):
+            assert texts(folder / other)
+    assert {"rank 0", "gradients, summed"} <= set(texts(folder.parent / "pictures" / "strategies.svg"))
+
+
+def test_a_pipeline_is_drawn_beside_its_schedule(maker, tmp_path: Path) -> None:
+    strategy = next(s for s in maker.STRATEGIES if s.file == "pipeline")
+    made = maker.make(strategy, tmp_path / "runs", {}, steps=8)
+    window = maker.quickest(made.run, 2)
+    best = maker.without_waiting(made.run, window)
+    for rank, ideal in zip(made.run.ranks, best.ranks, strict=True):
+        took = lambda spans: sorted((s.step, s.about["microbatch"], s.name, s.seconds) for s in spans)
+        actions = [s for s in rank.spans if "microbatch" in s.about and window.first <= s.step <= window.last]
+        shown = [s for s in ideal.spans if "microbatch" in s.about]
+        assert [(*a[:3], pytest.approx(a[3])) for a in took(actions)] == took(shown)  # the same work
+        last = lambda spans: max(s.end for s in spans if s.step == window.first)
+        assert last(shown) <= last(actions) + 1e-6  # and done earlier
 
 
 def test_spans_within_spans_become_a_row() -> None:

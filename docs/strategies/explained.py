@@ -1,7 +1,9 @@
 """What each strategy is, in words. What it did and what it cost is measured by make.py."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import placement
 from models import GPT_, MIXTURE, TOWERS, Shown
 
 
@@ -18,8 +20,23 @@ class Strategy:
     more: str
     """The page that has the rest, under docs/."""
     model: Shown = GPT_
+    fill: placement.Fill = placement.whole
+    """What a device holds of each block."""
+    samples: Callable[[int, int], tuple[float, float, str]] = lambda rank, ranks: (0.0, 1.0, "12 of 12")
+    """What a device works on: from where to where in the batch, and in words."""
+    moved: Mapping[str, str] = field(default_factory=dict)
+    """What each collective carries."""
+    gaps: tuple[tuple[str, ...], ...] = ()
+    """Which of them go between a device and the next, as drawn; empty: all of them."""
+    beside: str = ""
+    """Another plan, whose steps are drawn below."""
     steps: int = 2
     """In the picture."""
+
+
+def shared(rank: int, ranks: int) -> tuple[float, float, str]:
+    """Each device has its part of the batch."""
+    return rank / ranks, (rank + 1) / ranks, f"{12 // ranks} of 12"
 
 
 STRATEGIES = (
@@ -34,6 +51,8 @@ STRATEGIES = (
         "begins before backward ends. What is left of it when backward is done is waited for, in red.",
         choose="The model, its gradients and its optimizer fit on one device, and the links are fast. Begin here.",
         more="exchange.md",
+        samples=shared,
+        moved={"all_reduce": "gradients, summed"},
     ),
     Strategy(
         file="model-server",
@@ -46,6 +65,10 @@ STRATEGIES = (
         choose="The optimizer's state fits on the host and not on the devices; or workers differ in speed, or "
         "come and go.",
         more="exchange.md",
+        samples=shared,
+        moved={"push": "gradients up", "pull": "weights down"},
+        gaps=(("push", "pull"),) * 2,
+        beside="server=1 data=2 staleness=4",
     ),
     Strategy(
         file="local-steps",
@@ -57,6 +80,8 @@ STRATEGIES = (
         look="Weights travel once in four steps; in the others nobody waits for anybody.",
         choose="The link is slow: over a network that all-reduce would wait for in every step.",
         more="exchange.md",
+        samples=shared,
+        moved={"all_reduce": "weights, in one step of 4"},
         steps=4,
     ),
     Strategy(
@@ -71,6 +96,9 @@ STRATEGIES = (
         choose="The model would fit on one device, but not with gradients and optimizer beside it: ZeRO, for any "
         "module.",
         more="layout.md",
+        fill=placement.slices,
+        samples=shared,
+        moved={"all_gather": "weights, gathered", "reduce_scatter": "gradients, summed"},
     ),
     Strategy(
         file="model",
@@ -82,6 +110,8 @@ STRATEGIES = (
         "Wherever one rank works the other is idle.",
         choose="Hardly ever: it is here to compare with. It needs the least memory for activations of all pipelines.",
         more="schedule.md",
+        fill=placement.layers,
+        moved={"send": "activations and back"},
     ),
     Strategy(
         file="pipeline",
@@ -94,6 +124,8 @@ STRATEGIES = (
         "(m + p - 1) of the time for p stages and m microbatches.",
         choose="The model does not fit on one device, and links are slow: only activations at the cuts travel.",
         more="schedule.md",
+        fill=placement.layers,
+        moved={"send": "activations and back"},
     ),
     Strategy(
         file="tensor",
@@ -106,6 +138,8 @@ STRATEGIES = (
         "the sum is there.",
         choose="Layers are wide, and the links between devices very fast: within one machine.",
         more="layout.md",
+        fill=placement.columns,
+        moved={"all_reduce": "activations, summed", "all_gather": "parts, put together"},
         steps=1,
     ),
     Strategy(
@@ -118,6 +152,8 @@ STRATEGIES = (
         "hand each other what they made.",
         choose="The model has towers, arms, several decoders, members of an ensemble.",
         more="branch.md",
+        fill=placement.layers,
+        moved={"all_gather": "ends of towers", "send": "ends of towers", "all_reduce": "ends of towers"},
         model=TOWERS,
     ),
     Strategy(
@@ -130,6 +166,8 @@ STRATEGIES = (
         look="Orange is keys and values being gathered, or their gradients going back, at every attention.",
         choose="Sequences are so long that the activations of one sample fill a device.",
         more="context.md",
+        samples=lambda rank, ranks: (rank / ranks, (rank + 1) / ranks, "half of each"),
+        moved={"all_gather": "keys and values", "reduce_scatter": "their gradients", "all_reduce": "gradients, summed"},
         steps=1,
     ),
     Strategy(
@@ -143,6 +181,9 @@ STRATEGIES = (
         "routers chose.",
         choose="Most of the weights are in experts.",
         more="expert.md",
+        fill=placement.experts,
+        samples=shared,
+        moved={"all_to_all": "tokens to experts", "all_reduce": "gradients, summed"},
         model=MIXTURE,
         steps=1,
     ),
@@ -158,5 +199,9 @@ STRATEGIES = (
         choose="One word does not make it fit: tensor within a machine, pipeline or shard over machines, data "
         "around it.",
         more="plan.md",
+        fill=placement.copies_of_layers,
+        samples=lambda rank, ranks: (rank % 2 / 2, (rank % 2 + 1) / 2, "6 of 12"),
+        moved={"send": "activations and back", "all_reduce": "gradients, summed"},
+        gaps=(("all_reduce",), ("send",), ("all_reduce",)),
     ),
 )

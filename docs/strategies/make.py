@@ -9,19 +9,21 @@ the run wrote, numbers are taken from them; the words are in explained.py.
 
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks look things up there too
 
+import placement
 import torch
 from explained import STRATEGIES, Strategy
 from models import Shown
 
 import meshfit
 from meshfit.observe.compare import EQUAL, ComparedRun, compared
+from meshfit.observe.ideal import ideal
 from meshfit.observe.kinds import kind_of
-from meshfit.observe.reading import Rank, RecordedRun, read
+from meshfit.observe.reading import Rank, RecordedRun, RecordedSpan, read
 from meshfit.observe.timeline import StepRange, drawn, picture, step_bounds
 from meshfit.units import size
 
@@ -37,6 +39,8 @@ class Made:
     run: RecordedRun
     row: ComparedRun
     """Held against the same training on one device."""
+    beside: RecordedRun | None = None
+    """Under another plan."""
 
 
 def train(shown: Shown, plan: str, folder: Path, *, steps: int = STEPS) -> RecordedRun:
@@ -64,7 +68,8 @@ def make(strategy: Strategy, runs: Path, alone: dict[str, RecordedRun], *, steps
     if shown.name not in alone:
         alone[shown.name] = train(shown, "data=1", runs / f"alone{len(alone)}", steps=steps)
     run = train(shown, strategy.plan, runs / strategy.file, steps=steps)
-    return Made(strategy, run, compared([alone[shown.name], run], ["one device", strategy.plan])[1])
+    beside = train(shown, strategy.beside, runs / f"{strategy.file}-beside", steps=steps) if strategy.beside else None
+    return Made(strategy, run, compared([alone[shown.name], run], ["one device", strategy.plan])[1], beside)
 
 
 def at_work(rank: Rank) -> float:
@@ -88,8 +93,32 @@ def quickest(run: RecordedRun, steps: int) -> StepRange | None:
 def write(made: Made, folder: Path) -> None:
     strategy, run = made.strategy, made.run
     window = quickest(run, strategy.steps)
+    where = placement.placement(run, strategy.fill, strategy.samples, strategy.moved, strategy.gaps)
+    (folder / f"{strategy.file}-placement.svg").write_text(where)
     (folder / f"{strategy.file}.svg").write_text(picture(run, window, moving=LOOP))
+    if made.beside is not None:
+        (folder / f"{strategy.file}-beside.svg").write_text(picture(made.beside, quickest(made.beside, 4)))
+    elif window is not None and (best := without_waiting(run, window)) is not None:
+        title = f"{strategy.plan}   the same work, nobody waiting for transfers or late ranks"
+        (folder / f"{strategy.file}-beside.svg").write_text(picture(best, window, title=title))
     (folder / f"{strategy.file}.md").write_text(page(made))
+
+
+def without_waiting(run: RecordedRun, window: StepRange) -> RecordedRun | None:
+    """A pipeline's schedule with the measured time of each action; None for other plans."""
+    found = ideal(run, list(range(window.first, window.last + 1)))
+    if found is None:
+        return None
+    ranks = []
+    for rank in run.ranks:
+        spans = found.lanes.get(rank.rank, [])
+        passes = []
+        for step in dict.fromkeys(span.step for span in spans):
+            of_step = [span for span in spans if span.step == step]
+            first, last = min(s.at for s in of_step), max(s.end for s in of_step)
+            passes.append(RecordedSpan("forward_backward", step, first, last - first))
+        ranks.append(replace(rank, spans=[*passes, *spans]))
+    return replace(run, ranks=ranks)
 
 
 def page(made: Made) -> str:
@@ -98,10 +127,12 @@ def page(made: Made) -> str:
 
 {strategy.does}
 
+![what lies where]({strategy.file}-placement.svg)
+
 ![{strategy.name}: {strategy.plan}]({strategy.file}.svg)
 
 {strategy.look}
-
+{below(made)}
 {table(made)}
 
 **When to choose it.** {strategy.choose}
@@ -112,6 +143,20 @@ meshfit.fit(model, data, ..., plan="{strategy.plan}")
 
 How it works, and what it does not take: [{strategy.more}](../{strategy.more}). [All strategies](README.md).
 """
+
+
+def below(made: Made) -> str:
+    """What is drawn below the run."""
+    strategy = made.strategy
+    if made.beside is not None:
+        said = (
+            f"Apart, under `{strategy.beside}`, workers do not wait for each other; their weights are some steps old:"
+        )
+    elif "pipeline" in made.run.words:
+        said = "The same work as the schedule has it, if nobody waited for transfers or late ranks:"
+    else:
+        return ""
+    return f"\n{said}\n\n![beside it]({strategy.file}-beside.svg)\n"
 
 
 def table(made: Made) -> str:
@@ -145,9 +190,10 @@ def index(every: list[Made]) -> str:
     rows = "\n".join(lines)
     return f"""# The strategies, by pictures of real runs
 
-One page each: what it does, the quickest steps of a real run in motion, what it cost there, when to choose it. In the
-pictures one lane is one device (or server). Work fills a lane's height, waiting a third of it; the line below a lane
-is traffic under way; dashed lines hand something from stage to stage.
+One page each: what it does, what lies on which device, the quickest steps of a real run in motion, what it cost there,
+when to choose it. A model is drawn as four blocks; what a device holds of each is filled. In the timelines one lane is
+one device (or server). Work fills a lane's height, waiting a third of it; the line below a lane is traffic under way;
+dashed lines hand something from stage to stage.
 
 | strategy | plan | weights on a device | handed over in a step | losses against one device | choose it when |
 |---|---|---|---|---|---|
@@ -157,6 +203,17 @@ is traffic under way; dashed lines hand something from stage to stage.
 so times show who waits for whom, not how fast a strategy is: for that there is [benchmarks.md](../benchmarks.md), and
 `meshfit compare` for a model of your own. All of it is made by `python docs/strategies/make.py`.
 """
+
+
+def overview(every: list[Made]) -> str:
+    """Four of them, for the first page."""
+    made = {each.strategy.file: each for each in every}
+    panels = []
+    for file in ("all-reduce", "sharded", "tensor", "pipeline"):
+        one = made[file].strategy
+        drawn = placement.cards(made[file].run, one.fill, one.samples, one.moved, one.gaps)
+        panels.append((f"{one.name}: {one.plan}", drawn))
+    return placement.overview(panels)
 
 
 def main(*wanted: str) -> None:
@@ -172,6 +229,7 @@ def main(*wanted: str) -> None:
                 print(f"  {strategy.file:14} {strategy.plan:48} {drawn_bytes:>7,} bytes", flush=True)
         if not wanted:
             (HERE / "README.md").write_text(index(every))
+            (HERE.parent / "pictures" / "strategies.svg").write_text(overview(every))
 
 
 if __name__ == "__main__":
