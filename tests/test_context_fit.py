@@ -42,7 +42,6 @@ ONCE = {  # each plan with a model that does not make it easy
     "context=2 recompute=full": "tied-gpt",
     "context=2 microbatches=3": "token-sum",
     "context=2 microbatches=2": "lstm",
-    "context=2 attention=gather": "gpt2",
     "context=3 attention=gather": "llama",
     "context=2 attention=ulysses recompute=full": "llama",
 }

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import meshfit
 from meshfit.errors import JobError, PlanError
+from tests.few import every_other
 
 PLANS = ("data=2", "data=2 microbatches=2", "shard=2", "shard=2 zero=2", "shard=2 zero=1", "data=2 shard=2")
 DATA = (
@@ -176,8 +177,7 @@ def test_one_device(shape: str) -> None:
     assert_as_the_loop(train(shape, "data=1"), shape)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "plan"), every_other(SHAPES, PLANS))
 def test_as_the_usual_loop(shape: str, plan: str) -> None:
     got = train(shape, plan)
     assert_as_the_loop(got, shape)
