@@ -2,6 +2,7 @@
 in earnest; the kernels are torch's own (aot_eager), since generating others takes half a minute."""
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -40,8 +41,8 @@ from tests.few import more
 @pytest.fixture(scope="module", autouse=True)
 def _the_template_has_the_compiler() -> None:
     """Which each rank would import, in a second, as soon as it compiles."""
-    from torch._inductor.compile_fx import compile_fx
-
+    with warnings.catch_warnings(action="ignore"):
+        from torch._inductor.compile_fx import compile_fx
     with LocalRanks(lambda *_: compile_fx.__name__, size=1, devices=Devices("cpu", None)) as ranks:
         assert ranks.results == ["compile_fx"]
 
