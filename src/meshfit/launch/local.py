@@ -23,14 +23,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
 
-from meshfit.errors import Died, MeshfitError, RankError
+from meshfit.errors import Died, RankError
 from meshfit.launch import warm
 from meshfit.launch.channel import encode, memory_file
 from meshfit.launch.devices import Devices
-from meshfit.launch.heartbeat import SharedBoard, silence_of
-from meshfit.launch.output import KEPT_LINES, Output
+from meshfit.launch.heartbeat import SharedBoard
+from meshfit.launch.output import Output
 from meshfit.launch.rank import Left, Raised, Returned, Start, Work
-from meshfit.launch.stalls import Stall, Stalls
+from meshfit.launch.rank_watch import RankWatch, at_step, death
 from meshfit.launch.system import oom_kills
 from meshfit.launch.world import World
 
@@ -83,8 +83,6 @@ class LocalRanks:
         self._hang = hang
         self._hung: dict[int, str] = {}
         """Of the expendable: why they were ended."""
-        self._noted: list[str] = []
-        """What was found of ranks that went on."""
         self._returned: dict[int, Any] = {}
         self._exited: dict[int, int] = {}
         self._left: dict[int, int] = {}
@@ -99,14 +97,14 @@ class LocalRanks:
             self._open = set(range(self.size))
             self._output = Output(self.size, role=self._role, folder=self._log)
             self._board = SharedBoard(memory_file(), self.size)
-            how: dict[str, Any] = {"silence": silence_of(self._timeout, self._hang), "hang": self._hang}
-            self._stalls = Stalls(self._board, self.size, self._tell, note=self._note, role=self._role, **how)
+            how: dict[str, Any] = {"timeout": self._timeout, "hang": self._hang, "role": self._role}
+            self._watch = RankWatch(self._board, self.size, self._output, self._stack, **how)
             try:
                 for rank, channel in enumerate(self._channels):
                     with suppress(ConnectionError), self._output.ends(rank) as ends:  # messages() tells why
                         channel.send_fds(*ends, self._board.fd)
                         world = World(rank, self.size, self._devices.device(rank), self._meet)
-                        channel.send(Start(world, self._timeout, self._joined, self._stalls.silence))
+                        channel.send(Start(world, self._timeout, self._joined, self._watch.silence))
                         channel.send_encoded(work)
                 self._output.start()
             except BaseException:
@@ -129,7 +127,7 @@ class LocalRanks:
             channels = {self._channels[rank].fileno(): rank for rank in self._open}
             others = [] if self.beside is None else self.beside.fds
             left = math.inf if timeout is None else quiet + timeout - time.monotonic()
-            patience = min(self._stalls.each, left if suspect is None else until - time.monotonic())
+            patience = min(self._watch.each, left if suspect is None else until - time.monotonic())
             dead = self._dead
             ready = wait([self._run.fileno(), *channels, *others], 0 if dead else max(0.0, patience))
             quiet = time.monotonic() if ready else quiet
@@ -163,12 +161,12 @@ class LocalRanks:
                 if suspect is not None and suspect[0] in self._group_of(rank):
                     suspect = None
         if not self.lost:
-            self._compare(last=True)
+            self._watch.compare(last=True)
 
     def _lose(self, rank: int) -> None:
         """Go on without a rank that died, and end those of its worker group; ``Died`` where others cannot go on."""
         step = self._step_of(rank)
-        headline, fact = _death(f"{self._role} {rank}", code := self._exited[rank], step)
+        headline, fact = death(f"{self._role} {rank}", code := self._exited[rank], step)
         peers = self._group_of(rank)
         if rank in self._hung:
             headline = self._hung[rank]
@@ -176,12 +174,12 @@ class LocalRanks:
             headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
         elif rank not in self._expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
             if code == -signal.SIGABRT:  # NCCL ends a process that has waited too long for another
-                self._blame(headline)
+                self._watch.blame(headline, self._exited.keys())
             error = Died(headline, fact, *self._printed(rank))
             if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
                 error = Died(f"{headline}: the machine ran out of memory", *error.facts[1:])
                 error.out_of_memory = True
-            raise _at(step, error, rank)
+            raise at_step(step, error, rank)
         self.lost[rank] = headline
         self._open.discard(rank)
         if waiting := peers - self._exited.keys() - self._returned.keys() - self._ending.keys():
@@ -191,46 +189,19 @@ class LocalRanks:
 
     def _step_of(self, rank: int) -> int:
         """That a rank was in when it was last heard from; 0: in none."""
-        live = self._stalls.seen(rank)
-        return self._left.get(rank, 0 if live is None else live.step)
+        return self._left.get(rank, self._watch.step_of(rank))
 
     def watch(self) -> None:
         """Report those that have stalled; now and then, and of those beside too."""
         if self._folder:  # else they are not there yet
-            self._stalls.together = self._joined and self.beside is None
             gone = self._exited.keys() | self._returned.keys() | self._hung.keys()
-            self._stalls.look(gone=gone)
-            self._compare(gone=gone)
-            if hung := [stall for stall in self._stalls.hung if stall.rank not in gone]:
-                self._end_hung(hung, self._stalls.verdict(hung, gone))
+            if hung := self._watch.look(gone, together=self._joined and self.beside is None):
+                self._end_hung({stall.rank for stall in hung}, self._watch.verdict(hung, gone))
         if self.beside is not None:
             self.beside.watch()
 
-    def _compare(self, **how: Any) -> None:
-        """Note ranks that are slow; raise where replicas differ."""
-        self._stalls.compare(**how)
-        if (corrupt := self._stalls.corrupt()) is not None:
-            raise corrupt
-
-    def _tell(self, stall: Stall | None, text: str) -> None:
-        self._output.settle()
-        if stall is None or self._stalls.hang > self._stalls.silence:  # else the verdict says all of it in a moment
-            print(f"meshfit: {text}", file=sys.stderr, flush=True)
-        if stall is None:
-            return
-        self._output.note(stall.rank, f"meshfit: {text}")
-        if stall.why == "unheard":  # its threads cannot speak; the kernel can interrupt it
-            self._stack(stall.rank)
-            self._stalls.stacks[stall.rank] = _interrupted(self._output.last(stall.rank, KEPT_LINES))
-
-    def _note(self, text: str) -> None:
-        self._noted.append(text)
-        self._output.settle()
-        print(f"meshfit: {text}", file=sys.stderr, flush=True)
-
-    def _end_hung(self, stalls: list[Stall], verdict: Died) -> None:
+    def _end_hung(self, ranks: set[int], verdict: Died) -> None:
         """End those that hang, where the others go on without them; else raise what is known of them."""
-        ranks = {stall.rank for stall in stalls}
         peers = set().union(*(self._group_of(rank) for rank in ranks))
         if not ranks <= set(self._expendable) or len(self.lost.keys() | peers) == self.size:
             raise verdict
@@ -262,7 +233,7 @@ class LocalRanks:
     @property
     def notes(self) -> list[str]:
         """What became of those that did not stay, here and beside, in words."""
-        return [*self._noted, *self.lost.values(), *([] if self.beside is None else self.beside.notes)]
+        return [*self._watch.notes, *self.lost.values(), *([] if self.beside is None else self.beside.notes)]
 
     @property
     def folder(self) -> str:
@@ -337,20 +308,14 @@ class LocalRanks:
 
     def _fail(self, rank: int, raised: Raised) -> NoReturn:
         if raised.peer_gone:
-            self._blame(f"{self._role} {rank} {raised.did}")
+            self._watch.blame(f"{self._role} {rank} {raised.did}", self._exited.keys())
         if raised.error is not None:
-            raise _at(raised.step, raised.error)
+            raise at_step(raised.step, raised.error)
         facts = [f"in step {raised.step}"] if raised.step else []
         facts += self._printed(rank)
         error = RankError(f"{self._role} {rank} {raised.did}", *facts, trace=raised.trace)
         error.out_of_memory, error.held = raised.out_of_memory, raised.held
-        raise _at(raised.step, error)
-
-    def _blame(self, gave_up: str) -> None:
-        """Raise on behalf of who stalled, if one did, where another gave up waiting for it."""
-        error = self._stalls.blame(gave_up, self._timeout, gone=self._exited.keys())
-        if error is not None:
-            raise error
+        raise at_step(raised.step, error)
 
     def _printed(self, rank: int) -> list[str]:
         """The last lines that a rank wrote, for an error about it."""
@@ -399,28 +364,3 @@ def _installed(modules: tuple[str, ...]) -> tuple[str, ...]:
     homes = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib"))
     files = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in modules)
     return tuple(name for name, file in files if file and file.startswith(homes))
-
-
-def _at(step: int, error: MeshfitError, rank: int | None = None) -> MeshfitError:
-    error.step, error.rank = step, rank
-    return error
-
-
-def _interrupted(lines: list[str]) -> str:
-    """The stack of the thread that the kernel interrupted, from what faulthandler printed of all."""
-    begin = max((i for i, line in enumerate(lines) if line.startswith("Current thread")), default=len(lines))
-    frames = [line for line in reversed(lines[begin + 1 :]) if line.startswith("  File")]
-    ours = [i for i, line in enumerate(frames) if f"launch{os.sep}rank.py" in line]
-    return "".join(f"{line}\n" for line in frames[(ours[-1] + 1 if ours else 0) :])
-
-
-def _death(who: str, code: int, step: int) -> tuple[str, str]:
-    at = f" at step {step}" if step else ""
-    if code >= 0:
-        return f"{who} left{at} with exit code {code} before its work was done", ""
-    name = signal.Signals(-code).name if -code in {*signal.Signals} else "unknown"
-    out_of_memory = code == -signal.SIGKILL
-    return (
-        f"{who} was killed by signal {-code} ({name})",
-        "if nobody sent it, the machine ran out of memory" if out_of_memory else "",
-    )
