@@ -333,6 +333,8 @@ def test_a_snapshot_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 def test_tickets_are_each_done_once() -> None:
+    resumed = Tickets.after(4, (6, 7), 9)
+    assert [resumed.take(worker) for worker in range(3)] == [4, 5, 8]
     tickets = Tickets(4)
     assert [tickets.take(0), tickets.take(1), tickets.take(0)] == [0, 1, 0]
     tickets.done(0)

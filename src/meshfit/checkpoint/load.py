@@ -348,7 +348,7 @@ class Loading:
 
         def put() -> None:
             run.step, run.samples = body["step"], body["samples"]
-            run.position = Position(at, at)
+            run.position = Position(at, at, ahead=tuple(map(int, self.state.get("ahead", ()))))
             if hasattr(run.schedule, "steps"):  # a pipeline's random numbers follow from how many it has taken
                 run.schedule.steps = run.step  # type: ignore[attr-defined, union-attr]
 

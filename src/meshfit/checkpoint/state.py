@@ -241,6 +241,8 @@ def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
         "best": None,
         "metrics": plain.encode(metrics, "metrics"),
     }
+    if run.position.ahead:
+        state["ahead"] = list(run.position.ahead)
     if run.scheduler is not None:
         held = _scheduler_state(run.scheduler)
         state["scheduler"] = {"kind": kind_of(run.scheduler), "state": plain.encode(held, "the scheduler's state")}

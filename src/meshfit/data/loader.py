@@ -66,6 +66,9 @@ class Position:
     after: tuple[int, int] = (0, 0)
     step: int = -1
     """Steps that were taken when the last batch was handed out."""
+    ahead: tuple[int, ...] = ()
+    """Of asynchronous workers: the samples of a batch of their own, then the numbers of such batches after this place
+    whose gradients are applied."""
 
     def now(self, step: int) -> tuple[int, int]:
         return self.after if step > self.step else self.before

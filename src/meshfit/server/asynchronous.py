@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class AsynchronousCoordinator:
     def __init__(self, server: "Server"):
         self.server, self.keeper, self.settings = server, server.keeper, server.settings
-        self.tickets = Tickets(self.settings.total, self.settings.first)
+        self.tickets = Tickets.after(self.settings.first, self.settings.applied, self.settings.total)
         self.clocks = Clocks(self.settings.staleness)
         self.expected = self.settings.workers
         """Workers that must have come before the first batch is given out."""

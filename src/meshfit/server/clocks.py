@@ -8,6 +8,7 @@ waits: so it never has done more than k steps more. Of w workers a gradient is t
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 
@@ -53,6 +54,12 @@ class Tickets:
 
     def facts(self) -> dict[str, object]:
         return {"total": self.total, "next": self.next, "returned": sorted([*self.returned, *self.out.values()])}
+
+    @classmethod
+    def after(cls, first: int, applied: Collection[int], total: int | None) -> "Tickets":
+        """From ``first`` on, without those that are ``applied``."""
+        upto = max(applied, default=first - 1) + 1
+        return cls(total, upto, [ticket for ticket in range(first, upto) if ticket not in applied])
 
     @classmethod
     def of(cls, facts: dict) -> "Tickets":

@@ -149,7 +149,7 @@ class ServerCoordination(Coordination):
                 "the schedule is the servers', and workers evaluate",
                 f"{replace(run.plan, server=0)} works",
             )
-        self._state = ServerState(run, self.exchange, update)
+        self._state = ServerState(run, self.exchange, update, self.exchange.parcels)
         phase.update, phase.exchange = update, self.exchange
 
     def _reach(self, model: nn.Module, device: torch.device) -> Worker:

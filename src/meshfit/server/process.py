@@ -165,11 +165,15 @@ def _places(run: Run, job: Job) -> dict[str, Any]:
     """From which batch to which, in batches of all workers or of one."""
     (epoch, batch), size, own = run.position.now(run.step), run.loader.batch_size, own_batch(job)
     first, step, last = epoch * -(-_samples(run.plan, run.loader) // own) + batch * size // own, run.step, run.last_step
+    applied: tuple[int, ...] = ()
     if plan_of(job).staleness:
+        if run.position.ahead[:1] == (own,):
+            applied = tuple(ticket for ticket in run.position.ahead[1:] if ticket >= first)
         step = first  # each batch of one worker's is a step
         last = last_ticket(job, run.loader)
     total = None if last is None else first + max(0, last - step)
-    return {"step": step, "samples": run.samples, "first": first, "total": total, "batch_size": size}
+    place = {"step": step + len(applied), "samples": run.samples, "first": first, "total": total}
+    return {**place, "applied": applied, "batch_size": size}
 
 
 def _keeper(run: Run, job: Job, index: int) -> Keeper:

@@ -1,10 +1,14 @@
 """The state that model servers hold (optimizer, schedule, averaged weights), fetched for a checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from meshfit.data.loader import Loader, Position
+from meshfit.exchange.parcel import Parcel
 from meshfit.run import Run
 from meshfit.server.keeper import load_schedule
 from meshfit.server.shared_model import mine
@@ -13,8 +17,9 @@ from meshfit.server.worker_group import WorkerGroup
 
 
 class ServerState:
-    def __init__(self, run: Run, worker: Worker | WorkerGroup, update: ServerUpdate):
-        self.run, self.worker, self.update = run, worker, update
+    def __init__(self, run: Run, worker: Worker | WorkerGroup, update: ServerUpdate, parcels: Sequence[Parcel]):
+        """``parcels``: what each server owns."""
+        self.run, self.worker, self.update, self.parcels = run, worker, update, parcels
         self._scheduled = 0
         """Steps that the scheduler has been taken through."""
 
@@ -42,21 +47,35 @@ class ServerState:
         self._scheduled = keeper["steps"]
         if run.plan.staleness:
             self._back_to(every[0][1], own)
-            self.worker.pull()  # as new as the state
+            self._weigh([tensors["weights"] for tensors, _ in every])
         try:
             yield
         finally:
+            if run.plan.staleness:
+                self.worker.pull()
             run.step, run.samples, run.position = now
             run.optimizer.state.clear()
             if average is not None:
                 average.held.clear()
 
+    @torch.no_grad()
+    def _weigh(self, held: list[Tensor]) -> None:
+        """Have the weights of the moment in which the state was put down: others may have stepped since."""
+        named = dict(self.run.model.named_parameters())
+        for parcel, weights in zip(self.parcels, held, strict=True):
+            for name, whole in parcel.views(weights).items():
+                named[name].copy_(mine(self.run.placed, named[name], whole))
+        self.run.placed.changed()
+
     def _back_to(self, facts: dict[str, Any], own: Loader) -> None:
         """Set step and position in whole batches, so that any plan can resume: before the batch of the oldest gradient
-        that is not applied yet. Some of its samples are then seen twice."""
+        that is not applied yet. Those after it that are, asynchronous workers of the same number leave out; another
+        plan sees their samples twice."""
         tickets, run = facts["coordinator"]["tickets"], self.run
         oldest = min((tickets["next"], *tickets["returned"]))
         epoch, index = divmod(oldest, own.batches_per_epoch or 1)
         at = (epoch, index * own.batch_size // run.loader.batch_size)
         run.step, run.samples = at[0] * (run.loader.batches_per_epoch or 1) + at[1], int(facts["samples"])
-        run.position = Position(at, at)
+        first = epoch * (own.batches_per_epoch or 1) + at[1] * run.loader.batch_size // own.batch_size
+        applied = sorted(set(range(first, tickets["next"])) - set(tickets["returned"]))
+        run.position = Position(at, at, ahead=(own.batch_size, *applied) if applied else ())

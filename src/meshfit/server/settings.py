@@ -18,6 +18,8 @@ class ServerSettings:
     samples: float = 0
     first: int = 0
     """Number of the first batch: of all workers together, or with staleness of one each."""
+    applied: tuple[int, ...] = ()
+    """Numbers of batches after it whose gradients were applied before it began."""
     total: int | None = None
     """Number of the batch after the last; None: as many as are asked for."""
     batch_size: int = 1

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.cost import Cost
 from meshfit.errors import RankError
-from meshfit.exchange.parcel import shares
+from meshfit.exchange.parcel import Parcel, shares
 from meshfit.exchange.protocol import RepeatBatch, StepScalars
 from meshfit.exchange.server_cost import Payload
 from meshfit.exchange.server_cost import worker as worker_cost
@@ -125,6 +125,11 @@ class Worker:
     @property
     def learning_rate(self) -> float:
         return self.connections[0].learning_rate
+
+    @property
+    def parcels(self) -> list[Parcel]:
+        """What each server owns."""
+        return [connection.parcel for connection in self.connections]
 
     @property
     def version(self) -> int:

@@ -27,6 +27,7 @@ from meshfit.comm.objects import all_gather_object, broadcast_object
 from meshfit.cost import Cost
 from meshfit.errors import RankError
 from meshfit.events import current
+from meshfit.exchange.parcel import Parcel
 from meshfit.exchange.protocol import RepeatBatch, StepScalars
 from meshfit.exchange.server_cost import BROADCAST, Payload, worker_group
 from meshfit.exchange.update import Updated
@@ -201,6 +202,11 @@ class WorkerGroup:
         """Wait until all workers are at this batch: at the servers, and not within a collective of all workers, which
         has a limit, while one of them evaluates or saves."""
         self._first(lambda worker: [] if worker.meet("") else None)
+
+    @property
+    def parcels(self) -> Sequence[Parcel]:
+        """What each server owns."""
+        return self.whole.parcels
 
     @property
     def rank(self) -> int:
