@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import meshfit
 from meshfit.anatomy.dataflow import AtenTrace
 from meshfit.anatomy.record import record
-from meshfit.errors import MeshfitError, PlanError
+from meshfit.errors import JobError, MeshfitError, PlanError
 
 X = torch.randn(10, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(4, (10,), generator=torch.Generator().manual_seed(1))
@@ -333,3 +333,50 @@ def test_clip_is_over_what_the_optimizer_steps(plan: str) -> None:
     got = meshfit.fit(Net(), (X, Y), loss=F.cross_entropy, clip=0.05, plan=plan, **asked).model
     torch.testing.assert_close(got.state_dict(), want.state_dict())
     assert all(p.requires_grad for p in got.parameters())
+
+
+ASKED = {"data": (X, Y), "loss": F.cross_entropy, "batch_size": 4, "epochs": 2, "devices": "cpu"}
+
+
+def clamped_in_a_loop(plan: str) -> tuple[Any, float]:
+    """Weights, that the loop clamps after each step, and the last learning rate."""
+    model = Net()
+    rates = []
+    for step in meshfit.steps(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan, **ASKED):
+        rates.append(step.lr)
+        with torch.no_grad():
+            model.first.weight.clamp_(-0.1, 0.1)
+    return model.first.weight, rates[-1]
+
+
+def slowed_in_a_loop(plan: str) -> tuple[Any, float]:
+    """A learning rate that the loop sets."""
+    model, rates = Net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in meshfit.steps(model, optimizer=optimizer, plan=plan, **ASKED):
+        rates.append(step.lr)
+        optimizer.param_groups[0]["lr"] = 0.01
+    return model.first.weight, rates[-1]
+
+
+def test_what_a_loop_changes_is_refused_where_it_would_be_lost() -> None:
+    with pytest.raises(JobError, match=r"first\.weight was changed in this process"):
+        clamped_in_a_loop("data=2")
+    with pytest.raises(JobError, match="the optimizer's lr of group 0 was changed in this process"):
+        slowed_in_a_loop("data=2")
+    assert clamped_in_a_loop("data=1")[0].abs().max() <= 0.1  # one device takes it
+    assert slowed_in_a_loop("data=1")[1] == 0.01
+
+
+def test_a_callback_that_reaches_the_model_is_told_whose_weights_it_finds() -> None:
+    model = Net()
+    average = [p.detach().clone() for p in model.parameters()]
+
+    def averaged(step: meshfit.Step) -> None:
+        for mine, p in zip(average, model.parameters(), strict=True):
+            mine.lerp_(p.detach(), 0.1)
+
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+    for callback, said in ((averaged, True), (lambda step: None, False)):
+        result = meshfit.fit(model, optimizer=sgd, plan="data=2", callbacks=callback, progress=False, **ASKED)
+        assert any("averaged can reach the model" in note for note in result.notes) is said

@@ -81,7 +81,7 @@ STRATEGIES = (
         choose="The link is slow: over a network that all-reduce would wait for in every step.",
         more="exchange.md",
         samples=shared,
-        moved={"all_reduce": "weights, in one step of 4"},
+        moved={"all_reduce": "weights, every 4th step"},
         steps=4,
     ),
     Strategy(
@@ -153,7 +153,7 @@ STRATEGIES = (
         choose="The model has towers, arms, several decoders, members of an ensemble.",
         more="branch.md",
         fill=placement.layers,
-        moved={"all_gather": "ends of towers", "send": "ends of towers", "all_reduce": "ends of towers"},
+        moved={"broadcast": "ends of towers"},
         model=TOWERS,
     ),
     Strategy(
@@ -161,13 +161,14 @@ STRATEGIES = (
         name="Context parallelism",
         plan="context=2",
         does="Every sequence is cut over the devices: each has some of its positions, and all weights. "
-        "Attention gathers keys and values of all positions; the rest needs nobody. Gradients are summed "
-        "as under all-reduce.",
-        look="Orange is keys and values being gathered, or their gradients going back, at every attention.",
+        "Attention needs the keys and values of all positions: they are gathered, or, as here, each device has some "
+        "of the heads for all of them while it attends. The rest needs nobody. Gradients are summed as under "
+        "all-reduce.",
+        look="Orange is what attention needs of the others being exchanged, or its gradients going back.",
         choose="Sequences are so long that the activations of one sample fill a device.",
         more="context.md",
-        samples=lambda rank, ranks: (rank / ranks, (rank + 1) / ranks, "half of each"),
-        moved={"all_gather": "keys and values", "reduce_scatter": "their gradients", "all_reduce": "gradients, summed"},
+        samples=lambda rank, ranks: (rank / ranks, (rank + 1) / ranks, "half each"),
+        moved={"all_to_all": "heads for positions", "all_reduce": "gradients, summed"},
         steps=1,
     ),
     Strategy(

@@ -35,6 +35,9 @@ ELSEWHERE = {
     **dict.fromkeys(("lr", "learning_rate"), "optimizer=lambda params: torch.optim.AdamW(params, lr=...)"),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), 'plan="microbatches=..."'),
     **dict.fromkeys(("mixed_precision", "amp", "bf16", "fp16"), 'plan="precision=bf16"'),
+    **dict.fromkeys(
+        ("track", "tracker", "logger", "loggers", "report_to"), 'callbacks=meshfit.observe.track.Track("wandb", ...)'
+    ),
     **dict.fromkeys(("strategy", "distributed", "parallel"), 'plan="data=2"'),
 }
 """What other libraries call an argument of ``fit``."""
@@ -90,6 +93,8 @@ def _instead(name: str, given: dict[str, Any], known: list[str]) -> str:
     """What to write for an argument that there is not. Many are words of the plan, or of other libraries."""
     if name in ELSEWHERE and ELSEWHERE[name].partition("=")[0] in known:
         return f"that is {ELSEWHERE[name]}"
+    if name in ("callbacks", "each_step", "progress"):
+        return "that is fit's: the body of the loop is called after each step, and shows what you like"
     if name not in [field.name for field in fields(Plan)]:
         return did_you_mean(name, known)
     plan, value = str(given.get("plan", "auto")), given[name]

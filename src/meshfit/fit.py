@@ -20,6 +20,8 @@ from torch import nn
 
 from meshfit.arguments import NO_METRICS, verb, verb_of
 from meshfit.drive import Training, begin
+from meshfit.drive.ranked import Ranked
+from meshfit.drive.untouched import note_of
 from meshfit.errors import JobError
 from meshfit.history import History
 from meshfit.job import Job
@@ -178,6 +180,8 @@ def fit(
     history = History()
     unread: deque[Step] = deque()  # steps whose loss is still on its way from a GPU: a callback would wait for it
     training = begin(job, lockstep=bool(each_step))
+    if isinstance(training, Ranked):
+        training.said += note_of(training.model, [*callbacks, *each_step])
     with training, Progress(training, shown=shown) as bar, RunFolder(training) as folder:
         for tracker in (function for function in (*callbacks, *each_step) if isinstance(function, Track)):
             tracker.begin(about(training.job), folder.path)

@@ -55,6 +55,11 @@ class PythonState:
                 queue.extend((each.path(key), value, depth + 1) for each in slots for key, value in each.was.items())
                 queue.extend((f"{path}.{name}", value, depth + 1) for name, value in _parts(thing))
 
+    @property
+    def modules(self) -> set[nn.Module]:
+        """All that can be reached."""
+        return {thing for thing in self._alive if isinstance(thing, nn.Module)}
+
     def changed(self) -> dict[str, Any]:
         """What is not as it was, by its path: the value now, None where it is gone."""
         return {slots.path(key): value for slots in self._slots for key, value in slots.changed()}

@@ -22,6 +22,7 @@ from meshfit.drive.elastic import CAME_BACK, Elastic
 from meshfit.drive.out_of_memory import with_memory
 from meshfit.drive.restart import Tries, goes_on, put_suspects_aside, tries_of
 from meshfit.drive.training import Training
+from meshfit.drive.untouched import Untouched
 from meshfit.drive.work import LATE_STEPS, Begun, Late, Outcome, Silent, Tap, WholeTensor, Work
 from meshfit.errors import JobError, MeshfitError, RankError
 from meshfit.job import NO_EVALUATION, Job, plan_of
@@ -125,6 +126,7 @@ class Ranked(Training):
         """What ranks report; of steps up to ``after`` the caller has heard already."""
         seen: deque[int] = deque(maxlen=10 * LATE_STEPS)
         weights: dict[str, Tensor] = {}
+        untouched = Untouched(self.model, self.job.optimizer)
         with self._ranks() as ranks:
             for rank, message in ranks.messages():
                 if isinstance(message, Begun):
@@ -143,6 +145,7 @@ class Ranked(Training):
                         if not dropped and not (isinstance(message, Late) and step.step in seen):
                             seen.append(step.step)
                             yield step
+                            untouched.check()
                         if self._lockstep:
                             ranks.send(rank, "stop" if self._stop else "go")
                     if self._stop and not self._lockstep:

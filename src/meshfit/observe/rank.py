@@ -20,7 +20,7 @@ from meshfit.data.loader import Batch
 from meshfit.events import Events
 from meshfit.launch.system import cores
 from meshfit.observe.sampler import Sampler
-from meshfit.torch_private.tensors import local_part
+from meshfit.torch_private.tensors import grad_dtype, local_part
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -111,10 +111,12 @@ def _facts(run: "Run") -> dict[str, Any]:
 
 def kept_memory(run: "Run") -> dict[str, int]:
     """Bytes that stay between steps, by kind."""
+    cut = _bytes(run.exchange.gradients) if run.placed.shards is not None else 0
+    whole = sum(p.numel() * grad_dtype(p).itemsize for p in run.model.parameters() if p.requires_grad)
     held = {
         "weights": _bytes(run.model.parameters()) + _other_shards(run),
         "buffers": _bytes(run.model.buffers()),
-        "gradients": _bytes(run.exchange.gradients) or _bytes(p for p in run.model.parameters() if p.requires_grad),
+        "gradients": cut or whole,
         "optimizer": _bytes(t for s in run.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)),
     }
     return {kind: size for kind, size in held.items() if size}
