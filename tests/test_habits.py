@@ -218,6 +218,26 @@ class Begins(Net):
         return super().forward(x + self.shift)
 
 
+class Clamps(Net):
+    """A weight, in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Sparse(Net):
+    """A table with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 16, sparse=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.table((x[:, 0] > 0).long()))
+
+
 def counted() -> Any:
     """A step that counts its calls: a loss weighed in over the first ones."""
     state = {"step": 0}
@@ -238,6 +258,7 @@ def counted() -> Any:
         (Net, counted, "microbatches=2"),
         (Thaws, lambda: plain, "data=2"),
         (FrozenNorm, lambda: plain, "data=2"),
+        (Clamps, lambda: plain, "data=2"),
         (Begins, lambda: plain, "tensor=2"),
     ],
 )
@@ -259,6 +280,9 @@ def trimmed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         (Remembers, plain, "microbatches=2", "the loss depends on before, which is kept"),
         (Begins, plain, "data=2", "not a mean|shift, a weight that the forward writes"),
         (Calls, plain, PIPELINE, "each call of the loss changes calls"),
+        (Clamps, plain, "microbatches=2", "the forward writes last.weight"),
+        (Clamps, plain, "server=1 data=2", "the forward writes last.weight"),
+        (Sparse, plain, "microbatches=2", "sparse gradients"),
     ],
 )
 def test_what_parts_of_a_batch_would_do_otherwise_is_refused(model: Any, step: Any, plan: str, said: str) -> None:

@@ -29,10 +29,10 @@ def check(plan: Plan, model: nn.Module) -> None:
         count = sum(1 for _ in model.parameters())
         raise JobError("there is nothing to train", f"all {count} parameters of the model are frozen")
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
-    if sparse and plan.devices > 1:
+    if sparse and (plan.devices > 1 or plan.microbatches > 1):
         raise PlanError(
-            f"{plan}: {sparse[0] or 'the model'} makes sparse gradients, which are not summed over ranks",
-            "sparse=False works under every plan; one device works as it is",
+            f"{plan}: {sparse[0] or 'the model'} makes sparse gradients, which are not summed over ranks or microbatches",
+            "sparse=False works under every plan; one device and one microbatch work as it is",
         )
     made_of_others = [name for name, p in model.named_parameters() if hasattr(p, "__tensor_flatten__")]
     if made_of_others and (plan.devices > 1 or plan.server or plan.offloads("parameters")):

@@ -57,7 +57,7 @@ def held(over: LossDenominator, trial: LossTrial) -> LossDenominator | None:
                 for name, weight in weights.items():
                     if name not in other_weights or not torch.equal(weight, other_weights[name]):
                         return LossDenominator(kind="batch", remembers=f"{name}, a weight that the forward writes")
-                over = replace(over, counters=counters)
+                over = replace(over, counters=counters, writes=next(iter(weights), ""))
             parts = [_run(trial, cut)[0] for cut in cuts]
         except Exception:  # a single sample is squeezed away, say
             return None

@@ -58,6 +58,15 @@ def _agreed(run: "Run", objective: Objective, loader: Loader, tried: Tried, insi
         python.restore()
     if run.splits:
         batch_loss.check(run.plan, over, objective)
+    if over.writes and (run.plan.server or run.plan.microbatches > 1):
+        raise PlanError(
+            f"{run.plan}: the forward writes {over.writes}, a weight that is trained",
+            "servers would not see it"
+            if run.plan.server
+            else "it would once for every microbatch, and not once a step",
+            "a register_step_post_hook of the optimizer, or torch.nn.utils.parametrize, does so under every plan",
+            "data= with one microbatch takes it as it is",
+        )
     if over.counters and run.plan.partitions_modules:
         raise PlanError(
             f"{run.plan}: each call of the loss changes {over.counters[0]}, a number that is kept in Python",
