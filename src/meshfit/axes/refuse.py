@@ -31,7 +31,7 @@ def check(plan: Plan, model: nn.Module) -> None:
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
     if sparse and (plan.devices > 1 or plan.microbatches > 1):
         raise PlanError(
-            f"{plan}: {sparse[0] or 'the model'} makes sparse gradients, which are not summed over ranks or microbatches",
+            f"{plan}: {sparse[0] or 'the model'} makes sparse gradients, which no plan sums",
             "sparse=False works under every plan; one device and one microbatch work as it is",
         )
     made_of_others = [name for name, p in model.named_parameters() if hasattr(p, "__tensor_flatten__")]
