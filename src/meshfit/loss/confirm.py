@@ -23,6 +23,7 @@ from meshfit.data import tree
 from meshfit.loss.objective import LossDenominator
 from meshfit.loss.side import LossSide
 from meshfit.loss.trial import LossTrial
+from meshfit.patches import unprinted
 from meshfit.python_state import SCALARS
 
 SMALL = 2**18
@@ -40,8 +41,8 @@ def held(over: LossDenominator, trial: LossTrial) -> LossDenominator | None:
     """``over``, with what code keeps in Python; or a loss of the whole batch, where single samples do not make the
     whole. None where it cannot be told: random numbers decide, or it does not run."""
     cuts = [slice(i, i + 1) for i in range(trial.samples)]
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of the shapes of single samples; those of the training will be heard
+    with warnings.catch_warnings(), unprinted(), torch.no_grad():  # what the training says will be heard
+        warnings.simplefilter("ignore")  # of the shapes of single samples
         try:
             whole, left, weights = _run(trial, slice(0, trial.samples))
             if trial.start.moved or trial.start.moved_others or not isfinite(whole.value):
