@@ -47,19 +47,35 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
+LOCAL = ["data=2 exchange=local every=2", "data=2 exchange=local every=8", "data=2 exchange=diloco every=4 overlap=2"]
+
+
 def fit(model: nn.Module, data: Any, **asked: Any) -> meshfit.Result:
     given: dict[str, Any] = {"loss": F.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "batch_size": 8}
-    return meshfit.fit(model, data, devices="cpu", plan="data=2", progress=False, **{**given, "epochs": 1, **asked})
+    given |= {"plan": "data=2", "epochs": 1, "hang_timeout": 20.0}
+    return meshfit.fit(model, data, devices="cpu", progress=False, **{**given, **asked})
 
 
+@pytest.mark.parametrize("plan", ["data=2", *LOCAL])
 @pytest.mark.parametrize(
     ("lacks", "says"),
-    [(3, "in batch 2 rank 0 8 samples, rank 1 5 samples"), (8, "in batch 2 rank 0 8 samples, rank 1 none")],
+    [
+        (3, "in batch 2 rank 0 8 samples (its last), rank 1 5 samples (its last)"),
+        (8, "in batch 1 rank 0 8 samples, rank 1 8 samples (its last)"),
+    ],
 )
-def test_a_stream_that_is_shorter_in_one_rank_is_refused(lacks: int, says: str) -> None:
+def test_a_stream_that_is_shorter_in_one_rank_is_refused(lacks: int, says: str, plan: str) -> None:
+    """Though that rank would evaluate when the other does not."""
+    whole = [(torch.ones(4), torch.ones(1))] * 16
     with pytest.raises(DataError) as caught:
-        fit(nn.Linear(4, 1), Samples(lacks))
+        fit(nn.Linear(4, 1), Samples(lacks), plan=plan, valid=whole)
     assert caught.value.headline == f"ranks read different streams: {says}"
+
+
+@pytest.mark.parametrize("plan", LOCAL)
+def test_local_steps_that_end_early_have_compared_all_they_took(plan: str) -> None:
+    with pytest.raises(DataError, match="ranks read different streams: in batch 2"):
+        fit(nn.Linear(4, 1), Samples(3), plan=plan, steps=3, epochs=None)
 
 
 def test_so_is_one_that_is_evaluated_on() -> None:
@@ -68,8 +84,10 @@ def test_so_is_one_that_is_evaluated_on() -> None:
         fit(nn.Linear(4, 1), whole, valid=Samples(3))
 
 
-def test_a_stream_that_is_the_same_is_trained_on() -> None:
-    assert [step.samples for step in fit(nn.Linear(4, 1), Samples(0)).history] == [8, 16, 24]
+@pytest.mark.parametrize("plan", ["data=2", *LOCAL])
+def test_a_stream_that_is_the_same_is_trained_on(plan: str) -> None:
+    trained = fit(nn.Linear(4, 1), Samples(0), plan=plan, epochs=2).history
+    assert [step.samples for step in trained] == [8, 16, 24, 32, 40, 48]
 
 
 def test_a_step_is_one_collective_though_a_rank_has_no_samples() -> None:

@@ -5,38 +5,61 @@ has an end that nobody knows before it comes. Where ranks read different ones (f
 rank) the batch would be put together wrongly, or one rank would run dry while others wait for it.
 
     traffic   8 bytes a rank and batch, in host memory, before the batch is used; data with a length: none
+    waits     for ranks that take each step together: for all of them, at each batch. With local steps, which ranks take
+              by themselves: for what was said as many batches ago as they average after, and before they meet
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from torch.distributed import ProcessGroup
 
 from meshfit.data.datasets import SampleStream
 from meshfit.data.loader import Batch, Loader
 from meshfit.errors import DataError
-from meshfit.torch_private.groups import told
+from meshfit.torch_private.groups import telling
 
 ENDED = -1
 
 
-def in_agreement(loader: Loader, batches: Iterator[Batch], group: ProcessGroup | None) -> Iterator[Batch]:
-    """``batches`` of ``loader``; an error on all ranks where those of a stream differ."""
-    return batches if group is None or not isinstance(loader.source, SampleStream) else _compared(batches, group)
+class Streams:
+    """Batches of one rank, compared with those of the others of ``group``; up to ``ahead`` of them later."""
+
+    def __init__(self, group: ProcessGroup | None, ahead: int = 0):
+        self.group, self.ahead = group, ahead
+        self._said = deque[tuple[int, Callable[[], list[int]]]]()
+
+    def in_agreement(self, loader: Loader, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """``batches`` of ``loader``; an error on all ranks where those of a stream differ."""
+        if self.group is None or not isinstance(loader.source, SampleStream):
+            return batches
+        return self._compared(batches, self.group)
+
+    def _compared(self, batches: Iterator[Batch], group: ProcessGroup) -> Iterator[Batch]:
+        index = 0
+        while True:
+            batch = next(batches, None)
+            said = ENDED if batch is None else 2 * batch.size + batch.last  # after its last a rank may evaluate
+            self._said.append((index, telling(group, said)))
+            self.settle(0 if batch is None else self.ahead)
+            if batch is None:
+                return
+            yield batch
+            index += 1
+
+    def settle(self, ahead: int = 0) -> None:
+        """Hear what all have said, but for the last ``ahead`` batches. One that has ended says no more, so the first
+        difference is the one to tell of."""
+        while len(self._said) > ahead:
+            index, heard = self._said.popleft()
+            if len(set(said := heard())) > 1:
+                raise DataError(
+                    f"ranks read different streams: in batch {index} {_told(said)}",
+                    "each rank reads all of the stream, and keeps its share: it must be the same in all of them",
+                    "leave the dividing by rank to meshfit, and look for files that one host does not see",
+                )
 
 
-def _compared(batches: Iterator[Batch], group: ProcessGroup) -> Iterator[Batch]:
-    index = 0
-    while True:
-        batch = next(batches, None)
-        said = told(group, ENDED if batch is None else batch.size)
-        if len(set(said)) > 1:
-            sizes = ", ".join(f"rank {i} {'none' if n == ENDED else f'{n} samples'}" for i, n in enumerate(said))
-            raise DataError(
-                f"ranks read different streams: in batch {index} {sizes}",
-                "each rank reads all of the stream, and keeps its share: it must be the same in all of them",
-                "leave the dividing by rank to meshfit, and look for files that one host does not see",
-            )
-        if batch is None:
-            return
-        yield batch
-        index += 1
+def _told(said: list[int]) -> str:
+    words = ["none" if n == ENDED else f"{n // 2} samples{' (its last)' * (n % 2)}" for n in said]
+    return ", ".join(f"rank {rank} {each}" for rank, each in enumerate(words))

@@ -139,10 +139,11 @@ class LocalSteps(Coordination):
             self.run.notes.append(f"batchnorm: over each rank's own samples, with exchange={self.run.plan.exchange}")
 
     def evaluate(self, measure: Callable[[], Metrics]) -> Metrics:
-        with self.local.agreed():
+        with self.whole():
             return measure()
 
     def whole(self) -> AbstractContextManager[None]:
+        self.run.streams.settle()
         return self.local.agreed()
 
     def resumed(self) -> None:
@@ -156,6 +157,7 @@ class LocalSteps(Coordination):
         self.local.halt()
 
     def agree(self) -> None:
+        self.run.streams.settle()
         self.local.agree(self._error)
 
     def finish(self) -> None:

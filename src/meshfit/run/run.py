@@ -26,7 +26,7 @@ from meshfit.best import Best
 from meshfit.checkpoint.initial import InitialWeights
 from meshfit.checkpoint.resume import to_resume
 from meshfit.comm.first import from_first_rank
-from meshfit.comm.streams import in_agreement
+from meshfit.comm.streams import Streams
 from meshfit.data.datasets import open_source
 from meshfit.data.loader import Batch, Loader, Position
 from meshfit.data.order import mix
@@ -254,6 +254,7 @@ class Run:
         LIVE.kind(self.mesh.part)
         self.step = self.samples = 0
         self.position = Position()
+        self.streams = Streams(self.mesh.world, 0 if self.plan.in_step else self.plan.every)
         self.coordination.ready()
         self.started = time.perf_counter()
 
@@ -336,8 +337,7 @@ class Run:
             if self.last_step is None and epoch >= (self.job.epochs or math.inf):
                 return
             empty = start == 0
-            together = self.mesh.world if self.plan.in_step else None
-            for batch in in_agreement(self.loader, self.loader.epoch(epoch, start), together):
+            for batch in self.streams.in_agreement(self.loader, self.loader.epoch(epoch, start)):
                 self.position.hand_out(batch, self.step)
                 yield batch
                 empty, made = False, made + 1
