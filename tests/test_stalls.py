@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from meshfit.launch.devices import Devices
 from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, parsed, silence_of
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.stalls import judge
+from meshfit.live import LIVE
 from tests.command import run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -85,6 +87,47 @@ def test_a_look_at_a_thread_keeps_nothing_of_it() -> None:
         gc.enable()
 
 
+def test_a_look_leaves_a_thread_that_runs_its_own_frames() -> None:
+    """Nobody else may be the one to free what its functions have, in the middle of a step."""
+    freed: list[int] = []
+    ended = threading.Event()
+
+    class Kept:
+        def __del__(self) -> None:
+            freed.append(threading.get_ident())
+
+    def inner() -> int:
+        held = Kept()
+        return sum(range(2000)) + bool(held)
+
+    def work() -> None:
+        while not ended.is_set():
+            inner()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert thread.ident is not None
+    for _ in range(2000):
+        frames.where(thread.ident)
+        frames.stack(thread.ident)
+    ended.set()
+    thread.join()
+    assert set(freed) == {thread.ident}
+
+
+def test_names_that_are_not_ascii_are_read() -> None:
+    ready, go, names = threading.Event(), threading.Event(), {}
+    exec(compile("def größe(ready, go):\n    ready.set()\n    go.wait()", "/ort/größe.py", "exec"), names)
+    thread = threading.Thread(target=names["größe"], args=(ready, go))
+    thread.start()
+    ready.wait()
+    assert thread.ident is not None
+    told = frames.stack(thread.ident)
+    go.set()
+    thread.join()
+    assert 'File "/ort/größe.py", line 3, in größe' in told
+
+
 def test_it_is_noticed_within_a_minute() -> None:
     silence = silence_of(600.0)
     assert silence * (1 + 2 / heartbeat.BEATS) < 60
@@ -113,8 +156,9 @@ def test_a_rank_says_where_it_is() -> None:
 
 
 STANDS = """
-def stands(event):
-    event.wait_(60)
+def stands(event, within):
+    with within:
+        event.wait_(60)
 """
 
 
@@ -131,7 +175,8 @@ def test_a_save_and_a_first_evaluation_have_a_limit(file: str) -> None:
     exec(compile(STANDS, f"{frames.OURS}{file}", "exec"), names)
     board, held = SharedBoard(memory_file()), Held()
     heart = Heart(board, 0, silence=heartbeat.BEATS)  # a second from look to look
-    thread = threading.Thread(target=names["stands"], args=(held,))
+    within = LIVE.evaluation() if file == "evaluation.py" else nullcontext()
+    thread = threading.Thread(target=names["stands"], args=(held, within))
     thread.start()
     assert thread.ident is not None
     heart.main, began, alive = thread.ident, heart._since, []

@@ -54,6 +54,7 @@ def evaluating(placed: Placed) -> Iterator[None]:
             module.training = mode
 
 
+@LIVE.evaluation()
 def measure(
     placed: Placed,
     loader: Loader,
@@ -146,7 +147,7 @@ def outputs_of(
     """(position of its first sample, outputs on the CPU) of every part that this rank runs; the model is called with
     the ``inputs`` of a batch."""
     forward = PlacedForward(placed, lambda model, content: call(model, inputs(content)), precision, loader.device)
-    with evaluating(placed), buffers_kept(placed.model) as restore:
+    with LIVE.evaluation(), evaluating(placed), buffers_kept(placed.model) as restore:
         seen = 0
         for batch in loader.epoch(0):
             at = seen + share(batch.size, loader.rank, loader.ranks).start

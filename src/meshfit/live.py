@@ -8,7 +8,8 @@ A reader may come in the middle of a write: what it cannot make sense of, it dro
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 SIZE = 4096
@@ -95,6 +96,8 @@ class Live:
         self._encoded: dict[str, bytes] = {}
         self.model: Callable[[], object] = lambda: None
         """The model that is trained, while there is one: for the names of its modules."""
+        self.evaluating = False
+        """Whether it is at an evaluation, which may take much longer than a step."""
         self.hang = math.inf
         """Seconds for which it may stand still."""
         self.alive: Callable[[], None] = lambda: None
@@ -116,6 +119,14 @@ class Live:
         self.memory[PHASE_AT : PHASE_AT + NAME] = encoded
         self.tick()
         return before
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        before, self.evaluating = self.evaluating, True
+        try:
+            yield
+        finally:
+            self.evaluating = before
 
     def tick(self) -> None:
         """Something got on."""

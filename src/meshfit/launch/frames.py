@@ -1,5 +1,11 @@
-"""Where the threads of this process are, from their Python frames: what a rank that gets nowhere is at."""
+"""Where the threads of this process are, from their Python frames: what a rank that gets nowhere is at.
 
+They are read from what faulthandler prints of them. A frame object of another thread would hold all that its function
+has, and whoever drops the last reference frees it: autograd graphs, generators with what is to be undone, in the wrong
+thread and while the other one runs.
+"""
+
+import faulthandler
 import linecache
 import os
 import re
@@ -7,9 +13,12 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Iterable
+from functools import cache
 from itertools import takewhile
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
+
+from meshfit.launch.channel import memory_file
 
 MOST_FRAMES = 12
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -22,51 +31,82 @@ WAITS = re.compile(
 """In a line of code: a wait for other ranks, or for a device that may wait for them."""
 
 
-def _frames() -> dict[int, FrameType]:
-    """Of the other threads: with its own, a function would hold them all in a reference cycle, and with them the
-    autograd graphs of a step, which pin the shapes of parameters that are then cut."""
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
-    return frames
+THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+PRINTING = threading.Lock()
+
+
+class Line(NamedTuple):
+    """Where a function is."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}, line {self.number}, in {self.function}"
+
+
+def _stacks() -> dict[int, list[Line]]:
+    """Of all threads by their identity, innermost first; faulthandler prints 100 of each."""
+    with PRINTING:
+        page = _page()
+        os.ftruncate(page, 0)
+        os.lseek(page, 0, os.SEEK_SET)
+        faulthandler.dump_traceback(page)
+        text = os.pread(page, os.fstat(page).st_size, 0).decode("ascii", "replace")
+    found: dict[int, list[Line]] = {}
+    lines: list[Line] = []
+    for line in text.splitlines():
+        if thread := THREAD.match(line):
+            lines = found[int(thread[1], 16)] = []
+        elif frame := FRAME.fullmatch(line):
+            lines.append(Line(_plain(frame[1]), int(frame[2]), _plain(frame[3])))
+    return {thread: lines for thread, lines in found.items() if lines}
+
+
+@cache
+def _page() -> int:
+    """A file to print on, which is there when no more can be opened."""
+    return memory_file()
+
+
+def _plain(text: str) -> str:
+    return ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text)
 
 
 def where(thread: int) -> str:
     """What a thread that gets nowhere is at: waits, excused, saves, or elsewhere."""
-    frames = _frames()
-    if thread not in frames:
-        return "elsewhere"
+    stacks = _stacks()
     known = {each.ident for each in threading.enumerate()}
-    places = [_place(frame) for ident, frame in frames.items() if ident == thread or ident not in known]
+    places = [_place(lines) for ident, lines in stacks.items() if ident == thread or ident not in known]
     return next((place for place in places if place != "elsewhere"), "elsewhere")  # hooks run in threads of autograd's
-
-
-def evaluates(thread: int) -> bool:
-    """Whether a thread is at an evaluation, which may take much longer than a step."""
-    frame = _frames().get(thread)
-    return any(inner.f_code.co_filename == f"{OURS}evaluation.py" for inner, _ in traceback.walk_stack(frame))
 
 
 def spot(thread: int, model: Any) -> str:
     """The line of a thread that says most, the user's own if there is one, and in which module of ``model`` it is:
     train.py, line 31, in forward of layers.3 (Block). For a thread that stands still: its frames are looked into."""
-    frame = _frames().get(thread)
-    frames = list(traceback.walk_stack(frame))
-    own = [(f, n) for f, n in frames if not _is_library(f.f_code.co_filename)]
-    inside = takewhile(lambda each: each[0].f_code.co_filename != f"{OURS}loop.py", own)  # not where fit was called
-    theirs = [(f, n) for f, n in inside if not f.f_code.co_filename.startswith(OURS)]
-    chosen = (theirs or own or frames)[:1]
-    if not chosen:
-        return ""
-    inner, line = chosen[0]
-    where = f"{os.path.basename(inner.f_code.co_filename)}, line {line}, in {inner.f_code.co_name}"
-    called = next((f for f, _ in frames if f.f_code.co_name == "_call_impl" and TORCH in f.f_code.co_filename), None)
-    module = None if called is None else called.f_locals.get("self")
-    if module is None:
-        return where
+    lines = _stacks().get(thread, [])
+    own = [line for line in lines if not _is_library(line.file)]
+    inside = takewhile(lambda line: line.file != f"{OURS}loop.py", own)  # not where fit was called
+    theirs = [line for line in inside if not line.file.startswith(OURS)]
+    chosen = (theirs or own or lines)[:1]
+    module = _module(thread)
+    if not chosen or module is None:
+        return str(chosen[0]) if chosen else ""
     named = {} if model is None else {id(each): name for name, each in model.named_modules()}
     name = named.get(id(module), "")
     kind = type(module).__name__
-    return f"{where} of {f'{name} ({kind})' if name else kind}"
+    return f"{chosen[0]} of {f'{name} ({kind})' if name else kind}"
+
+
+def _module(thread: int) -> Any:
+    """The innermost that a thread is in the call of."""
+    for frame, _ in traceback.walk_stack(sys._current_frames().get(thread)):
+        if frame.f_code.co_name == "_call_impl" and TORCH in frame.f_code.co_filename:
+            return frame.f_locals.get("self")
+    return None
 
 
 def users_line() -> str:
@@ -78,9 +118,8 @@ def users_line() -> str:
     return ""
 
 
-def _place(frame: FrameType) -> str:
-    files = [inner.f_code.co_filename for inner, _ in traceback.walk_stack(frame)]
-    for (inner, line), file in zip(traceback.walk_stack(frame), files, strict=True):
+def _place(lines: Iterable[Line]) -> str:
+    for file, number, _ in lines:
         if file.endswith(f"launch{os.sep}channel.py") and file.startswith(OURS):
             return "excused"
         if f"{TORCH}distributed{os.sep}" in file or file.startswith(f"{OURS}server{os.sep}"):
@@ -89,21 +128,21 @@ def _place(frame: FrameType) -> str:
             return "excused"
         if _is_library(file):
             continue
-        if WAITS.search(linecache.getline(file, line, inner.f_globals)):
+        if WAITS.search(linecache.getline(file, number)):
             return "waits"
-        return "saves" if any(each.startswith(f"{OURS}checkpoint{os.sep}") for each in files) else "elsewhere"
+        return "saves" if any(line.file.startswith(f"{OURS}checkpoint{os.sep}") for line in lines) else "elsewhere"
     return "elsewhere"
 
 
 def stack(thread: int) -> str:
     """Of a thread, newest call last; and of Python's other threads that are in code which is not meshfit's."""
-    text = ""
-    frames = _frames()
+    text, stacks = "", _stacks()
+    stacks.pop(threading.get_ident(), None)
     names = {each.ident: each.name for each in threading.enumerate()}
-    for ident, frame in frames.items():
-        if ident != thread and _is_theirs(frame):
-            text += f"  in thread {names.get(ident, ident)}:\n{_lines(frame)}"
-    return text + (_lines(frames[thread]) if thread in frames else "")
+    for ident, lines in stacks.items():
+        if ident != thread and _is_theirs(lines):
+            text += f"  in thread {names.get(ident, ident)}:\n{_text(lines)}"
+    return text + _text(stacks.get(thread, []))
 
 
 def _is_library(file: str) -> bool:
@@ -111,15 +150,18 @@ def _is_library(file: str) -> bool:
     return TORCH in file or file.startswith("<") or (file.startswith(STDLIB) and "site-packages" not in file)
 
 
-def _is_theirs(frame: FrameType) -> bool:
+def _is_theirs(lines: Iterable[Line]) -> bool:
     """Whether the innermost frame that is neither Python's nor torch's is the user's."""
-    files = (inner.f_code.co_filename for inner, _ in traceback.walk_stack(frame))
-    innermost = next((file for file in files if not _is_library(file)), OURS)
+    innermost = next((line.file for line in lines if not _is_library(line.file)), OURS)
     return not innermost.startswith(OURS)
 
 
-def _lines(frame: FrameType) -> str:
-    lines = traceback.format_stack(frame)
-    ours = [i for i, line in enumerate(lines) if line.startswith(f'  File "{OURS}launch{os.sep}rank.py"')]
-    begin = ours[0] + 1 if ours else 0  # what comes before is how the rank was started
-    return "".join(lines[begin:][-MOST_FRAMES:])
+def _text(lines: Iterable[Line]) -> str:
+    inside = takewhile(lambda line: line.file != f"{OURS}launch{os.sep}rank.py", lines)  # not how the rank was started
+    told = [f'  File "{line.file}", line {line.number}, in {line.function}\n{_source(line)}' for line in inside]
+    return "".join(reversed(told[:MOST_FRAMES]))
+
+
+def _source(line: Line) -> str:
+    text = linecache.getline(line.file, line.number).strip()
+    return f"    {text}\n" if text else ""

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from mmap import mmap
 
-from meshfit.launch.frames import evaluates, spot, stack, where
+from meshfit.launch.frames import spot, stack, where
 from meshfit.live import LIVE, SIZE, read
 
 SILENCE = 20.0
@@ -238,7 +238,7 @@ class Heart:
 
     def _evaluates(self, now: float) -> bool:
         """Whether the rank is at an evaluation; how long its batches take is noted."""
-        if not evaluates(self.main):
+        if not LIVE.evaluating:
             self._batch = None
             return False
         ticks = LIVE.ticks
