@@ -118,7 +118,6 @@ class DecoderPredictor:
             held=memory.held,
             used=memory.device,
             capacity=self.cluster.accelerator.memory,
-            phases=memory.phases,
             tokens=work.tokens,
             model_flops=work.model_flops,
             work=work,
