@@ -33,7 +33,7 @@ from meshfit.job import Job
 from meshfit.observe.reading import read
 from meshfit.planner.calibrate import calibrated, save
 from meshfit.planner.detect import profile_path
-from meshfit.planner.predict import TracedPrediction
+from meshfit.planner.prediction import Prediction
 
 PLANS = ("data=1", "data=2", "shard=2", "shard=2 zero=1", "pipeline=2 microbatches=4")
 STEPS = 24
@@ -114,11 +114,11 @@ def calibrate(ranks: int = 2) -> float:
 
 def one(
     build: Callable[[], nn.Module], plan: str, out: Path
-) -> tuple[tuple[TracedPrediction, TracedPrediction], float, float, float]:
+) -> tuple[tuple[Prediction, Prediction], float, float, float]:
     """Predictions with the machine before and after; seconds measured; bytes of state predicted and measured."""
     asked, settled = job(build, plan), Plan.parse(plan)
 
-    def predicted() -> TracedPrediction:
+    def predicted() -> Prediction:
         calibrate(settled.devices)
         return predictor_of(Job(**asked), Cluster.detect(settled.devices), "cpu")(settled, BATCH)
 
@@ -132,7 +132,7 @@ def one(
     kinds = ("weights", "gradients", "optimizer")
     kept = run.ranks[0].facts.get("memory", {})
     held = float(sum(kept.get(kind, 0) for kind in kinds))
-    return (before, after), run.step_seconds, sum(before.held.get(kind, 0.0) for kind in kinds), held
+    return (before, after), run.step_seconds, sum(before.kinds["save"].get(kind, 0.0) for kind in kinds), held
 
 
 if __name__ == "__main__":

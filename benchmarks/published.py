@@ -158,7 +158,8 @@ def published(row: dict[str, Any]) -> Published:
     if "no comm overlap" in training["framework"]:
         software = replace(software, hides_gradients=False, hides_tensor=False)
     if "DeepSpeed" in training["framework"] and "fp32 grad" in (training["precision"] or ""):
-        software = replace(software, gradient_bytes=6)  # BF16_Optimizer: those of backward beside their sums
+        # BF16_Optimizer: those of backward beside their sums; cast (2 + 4 bytes), then added (4 + 4 + 4)
+        software = replace(software, gradient_bytes=6, summed_bytes=18.0)
     if "Composer" in training["framework"]:
         software = replace(software, fused_loss=True)  # llm-foundry's loss_fn: fused_crossentropy
     if training.get("compile"):

@@ -20,17 +20,20 @@ SHARES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_a
 REACHED = {
     "nvlink": {"all_reduce": 0.75, "all_gather": 0.70, "reduce_scatter": 0.70, "all_to_all": 0.60, "send": 0.80},
     "pcie": {"all_reduce": 0.70, "all_gather": 0.70, "reduce_scatter": 0.70, "all_to_all": 0.55, "send": 0.80},
+    "memory": {"all_reduce": 0.70, "all_gather": 0.70, "reduce_scatter": 0.35, "all_to_all": 0.55, "send": 0.80},
     "network": {"all_reduce": 0.85, "all_gather": 0.85, "reduce_scatter": 0.85, "all_to_all": 0.60, "send": 0.85},
 }
 """Share of a link's speed with large messages. nvlink: 220 of 300 GB/s on eight A100 (vTrain's table of nccl-tests), on
-B200 0.74, 0.67, 0.67, 0.60 (SimuMax); network: 0.90 and 0.92 at 1 GiB over two and eight nodes (SimAI's ratios)."""
+B200 0.74, 0.67, 0.67, 0.60 (SimuMax); memory: gloo between processes, whose reduce_scatter is an all_reduce of which a
+part is kept (8 MB between two: 8.9 ms, and 7.7); network: 0.90 and 0.92 at 1 GiB over two and eight
+nodes (SimAI's ratios)."""
 
 START = 15e-6
 """Seconds before the first byte: nccl-tests, 20 to 25 us with the latency of the steps."""
 
-SLOWED = {"nvlink": 0.15, "pcie": 0.1, "network": 0.05, "memory": 0.3}
+SLOWED = {"nvlink": 0.15, "pcie": 0.1, "network": 0.05, "memory": 1.0}
 """By how much computing slows down while such a collective runs beside it: the units that it occupies (Calculon's 15 %
-and 2 %; Galvatron measures 10 to 30 %)."""
+and 2 %; Galvatron measures 10 to 30 %). In memory a core copies and adds, and computes nothing meanwhile."""
 
 
 OVER_THE_BUS = ("host_to_device", "device_to_host", "push", "pull", "meet")

@@ -90,11 +90,12 @@ def rank_memory(model: Decoder, d: Degrees, software: Software, rank: int) -> St
     logits = d.tokens * model.vocab / d.tensor if last else 0.0
     if d.head_loss:
         logits = min(logits, HEAD_CHUNK * d.tokens * model.hidden)
-    per_layer = kept(model, d)
+    made = layer_activations(model, d)
+    per_layer = kept(model, d, made)
     layers = sum(counts[stage] for stage in own)
-    passing = PASSING * layer_activations(model, d)
+    passing = PASSING * made
     if d.recompute != "none":
-        passing += layer_activations(model, d) - per_layer  # a layer's, computed again while backward goes through it
+        passing += made - per_layer  # a layer's, computed again while backward goes through it
     if software.spare_gradients:
         passing += 2.0 * (model.dense_parameters if model.experts is None else model.attention_parameters) / d.tensor
     if d.zero == 3:
@@ -127,27 +128,27 @@ def _split(d: Degrees) -> int:
     return d.tensor if d.sequence else 1
 
 
-def kept(model: Decoder, d: Degrees) -> float:
-    """Bytes that backward needs of one layer for one microbatch."""
+def kept(model: Decoder, d: Degrees, whole: float) -> float:
+    """Bytes that backward needs of one layer for one microbatch, of ``whole`` that its operations save."""
     entrance = 2.0 * d.tokens * model.hidden / _split(d)
     if d.recompute == "full":
         return entrance
-    whole = layer_activations(model, d)
     if d.recompute == "half":
         return (whole + entrance) / 2
     if d.recompute == "attention":
         return whole - scores(model, d)
     if d.recompute == "cheap":
-        return min(whole, d.tokens * _results(model, d))
+        return min(whole, d.tokens * _results(model, d, whole / d.tokens))
     if d.recompute == "operations":
         return 0.45 * whole
     return whole
 
 
-def _results(model: Decoder, d: Degrees) -> float:
-    """Bytes a token that a layer's products and attention make, and the layer's input."""
+def _results(model: Decoder, d: Degrees, saved: float) -> float:
+    """Bytes a token that a layer's products and attention make, and the layer's input; all that is ``saved`` but norms
+    where there are latents or experts."""
     if model.latent is not None or model.experts is not None:
-        return layer_activations(model, d) / d.tokens - 4.0 * model.hidden / _split(d)
+        return saved - 4.0 * model.hidden / _split(d)
     attention = 2.0 * (2 * model.queries / d.tensor + 2 * max(model.width, model.keys / d.tensor))
     return attention + 6.0 * model.hidden / _split(d) + 2.0 * (2 if model.gated else 1) * model.ffn / d.tensor
 

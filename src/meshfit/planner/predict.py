@@ -15,7 +15,7 @@ For one on meta, of Hugging Face, the first two are found on a narrow stand-in (
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from math import ceil, prod
 from typing import Any
@@ -37,7 +37,7 @@ from meshfit.axes.refuse import check
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.axis import splits_sequence
 from meshfit.axes.tensor.program import Program, program_of
-from meshfit.cost import CollectiveCall, Cost
+from meshfit.cost import Cost
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.optimizers import Optimizers
@@ -62,25 +62,6 @@ TRIED = ("tensor", "context", "expert", "branch")
 """Axes that are found by trials on the model."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TracedPrediction(Prediction):
-    """With what it was made of."""
-
-    waited: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of ``items["collectives"]``, by axis."""
-
-    kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By phase (start, first step, steady, evaluation, save, load) bytes by kind, on the device that has most."""
-
-    collectives: tuple[CollectiveCall, ...] = ()
-    """Of a step, one by one, on the rank that says most."""
-
-    stages: tuple[tuple[float, float, float, float], ...] = ()
-    """By stage, of a microbatch: forward and what is waited for in it, backward likewise; seconds."""
-
-    work: StepWork | None = field(default=None, repr=False)
-
-
 class TracedPredictor:
     """Of one model and its loss, ``objective(model, batch)``; ``batch`` is a sample batch of any size. Model and batch
     may be on meta."""
@@ -103,7 +84,7 @@ class TracedPredictor:
         self._found: dict[Any, Any] = {}
         self._costings: dict[Any, list[Costing]] = {}
 
-    def __call__(self, plan: Plan, batch: int) -> TracedPrediction:
+    def __call__(self, plan: Plan, batch: int) -> Prediction:
         """A step of ``batch`` samples over all devices. ``PlanError`` where the plan cannot be."""
         ranks, work = self._costed(plan, batch), self._work(plan, batch)
         time = self.steps(work)
@@ -111,7 +92,7 @@ class TracedPredictor:
         kinds = phases(most)
         held = max(kinds.values(), key=lambda kind: sum(kind.values()))
         loudest = max(ranks, key=lambda costing: sum(c.bytes * c.count for c in costing.total.collectives)).total
-        return TracedPrediction(
+        return Prediction(
             plan=plan,
             batch=batch,
             seconds=time.seconds,
@@ -119,13 +100,10 @@ class TracedPredictor:
             held=held,
             used=self._in_use(sum(held.values())),
             capacity=self.cluster.accelerator.memory,
-            phases={phase: sum(kind.values()) for phase, kind in kinds.items()},
             tokens=work.tokens,
             model_flops=work.model_flops,
-            waited=self.steps.waited_by_axis(loudest.collectives, time.items["collectives"]),
             kinds=kinds,
             collectives=loudest.collectives,
-            stages=tuple(self.steps.stages(work)),
             work=work,
         )
 

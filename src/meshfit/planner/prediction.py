@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from meshfit.cost import CollectiveCall
 from meshfit.plan import Plan
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.step import StepModel
@@ -32,8 +33,12 @@ class Prediction:
     capacity: float
     """Bytes that it has."""
 
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of tensors before the first step, in it, in later ones, in evaluation."""
+    kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By phase (start, first step, steady, evaluation, save, load) bytes by kind, on that device. Of a model that was
+    traced, as ``collectives``."""
+
+    collectives: tuple[CollectiveCall, ...] = ()
+    """Of a step, one by one, on the rank that says most."""
 
     tokens: float = 0.0
     """A step; 0 where samples are not sequences."""
@@ -43,6 +48,11 @@ class Prediction:
 
     work: StepWork | None = field(default=None, repr=False)
     """What it was made of, for a picture."""
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Bytes of tensors in each phase."""
+        return {phase: sum(kind.values()) for phase, kind in self.kinds.items()}
 
     @property
     def fits(self) -> bool:

@@ -248,14 +248,13 @@ def _thrifty(
     def fits(made: Plan) -> bool:
         nonlocal least, looked
         looked, needs = looked + 1, predictor.used(made, batch)[1]
-        least = min(least, (needs, made), key=lambda pair: pair[0])
+        least = (needs, made) if needs < least[0] else least
         return needs <= predictor.cluster.accelerator.memory
 
     for zero in map(int, allowed.options("zero", (1, 2, 3)) if plan.shard > 1 else (3,)):
         made = lambda word, zero=zero: replace(plan, recompute=word, zero=zero, **words)
-        if fits(made(recomputes[-1])):  # or none does
-            first = next((word for word in recomputes[:-1] if fits(made(word))), recomputes[-1])
-            found.append(made(first))
+        if fits(thriftiest := made(recomputes[-1])):  # or none does
+            found.append(next(filter(fits, map(made, recomputes[:-1])), thriftiest))
     return found, least, looked
 
 

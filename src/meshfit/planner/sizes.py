@@ -31,7 +31,6 @@ class DecoderPredictor:
         self.model, self.cluster, self.length, self.software = model, cluster, length, software
         self._cut = replace(software, master=True)  # what shard= with zero=1 and 2 holds
         self.steps = StepModel(cluster, software)
-        self.work = lru_cache(maxsize=8192)(self._work)
         self.memory = lru_cache(maxsize=65536)(self._memory)
 
     @property
@@ -67,7 +66,7 @@ class DecoderPredictor:
             head_loss=plan.head_loss,
         )
 
-    def _work(self, plan: Plan, batch: int) -> StepWork:
+    def work(self, plan: Plan, batch: int) -> StepWork:
         return step_work(self.model, self.degrees(plan, batch), self.software)
 
     def _memory(self, plan: Plan, batch: int) -> StepMemory:
@@ -118,7 +117,6 @@ class DecoderPredictor:
             held=memory.held,
             used=memory.device,
             capacity=self.cluster.accelerator.memory,
-            phases=memory.phases,
             tokens=work.tokens,
             model_flops=work.model_flops,
             work=work,

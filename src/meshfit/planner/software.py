@@ -42,6 +42,10 @@ class Software:
     fp32_gradients: bool = True
     """Sums gradients over microbatches in fp32."""
 
+    summed_bytes: float = 0.0
+    """Read and written for each gradient of a microbatch to add it to its sum, where kernels of their own do so; 0: the
+    product that makes it adds it."""
+
     gradient_bytes: int = 4
     """Of a gradient, where it is kept."""
 
@@ -55,7 +59,7 @@ class Software:
     """Bytes that the optimizer reads and writes a parameter: Adam in one kernel, weights and moments in fp32."""
 
 
-MEGATRON = Software("megatron", slack=1.06, host=50e-6, exposed=0.0, hides_gradients=False, blocks_sends=True)
+MEGATRON = Software("megatron", slack=1.05, host=50e-6, exposed=0.0, hides_gradients=False, blocks_sends=True)
 """Megatron-LM and its forks before Transformer Engine: gradients are summed when backward is done."""
 
 MEGATRON_CORE = Software(

@@ -4,7 +4,6 @@ Products, attention, and passes over memory of norms, residuals, activations and
 them; collectives of each axis.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -40,14 +39,15 @@ def step_work(model: Decoder, d: Degrees, software: Software) -> StepWork:
     counts = layers_of(model.layers, d.pipeline * d.chunks)
     stages, first = [], 0
     made: dict[tuple[int, int, bool, bool], StageWork] = {}
+    one = replace(d, batch=d.microbatch, data=1, pipeline=1, chunks=1, zero=0, shard=0, schedule="1f1b")
     for stage, count in enumerate(counts):
         plain = count if model.experts is None else plain_layers(model, first, count)
         key = (plain, count - plain, stage == 0, stage == len(counts) - 1)
         if key not in made:
-            made[key] = _stage(model, d, software, key)
+            made[key] = _stage(model, d, one, software, key)
         stages.append(made[key])
         first += count
-    tokens = d.batch * d.length
+    tokens, most = d.batch * d.length, most_parameters(model, d, counts)
     return StepWork(
         stages=tuple(stages),
         microbatches=d.microbatches,
@@ -55,17 +55,17 @@ def step_work(model: Decoder, d: Degrees, software: Software) -> StepWork:
         ranks=d.pipeline,
         sent=2.0 * d.tokens * model.hidden / d.tensor,  # each tensor rank its part, as Megatron and DeepSpeed send
         stride=d.tensor * d.context * d.data,
-        calls=tuple(_step_calls(model, d, software, counts)),
-        update=_update(model, d, software, counts),
+        calls=tuple(_step_calls(d, software, *most)),
+        update=_update(d, software, *most),
         tokens=tokens,
         samples=d.batch,
         model_flops=6.0 * tokens * active_parameters(model),
     )
 
 
-def _stage(model: Decoder, d: Degrees, software: Software, key: tuple[int, int, bool, bool]) -> StageWork:
+def _stage(model: Decoder, d: Degrees, one: Degrees, software: Software, key: tuple[int, int, bool, bool]) -> StageWork:
+    """``one``: what ``d`` leaves a device, whatever there are beside it."""
     plain, mixed, _, _ = key
-    one = replace(d, batch=d.microbatch, data=1, pipeline=1, chunks=1, zero=0, shard=0, schedule="1f1b")
     calls: list[CollectiveCall] = []
     for sparse, count in ((False, plain), (True, mixed)):
         if count:
@@ -160,7 +160,11 @@ def _linear(
     precision, m = precision or d.precision, max(1, round(rows or d.tokens))
     layer.forward.append(MatrixProduct(m, outer, inner, batch, precision))
     layer.backward.append(MatrixProduct(m, inner, outer, batch, precision))
-    layer.backward.append(MatrixProduct(outer, inner, m, batch, precision, accumulate=software.fp32_gradients))
+    apart = software.summed_bytes
+    adds = software.fp32_gradients and not apart
+    layer.backward.append(MatrixProduct(outer, inner, m, batch, precision, accumulate=adds))
+    if apart:
+        layer.backward.append(Streaming(apart * outer * inner * batch, 2))
     if precision in ("fp8", "fp4"):
         layer.forward.append(Streaming(4.0 * m * inner * batch, 1))
         layer.backward.append(Streaming(4.0 * m * outer * batch, 1))
@@ -303,9 +307,8 @@ def _gathered(d: Degrees, count: float, degree: int, stride: int) -> list[Collec
     return [call("all_gather", 2.0, "forward"), *back]
 
 
-def _step_calls(model: Decoder, d: Degrees, software: Software, counts: Sequence[int]) -> list[CollectiveCall]:
+def _step_calls(d: Degrees, software: Software, whole: float, experts: float) -> list[CollectiveCall]:
     """Gradients to their sum, weights back; fully sharded ones are each microbatch's."""
-    whole, experts = most_parameters(model, d, counts)
     (degree, stride), size = d.cut_over, float(d.reduce_bytes)
 
     def call(name: str, moved: float, degree: int, stride: int, phase: str = "backward") -> list[CollectiveCall]:
@@ -330,8 +333,7 @@ def _step_calls(model: Decoder, d: Degrees, software: Software, counts: Sequence
     return found + call("all_reduce", size * experts, max(1, d.data * d.context // d.expert), d.tensor * d.expert)
 
 
-def _update(model: Decoder, d: Degrees, software: Software, counts: Sequence[int]) -> tuple[Operation, ...]:
-    whole, experts = most_parameters(model, d, counts)
+def _update(d: Degrees, software: Software, whole: float, experts: float) -> tuple[Operation, ...]:
     group, _ = d.cut_over
     own = whole / (group if d.zero else 1)
     own += experts / (max(1, group * d.tensor // d.expert) if d.zero and not d.shard else 1)

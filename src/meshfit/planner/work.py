@@ -3,7 +3,7 @@
 A description of a model fills it (``transformer.py``), as can a trace with the costs of the axes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshfit.anatomy.operations import Operation
 from meshfit.planner.collectives import CollectiveCall
@@ -51,6 +51,3 @@ class StepWork:
     samples: float = 0.0
     model_flops: float = 0.0
     """Of all devices together, without what is computed again."""
-
-    held: dict[str, float] = field(default_factory=dict)
-    """Bytes on the device that has most, by kind."""
