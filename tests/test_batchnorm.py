@@ -1,11 +1,15 @@
 """Global BatchNorm: over ranks exactly what one device does over the whole batch."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import meshfit
 from meshfit.axes.data import batchnorm
 from meshfit.axes.forward import unwrap
 from meshfit.comm.group import RankGroup
@@ -73,3 +77,24 @@ def test_undone() -> None:
     batchnorm.apply(model, RankGroup(dist.group.WORLD))
     unwrap(model)
     assert "forward" not in model[0].__dict__
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2"])
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss])
+def test_without_running_statistics(plan: str, loss: Callable[..., torch.Tensor]) -> None:
+    """The statistics of a batch are taken in eval mode too: they are no reason to refuse the loss, and the last of the
+    49 samples of an evaluation leaves a rank without one."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(16, 4)).double()
+    x = torch.randn(49, 3, 4, 4, dtype=torch.float64)
+    y = torch.randint(0, 4, (49,)) if loss is F.cross_entropy else torch.randn(49, 4, dtype=torch.float64)
+
+    def train(plan: str) -> list[float]:
+        how = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "steps": 2, "batch_size": 16, "valid": (x, y)}
+        result = meshfit.fit(copy.deepcopy(model), (x, y), loss=loss, plan=plan, **how)
+        measured = meshfit.evaluate(result.model, (x, y), loss=loss, batch_size=16, plan=plan)
+        outputs = meshfit.predict(result.model, x, batch_size=16, plan=plan)
+        return [*(step.loss for step in result.history), result.metrics["loss"], measured["loss"], float(outputs.sum())]
+
+    assert train(plan) == pytest.approx(train("data=1"), rel=1e-12)

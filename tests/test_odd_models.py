@@ -415,3 +415,29 @@ class Seen(Stack):
 
 def test_a_buffer_with_two_names_comes_back_from_its_stage() -> None:
     check(Seen, PIPELINE)
+
+
+class Transformed(nn.Module):
+    """Computes in a transform of torch.func."""
+
+    def __init__(self, by: Callable[[Any], Any]):
+        super().__init__()
+        self.net, self.by = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by(self.net)(x)
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "shard=2", "pipeline=2"])
+def test_a_gradient_by_torch_func_is_refused_as_such(plan: str) -> None:
+    model = Transformed(lambda net: torch.func.grad(lambda x: net(x).square().sum()))
+    with pytest.raises(PlanError, match=r"a transform of torch\.func") as refused:
+        find(Plan.parse(plan), model, lambda model, x: model(x).square().mean(), torch.randn(16, 8))
+    assert "data= takes the model as it is" in str(refused.value)
+
+
+def test_vmap_under_tensor_is_refused_as_such() -> None:
+    with pytest.raises(PlanError, match=r"a transform of torch\.func"):
+        find(
+            Plan.parse("tensor=2"), Transformed(torch.func.vmap), lambda m, x: m(x).square().mean(), torch.randn(16, 8)
+        )

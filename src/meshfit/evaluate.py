@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfit.arguments import NO_METRICS, verb
+from meshfit.axes.data.batchnorm import untracked
 from meshfit.axes.expert.balance import is_apart
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.place import Placed, place
@@ -199,6 +200,7 @@ def _prepare(
         shuffle=False,
     )
     model = job.build()
+    plan = plan if untracked(model) else replace(plan, batchnorm="local")
     taken: Inputs = lambda batch: split(batch)[0]
     if inputs is not None:
         taken = _inputs(model, loader.source.few(2))
@@ -220,7 +222,7 @@ def _prepare(
 def _plan(job: Job) -> Plan:
     """Nothing goes backward: one stage on each rank will do, whatever the schedule of the training."""
     assert isinstance(job.plan, Plan)
-    plan = replace(job.plan, recompute="none", batchnorm="local", schedule="1f1b", chunks=0, microbatches=1)
+    plan = replace(job.plan, recompute="none", schedule="1f1b", chunks=0, microbatches=1)
     plan = replace(
         plan, server=0, staleness=0, late="none", compress="none", lost="redo", exchange="allreduce", every=1, overlap=0
     )

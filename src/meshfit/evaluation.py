@@ -80,7 +80,7 @@ def measure(
         return objective.outputs(model, content) if metrics else (objective(model, content), None, None)
 
     shares = RankGroup.of(placed.mesh.shares)
-    whole = BatchLoss.of(objective, over, shares, loader.device)
+    whole = None if shares is None else BatchLoss.of(objective, over, shares, loader.device)
     together = placed.together or whole is not None or over.gathers
     forward = PlacedForward(placed, run if whole is None else returned, precision, loader.device)
     with evaluating(placed), buffers_kept(placed.model) as restore:

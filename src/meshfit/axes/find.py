@@ -27,6 +27,9 @@ from meshfit.step import parted
 
 Objective = Callable[[nn.Module, Any], Any]
 
+TRANSFORMS = "torch.func.", "functorch transform"
+"""What torch says of code that they do not take."""
+
 TRIED = 13
 """Samples on which splits are tried. A prime, so a dim that is a multiple of it is the batch dim."""
 
@@ -137,7 +140,16 @@ def find(
     study = Study(plan, model, objective, batch, device, kept, ORDER)
     if plan.tensor > 1 or plan.context > 1:
         _check_side_outputs(study)
-    values = {axis.word: study.found(axis.word) for axis in ORDER}
+    try:
+        values = {axis.word: study.found(axis.word) for axis in ORDER}
+    except Exception as error:
+        if isinstance(error, MeshfitError) or not any(name in str(error) for name in TRANSFORMS):
+            raise
+        raise PlanError(
+            f"{plan}: the model computes inside a transform of torch.func (grad, vmap, jvp, ...)",
+            "what happens in there can neither be recorded nor cut over devices",
+            "data= takes the model as it is; torch.autograd.grad(..., create_graph=True) can be sharded too",
+        ) from error
     return Findings(
         {word: found.to_send() if hasattr(found, "to_send") else found for word, found in values.items()},
         tuple(study.notes),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.axes.buffers.watch import buffers_kept
+from meshfit.axes.data.batchnorm import untracked
 from meshfit.axes.expert import balance
 from meshfit.axes.precision import Precision
 from meshfit.data import tree
@@ -172,12 +173,14 @@ def _prepared(model: nn.Module, way: TrialWay) -> Iterator[nn.Module]:
     modes = {module: module.training for module in model.modules()}
     for module in modes:
         module.training = way.training and modes[module] and not isinstance(module, BatchNorm | Dropout)
-    if way.exact:
-        yield model
-        return
+    norms, like = untracked(model), next(model.parameters(), torch.zeros(()))
     try:
+        for norm in norms:  # like others in eval mode: with statistics that no batch changes
+            norm.running_mean, norm.running_var = like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
         with buffers_kept(model), running_on(way.device, model):
             yield model
     finally:
+        for norm in norms:
+            norm.running_mean = norm.running_var = None
         for module, mode in modes.items():
             module.training = mode

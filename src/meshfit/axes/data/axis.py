@@ -38,11 +38,12 @@ class DataAxis(Axis):
         replicas = Replicated(model, mesh.over("data"))
         if mesh.batch is not None and plan.batchnorm == "global" and plan.exchange == "allreduce":
             batchnorm.apply(model, mesh.batch)
+            replicas.meets = bool(batchnorm.untracked(model))
         if mesh.batch is not None and plan.in_step and not balance.is_apart(plan):
             if placed.staged is None:
-                replicas.meets = balance.apply(model, mesh.batch)
+                replicas.meets |= balance.apply(model, mesh.batch)
             else:
-                replicas.meets = bool(balance.balanced(placed.staged.skeleton))
+                replicas.meets |= bool(balance.balanced(placed.staged.skeleton))
                 placed.staged.recording = partial(balance.recorded, placed.staged.skeleton, mesh.batch)
         if plan.buffers == "exact" and check_buffers.splits(plan):
             replicas.buffers = Buffers(model, placed.written, mesh.batch, microbatches=plan.microbatches)

@@ -32,6 +32,11 @@ def batch_norms(model: nn.Module) -> list[BatchNorm]:
     return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
+def untracked(model: nn.Module) -> list[BatchNorm]:
+    """Those that take the statistics of their batch in eval mode too (``track_running_stats=False``)."""
+    return [norm for norm in batch_norms(model) if norm.running_mean is None]
+
+
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
     """By name. Of model servers, the first keeps them."""
     return {
