@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gantt import gantt
+from benchmarks.gantt import ActionTimes, gantt
 from meshfit.axes.pipeline.staged import Staged
 from meshfit.axes.pipeline.stages import Pipeline
 from meshfit.axes.precision import Precision
@@ -120,7 +120,7 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
     run = Pipelined(stages, LossSum(LossDenominator(), exchange))
     parts = [Microbatch((x, x), size.samples) for _ in range(microbatches)]
     batch = Batch(0, 0, np.arange(size.samples * microbatches), False, parts)
-    found: list[tuple[float, float, Simulated]] = []
+    times, found = ActionTimes(run), list[tuple[float, float, Simulated]]()
     for _ in range(2 + steps):
         dist.barrier()
         start = time.perf_counter()
@@ -128,7 +128,7 @@ def measure(world: World, word: str, microbatches: int, size: Size, steps: int) 
         exchange.finish()
         exchange.clear()
         seconds = time.perf_counter() - start
-        timed = run.clock.together(group)
+        timed = times.together(group)
         found.append((timed.bubble, seconds, timed))
     found = found[2:]
     idle, seconds = statistics.median(one[0] for one in found), statistics.median(one[1] for one in found)

@@ -5,9 +5,15 @@ are transfers, from the end of an action to the start of the one that needed it.
 (the ideal one above, the measured one below) share the scale of time.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 
+import torch.distributed as dist
+
+from meshfit.comm.objects import all_gather_object
+from meshfit.passes.pipeline import Pipelined
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 from meshfit.schedule.simulate import ActionSpan, Simulated
 
@@ -29,6 +35,31 @@ WORDS = {
     INPUT: "backward, gradients of inputs",
     WEIGHT: "backward, gradients of weights",
 }
+
+
+class ActionTimes:
+    """When this rank runs each action of a pipeline's steps from now on, by a clock that processes of one machine
+    share."""
+
+    def __init__(self, run: Pipelined):
+        self.plan, self._spans, timed = run.plan, list[ActionSpan](), run.timed
+
+        @contextmanager
+        def noted(action: Action) -> Iterator[None]:
+            start = time.perf_counter()
+            with timed(action):
+                yield
+            self._spans.append(ActionSpan(action, start, time.perf_counter()))
+
+        run.timed = noted
+
+    def together(self, group: dist.ProcessGroup) -> Simulated:
+        """The actions since the last call, on all ranks of ``group``, from 0 on. They call it together."""
+        every = all_gather_object(tuple(self._spans), group)
+        self._spans.clear()
+        zero = min(spans[0].start for spans in every)
+        moved = tuple(tuple(ActionSpan(s.action, s.start - zero, s.end - zero) for s in spans) for spans in every)
+        return Simulated(self.plan, moved)
 
 
 def gantt(title: str, *rows: tuple[str, Simulated], note: str = "") -> str:

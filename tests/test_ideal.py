@@ -12,7 +12,7 @@ import meshfit
 from meshfit.observe.ideal import ideal, ideal_table, working
 from meshfit.observe.page_data import page_data
 from meshfit.observe.reading import Rank, RecordedRun, RecordedSpan, Total, read
-from meshfit.passes.clock import SPANS
+from meshfit.schedule.actions import SPANS
 from meshfit.schedule.orders import schedule
 from meshfit.schedule.simulate import simulate
 

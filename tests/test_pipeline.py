@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import zoo
-from benchmarks.gantt import gantt
+from benchmarks.gantt import ActionTimes, gantt
 from meshfit.axes.data.axis import Replicated
 from meshfit.axes.pipeline.staged import Staged
 from meshfit.axes.pipeline.stages import Pipeline
@@ -344,8 +344,12 @@ def test_what_is_sent_is_what_cost_says() -> None:
 @distributed(world=2)
 def test_each_action_is_timed() -> None:
     pipeline = Pipeline(degree=2, word="1f1b", microbatches=4)
-    _, _, run = pipelined(built(deep), MSE, loader_of((X[:16], Y[:16]), 16, 4), steps=2, pipeline=pipeline)
-    timed = run.clock.together(dist.group.WORLD)
+    loader = loader_of((X[:16], Y[:16]), 16, 4)
+    _, _, run = pipelined(built(deep), MSE, loader, steps=1, pipeline=pipeline)
+    times = ActionTimes(run)
+    run(next(iter(loader.epoch(0))))
+    run.loss.exchange.finish()
+    timed = times.together(dist.group.WORLD)
     assert [tuple(span.action for span in spans) for spans in timed.spans] == list(pipeline.schedule.orders)
     end = {span.action: span.end for spans in timed.spans for span in spans}
     for spans in timed.spans:

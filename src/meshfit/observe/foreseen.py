@@ -5,9 +5,9 @@ from html import escape
 from meshfit.observe.reading import RecordedSpan
 from meshfit.observe.svg import document, lane, legend
 from meshfit.observe.timeline import GAP, LANE, LEFT, RIGHT, TOP, WIDTH
-from meshfit.passes.clock import SPANS
 from meshfit.planner.prediction import Prediction
 from meshfit.planner.step import StepModel
+from meshfit.schedule.actions import SPANS
 from meshfit.units import seconds
 
 MOST = 48

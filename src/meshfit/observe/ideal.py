@@ -11,9 +11,8 @@ from typing import Any
 from meshfit.errors import MeshfitError
 from meshfit.observe.kinds import KINDS, PHASES
 from meshfit.observe.reading import Rank, RecordedRun, RecordedSpan
-from meshfit.passes.clock import SPANS
 from meshfit.plan import Plan
-from meshfit.schedule.actions import Action, Schedule
+from meshfit.schedule.actions import SPANS, Action, Schedule
 from meshfit.schedule.orders import schedule
 from meshfit.schedule.simulate import ActionSpan, Simulated, simulate
 from meshfit.units import seconds

@@ -8,8 +8,8 @@ schedule. Another cut draws others.
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -39,13 +39,13 @@ from meshfit.comm.transport import (
 )
 from meshfit.data.loader import Batch
 from meshfit.data.order import mix
+from meshfit.events import current
 from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of
 from meshfit.loss.objective import LossDenominator
 from meshfit.passes.backward import Owed, input_gradients
-from meshfit.passes.clock import Clock
 from meshfit.passes.loss_sum import LossSum
-from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, Action, Message, Schedule
-from meshfit.schedule.issue import Transfer, issued
+from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, SPANS, Action, Message, Schedule
+from meshfit.schedule.issue import Entry, Transfer, issued
 from meshfit.schedule.orders import short
 
 
@@ -86,10 +86,10 @@ class Pipelined:
         self.device, self.seed, self.loss = stages.device, seed, loss
         self.split_backward, self.batch_loss, self.during = split_backward, batch_loss, during
         self.buffers = buffers or Buffers()
-        self.clock = Clock(stages.device)
         self.steps = 0
         """Taken so far: random numbers follow it, so a resumed run sets it."""
         self._without_graph: WeakKeyDictionary[StageProgram, StageProgram] = WeakKeyDictionary()
+        self._orders: dict[int, tuple[Schedule, tuple[Entry, ...], Action]] = {}
 
     def __call__(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> None:
         with self.during():
@@ -97,17 +97,14 @@ class Pipelined:
 
     def _run(self, batch: Batch, stop: Callable[[], bool]) -> None:
         self.loss.begin()
-        count = len(batch.microbatches)
-        plan = self.plan if count == self.plan.microbatches else short(self.plan, count)
-        final = [action for action in plan.orders[self.staged.rank] if action.kind != FORWARD][-1]
+        plan, entries, final = self._order(len(batch.microbatches))
         held = None if self.batch_loss is None else self._whole_loss(self.batch_loss, plan, batch)
         step = _BatchOfStages(self, plan, batch, held)
         if self.batch_loss is None and step.programs[0].gives_pair and self.loss.over.kind != "pair":
             self.loss.over = LossDenominator(kind="pair")
-        self.clock.begin(plan)
         changes = any(program.changes_parameters for program in step.programs)
         with nullcontext() if changes else self.stages.precision.rounded_once():
-            for entry in issued(plan, self.staged.rank):
+            for entry in entries:
                 if isinstance(entry, Transfer):
                     step.move(entry)
                     continue
@@ -117,6 +114,22 @@ class Pipelined:
                 step.run(entry)
         self.stages.transport.flush()
         self.steps += 1
+
+    def _order(self, count: int) -> tuple[Schedule, tuple[Entry, ...], Action]:
+        """For ``count`` microbatches: the schedule, what this rank issues, and its last backward."""
+        if count not in self._orders:
+            plan = self.plan if count == self.plan.microbatches else short(self.plan, count)
+            final = [action for action in plan.orders[self.staged.rank] if action.kind != FORWARD][-1]
+            self._orders[count] = plan, issued(plan, self.staged.rank), final
+        return self._orders[count]
+
+    @contextmanager
+    def timed(self, action: Action) -> Iterator[None]:
+        """As a span in this rank's events. It begins when what the action needs is there: waiting is no part of it."""
+        events = current()
+        began = events.mark()
+        yield
+        events.between(SPANS[action.kind], began, events.mark(), microbatch=action.microbatch, stage=action.stage)
 
     def program(self, content: Any) -> StageProgram:
         """For a microbatch. Without a graph what crosses a cut needs no gradient: that is another one."""
@@ -254,8 +267,8 @@ class _BatchOfStages:
     """One batch under way on this rank."""
 
     def __init__(self, run: Pipelined, plan: Schedule, batch: Batch, held: _Held | None = None):
-        self.pipelined, self.plan, self.batch, self.held = run, plan, batch, held
-        self.stages, self.rank = run.stages, run.staged.rank
+        self.pipelined, self.batch, self.held = run, batch, held
+        self.stages, self.rank, self.here, self.last = run.stages, run.staged.rank, run.staged.stages, plan.stages - 1
         self.programs = [run.program(part.content) for part in batch.microbatches]
         self.given = [program.bind(p.content) for program, p in zip(self.programs, batch.microbatches, strict=True)]
         self.kept: dict[tuple[int, int], StageActivations] = {}
@@ -282,7 +295,7 @@ class _BatchOfStages:
                 self._forward(action)
             case "W":
                 kept = self.kept.pop((action.stage, action.microbatch))
-                with self.pipelined.clock(action):
+                with self.pipelined.timed(action):
                     if kept.owed is not None:
                         kept.owed.pay()
             case _:
@@ -293,7 +306,7 @@ class _BatchOfStages:
         program, part = self.programs[at], self.batch.microbatches[at]
         received = self._take((FORWARD, stage - 1, at)) if stage else []
         run = self.pipelined
-        with run.clock(action):
+        with run.timed(action):
             fed = [t.detach().requires_grad_(needs) for t, needs in zip(received, self._needs(stage, at), strict=True)]
             _seed(run.device, run.seed, run.steps, at, stage)
             with (
@@ -305,9 +318,9 @@ class _BatchOfStages:
                 ran = self.stages.run(program, stage, self.given[at], fed)
             made, result, gradients = ran.made, ran.result, None
             wanting = [*(t for t in made if t.requires_grad), *ran.roots]
-            if stage == self.plan.stages - 1 and self.held is None:
+            if stage == self.last and self.held is None:
                 wanting = [run.loss.add(result, part, self.batch)]
-            elif stage == self.plan.stages - 1 and self.held is not None:
+            elif stage == self.last and self.held is not None:
                 result = whole_output(result)
                 if self.held.gradients is None:
                     self.held.outputs[at] = result
@@ -315,38 +328,31 @@ class _BatchOfStages:
                     wanting, gradients = backward_from(result, self.held.gradients[at])
             if torch.is_grad_enabled():
                 self.kept[stage, at] = StageActivations([t for t in fed if t.requires_grad], wanting, gradients)
-        if stage == self.plan.stages - 1:
-            return
-        if self.plan.rank_of(stage + 1) == self.rank:
-            self.handed[FORWARD, stage, at] = made
-        else:
-            self.made[FORWARD, stage, at] = made
+        if stage < self.last:
+            (self.handed if stage + 1 in self.here else self.made)[FORWARD, stage, at] = made
 
     def _needs(self, stage: int, at: int) -> list[bool]:
         return [layout.needs_grad for layout in self.programs[at].layouts[stage - 1]] if stage else []
 
     def _backward(self, action: Action) -> None:
         stage, at = action.stage, action.microbatch
-        last = stage == self.plan.stages - 1
         kept = self.kept[stage, at]
-        arrived: list[Any] = (kept.gradients or [None]) if last else self._take((BACKWARD, stage + 1, at))
+        arrived: list[Any] = (kept.gradients or [None]) if stage == self.last else self._take((BACKWARD, stage + 1, at))
         arrived = [*arrived, *map(torch.zeros_like, kept.made[len(arrived) :])]
-        with self.pipelined.clock(action):
+        with self.pipelined.timed(action):
             if action.kind == INPUT and self.pipelined.split_backward and not self.programs[at].recomputes:
                 kept.owed = input_gradients(kept.made, arrived, kept.fed) if kept.made else None
             elif any(t.requires_grad for t in kept.made):
                 torch.autograd.backward(kept.made, arrived)
             back = [torch.zeros_like(t) if t.grad is None else t.grad for t in kept.fed]
         if stage:
-            here = self.plan.rank_of(stage - 1) == self.rank
-            (self.handed if here else self.made)[BACKWARD, stage, at] = back
+            (self.handed if stage - 1 in self.here else self.made)[BACKWARD, stage, at] = back
         kept.fed, kept.made = [], []
         if action.kind == BACKWARD:
             del self.kept[stage, at]
 
     def _take(self, message: Message) -> list[Tensor]:
-        here = self.plan.rank_of(message[1]) == self.rank
-        return self.handed.pop(message) if here else self.stages.take(*self.coming.pop(message))
+        return self.handed.pop(message) if message[1] in self.here else self.stages.take(*self.coming.pop(message))
 
 
 @cache

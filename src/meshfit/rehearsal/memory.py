@@ -20,11 +20,10 @@ from meshfit.errors import PlanError
 from meshfit.job import Job, plan_of
 from meshfit.observe.reading import RecordedSpan
 from meshfit.observe.svg import document, lane, legend, names_between
-from meshfit.passes.clock import SPANS
 from meshfit.plan_cost import cost, stage_traffic
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.memory import CONTEXT, SLACK
-from meshfit.schedule.actions import BACKWARD, FORWARD, WEIGHT, Action
+from meshfit.schedule.actions import BACKWARD, FORWARD, SPANS, WEIGHT, Action
 from meshfit.schedule.simulate import simulate
 from meshfit.units import size
 

@@ -17,6 +17,9 @@ from meshfit.errors import PlanError
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 """Backward whole; or split: gradients of what the stage was fed, then of its weights."""
 
+SPANS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight"}
+"""What they are called in a rank's events."""
+
 V_SHAPED = ("zbv", "dualpipev")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -14,16 +14,12 @@ from meshfit.axes import bf16_compute
 from meshfit.axes.partition import Partition
 from meshfit.axes.pipeline.cut import hollow, part_of
 from meshfit.axes.pipeline.program import Programs, StageProgram
+from meshfit.axes.pipeline.stages import FoundStages, Pipeline
 from meshfit.axes.shard.units import Whole
 from meshfit.comm.transport import Transport
 from meshfit.errors import PlanError
 from meshfit.schedule.actions import rank_of
 from meshfit.torch_private.modules import own_buffers
-
-if TYPE_CHECKING:
-    pass
-
-from meshfit.axes.pipeline.stages import FoundStages, Pipeline
 
 
 class Staged(Partition):
