@@ -37,7 +37,7 @@ ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 PRINTING = threading.Lock()
 
 
-class Line(NamedTuple):
+class StackLine(NamedTuple):
     """Where a function is."""
 
     file: str
@@ -48,7 +48,7 @@ class Line(NamedTuple):
         return f"{os.path.basename(self.file)}, line {self.number}, in {self.function}"
 
 
-def _stacks() -> dict[int, list[Line]]:
+def _stacks() -> dict[int, list[StackLine]]:
     """Of all threads by their identity, innermost first; faulthandler prints 100 of each."""
     with PRINTING:
         page = _page()
@@ -56,13 +56,13 @@ def _stacks() -> dict[int, list[Line]]:
         os.lseek(page, 0, os.SEEK_SET)
         faulthandler.dump_traceback(page)
         text = os.pread(page, os.fstat(page).st_size, 0).decode("ascii", "replace")
-    found: dict[int, list[Line]] = {}
-    lines: list[Line] = []
+    found: dict[int, list[StackLine]] = {}
+    lines: list[StackLine] = []
     for line in text.splitlines():
         if thread := THREAD.match(line):
             lines = found[int(thread[1], 16)] = []
         elif frame := FRAME.fullmatch(line):
-            lines.append(Line(_plain(frame[1]), int(frame[2]), _plain(frame[3])))
+            lines.append(StackLine(_plain(frame[1]), int(frame[2]), _plain(frame[3])))
     return {thread: lines for thread, lines in found.items() if lines}
 
 
@@ -118,7 +118,7 @@ def users_line() -> str:
     return ""
 
 
-def _place(lines: Iterable[Line]) -> str:
+def _place(lines: Iterable[StackLine]) -> str:
     for file, number, _ in lines:
         if file.endswith(f"launch{os.sep}channel.py") and file.startswith(OURS):
             return "excused"
@@ -150,18 +150,18 @@ def _is_library(file: str) -> bool:
     return TORCH in file or file.startswith("<") or (file.startswith(STDLIB) and "site-packages" not in file)
 
 
-def _is_theirs(lines: Iterable[Line]) -> bool:
+def _is_theirs(lines: Iterable[StackLine]) -> bool:
     """Whether the innermost frame that is neither Python's nor torch's is the user's."""
     innermost = next((line.file for line in lines if not _is_library(line.file)), OURS)
     return not innermost.startswith(OURS)
 
 
-def _text(lines: Iterable[Line]) -> str:
+def _text(lines: Iterable[StackLine]) -> str:
     inside = takewhile(lambda line: line.file != f"{OURS}launch{os.sep}rank.py", lines)  # not how the rank was started
     told = [f'  File "{line.file}", line {line.number}, in {line.function}\n{_source(line)}' for line in inside]
     return "".join(reversed(told[:MOST_FRAMES]))
 
 
-def _source(line: Line) -> str:
+def _source(line: StackLine) -> str:
     text = linecache.getline(line.file, line.number).strip()
     return f"    {text}\n" if text else ""
