@@ -20,7 +20,7 @@ from meshfit.errors import DataError, Died, JobError
 from meshfit.launch.heartbeat import Beat
 from meshfit.launch.stalls import Stall
 from meshfit.launch.verdict import mismatch, verdict
-from meshfit.live import SIZE, CalledCollective, Digest, Live, Seen, StepTimes, read
+from meshfit.live import SIZE, WHOLE, CalledCollective, Digest, Live, Seen, StepTimes, history, read
 from tests.command import run
 from tests.few import more
 
@@ -55,24 +55,60 @@ def test_what_a_rank_writes_is_read() -> None:
     assert read(b"") is None
 
 
+def called(*of: str) -> list[CalledCollective]:
+    """By a rank, in one group, one a step."""
+    live = Live()
+    live.move(memoryview(bytearray(WHOLE)))
+    for step, each in enumerate(of, 1):
+        live.step(step)
+        op, _, what = each.partition(" ")
+        live.collective("0", "0-2", op, what)
+    return history(bytes(live.memory))
+
+
 def calls(*of: str) -> Seen:
-    """A rank that has called them, of one group."""
-    made = [
-        CalledCollective("0", i + 1, each.partition(" ")[0], each.partition(" ")[2], "0-2") for i, each in enumerate(of)
-    ]
-    return SEEN._replace(collectives=made)
+    """A rank that has called them."""
+    return SEEN._replace(collectives=called(*of))
 
 
 def test_a_collective_that_is_another_on_one_rank_is_found() -> None:
-    same = calls("all_reduce float32 [4]", "all_reduce float32 [8]")
-    assert mismatch({0: same, 1: same, 2: calls("all_reduce float32 [4]")}) == []  # it is behind, no more
-    other = calls("all_reduce float32 [4]", "all_gather float32 [8]")
-    assert mismatch({0: same, 1: other, 2: same}) == [
+    same = called("all_reduce float32 [4]", "all_reduce float32 [8]")
+    assert mismatch({0: same, 1: same, 2: called("all_reduce float32 [4]")}) is None  # it is behind, no more
+    other = called("all_reduce float32 [4]", "all_gather float32 [8]")
+    assert mismatch({0: same, 1: other, 2: same}) == (
         "ranks call different collectives: ranks 0 and 2: all_reduce of float32 [8]; rank 1: all_gather of float32 [8]",
         "number 2 over ranks 0-2",
-    ]
-    assert mismatch({0: same, 1: calls("all_reduce float32 [5]")})
-    assert not mismatch({0: calls("all_to_all int64 [4]"), 1: calls("all_to_all int64 [6]")})  # as they may
+        2,
+    )
+    assert mismatch({0: same, 1: called("all_reduce float32 [5]")})
+    assert not mismatch({0: called("all_to_all int64 [4]"), 1: called("all_to_all int64 [6]")})  # as they may
+
+
+def test_a_collective_that_was_another_long_ago_is_found() -> None:
+    """As NCCL may go on with what came of it, and nobody looks at the moment."""
+    whole = ["all_reduce float32 [4]"] * 500
+    same, other = called(*whole), called(*whole[:30], "broadcast float32 [4]", *whole[31:])
+    found = mismatch({0: same, 1: other})
+    assert found is not None
+    assert (found.headline.partition(": ")[2], found.step) == (
+        "rank 0: all_reduce of float32 [4]; rank 1: broadcast of float32 [4]",
+        31,
+    )
+    late = mismatch({0: same[-16:], 1: other[-16:]})  # as between hosts, which send their last ones alone
+    assert late is not None
+    assert late.headline == "ranks 0 and 1 have called different collectives"
+    assert late.where.startswith("before number 485 over ranks 0-2")
+    assert late.step == 0
+
+
+def test_a_collective_that_others_never_came_to_is_found_at_the_end() -> None:
+    ahead, behind = called(*["all_reduce float32 [4]"] * 3), called(*["all_reduce float32 [4]"] * 2)
+    assert mismatch({0: ahead, 1: behind}) is None
+    assert mismatch({0: ahead, 1: behind}, ended=True) == (
+        "rank 0 called more collectives than rank 1",
+        "number 3 over ranks 0-2: all_reduce of float32 [4], to which rank 1 never came",
+        3,
+    )
 
 
 def test_those_that_wait_are_told_with_what_they_wait_for() -> None:

@@ -17,7 +17,7 @@ from meshfit.checkpoint.files import open_files
 from meshfit.drive.restart import put_suspects_aside
 from meshfit.errors import Died
 from meshfit.launch.compare import ReplicaDifference, Replicas, stragglers
-from meshfit.live import Digest, Seen, StepTimes
+from meshfit.live import Digest, Live, Seen, StepTimes, read
 from meshfit.run.replicas import mixed, total
 from tests.few import more
 
@@ -64,6 +64,26 @@ def test_two_replicas_have_no_majority_and_parts_of_others_are_not_compared() ->
     assert found.odd == ()
     apart = {rank: SEEN._replace(digests=[Digest(1, rank + 1, rank, 0, 0)]) for rank in range(4)}
     assert Replicas().look(apart, 4) is None
+
+
+def test_a_second_training_in_one_process_is_not_compared_with_the_first() -> None:
+    live = [Live(), Live()]
+
+    def train(rank: int, value: int) -> Seen:
+        training = live[rank].begin()
+        for i, step in enumerate((1, 16, 32)):
+            live[rank].digested(Digest(step, training, value, 0, 0), i)
+        seen = read(bytes(live[rank].memory))
+        assert seen is not None
+        return seen
+
+    replicas = Replicas()
+    first = [train(rank, 7) for rank in range(2)]
+    assert replicas.look(dict(enumerate(first)), 2) is None
+    assert replicas.look({0: train(0, 8), 1: first[1]}, 2) is None  # rank 1 has not come to the second yet
+    second = {0: train(0, 8), 1: train(1, 8)}
+    assert replicas.look(second, 2) is None
+    assert not replicas.never
 
 
 def test_replicas_that_never_were_equal_are_no_corruption() -> None:

@@ -8,6 +8,7 @@ A reader may come in the middle of a write: what it cannot make sense of, it dro
 import math
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,6 +22,10 @@ COLLECTIVES, COLLECTIVE, TEXT = 16, 112, 128  # how many are kept, bytes of each
 STEPS, TIMED, TIMES = 32, struct.Struct("<q5f"), TEXT + COLLECTIVES * COLLECTIVE
 DIGESTS, DIGEST, DIGESTED = 8, struct.Struct("<qqqqq"), TIMES + STEPS * TIMED.size
 assert DIGESTED + DIGESTS * DIGEST.size <= SIZE
+HISTORY = 1024  # collectives that are kept besides, behind the rest, where others share this memory
+WHOLE = SIZE + HISTORY * COLLECTIVE
+UNEVEN = ("all_to_all", "gather", "scatter", "all_gather", "reduce_scatter")
+"""Operations to which ranks may give tensors of other shapes; all_gather and reduce_scatter: of torch's lists."""
 
 
 class CalledCollective(NamedTuple):
@@ -33,6 +38,10 @@ class CalledCollective(NamedTuple):
     what: str
     """Of one tensor: float32 [8, 4]."""
     ranks: str
+    step: int = 0
+    """In which it was called."""
+    chain: int = 0
+    """A checksum of all that its group has called up to it, on this rank: the same on all of them."""
 
     def __str__(self) -> str:
         number = f" number {self.number}" if self.number else ""
@@ -89,8 +98,11 @@ class Live:
 
     def __init__(self) -> None:
         self.memory: memoryview = memoryview(bytearray(SIZE))
-        self.counts: dict[str, int] = {}
-        """Collectives so far, by group."""
+        self.trainings = 0
+        """Begun in this process so far."""
+        self._called: dict[str, tuple[int, int]] = {}
+        """By group: collectives so far, and their checksum."""
+        self._step = 0
         self.ticks = self._noted = 0
         self._phase = ""
         self._encoded: dict[str, bytes] = {}
@@ -109,6 +121,12 @@ class Live:
         """From now on write there."""
         memory[:SIZE] = self.memory[:SIZE]
         self.memory = memory
+
+    def begin(self) -> int:
+        """A training begins: times and digests of another one before are no longer to be compared. Its number."""
+        self.memory[TIMES : DIGESTED + DIGESTS * DIGEST.size] = bytes(DIGESTED + DIGESTS * DIGEST.size - TIMES)
+        self.trainings += 1
+        return self.trainings
 
     def phase(self, name: str) -> str:
         """Enter a phase; returns the one before."""
@@ -137,6 +155,7 @@ class Live:
         """``step`` begins."""
         if self.halt is not None:
             raise self.halt
+        self._step = step
         PLACE.pack_into(self.memory, STEP_AT, step, time.monotonic())
         self.tick()
 
@@ -145,12 +164,18 @@ class Live:
 
     def collective(self, group: str, ranks: str, op: str, what: str) -> None:
         """One is about to be handed over."""
-        number = 0
+        number = chain = 0
         if op not in ("send", "recv"):
-            number = self.counts[group] = self.counts.get(group, 0) + 1
-        text = f"{group}|{number}|{op}|{what}|{ranks}".encode()[:COLLECTIVE].ljust(COLLECTIVE, b"\0")
+            number, chain = self._called.get(group, (0, 0))
+            number, chain = number + 1, zlib.crc32((op if op in UNEVEN else op + what).encode(), chain)
+            self._called[group] = number, chain
+        text = f"{group}|{number}|{self._step}|{chain}|{op}|{what}|{ranks}".encode()
+        text = text[:COLLECTIVE].ljust(COLLECTIVE, b"\0")
         at = TEXT + self._noted % COLLECTIVES * COLLECTIVE
         self.memory[at : at + COLLECTIVE] = text
+        if len(self.memory) == WHOLE:
+            at = SIZE + self._noted % HISTORY * COLLECTIVE
+            self.memory[at : at + COLLECTIVE] = text
         self._noted += 1
         NUMBER.pack_into(self.memory, COUNT_AT, self._noted)
 
@@ -169,8 +194,6 @@ def read(memory: bytes) -> Seen | None:
     if len(memory) < SIZE:
         return None
     step, since, ticks, kind, noted, phase = HEAD.unpack_from(memory)
-    first = max(0, noted - COLLECTIVES)
-    texts = [memory[at : at + COLLECTIVE] for at in (TEXT + i % COLLECTIVES * COLLECTIVE for i in range(first, noted))]
     times = [StepTimes(*TIMED.unpack_from(memory, TIMES + i * TIMED.size)) for i in range(STEPS)]
     digests = [Digest(*DIGEST.unpack_from(memory, DIGESTED + i * DIGEST.size)) for i in range(DIGESTS)]
     return Seen(
@@ -179,10 +202,22 @@ def read(memory: bytes) -> Seen | None:
         ticks,
         kind,
         _text(phase),
-        [found for text in texts if (found := _collective(_text(text))) is not None],
+        _collectives(memory, TEXT, COLLECTIVES, noted),
         sorted(each for each in times if each.step),
         sorted(each for each in digests if each.step),
     )
+
+
+def history(memory: bytes) -> list[CalledCollective]:
+    """The last collectives of a process, oldest first: many more than ``read`` gives, where it has kept them."""
+    if len(memory) < WHOLE:
+        return []
+    return _collectives(memory, SIZE, HISTORY, HEAD.unpack_from(memory)[4])
+
+
+def _collectives(memory: bytes, begin: int, kept: int, noted: int) -> list[CalledCollective]:
+    places = (begin + i % kept * COLLECTIVE for i in range(max(0, noted - kept), noted))
+    return [one for at in places if (one := _collective(_text(memory[at : at + COLLECTIVE]))) is not None]
 
 
 def _text(some: bytes) -> str:
@@ -191,9 +226,10 @@ def _text(some: bytes) -> str:
 
 def _collective(text: str) -> CalledCollective | None:
     parts: Sequence[str] = text.split("|")
-    if len(parts) != 5 or not parts[1].isdecimal():
+    if len(parts) != 7 or not all(each.isdecimal() for each in parts[1:4]):
         return None
-    return CalledCollective(parts[0], int(parts[1]), *parts[2:])
+    group, number, step, chain, op, what, ranks = parts
+    return CalledCollective(group, int(number), op, what, ranks, int(step), int(chain))
 
 
 LIVE = Live()

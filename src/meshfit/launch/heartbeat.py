@@ -23,13 +23,13 @@ from datetime import timedelta
 from mmap import mmap
 
 from meshfit.launch.frames import spot, stack, where
-from meshfit.live import LIVE, SIZE, read
+from meshfit.live import LIVE, SIZE, WHOLE, read
 
 SILENCE = 20.0
 """Seconds without progress after which a rank is reported: with one beat more, and one look, less than 30."""
 BEATS = 9
 """That a rank gives within that time."""
-TEXT, SLOT = 8192, 8192 + SIZE  # bytes of shared memory a rank: for its beat, and with what live.py writes
+TEXT, SLOT = 8192, 8192 + WHOLE  # bytes of shared memory a rank: for its beat, and with what live.py writes
 PATIENCE = 180.0  # seconds until a save, or the first batch of all evaluations, has stalled: a far place may take so
 # long (checkpoint/bucket.py asks it for two minutes). Not a save that waits for a disk
 LONGER = 10  # times the longest step so far: a rank that is busy for so long with one has stalled
@@ -80,8 +80,9 @@ class SharedBoard:
     def get(self, rank: int) -> bytes:
         return os.pread(self.fd, TEXT, rank * SLOT).rstrip(b"\0")
 
-    def live(self, rank: int) -> bytes:
-        return os.pread(self.fd, SIZE, rank * SLOT + TEXT)
+    def live(self, rank: int, size: int = SIZE) -> bytes:
+        """What live.py has written for a rank: its beginning."""
+        return os.pread(self.fd, size, rank * SLOT + TEXT)
 
     def memory(self, rank: int) -> memoryview | None:
         """Where live.py may write for a rank."""
@@ -101,19 +102,19 @@ class StoreBoard:
         self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
 
     def put(self, rank: int, text: bytes) -> None:
-        self.store.set(f"meshfit/live/{rank}", bytes(LIVE.memory).hex())
+        self.store.set(f"meshfit/live/{rank}", bytes(LIVE.memory[:SIZE]).hex())
         self.store.set(f"meshfit/beat/{rank}", text.decode())
 
     def get(self, rank: int) -> bytes:
         key = f"meshfit/beat/{rank}"
         return self.store.get(key) if self.store.check([key]) else b""
 
-    def live(self, rank: int) -> bytes:
+    def live(self, rank: int, size: int = SIZE) -> bytes:
+        """Never more than ``SIZE``: it is sent with each beat."""
         key = f"meshfit/live/{rank}"
         return bytes.fromhex(self.store.get(key).decode()) if self.store.check([key]) else b""
 
     def memory(self, rank: int) -> memoryview | None:
-        """It is sent with each beat."""
         return None
 
 
@@ -261,7 +262,7 @@ class Heart:
             return PATIENCE / 3
         if self._batch is not None and self._longest_batch:
             return self._longest_batch
-        seen = read(bytes(LIVE.memory))
+        seen = read(bytes(LIVE.memory[:SIZE]))
         times = [] if seen is None else [each.whole for each in seen.times]
         return max(times) if len(times) > 1 else UNKNOWN
 

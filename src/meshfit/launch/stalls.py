@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from meshfit.errors import Died, RankError
 from meshfit.launch.compare import ReplicaDifference, Replicas, Straggler, stragglers
 from meshfit.launch.heartbeat import BEATS, LONGER, UNKNOWN, Beat, Heart, SharedBoard, StoreBoard, parsed, silence_of
-from meshfit.launch.verdict import IN_ORDER, differs, kernel_state, mismatch, out_of_order, verdict
-from meshfit.live import LIVE, Seen, read
+from meshfit.launch.verdict import IN_ORDER, Mismatch, differs, kernel_state, mismatch, out_of_order, verdict
+from meshfit.live import LIVE, WHOLE, Seen, history, read
 
 COMPARED = 0.5  # seconds from one comparison of ranks to the next
 NEVER_EQUAL = (
@@ -124,7 +124,7 @@ class Stalls:
         """Replicas that do not hold the same."""
         self.different_calls: Died | None = None
         """Ranks that call different collectives. NCCL may go on with what came of it, and no rank stalls."""
-        self._wrong: list[str] = []
+        self._wrong: Mismatch | None = None
         """At the last look: once may have been read while it was written."""
         self._slow: dict[int, Straggler] = {}
         self._suspects: Collection[int] = ()
@@ -173,10 +173,11 @@ class Stalls:
             return
         self._compared = now
         seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
-        before, self._wrong = self._wrong, mismatch(seen, self.role)
-        if self._wrong and self._wrong == before:
+        before, self._wrong = self._wrong, self._mismatch(seen, ended=last)
+        if self._wrong is not None and (last or self._wrong == before):
             self.different_calls = Died(*out_of_order(self._wrong, seen, self.role))
             self.different_calls.step = max(live.step for live in seen.values())
+            self.different_calls.agreed = max(0, self._wrong.step - 1)
         found = {one.rank: one for one in stragglers(seen, self._slow)}
         for rank, one in found.items():
             if rank in self._suspects and rank not in self._slow:
@@ -217,11 +218,21 @@ class Stalls:
     def mismatch(self, gave_up: str) -> Died | None:
         """Where ranks have called different collectives. Those that are gone by now have told it before."""
         seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
-        if not (wrong := mismatch(seen, self.role)):
+        if (wrong := self._mismatch(seen)) is None:
             return None
-        error = Died(*wrong, f"what came of it: {gave_up}", f"what to do: {IN_ORDER}")
+        error = Died(*wrong.lines, f"what came of it: {gave_up}", f"what to do: {IN_ORDER}")
         error.step = max(live.step for live in seen.values())
         return error
+
+    def _mismatch(self, seen: dict[int, Seen], *, ended: bool = False) -> Mismatch | None:
+        """The first collective that is not the same on all ranks, as far back as each has kept its own."""
+        found = mismatch({rank: live.collectives for rank, live in seen.items()}, self.role, ended=ended)
+        if found is None:
+            return None
+        with suppress(Exception):  # the store may be gone
+            longer = {rank: history(self.board.live(rank, WHOLE)) for rank in seen}
+            found = mismatch(longer, self.role, ended=ended) or found
+        return found
 
     def seen(self, rank: int) -> Seen | None:
         """What a rank is at, by its own last word."""

@@ -9,7 +9,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshfit.launch.compare import ReplicaDifference
 from meshfit.launch.heartbeat import Beat
@@ -18,8 +18,6 @@ from meshfit.live import CalledCollective, Seen
 if TYPE_CHECKING:
     from meshfit.launch.stalls import Stall
 
-UNEVEN = ("all_to_all", "gather", "scatter", "all_gather", "reduce_scatter")
-"""Operations to which ranks may give tensors of other shapes; all_gather and reduce_scatter: of torch's lists."""
 MOST_RANKS = 8
 
 Heard = Mapping[int, tuple[Beat | None, float]]
@@ -29,15 +27,16 @@ def verdict(stalls: "Sequence[Stall]", heard: Heard, seen: Mapping[int, Seen], *
     """A headline, and a fact a line."""
     first = stalls[0]
     causes = [stall for stall in stalls if stall.why != "waits"]
-    if wrong := mismatch(seen, role):
-        headline, advice = wrong[0], IN_ORDER
+    wrong = mismatch({rank: each.collectives for rank, each in seen.items()}, role)
+    if wrong is not None:
+        headline, advice = wrong.headline, IN_ORDER
     elif causes:
         names = _ranks([stall.rank for stall in causes], role)
         headline = f"{names} {'hangs' if len(causes) == 1 else 'hang'}{_step(first)}"
         advice = ADVICE[causes[0].why]
     else:
         headline, advice = f"all ranks wait for each other{_step(first)}", ADVICE["waits"]
-    lines = [headline, *wrong[1:]]
+    lines = [headline] if wrong is None else wrong.lines
     for stall in causes[:MOST_RANKS]:
         lines.append(f"{stall.says(role)}{_at(stall.beat, seen.get(stall.rank))}")
     hung = {stall.rank for stall in causes}
@@ -57,27 +56,63 @@ ADVICE = {
 }
 
 
-def mismatch(seen: Mapping[int, Seen], role: str = "rank") -> list[str]:
-    """The first collective that is not the same on all ranks of its group, as a headline and a line a rank; or none."""
+class Mismatch(NamedTuple):
+    """The first collective that is not the same on all ranks of its group."""
+
+    headline: str
+    where: str
+    step: int
+    """In which the first of them called it; 0: in one that is not known any more."""
+
+    @property
+    def lines(self) -> list[str]:
+        return [self.headline, self.where]
+
+
+def mismatch(
+    called: Mapping[int, Sequence[CalledCollective]], role: str = "rank", *, ended: bool = False
+) -> Mismatch | None:
+    """By rank, its last collectives. Where the first that differs is no longer among them, their checksums still tell.
+    ``ended``: none will call another."""
     numbered: dict[tuple[str, str, int], dict[int, CalledCollective]] = defaultdict(dict)
-    for rank, each in seen.items():
-        for one in each.collectives:
+    for rank, calls in called.items():
+        for one in calls:
             if one.number:
                 numbered[one.group, one.ranks, one.number][rank] = one
-    for (_, _, number), by in sorted(numbered.items(), key=lambda item: item[0][2]):
-        kinds: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for (_, over, number), by in sorted(numbered.items(), key=lambda item: item[0][2]):
+        kinds: dict[int, list[int]] = defaultdict(list)
         for rank, one in sorted(by.items()):
-            kinds[one.op, "" if one.op in UNEVEN else one.what].append(rank)
+            kinds[one.chain].append(rank)
         if len(kinds) > 1:
-            calls = [f"{_ranks(ranks, role)}: {by[ranks[0]].op} of {by[ranks[0]].what}" for ranks in kinds.values()]
-            over = next(iter(by.values())).ranks
-            return [f"ranks call different collectives: {'; '.join(calls)}", f"number {number} over ranks {over}"]
-    return []
+            said = [f"{by[ranks[0]].op} of {by[ranks[0]].what}" for ranks in kinds.values()]
+            each = "; ".join(f"{_ranks(ranks, role)}: {call}" for ranks, call in zip(kinds.values(), said, strict=True))
+            if len(set(said)) > 1:
+                step = min(one.step for one in by.values())
+                return Mismatch(f"ranks call different collectives: {each}", f"number {number} over ranks {over}", step)
+            before = f"before number {number} over ranks {over}, which is {said[0]} on all of them"
+            return Mismatch(f"{_ranks(sorted(by), role)} have called different collectives", before, 0)
+    return _one_more(called, role) if ended else None
 
 
-def out_of_order(wrong: list[str], seen: Mapping[int, Seen], role: str = "rank") -> list[str]:
+def _one_more(called: Mapping[int, Sequence[CalledCollective]], role: str) -> Mismatch | None:
+    """The first collective that some ranks of a group have called, and others never will."""
+    last: dict[tuple[str, str], dict[int, CalledCollective]] = defaultdict(dict)
+    for rank, calls in called.items():
+        for one in calls:
+            if one.number:
+                last[one.group, one.ranks][rank] = one
+    for (_, over), by in last.items():
+        most = max(by.values(), key=lambda one: one.number)
+        if ahead := [rank for rank, one in sorted(by.items()) if one.number > min(o.number for o in by.values())]:
+            behind = _ranks([rank for rank in sorted(by) if rank not in ahead], role)
+            where = f"number {most.number} over ranks {over}: {most.op} of {most.what}, to which {behind} never came"
+            return Mismatch(f"{_ranks(ahead, role)} called more collectives than {behind}", where, most.step)
+    return None
+
+
+def out_of_order(wrong: Mismatch, seen: Mapping[int, Seen], role: str = "rank") -> list[str]:
     """Of ranks that call different collectives, ``wrong``, and may go on with what came of it."""
-    return [*wrong, *_waiting(sorted(seen), set(), {}, seen, role), f"what to do: {IN_ORDER}"]
+    return [*wrong.lines, *_waiting(sorted(seen), set(), {}, seen, role), f"what to do: {IN_ORDER}"]
 
 
 def differs(found: ReplicaDifference, role: str = "rank") -> list[str]:

@@ -46,6 +46,7 @@ class ReplicaDigests:
         if every and not (compares and (plan.data > 1 or plan.context > 1)):
             run.notes.append(f"check_replicas: under {plan} no two ranks hold the same, and none can be compared")
         self._began: tuple[int, float] | None = None
+        self._training = LIVE.begin()
         self._made = self._last = 0
         self._coming: list[tuple[int, tuple[int, int], int, HostCopy]] = []
 
@@ -83,9 +84,16 @@ class ReplicaDigests:
         if sums:
             device = self.run.world.device
             together = torch.stack([each.to(device, non_blocking=True) for each in sums])
-            self._coming.append((step, (part_of(weights), part_of(state)), len(weights), HostCopy(together)))
+            self._coming.append((step, (self._part(weights), self._part(state)), len(weights), HostCopy(together)))
             if self._coming[0][3].ready:
                 self._tell(*self._coming.pop(0))
+
+    def _part(self, items: list[Item]) -> int:
+        """The number of a part: of which tensors, and which boxes of them, of which training. 0: of none."""
+        if not items:
+            return 0
+        held = [(item.key, item.shape, item.box) for item in items]
+        return 1 + zlib.crc32(repr((self._training, held)).encode())
 
     def _tell(self, step: int, parts: tuple[int, int], weights: int, sums: HostCopy) -> None:
         values = sums.tolist()
@@ -126,10 +134,3 @@ def mixed(sums: Iterable[int]) -> int:
     """One number of several, each of which counts by its place."""
     value = sum(each * (2 * i + 1) for i, each in enumerate(sums)) % MASK
     return value - MASK if value >= MASK // 2 else value
-
-
-def part_of(items: list[Item]) -> int:
-    """The number of a part: of which tensors, and which boxes of them. 0: of none."""
-    if not items:
-        return 0
-    return 1 + zlib.crc32(repr([(item.key, item.shape, item.box) for item in items]).encode())
