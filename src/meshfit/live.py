@@ -103,7 +103,7 @@ class Live:
         self._called: dict[str, tuple[int, int]] = {}
         """By group: collectives so far, and their checksum."""
         self._step = 0
-        self.ticks = self._noted = 0
+        self.ticks = self.noted = 0
         self._phase = ""
         self._encoded: dict[str, bytes] = {}
         self.model: Callable[[], object] = lambda: None
@@ -171,13 +171,13 @@ class Live:
             self._called[group] = number, chain
         text = f"{group}|{number}|{self._step}|{chain}|{op}|{what}|{ranks}".encode()
         text = text[:COLLECTIVE].ljust(COLLECTIVE, b"\0")
-        at = TEXT + self._noted % COLLECTIVES * COLLECTIVE
+        at = TEXT + self.noted % COLLECTIVES * COLLECTIVE
         self.memory[at : at + COLLECTIVE] = text
         if len(self.memory) == WHOLE:
-            at = SIZE + self._noted % HISTORY * COLLECTIVE
+            at = SIZE + self.noted % HISTORY * COLLECTIVE
             self.memory[at : at + COLLECTIVE] = text
-        self._noted += 1
-        NUMBER.pack_into(self.memory, COUNT_AT, self._noted)
+        self.noted += 1
+        NUMBER.pack_into(self.memory, COUNT_AT, self.noted)
 
     def timed(self, times: StepTimes) -> None:
         TIMED.pack_into(self.memory, TIMES + times.step % STEPS * TIMED.size, *times)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshfit.checkpoint.box import sizes, slabs, whole
+from meshfit.checkpoint.box import sizes, slabs, volume, whole
 from meshfit.checkpoint.manifest import Manifest, Stored
 from meshfit.checkpoint.read import AT_ONCE, OnDisk
 
@@ -45,15 +45,15 @@ def _values(
 ) -> Iterator[Difference]:
     stored, count, largest, scale = one[1], 0, 0.0, 0.0
     wide = torch.complex128 if stored.dtype.is_complex else torch.float64
-    for box in slabs(whole(stored.shape), AT_ONCE // stored.dtype.itemsize):
-        x, y = (torch.empty(sizes(box), dtype=stored.dtype) for _ in range(2))
-        one[0].fill(x, box, stored)
-        other[0].fill(y, box, other[1])
+    boxes = list(slabs(whole(stored.shape), AT_ONCE // stored.dtype.itemsize))
+    rooms = [torch.empty(max(map(volume, boxes), default=0), dtype=stored.dtype) for _ in range(2)]
+    for box in boxes:
+        x, y = (room[: volume(box)] for room in rooms)
+        one[0].fill(x.view(sizes(box)), box, stored)
+        other[0].fill(y.view(sizes(box)), box, other[1])
         told(2 * x.numel() * stored.dtype.itemsize)
-        x, y = x.reshape(-1), y.reshape(-1)
-        bits = (x.view(torch.uint8) != y.view(torch.uint8)).view(x.numel(), -1)  # NaN too
-        if bits.any():
-            count += int(bits.any(1).sum())
+        if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):  # NaN too
+            count += int((x.view(torch.uint8) != y.view(torch.uint8)).view(x.numel(), -1).any(1).sum())
             largest = max(largest, float((x.to(wide) - y.to(wide)).abs().nan_to_num(float("inf")).max()))
             scale = max(scale, float(x.to(wide).abs().nan_to_num().max()))
     if count:
