@@ -120,6 +120,27 @@ class PeeksAtSibling(Plain):
             block.other = (self.blocks[(i + 1) % 3],)
 
 
+class _Slicing(Block):
+    def forward(self, x, table):
+        return super().forward(x + table[:8, :].mean(0))
+
+
+class HandsWeight(Plain):
+    """A weight is read outside the blocks, handed to them, and cut there by an operation of their own (DeBERTa)."""
+
+    block = _Slicing
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(32, WIDTH)
+
+    def forward(self, x):
+        x, table = self.first(x), self.table.weight
+        for block in self.blocks:
+            x = block(x, table)
+        return self.last(x)
+
+
 # Parameters of many makes
 
 
@@ -455,7 +476,17 @@ class Mapped(Plain):
 FAMILIES: dict[str, dict[str, Callable[[], nn.Module]]] = {
     family: {made.__name__: made for made in many}
     for family, many in {
-        "shared": (Tied, SharedBlock, CalledTwice, ActsTwice, UsedTwice, TwoParents, ReadsSibling, PeeksAtSibling),
+        "shared": (
+            Tied,
+            SharedBlock,
+            CalledTwice,
+            ActsTwice,
+            UsedTwice,
+            TwoParents,
+            ReadsSibling,
+            PeeksAtSibling,
+            HandsWeight,
+        ),
         "frozen": (FrozenBlocks, OnlyHead, Adapters, Unused, PartWithoutGradient),
         "tensors": (Huge, Odd, TwoScalars, Dtypes, NotFloating, ChannelsLast, NonContiguous, Lists),
         "modules": (Recurrent, Attention, Hooked, Mapped, InPlace, ReturnsWeights, CallsMethods),

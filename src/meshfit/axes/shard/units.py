@@ -150,9 +150,9 @@ def units(trace: Trace, names: tuple[str, ...]) -> tuple[Unit, ...]:
         aliases.setdefault(first, []).append(name)
     for event in trace.events:
         for name in event.parameters:
-            own = event.kind != "module" or any(n.startswith(f"{event.name}.") for n in (name, *aliases.get(name, ())))
-            # one that a module is given as an argument is read before the module is called
-            entrance = entrance_of(event if own else replace(event, kind="glue"), may_enter, dynamic)
+            entrance = entrance_of(event, may_enter, dynamic)
+            if not any(own.startswith(f"{entrance}.") for own in (name, *aliases.get(name, ()))):
+                entrance = ""  # it may have been read before that module was called, and handed to it
             entrances = found.setdefault(name, [])
             if entrance not in entrances:
                 entrances.append(entrance)
