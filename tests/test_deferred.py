@@ -1,6 +1,7 @@
 """A model that a function builds on meta: its tensors, made one by one, are bit for bit those of the function."""
 
 import copy
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -150,6 +151,30 @@ def test_one_parameter_at_a_time() -> None:
         most = max(most, resident() - before)
         assert value.isfinite().all()
     assert most < 5 * 2048 * 2048 * 4  # of twelve
+
+
+@functools.cache
+def table(size: int) -> tuple[Tensor, ...]:
+    return torch.arange(size) * 2.0, torch.ones(size)
+
+
+@functools.lru_cache(maxsize=4)
+def bounded(size: int) -> Tensor:
+    return torch.arange(size) * 3.0
+
+
+def uses_caches() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_buffer("table", table(4)[0] + bounded(4))
+    return layer
+
+
+def test_caches_of_functions_keep_no_tensor_without_values() -> None:
+    """They outlive the model on meta, and the next one is built with them (e3nn's Clebsch-Gordan coefficients)."""
+    Deferred(uses_caches)
+    assert table.cache_info().currsize == bounded.cache_info().currsize == 0
+    assert_same(uses_caches)
+    assert uses_caches().table.tolist() == [0.0, 5.0, 10.0, 15.0]
 
 
 def reads_weights() -> nn.Module:

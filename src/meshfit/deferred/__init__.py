@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshfit.deferred.caches import forget_meta_tensors
 from meshfit.deferred.program import BuildProgram, StorageView, TensorSource, Unfollowable
 from meshfit.deferred.record import BuildRecorder, OnCPU
 from meshfit.errors import in_short
@@ -63,6 +64,7 @@ class Deferred:
             raise Unfollowable(in_short(error)) from error
         finally:
             _recording.reset(before)
+            forget_meta_tensors()
         if not isinstance(self.model, nn.Module):
             return  # its caller says so
         if not without_weak_references(self.model):
