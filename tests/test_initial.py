@@ -157,3 +157,28 @@ def test_random_numbers_after_the_last_that_counts_are_not_drawn(tmp_path: Path)
     program = deferred._program([deferred._recorder.view(p).storage for p in deferred.model[0].parameters()])
     assert sum(op.generator is not None for op, _ in program.ops) == 2
     assert {p for p, _ in deferred.values(besides=deferred.sources)} == set(deferred.model[0].parameters())
+
+
+class Synchronised(nn.Module):
+    """Adds the squares of its inputs over all ranks by itself, where it was built beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.alone = nn.Linear(8, 4), not dist.is_initialized()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.detach().square().mean()
+        if not self.alone:
+            dist.all_reduce(scale)
+        return self.layer(x) / (1 + 0 * scale)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=2"])
+@distributed(world=2, timeout=120)
+def test_a_function_builds_what_it_builds_for_one_device(plan: str) -> None:
+    """Libraries look at whether others are there: vector-quantize-pytorch builds sums over all ranks in."""
+    run = run_of(Synchronised, plan)
+    assert sum(1 for _ in train(run)) == 4
+    assert next(iter(run.model.modules())).alone
+    assert dist.is_initialized()
+    run.close()

@@ -25,6 +25,7 @@ from meshfit.loss.objective import Objective, stated
 from meshfit.metrics import check as check_metric
 from meshfit.metrics import measures
 from meshfit.optimizers import Optimizers, Schedulers, made_optimizers, made_schedulers, what
+from meshfit.patches import replaced
 from meshfit.phases import AskedPhase, SumOfPhases, phases_of
 from meshfit.plan import Plan
 from meshfit.plan_devices import on_fewer, settle, settle_range
@@ -303,7 +304,8 @@ class Job:
     def _run_function(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = self.model()
+            with replaced(torch.distributed, "is_initialized", lambda before: lambda: False):
+                model = self.model()  # as on one device: some libraries build in all-reduces of their own
             if not isinstance(model, nn.Module):
                 raise JobError(f"model= is a function that returned {what(model)}, not an nn.Module")
             self._load(model)
