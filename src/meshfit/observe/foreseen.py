@@ -4,7 +4,7 @@ from html import escape
 
 from meshfit.observe.reading import RecordedSpan
 from meshfit.observe.svg import document, lane, legend
-from meshfit.observe.timeline import GAP, LANE, LEFT, RIGHT, TOP, WIDTH
+from meshfit.observe.timeline import GAP, LANE, LEFT, RIGHT, TOP, WIDTH, axis
 from meshfit.planner.prediction import Prediction
 from meshfit.planner.step import StepModel
 from meshfit.schedule.actions import SPANS
@@ -40,8 +40,10 @@ def foreseen(prediction: Prediction, steps: StepModel) -> str:
         boxes.append(lane(spans, 0.0, end, left=LEFT, top=y, height=LANE, scale=scale))
         names |= dict.fromkeys(span.name for span in spans if span.seconds)
     bottom = TOP + len(timed.spans) * (LANE + GAP)
-    colours, height = legend(names, bottom + 24, left=LEFT, right=WIDTH - RIGHT)
+    colours, height = legend(names, bottom + 40, left=LEFT, right=WIDTH - RIGHT)
+    slack = steps.software.slack  # over everything
+    ruler = axis(end * slack, scale / slack, bottom)
     part = f", {drawn} of its {work.microbatches} microbatches" if drawn < work.microbatches else ""
     heading = f"{prediction.plan} · predicted: {seconds(prediction.seconds)} a step{part}"
     head = f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>'
-    return document(head + "".join(labels) + colours + "".join(boxes), names, WIDTH, height)
+    return document(head + "".join(labels) + ruler + colours + "".join(boxes), names, WIDTH, height)
