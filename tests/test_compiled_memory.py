@@ -12,7 +12,7 @@ PRECISIONS, WORDS = ("fp32", "bf16"), ("whole", "block")
 
 
 def parted_as_compiled(forward: Any) -> Any:
-    """As inductor would, but for its kernels, which take half a minute: ``benchmarks/compiled_memory.py`` makes them."""
+    """As by inductor, without its kernels, which take half a minute: ``benchmarks/compiled_memory.py`` makes them."""
     from functorch.compile import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
 
@@ -27,7 +27,5 @@ def test_compiled_code_keeps_what_is_foretold(name: str, precision: str, word: s
     blocks = blocks_of(name) if word == "block" else ()
     if word == "block" and not blocks:
         return
-    plan = f"precision={precision} compile"
-    told = foretold(name, 16, f"{plan}={word}")
-    assert told == pytest.approx(measured(name, 16, precision, blocks, parted_as_compiled), rel=0.02)
-    assert told < foretold(name, 16, f"{plan}=none")
+    told = foretold(name, 16, f"precision={precision} compile={word}")
+    assert told == pytest.approx(measured(name, 16, precision, blocks, parted_as_compiled), rel=0.01)

@@ -159,8 +159,9 @@ def _answer(
         show(console, subject, cluster, found)
     if found.best is None:
         raise SystemExit(1)
-    if picture is not None:
-        picture.write_text(foreseen(found.best, predictor.steps))
+    best = found.best
+    if picture is not None and best.work is not None:
+        picture.write_text(foreseen(best.plan, best.work, best.items, predictor.steps))
 
 
 def show(console: Console, subject: Planned, cluster: Cluster, found: Found) -> None:

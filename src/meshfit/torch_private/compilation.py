@@ -95,6 +95,7 @@ def saved_for_backward(
     with whether it is computed of weights alone. It takes fake tensors, and returns such: AOTAutograd traces forward
     and backward and parts them, with inductor's decompositions and passes, and no code is made of it."""
     from functorch.compile import aot_function
+    from torch._guards import detect_fake_mode
     from torch._inductor import compile_fx, config
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
@@ -114,11 +115,9 @@ def saved_for_backward(
                 found.append((given.get(name, value), name in of_weights))
         raise _Partitioned
 
-    def as_it_is(graph: Any, _: Any) -> Any:
-        return graph
-
+    as_it_is: Any = lambda graph, _: graph
     weights, inputs = list(weights), list(inputs)
-    mode = torch._guards.detect_fake_mode((weights, inputs))
+    mode = detect_fake_mode((weights, inputs))
     compiled = aot_function(forward, as_it_is, as_it_is, parted, select_decomp_table(), len(weights))
     # products are padded by what the device measures
     with config.patch(shape_padding=False), V.set_fake_mode(mode), suppress(_Partitioned):
