@@ -113,7 +113,9 @@ def itemised(prediction: Prediction) -> list[str]:
     """Its memory by kind and its seconds by item, the largest first."""
     memory, took = _parts(prediction.held), _parts(prediction.items)
     said = lambda parts, unit: ", ".join(f"{name} {unit(value)}" for name, value in parts)
-    return [f"memory: {said(memory, size)}", f"a step: {said(took, in_words)}"]
+    low, high = (used - sum(prediction.held.values()) for used in prediction.used)
+    beside = f"; beside these {size(low)} to {size(high)} of the process and its allocator"
+    return [f"memory: {said(memory, size)}{beside}", f"a step: {said(took, in_words)}"]
 
 
 def _parts(parts: Mapping[str, float]) -> list[tuple[str, float]]:
