@@ -1,7 +1,7 @@
 """How far is the planner from trainings on CPU ranks of this machine, once it has been calibrated?
 
     python benchmarks/plan_local.py            # 20 combinations of model and plan
-    python benchmarks/plan_local.py --models 1
+    python benchmarks/plan_local.py --only "512 wide"      # those whose names say so
 
 Predicts each combination, trains it for some steps, and prints both: seconds of a step, bytes of weights, gradients and
 optimizer state on the first rank, and whether the plan that is predicted to be the fastest of two ranks is within 10 %
@@ -71,7 +71,7 @@ def job(build: Callable[[], nn.Module], plan: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=len(MODELS))
+    parser.add_argument("--only", default="")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MESHFIT_CACHE"] = str(Path(folder, "cache"))
@@ -80,7 +80,7 @@ def main() -> None:
         print(
             f"{'model':20}{'plan':28}{'predicted':>11}{'+-':>6}{'measured':>11}{'error':>8}   state{'error':>8}  items"
         )
-        for name, build in list(MODELS.items())[: options.models]:
+        for name, build in ((name, build) for name, build in MODELS.items() if options.only in name):
             two: list[tuple[float, float]] = []
             for plan in PLANS:
                 both, measured, told, held = one(build, plan, Path(folder, "run"))

@@ -1,6 +1,7 @@
 """The planner's cost model: cases by hand, what must not get slower, and published trainings."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,15 +11,18 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshfit import Cluster
+from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.kernels import standing_for
 from meshfit.anatomy.operations import FusedAttention, MatrixProduct, Operation, Streaming, merged
+from meshfit.anatomy.trace import EventCost
+from meshfit.plan import Plan
 from meshfit.planner.collectives import START, CollectiveCall, beside, seconds
 from meshfit.planner.decoder import Decoder, Degrees, Experts, active_parameters, layers_of, parameters_of
 from meshfit.planner.memory import in_flight, step_memory
 from meshfit.planner.operations import Timing
+from meshfit.planner.sizes import DecoderPredictor
 from meshfit.planner.software import FSDP, MEGATRON, MEGATRON_CORE, Software
 from meshfit.planner.step import StepModel
-from meshfit.planner.traced import traced_work
 from meshfit.planner.transformer import step_work
 from meshfit.planner.work import StageWork, StepWork
 
@@ -187,22 +191,29 @@ class Mixed(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+def metered(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> EventCost:
+    with Meter([*model.parameters(), *model.buffers()], rounds="each", precision="bf16") as meter:
+        meter.start(0)
+        found = loss(model)
+        meter.stop()
+        meter.reach([found])
+    return meter.costs[0]
+
+
 def test_any_module_by_one_pass_on_meta() -> None:
     with torch.device("meta"):
         model, ids = Mixed().to(torch.bfloat16), torch.zeros(3, 32, dtype=torch.long)
     loss = lambda model: F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
-    work = traced_work(model, loss)
+    cost = metered(model, loss)
     counter = FlopCounterMode(display=False)
     with standing_for("cuda", half=True), counter:
         loss(model).backward()
-    assert work.model_flops == counter.get_total_flops(), "as torch counts them"
-    stage = work.stages[0]
-    assert [op.backward for op in (*stage.forward, *stage.backward) if isinstance(op, FusedAttention)] == [False, True]
-    (lookup,) = traced_work(model.rows, lambda rows: rows(ids).sum()).stages[0].forward
+    every = (*cost.forward, *cost.backward)
+    assert sum(op.flops for op in every) == counter.get_total_flops(), "as torch counts them"
+    assert [op.backward for op in every if isinstance(op, FusedAttention)] == [False, True]
+    (lookup,) = metered(model.rows, lambda rows: rows(ids).sum()).forward
     rows, total = 2 * (3 * 32 * 64 * 2) + 3 * 32 * 8, 3 * 32 * 64 * 2 + 2
     assert lookup == Streaming(rows + total, 2), "the rows that it returns, not the table; and their sum"
-    assert work.update[0].bytes == sum(p.numel() for p in model.parameters()) * Software("").passes
-    assert StepModel(H100, plain())(replace(work, microbatches=3)).seconds > 2 * StepModel(H100, plain())(work).seconds
 
 
 def test_a_traced_llama_is_the_described_one() -> None:
@@ -224,7 +235,7 @@ def test_a_traced_llama_is_the_described_one() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(512, hidden), Layer(), Layer(), nn.Linear(hidden, 512, bias=False))
         ids = torch.zeros(1, tokens, dtype=torch.long)
-    traced = traced_work(model, lambda model: F.cross_entropy(model(ids)[0], ids[0])).stages[0]
+    traced = metered(model, lambda model: F.cross_entropy(model(ids)[0], ids[0]))
     sizes = Decoder(layers=2, hidden=hidden, heads=heads, ffn=ffn, vocab=512, gated=True)
     described = step_work(sizes, Degrees(length=tokens, batch=1, microbatch=1), FSDP).stages[0]
     for a, b in ((traced.forward, described.forward), (traced.backward, described.backward)):
@@ -255,7 +266,12 @@ def test_memory_by_hand() -> None:
     assert full.allocated < step_memory(LLAMA, d, MEGATRON).allocated
     low, high = full.device
     assert full.allocated < full.reserved[0] < low < high
-    assert full.phases["start"] < full.phases["evaluation"] < full.phases["steady"] == full.allocated
+
+
+def test_described_memory_by_phase() -> None:
+    found = DecoderPredictor(LLAMA, Cluster.of("8xA100"), 4096)(Plan.parse("shard=8 precision=bf16"), 8)
+    assert found.phases["start"] < found.phases["evaluation"] < found.phases["steady"] == sum(found.held.values())
+    assert found.kinds["save"].keys() == {"weights", "gradients", "optimizer"}
 
 
 def test_microbatches_that_a_pipeline_keeps() -> None:

@@ -102,6 +102,34 @@ def test_degrees_divide_what_they_split() -> None:
     assert not any("expert" in family.axes for family in found(SMALL, "8xH100", 16).families)
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("tensor=3", "16 heads do not divide by 3"),
+        ("data=16", "does not divide 8 devices"),
+        ("pipeline=16", "8 layers"),
+    ],
+)
+def test_words_that_no_layout_has_are_told(words: str, why: str) -> None:
+    none = found(SMALL, "8xH100", 16, words)
+    assert none.best is None
+    assert why in none.refused
+
+
+def test_a_batch_that_does_not_divide_is_told_family_by_family() -> None:
+    odd = found(SMALL, "8xH100", 7)
+    assert odd.best is not None
+    (data,) = (family for family in odd.rejected if family.axes == ("data",))
+    assert (data.reason, data.remedy) == ("data: 7 samples do not divide over 8", "a batch of 8 would")
+
+
+def test_what_compiled_code_does_not_do_is_not_planned() -> None:
+    whole = found(SMALL, "4xH100", 16, "compile=whole")
+    assert whole.best is not None
+    assert {family.axes for family in whole.families if family.best is not None} == {("data",)}
+    assert whole.best.plan.recompute == "none"
+
+
 def test_tensor_parallelism_stays_where_the_fast_link_reaches() -> None:
     assert all(f.best is None or f.best.plan.tensor <= 4 for f in found(LARGE, "16x4xA100-80GB", 128).families)
 
@@ -112,6 +140,8 @@ def test_a_partial_plan_is_read() -> None:
     assert Allowed.of("tp=2 precision=fp8").precisions == ("fp8",)
     with pytest.raises(PlanError, match="no key"):
         Allowed.of("tensr=2")
+    with pytest.raises(PlanError, match="int4"):
+        Allowed.of("auto", ("bf16", "int4"))
 
 
 @pytest.mark.parametrize("word", ["1f1b", "interleaved", "zbv", "dualpipev"])

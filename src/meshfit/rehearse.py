@@ -10,8 +10,9 @@ say, against that of the cluster's devices.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from meshfit.arguments import verb_of
@@ -28,7 +29,7 @@ from meshfit.plan import Plan
 from meshfit.planner.cluster import Cluster
 from meshfit.rehearsal import problems as told
 from meshfit.rehearsal.hub import Hub
-from meshfit.rehearsal.memory import Foretold, StageMemory, foretold, timeline, too_large
+from meshfit.rehearsal.memory import StageMemory, foretold, timeline, too_large
 from meshfit.rehearsal.others import Question, Said
 from meshfit.rehearsal.places import Places
 from meshfit.rehearsal.problems import Problem
@@ -63,8 +64,8 @@ class Rehearsal:
     communicators: int = 0
     values: bool = True
     """Whether tensors had values; else shapes alone."""
-    timeline: str = ""
-    """A step, as SVG."""
+    drawn: Callable[[], str] = field(default=str, repr=False, compare=False)
+    """Makes ``timeline``, which takes some seconds."""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     cpu: float = 0.0
@@ -73,6 +74,14 @@ class Rehearsal:
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    @property
+    def timeline(self) -> str:
+        """A step as the planner predicts it, as SVG. A ``PlanError`` says where it predicts none."""
+        try:
+            return self.drawn()
+        except Exception as error:  # it is known for most plans; the ranks have run all the same
+            raise PlanError("the timeline of this plan is not predicted", in_short(error)) from error
 
     @property
     def exit_code(self) -> int:
@@ -234,26 +243,25 @@ class Performance:
 
     def result(self, training: Training) -> Rehearsal:
         logs = self.logs()
-        found, known, picture = self.problems(logs), Foretold([]), ""
+        found, memory = self.problems(logs), []
         try:
             valued = lambda: training.model if training.deferred is None else rehearsal(training.deferred)
-            known = foretold(self.job, training.model, self._found, valued)
-            picture = timeline(self.job, known, self.cluster)
+            memory = foretold(self.job, training.model, self._found, valued)
         except Exception as error:  # it is foretold for most plans: the ranks have run all the same
             self.notes.append(f"memory is not predicted for this plan: {in_short(error)}")
-        found += self._too_large(known.memory)
+        found += self._too_large(memory)
         reports = self.reports.values()
         return Rehearsal(
             plan=plan_of(self.job),
             cluster=self.cluster,
             problems=found,
             ran=sorted(self.reports),
-            memory=known.memory,
+            memory=memory,
             samples=dict(sorted((share, ids) for report in reports for share, ids in report.samples.items())),
             operations=sum(map(len, logs)),
             communicators=len({operation.communicator for log in logs for operation in log}),
             values=self.values,
-            timeline=picture,
+            drawn=partial(timeline, self.job, training.model, self._found, self.cluster),
             notes=[*training.said, *self.notes, *next((report.notes for report in reports), [])],
         )
 

@@ -13,13 +13,13 @@ for a while, the kernels that a device would choose.
 Recurrent layers stay as they are: step by step on meta tensors, one kernel on devices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshfit.torch_private.kernels import (
     attention_by_products,
@@ -27,7 +27,7 @@ from meshfit.torch_private.kernels import (
     attention_on_cuda,
     attention_with_bias_on_cuda,
 )
-from meshfit.torch_private.operators import unregister
+from meshfit.torch_private.operators import forget_dispatch, unregister
 
 aten = torch.ops.aten
 
@@ -37,6 +37,46 @@ def standing_for(target: str, *, half: bool = False) -> Iterator[None]:
     """Within it, in every thread, meta tensors run by the kernels of ``target``: "cuda" or "cpu". ``half``: those of
     fp32 stand for tensors of a half precision."""
     cuda = target == "cuda"
+
+    def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+        return (
+            aten.native_dropout(x, p, True)[0] if train and 0 < p < 1 else aten.dropout.default.decompose(x, p, train)
+        )
+
+    def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        return _FusedRMSNorm.apply(x, weight, len(shape))  # type: ignore[return-value]
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", _attention(cuda, half), "AutogradMeta")
+        if cuda:
+            library.impl("dropout", dropout, "AutogradMeta")
+            library.impl("rms_norm", rms_norm, "AutogradMeta")
+        yield
+    finally:
+        unregister(library)
+
+
+@contextmanager
+def attention_of_cuda() -> Iterator[None]:
+    """Within it, in every thread, fake tensors on the CPU attend by the kernels of CUDA."""
+    kernel, usual = _attention(True, False), aten.scaled_dot_product_attention.default
+
+    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plain = type(query) in (Tensor, nn.Parameter)  # of another thread
+        return (usual.decompose if plain else kernel)(query, *args, **kwargs)
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
+        forget_dispatch(usual)
+        yield
+    finally:
+        unregister(library)
+        forget_dispatch(usual)
+
+
+def _attention(cuda: bool, half: bool) -> Callable[..., Tensor]:
     is_half = lambda query: query.element_size() == 2 or (half and query.dtype == torch.float32)
 
     def attention(
@@ -68,23 +108,7 @@ def standing_for(target: str, *, half: bool = False) -> Iterator[None]:
             attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
         return attention_with_bias_on_cuda(*(query, key, value, attn_mask, True, dropout_p, is_causal), scale=scale)[0]
 
-    def dropout(x: Tensor, p: float, train: bool) -> Tensor:
-        return (
-            aten.native_dropout(x, p, True)[0] if train and 0 < p < 1 else aten.dropout.default.decompose(x, p, train)
-        )
-
-    def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        return _FusedRMSNorm.apply(x, weight, len(shape))  # type: ignore[return-value]
-
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
-        if cuda:
-            library.impl("dropout", dropout, "AutogradMeta")
-            library.impl("rms_norm", rms_norm, "AutogradMeta")
-        yield
-    finally:
-        unregister(library)
+    return attention
 
 
 class _FusedRMSNorm(torch.autograd.Function):

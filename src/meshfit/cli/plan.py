@@ -23,7 +23,7 @@ from meshfit.planner import what_if
 from meshfit.planner.calibrate import calibrated, save
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.detect import profile_path
-from meshfit.planner.explain import HEAD, SURE, WholeJob, line, reasons, row, to_dict, warnings
+from meshfit.planner.explain import HEAD, SURE, WholeJob, itemised, line, reasons, row, to_dict, warnings
 from meshfit.planner.hf_config import decoder_of
 from meshfit.planner.predict import TracedPredictor
 from meshfit.planner.search import Allowed, Found, search
@@ -54,12 +54,19 @@ def plan(
     arguments: Arguments = None,
     on: Annotated[str, typer.Option(help='"8xH100", "64x8xH100", a file; here: the machine at hand.')] = "here",
     hf: Annotated[Path | None, typer.Option(help="Instead of a script: a Hugging Face config.json.")] = None,
-    seq: Annotated[int, typer.Option(help="With --hf: tokens of a sequence.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Samples a step; with a script, instead of its own.")] = 0,
-    tokens: Annotated[float, typer.Option(help="With --hf: tokens of the whole training, 15e12.")] = 0,
-    steps: Annotated[int, typer.Option(help="Steps of the whole training.")] = 0,
+    seq: Annotated[int, typer.Option(min=1, help="With --hf: tokens of a sequence.")] = 4096,
+    batch: Annotated[
+        int, typer.Option(min=0, help="Samples a step. 0: those of the script, with --hf 256.", show_default=False)
+    ] = 0,
+    tokens: Annotated[
+        float, typer.Option(min=0, help="With --hf: tokens of the whole training, 15e12.", show_default=False)
+    ] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of the whole training.", show_default=False)] = 0,
     plan: Annotated[str, typer.Option(help='What is said of the plan: "auto", "tensor=2 recompute=full".')] = "auto",
-    precision: Annotated[str, typer.Option(help='Those allowed: "bf16,fp8".')] = "bf16",
+    precision: Annotated[
+        str,
+        typer.Option(help='Those allowed: "bf16,fp8". Otherwise bf16, where devices have it.', show_default=False),
+    ] = "",
     by: Annotated[str, typer.Option(help='The cheapest part of the cluster that ends in "3 days".')] = "",
     scale: Annotated[bool, typer.Option("--scale", help="Throughput from one device to all.")] = False,
     largest: Annotated[str, typer.Option(help='The largest "batch" or "model" that fits.')] = "",
@@ -69,7 +76,7 @@ def plan(
 ) -> None:
     """Find the best plan for a model on a cluster, and say what every kind of plan would take."""
     cluster = Cluster.detect() if on == "here" else Cluster.of(on)
-    allowed = Allowed.of(plan, tuple(precision.split(",")))
+    allowed = Allowed.of(plan, tuple(precision.split(",")) if precision else (usual_precision(cluster),))
     if (hf is None) == (script is None):
         raise JobError("plan takes a script or --hf", "meshfit plan --hf config.json --on 8xH100, say")
     if hf is not None:
@@ -89,6 +96,11 @@ def plan(
     stdout = sys.stdout
     with redirect_stdout(sys.stderr if json else sys.stdout):
         run(Path(str(script)), arguments or [], instead, fit)
+
+
+def usual_precision(cluster: Cluster) -> str:
+    """What models are mostly trained in on such devices."""
+    return next((word for word in ("bf16", "fp16") if word in cluster.accelerator.rates), "fp32")
 
 
 def _traced(job: Job, name: str, batch: int, steps: int, allowed: Allowed) -> Planned:
@@ -139,19 +151,22 @@ def _answer(
         return
     predictor = subject.predicting(cluster)
     found = search(predictor, subject.batch, subject.allowed)
+    if found.refused:
+        raise PlanError(f"no plan of {cluster.name} has these words", found.refused)
     if as_json:
         print(json_format.dumps(to_dict(found, cluster, steps=subject.steps, sure=subject.sure, batch=subject.batch)))
     else:
         show(console, subject, cluster, found)
     if found.best is None:
         raise SystemExit(1)
-    if picture is not None:
-        picture.write_text(foreseen(found.best, predictor.steps))
+    best = found.best
+    if picture is not None and best.work is not None:
+        picture.write_text(foreseen(best.plan, best.work, best.items, predictor.steps))
 
 
 def show(console: Console, subject: Planned, cluster: Cluster, found: Found) -> None:
     console.print(f"{subject.name}, {subject.batch} samples a step")
-    console.print(f"{cluster}\n", style="dim")
+    console.print(f"{cluster}\n", style="dim", soft_wrap=True)
     every = [row(f.best, cluster, subject.steps) for f in found.families if f.best is not None]
     fits = every[:SHOWN]
     if fits:
@@ -164,7 +179,7 @@ def show(console: Console, subject: Planned, cluster: Cluster, found: Found) -> 
             table.add_row(*(line(about) if wide else [str(number), *line(about)[1:]]))
         console.print(table)
         for number, about in enumerate([] if wide else fits, 1):
-            console.print(f" {number:2}  {about['plan']}", soft_wrap=True)
+            console.print(f"{number:2}  {about['plan']}", soft_wrap=True)
         if len(every) > SHOWN:
             console.print(f" and {len(every) - SHOWN} slower kinds of plans (--json has all)", style="dim")
     if found.rejected:
@@ -173,14 +188,23 @@ def show(console: Console, subject: Planned, cluster: Cluster, found: Found) -> 
             console.print(f" {family.reason}; {family.remedy}", soft_wrap=True)
     console.print()
     for text in reasons(found, cluster):
-        console.print(f"[bold]{text}" if text.startswith("nothing fits") else text)
+        console.print(f"[bold]{text}" if text.startswith("nothing fits") else text, soft_wrap=True)
     if found.best is None:
         console.print("more devices, or devices with more memory, or less of the model trained, would be needed")
         return
+    for text in itemised(found.best):
+        console.print(text, soft_wrap=True)
     low, high = (found.best.seconds * (1 + sign * subject.sure) for sign in (-1, 1))
     console.print(f"how sure: nine in ten between {in_words(low)} and {in_words(high)} a step (docs/planner.md)")
+    if cluster.accelerator.name == "cpu" and not cluster.name.endswith("measured"):
+        console.print("this machine is a guess: meshfit calibrate measures it, in seconds")
     for text in warnings(found.best.plan, cluster):
         console.print(text, style="yellow")
+    console.print(
+        "exposed: collectives waited for; bubble: ranks of a pipeline that wait; slack: what always comes on top",
+        style="dim",
+        soft_wrap=True,
+    )
     console.print(
         f"{found.written} plans looked at, {found.fitting} fit, {found.priced} simulated: {in_words(found.seconds)}",
         style="dim",
@@ -200,7 +224,7 @@ def _scaled(console: Console, subject: Planned, cluster: Cluster, by: str, as_js
         rows = [_scaled_row(one, subject.steps) | {"chosen": one is chosen} for one in tried]
         print(json_format.dumps({"within": within or None, "sizes": rows}))
         return
-    head = ("devices", "plan~", ">step", ">samples/s", ">times one's", ">whole job", ">price")
+    head = ("devices", "plan~", ">step", ">samples/s", ">speedup", ">whole job", ">price")
     table = columns(*(f">{head[0]}", *head[1:]))
     first = next((s for s in tried if s.found.best is not None), None)
     for one in tried:

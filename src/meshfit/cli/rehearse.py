@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from meshfit.cli.inspect import built, config_of
-from meshfit.errors import JobError
+from meshfit.errors import JobError, PlanError
 from meshfit.job import Job
 from meshfit.observe.columns import columns
 from meshfit.planner.cluster import Cluster
@@ -36,9 +36,13 @@ def rehearse(asked: dict[str, Any], on: str, timeline: Path | None) -> int:
 
 
 def _drawn(found: Rehearsal, timeline: Path | None) -> int:
-    if timeline is not None and found.timeline:
+    if timeline is None:
+        return found.exit_code
+    try:
         timeline.write_text(found.timeline)
         print(f" timeline of a step: {timeline}")
+    except PlanError as error:
+        print(f" {error}")
     return found.exit_code
 
 

@@ -1,12 +1,14 @@
 """The picture of a predicted step: a lane a rank of the pipeline, drawn as measured ones are."""
 
+from collections.abc import Mapping
 from html import escape
 
 from meshfit.observe.reading import RecordedSpan
 from meshfit.observe.svg import document, lane, legend
-from meshfit.observe.timeline import GAP, LANE, LEFT, RIGHT, TOP, WIDTH
-from meshfit.planner.prediction import Prediction
+from meshfit.observe.timeline import GAP, LANE, LEFT, RIGHT, TOP, WIDTH, axis
+from meshfit.plan import Plan
 from meshfit.planner.step import StepModel
+from meshfit.planner.work import StepWork
 from meshfit.schedule.actions import SPANS
 from meshfit.units import seconds
 
@@ -14,13 +16,12 @@ MOST = 48
 """Microbatches that are drawn, or three a rank if that is more."""
 
 
-def foreseen(prediction: Prediction, steps: StepModel) -> str:
-    """An SVG of forward and backward, then what is waited for, and the update."""
-    work = prediction.work
-    assert work is not None
+def foreseen(plan: Plan, work: StepWork, items: Mapping[str, float], steps: StepModel) -> str:
+    """An SVG of forward and backward, then what is waited for, and the update. ``items``: seconds of the step, see
+    ``StepTime``."""
     drawn = min(work.microbatches, max(MOST, 3 * work.ranks))
     timed = steps.timeline(work, drawn)
-    waits, update = prediction.items.get("collectives", 0.0), prediction.items.get("update", 0.0)
+    waits, update = items.get("collectives", 0.0), items.get("update", 0.0)
     inside = sum(e[1] + e[3] for e in steps.stages(work)) / work.ranks * work.microbatches
     after = max(0.0, waits - inside)
     end = timed.end + after + update
@@ -40,8 +41,10 @@ def foreseen(prediction: Prediction, steps: StepModel) -> str:
         boxes.append(lane(spans, 0.0, end, left=LEFT, top=y, height=LANE, scale=scale))
         names |= dict.fromkeys(span.name for span in spans if span.seconds)
     bottom = TOP + len(timed.spans) * (LANE + GAP)
-    colours, height = legend(names, bottom + 24, left=LEFT, right=WIDTH - RIGHT)
+    colours, height = legend(names, bottom + 40, left=LEFT, right=WIDTH - RIGHT)
+    slack = steps.software.slack  # over everything
+    ruler = axis(end * slack, scale / slack, bottom)
     part = f", {drawn} of its {work.microbatches} microbatches" if drawn < work.microbatches else ""
-    heading = f"{prediction.plan} · predicted: {seconds(prediction.seconds)} a step{part}"
+    heading = f"{plan} · predicted: {seconds(sum(items.values()))} a step{part}"
     head = f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>'
-    return document(head + "".join(labels) + colours + "".join(boxes), names, WIDTH, height)
+    return document(head + "".join(labels) + ruler + colours + "".join(boxes), names, WIDTH, height)

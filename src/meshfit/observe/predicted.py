@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshfit.anatomy.trace import Trace
-from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
+from meshfit.axes.pipeline.stages import pipeline_of
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.axis import TensorAxis
 from meshfit.data import tree
@@ -21,9 +21,9 @@ from meshfit.launch.devices import Devices
 from meshfit.optimizers import Optimizers
 from meshfit.patches import unprinted
 from meshfit.plan import Plan
-from meshfit.plan_cost import cost, costed, stage_traffic
+from meshfit.plan_cost import cost, stage_traffic
 from meshfit.planner.cluster import Cluster
-from meshfit.planner.plan_work import plan_work
+from meshfit.planner.plan_work import work_of
 from meshfit.planner.software import MESHFIT
 from meshfit.planner.step import StepModel
 
@@ -93,12 +93,9 @@ def _seconds(
     plan: Plan, trace: Trace, optimizer: Optimizers, known: Mapping[str, Any], batch: int, cluster: Cluster
 ) -> dict[str, Any]:
     """Of a step, item by item, and the machine that they are predicted for."""
-    found = dict(known)
-    if plan.pipeline > 1:
-        found["pipeline"] = FoundStages(None, 0.0, trace=trace, cut=pipeline_of(plan).cut_of(trace))  # type: ignore[arg-type]
-    rank = lambda place: costed(plan, trace, optimizer, found=found, place={"pipeline": place}, estimates=True)
-    ranks, steps = [rank(place) for place in range(plan.pipeline)], StepModel(cluster, MESHFIT)
-    time = steps(plan_work(plan, ranks, samples=batch, tokens=0, model_flops=0))
+    work, ranks = work_of(plan, trace, optimizer, known, batch)
+    steps = StepModel(cluster, MESHFIT)
+    time = steps(work)
     said = (costing.total.collectives for costing in ranks)
     loudest = max(said, key=lambda calls: sum(call.bytes * call.count for call in calls))
     waited = steps.waited_by_axis(loudest, time.items["collectives"])

@@ -184,7 +184,7 @@ def picture(run: RecordedRun, window: StepRange | None = None, *, title: str | N
     to = f" to {window.last}" if window.last > window.first else ""
     heading = escape(title or f"{run.plan}   step {window.first}{to}")
     head = f'<text class="head" x="{LEFT}" y="20">{heading}</text>'
-    return document(head + "".join(labels) + _axis(end - start, scale, bottom) + colours + shown, names, WIDTH, height)
+    return document(head + "".join(labels) + axis(end - start, scale, bottom) + colours + shown, names, WIDTH, height)
 
 
 def passed(run: RecordedRun, window: StepRange) -> list[tuple[int, float, int, float]]:
@@ -205,7 +205,7 @@ def passed(run: RecordedRun, window: StepRange) -> list[tuple[int, float, int, f
     return found
 
 
-def _axis(length: float, scale: float, y: float) -> str:
+def axis(length: float, scale: float, y: float) -> str:
     parts, step = [], nice(max(length, 1e-9) / 8)
     for i in range(int(length / step + 1e-9) + 1):
         x, left = LEFT + i * step * scale, length - i * step

@@ -60,6 +60,7 @@ def row(prediction: Prediction, cluster: Cluster, steps: int = 0) -> dict[str, A
         "memory": prediction.used,
         "capacity": prediction.capacity,
         "held": dict(prediction.held),
+        "phases": {phase: dict(kinds) for phase, kinds in prediction.kinds.items()},
         "items": dict(items),
         "exposed": items.get("collectives", 0.0) / total,
         "bubble": items.get("bubble", 0.0) / total,
@@ -106,6 +107,21 @@ def warnings(plan: Plan, cluster: Cluster) -> list[str]:
             )
         stride *= degree
     return found
+
+
+def itemised(prediction: Prediction) -> list[str]:
+    """Its memory by kind and its seconds by item, the largest first."""
+    memory, took = _parts(prediction.held), _parts(prediction.items)
+    said = lambda parts, unit: ", ".join(f"{name} {unit(value)}" for name, value in parts)
+    low, high = (used - sum(prediction.held.values()) for used in prediction.used)
+    beside = f"; beside these {size(low)} to {size(high)} of the process and its allocator"
+    return [f"memory: {said(memory, size)}{beside}", f"a step: {said(took, in_words)}"]
+
+
+def _parts(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """But for what is less than a hundredth."""
+    least = sum(parts.values()) / 100
+    return sorted(((name, value) for name, value in parts.items() if value >= least), key=lambda part: -part[1])
 
 
 def reasons(found: Found, cluster: Cluster) -> list[str]:

@@ -56,18 +56,6 @@ class StepMemory:
         low, high = self.reserved
         return low + CONTEXT, high + CONTEXT
 
-    @property
-    def phases(self) -> dict[str, float]:
-        """Bytes before the first step, in it (no optimizer state yet), in later ones, and in evaluation."""
-        start = self.held["weights"] + self.held["gradients"]
-        steady = self.allocated
-        return {
-            "start": start,
-            "first step": max(steady - self.held["optimizer"], start + self.held["optimizer"]),
-            "steady": steady,
-            "evaluation": start + self.held["optimizer"] + self.held["logits"] / 2 + self.held["passing"],
-        }
-
 
 def step_memory(model: Decoder, d: Degrees, software: Software) -> StepMemory:
     """Of the rank of the pipeline that holds most."""

@@ -1,12 +1,18 @@
 """The work of a step under a plan: what the costs of its axes say that ranks run and say, as ``StepModel`` takes it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from meshfit.anatomy.operations import Operation, Streaming, merged
+from meshfit.anatomy.trace import Trace
+from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
 from meshfit.cost import CollectiveCall
+from meshfit.optimizers import Optimizers
 from meshfit.plan import Plan
-from meshfit.plan_cost import Costing
+from meshfit.plan_cost import Costing, costed
 from meshfit.planner.work import StageWork, StepWork
 from meshfit.schedule.actions import stages_of, usual_chunks
 
@@ -14,6 +20,23 @@ ROUNDING = 3
 """Bytes that are read and written for each byte of a copy of weights in half precision: fp32 in, a half out."""
 
 KERNELS_OF_UPDATE = 20
+
+
+def work_of(
+    plan: Plan,
+    trace: Trace,
+    optimizer: torch.optim.Optimizer | Optimizers,
+    known: Mapping[str, Any],
+    samples: float,
+) -> tuple[StepWork, list[Costing]]:
+    """Of a step of ``samples`` whose axes act on what is ``known``, and what each rank of the pipeline costs.
+    ``trace``: of a microbatch, with its operations."""
+    found = dict(known)
+    if plan.pipeline > 1:
+        found["pipeline"] = FoundStages(None, 0.0, trace=trace, cut=pipeline_of(plan).cut_of(trace))  # type: ignore[arg-type]
+    rank = lambda place: costed(plan, trace, optimizer, found=found, place={"pipeline": place}, estimates=True)
+    ranks = [rank(place) for place in range(plan.pipeline)]
+    return plan_work(plan, ranks, samples=samples, tokens=0, model_flops=0), ranks
 
 
 def plan_work(plan: Plan, ranks: Sequence[Costing], *, samples: float, tokens: float, model_flops: float) -> StepWork:

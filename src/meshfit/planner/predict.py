@@ -28,6 +28,8 @@ from meshfit.anatomy.probe_optimizer import StateBytes, state_bytes
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.samples import Unlike, at_samples
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.compile.axis import compilable
+from meshfit.axes.compile.saved import Kept, after_compile, kept_by_compiled
 from meshfit.axes.context.find import ContextPlan
 from meshfit.axes.find import Study
 from meshfit.axes.kept import kept_path, read_kept, write_kept
@@ -37,7 +39,6 @@ from meshfit.axes.refuse import check
 from meshfit.axes.shard.units import traced
 from meshfit.axes.tensor.axis import splits_sequence
 from meshfit.axes.tensor.program import Program, program_of
-from meshfit.cost import Cost
 from meshfit.data import tree
 from meshfit.errors import PlanError
 from meshfit.optimizers import Optimizers
@@ -47,7 +48,7 @@ from meshfit.planner.cluster import Cluster
 from meshfit.planner.memory import CONTEXT, SLACK
 from meshfit.planner.narrow import NarrowModel, narrowed
 from meshfit.planner.plan_work import plan_work
-from meshfit.planner.prediction import Limits, Prediction
+from meshfit.planner.prediction import Limits, Prediction, phases
 from meshfit.planner.software import MESHFIT, Software
 from meshfit.planner.step import StepModel
 from meshfit.planner.work import StepWork
@@ -89,7 +90,7 @@ class TracedPredictor:
         ranks, work = self._costed(plan, batch), self._work(plan, batch)
         time = self.steps(work)
         most = max(ranks, key=lambda costing: costing.total.most).total
-        kinds = phases(most)
+        kinds = phases(most.held, most.passed)
         held = max(kinds.values(), key=lambda kind: sum(kind.values()))
         loudest = max(ranks, key=lambda costing: sum(c.bytes * c.count for c in costing.total.collectives)).total
         return Prediction(
@@ -110,7 +111,7 @@ class TracedPredictor:
     def memory_of(self, plan: Plan, batch: int) -> Mapping[str, float]:
         """Bytes of tensors on the device that has most, by kind."""
         most = max(self._costed(plan, batch), key=lambda costing: costing.total.most).total
-        return max(phases(most).values(), key=lambda kind: sum(kind.values()))
+        return max(phases(most.held, most.passed).values(), key=lambda kind: sum(kind.values()))
 
     def used(self, plan: Plan, batch: int) -> tuple[float, float]:
         """Bytes in use on the device that has most: from, to."""
@@ -188,6 +189,37 @@ class TracedPredictor:
         """What is kept of the model on disk is kept by this."""
         return self.model, program_of(self.model, self.objective, self._taken(SIZES[0]))
 
+    def _compiled(self, plan: Plan, trace: Trace, samples: int) -> Trace:
+        """With what compiled code keeps. Blocks that are computed again keep their inputs, and parts that other axes
+        split are taken as in eager mode, which keeps more."""
+        split = any(getattr(plan, word) > 1 for word in TRIED)
+        if plan.compile not in ("whole", "block") or plan.recomputed_blocks != "none" or split:
+            return trace
+        norms = [path for path, kind in trace.kinds.items() if "BatchNorm" in kind and plan.joins_batchnorms]
+        blocks = compilable(trace, norms) if plan.compile == "block" else ()
+        if plan.compile == "block" and not blocks:
+            return trace
+        first, second = (self._kept_by_compiled(plan, blocks, size) for size in SIZES)
+        share = (samples - SIZES[0]) / (SIZES[1] - SIZES[0])
+        line = lambda a, b: max(0, round(a + share * (b - a)))
+        kept = {path: (line(a, b), line(c, d)) for path, (a, c) in first.items() for b, d in [second[path]]}
+        return after_compile(trace, kept)
+
+    def _kept_by_compiled(self, plan: Plan, blocks: tuple[str, ...], samples: int) -> Kept:
+        key = ("compiled", plan.precision, blocks, samples)
+        if key not in self._found:
+            path = kept_path(key[0], *self._known, *key[1:], self.device)
+            found = read_kept(path, dict)
+            if found is None:
+                how = {"precision": plan.precision, "device": self.device}
+                try:
+                    found = kept_by_compiled(self.model, self.objective, self._taken(samples), blocks, **how)
+                except Exception:  # of whatever code the model has: then it counts as eager, which keeps more
+                    found = {}
+                write_kept(path, found)
+            self._found[key] = found
+        return self._found[key]
+
     # What the axes act on, and cost
 
     def _findings(self, plan: Plan, trace: Trace) -> dict[str, Any]:
@@ -250,7 +282,7 @@ class TracedPredictor:
         if (plan, samples) in self._costings:
             return self._costings[plan, samples]
         check(plan, self.model)
-        trace = self._trace(plan, samples)
+        trace = self._compiled(plan, self._trace(plan, samples), samples)
         found = self._findings(plan, trace)
         place = lambda rank: {"pipeline": rank}
         one = lambda rank: costed(
@@ -302,24 +334,3 @@ def _ways(plan: Plan, word: str) -> dict[str, str]:
     if word == "tensor" and plan.sequence == "auto" and plan.partitions_modules:
         return {"sequence": "whole"}  # as it is chosen under a pipeline
     return said
-
-
-def phases(cost: Cost) -> dict[str, dict[str, float]]:
-    """Bytes of tensors by kind: before the first step; in it, without optimizer state until its end; in later ones; in
-    evaluation; while a checkpoint is written or read, in which whole buckets pass through host memory."""
-    held = {kind: float(size) for kind, size in cost.held.items() if size}
-    rest = {kind: held.get(kind, 0.0) for kind in ("weights", "gradients", "averaging")}
-    state = {**rest, "optimizer": held.get("optimizer", 0.0)}
-    there = held.get("gradients", 0.0) + min(0, cost.passed)  # when there is most
-    steady = {**held, "gradients": max(0.0, there), "passing": float(max(0, cost.passed))}
-    first = {kind: size for kind, size in steady.items() if kind != "optimizer"}
-    inside = {kind: held[kind] for kind in ("gathered", "rounded") if kind in held}
-    found = {
-        "start": rest,
-        "first step": max(first, state, key=lambda kind: sum(kind.values())),
-        "steady": steady,
-        "evaluation": {**state, **inside, "passing": float(max(0, cost.passed))},
-        "save": state,
-        "load": state,
-    }
-    return {phase: {kind: size for kind, size in kinds.items() if size} for phase, kinds in found.items()}

@@ -34,11 +34,10 @@ class Prediction:
     """Bytes that it has."""
 
     kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By phase (start, first step, steady, evaluation, save, load) bytes by kind, on that device. Of a model that was
-    traced, as ``collectives``."""
+    """By phase (start, first step, steady, evaluation, save, load) bytes by kind, on that device."""
 
     collectives: tuple[CollectiveCall, ...] = ()
-    """Of a step, one by one, on the rank that says most."""
+    """Of a step, one by one, on the rank that says most. Of a model that was traced."""
 
     tokens: float = 0.0
     """A step; 0 where samples are not sequences."""
@@ -62,6 +61,28 @@ class Prediction:
     @property
     def samples_per_second(self) -> float:
         return self.batch / self.seconds
+
+
+def phases(most: Mapping[str, float], passed: float) -> dict[str, dict[str, float]]:
+    """Bytes of tensors by kind: before the first step; in it, without optimizer state until its end; in later ones; in
+    evaluation; while a checkpoint is written or read, in which whole buckets pass through host memory. ``most``, when
+    there are most, but for those ``passed``: see ``Cost.passed``."""
+    held = {kind: float(size) for kind, size in most.items() if size}
+    rest = {kind: held.get(kind, 0.0) for kind in ("weights", "gradients", "averaging")}
+    state = {**rest, "optimizer": held.get("optimizer", 0.0)}
+    there = held.get("gradients", 0.0) + min(0, passed)  # when there is most
+    steady = {**held, "gradients": max(0.0, there), "passing": float(max(0, passed))}
+    first = {kind: size for kind, size in steady.items() if kind != "optimizer"}
+    inside = {kind: held[kind] for kind in ("gathered", "rounded", "logits") if kind in held}
+    found = {
+        "start": rest,
+        "first step": max(first, state, key=lambda kind: sum(kind.values())),
+        "steady": steady,
+        "evaluation": {**state, **inside, "passing": float(max(0, passed))},
+        "save": state,
+        "load": state,
+    }
+    return {phase: {kind: size for kind, size in kinds.items() if size} for phase, kinds in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

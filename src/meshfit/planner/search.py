@@ -49,6 +49,8 @@ class Allowed:
         said = [own for _, own in words_of(text) if own != "auto"]
         words = [word.partition("=")[0] for word in said]
         plan = Plan.parse(_standing(" ".join(said)))
+        for word in precisions:
+            Plan(precision=word)  # refuses what there is not
         fixed = {word: getattr(plan, word) for word in words}
         return cls(fixed=fixed, precisions=(str(fixed["precision"]),) if "precision" in fixed else tuple(precisions))
 
@@ -91,6 +93,8 @@ class Found:
     fitting: int = 0
     priced: int = 0
     seconds: float = 0.0
+    refused: str = ""
+    """Why what was said of the plan goes with no layout of these devices."""
 
     @property
     def rejected(self) -> tuple[Family, ...]:
@@ -101,22 +105,22 @@ def search(predictor: Predictor, batch: int, allowed: Allowed | None = None, dev
     """The best plan for steps of ``batch`` samples on ``devices`` (all of the cluster's, if not said)."""
     began, allowed = perf_counter(), allowed or Allowed()
     count = devices or predictor.cluster.devices
-    layouts = _families(predictor, batch, allowed, count)
+    layouts, odd = _families(predictor, batch, allowed, count)
+    if not layouts and not odd:
+        return Found(None, (), seconds=perf_counter() - began, refused=_no_layout(predictor, allowed, count))
     fitting: dict[tuple[str, ...], FittingPlans] = {}
     for offload in ("none", *OFFLOADS) if allowed.offload and "offload" not in allowed.fixed else ("",):
         fitting = {axes: _fitting(predictor, batch, allowed, some, offload) for axes, some in layouts.items()}
         if any(found.plans for found in fitting.values()):
             break
-    families, priced = [], 0
+    families, priced = [_undivided(axes, shares, batch) for axes, shares in odd.items()], 0
     for axes, found in fitting.items():
         best, exact = _best(predictor, batch, found.plans)
         families.append(Family(axes, best, *(("", "") if best else _why(predictor, batch, found, layouts[axes]))))
         priced += exact
     families.sort(key=lambda family: (family.best is None, family.best.seconds if family.best else len(family.axes)))
     best = next((family.best for family in families if family.best is not None), None)
-    if not fitting:
-        return Found(None, (), seconds=perf_counter() - began)
-    looked, fits = (sum(each) for each in zip(*((f.looked, len(f.plans)) for f in fitting.values()), strict=True))
+    looked, fits = sum(f.looked for f in fitting.values()), sum(len(f.plans) for f in fitting.values())
     return Found(best, tuple(families), looked, fits, priced, perf_counter() - began)
 
 
@@ -125,16 +129,38 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // i for i in small)})
 
 
+Axes = tuple[str, ...]
+
+
 def _families(
     predictor: Predictor, batch: int, allowed: Allowed, devices: int
-) -> dict[tuple[str, ...], list[dict[str, int]]]:
-    """Degrees of every layout, by the axes that it uses."""
-    found: dict[tuple[str, ...], list[dict[str, int]]] = {}
+) -> tuple[dict[Axes, list[dict[str, int]]], dict[Axes, int]]:
+    """Degrees of every layout, by the axes that it uses; and the axes whose layouts all have more shares than divide
+    the batch, with the least number of these."""
+    found: dict[Axes, list[dict[str, int]]] = {}
+    odd: dict[Axes, int] = {}
     for layout in _layouts(predictor, allowed, devices):
-        if batch % (layout["data"] * layout["shard"] * layout["expert"]) == 0:
-            axes = tuple(axis for axis in DEGREES if layout[axis] > 1)
+        shares = layout["data"] * layout["shard"] * layout["expert"]
+        axes = tuple(axis for axis in DEGREES if layout[axis] > 1)
+        if batch % shares == 0:
             found.setdefault(axes, []).append(layout)
-    return found
+        else:
+            odd[axes] = min(shares, odd.get(axes, shares))
+    return found, {axes: shares for axes, shares in odd.items() if axes not in found}
+
+
+def _undivided(axes: Axes, shares: int, batch: int) -> Family:
+    reason = f"{' '.join(axes)}: {batch} samples do not divide over {shares}"
+    return Family(axes, None, reason, f"a batch of {-(-batch // shares) * shares} would")
+
+
+def _no_layout(predictor: Predictor, allowed: Allowed, devices: int) -> str:
+    said = {axis: int(allowed.fixed[axis]) for axis in DEGREES if axis in allowed.fixed}
+    for axis, degree in said.items():
+        if why := predictor.limits.refuses(axis, degree):
+            return f"{axis}={degree}: {why}"
+    words = " ".join(f"{axis}={degree}" for axis, degree in said.items())
+    return f"{words} does not divide {devices} devices"
 
 
 def _layouts(predictor: Predictor, allowed: Allowed, devices: int) -> Iterator[dict[str, int]]:
@@ -240,6 +266,10 @@ def _thrifty(
     plan that needs least, and how many were looked at."""
     words = {"offload": offload} if offload else {}
     recomputes = [str(word) for word in allowed.options("recompute", RECOMPUTES)]
+    if plan.compile == "whole":  # with the loss, and nothing is computed twice
+        recomputes = [word for word in recomputes if word == "none"] or recomputes
+    if plan.compile == "block":
+        recomputes = [word for word in recomputes if "selective" not in word] or recomputes
     if "activations" in (offload or str(allowed.fixed.get("offload", ""))):
         recomputes = [word for word in recomputes if "selective" not in word] or recomputes
     found: list[Plan] = []
@@ -277,6 +307,9 @@ def _why(predictor: Predictor, batch: int, found: FittingPlans, layouts: Sequenc
     if found.least is None:
         samples = max(batch // (one["data"] * one["shard"] * one["expert"]) for one in layouts)
         least = min(one["pipeline"] for one in layouts)
+        if samples >= least:
+            degrees = " ".join(f"{axis}={n}" for axis, n in layouts[0].items() if n > 1) or "data=1"
+            return f"{degrees}: the other words of the plan do not go with it", "other words would"
         said = f"{samples} samples a copy are too few microbatches for {least} stages"
         return said, f"a batch of {batch * -(-least // samples)}"
     needs, plan = found.least

@@ -7,12 +7,15 @@ Weights are held as meshfit holds them: in fp32 and stepped in place, beside cop
 from dataclasses import replace
 from functools import lru_cache
 
+from torch import nn
+
+from meshfit.axes.compile.axis import CompileAxis
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.decoder import Decoder, Degrees
 from meshfit.planner.memory import StepMemory, rank_memory
-from meshfit.planner.prediction import Limits, Prediction
+from meshfit.planner.prediction import Limits, Prediction, phases
 from meshfit.planner.software import MESHFIT, Software
 from meshfit.planner.step import StepModel
 from meshfit.planner.transformer import step_work
@@ -45,6 +48,7 @@ class DecoderPredictor:
 
     def degrees(self, plan: Plan, batch: int) -> Degrees:
         parts = plan.shares * plan.microbatches
+        CompileAxis().refuse(plan, nn.Module())
         if batch % parts:
             raise PlanError(f"a batch of {batch} does not divide into the {parts} parts of {plan}")
         return Degrees(
@@ -109,12 +113,14 @@ class DecoderPredictor:
     def __call__(self, plan: Plan, batch: int) -> Prediction:
         work, memory = self.work(plan, batch), self.memory(plan, batch)
         step, copied = self.steps(work), self._copied(plan, batch)
+        passing = (held := dict(memory.held)).pop("passing")
         return Prediction(
             plan=plan,
             batch=batch,
             seconds=step.seconds + copied,
             items=step.items | ({"offload": copied} if copied else {}),
             held=memory.held,
+            kinds=phases(held, passing),
             used=memory.device,
             capacity=self.cluster.accelerator.memory,
             tokens=work.tokens,

@@ -91,6 +91,7 @@ def rank_of(word: str, ranks: int, stage: int) -> int:
     return ranks - 1 - at if word in V_SHAPED and stage >= ranks else at
 
 
+@cache
 def stages_of(word: str, ranks: int, chunks: int, rank: int) -> tuple[int, ...]:
     """The stages that ``rank`` holds."""
     later = ranks - 1 - rank if word in V_SHAPED else rank
@@ -130,26 +131,23 @@ def in_order(schedule: Schedule) -> tuple[Step, ...]:
     """All actions, each after those that it waits for; without those that wait for each other."""
     number: dict[Action, int] = {}
     done: list[Step] = []
+    place_of = [*map(schedule.rank_of, range(schedule.stages))]
     at, moving = [0] * schedule.ranks, True
     while moving:
         before = len(done)
         for rank, order in enumerate(schedule.orders):
             for action in order[at[rank] :]:
                 needs = schedule.needs(action)
-                waits = [(number.get(need, -1), _between(schedule, need, action)) for need in needs]
-                if any(need < 0 for need, _ in waits):
+                if any(need not in number for need in needs):
                     break
+                # a transfer lies between two ranks, and is named by the earlier stage
+                between = (-1 if place_of[n.stage] == rank else min(n.stage, action.stage) for n in needs)
+                waits = tuple(zip(map(number.__getitem__, needs), between, strict=True))
                 number[action] = len(done)
-                done.append((action, rank, tuple(waits)))
+                done.append((action, rank, waits))
                 at[rank] += 1
         moving = len(done) > before
     return tuple(done)
-
-
-def _between(schedule: Schedule, source: Action, target: Action) -> int:
-    if source.stage == target.stage or schedule.rank_of(source.stage) == schedule.rank_of(target.stage):
-        return -1
-    return min(source.stage, target.stage)
 
 
 def _first(order: tuple[Action, ...], done: set[Action]) -> int | None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -75,3 +75,55 @@ def compiled_at(starts: Sequence[Any], graph: Any, inputs: Any, backend: str) ->
             bucket.size += node in marks
 
     return AtNodes(1, compiler, 1).compile_fn(graph, inputs)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Tensors that are made within it have shapes and devices, and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class _Partitioned(Exception):
+    """Nothing more is asked of the compiler."""
+
+
+def saved_for_backward(
+    forward: Callable[..., Any], weights: Sequence[Any], inputs: Sequence[Any]
+) -> list[tuple[Any, bool]]:
+    """The tensors that ``forward(weights, inputs)``, compiled, keeps for backward, those of its inputs among them; each
+    with whether it is computed of weights alone. It takes fake tensors, and returns such: AOTAutograd traces forward
+    and backward and parts them, with inductor's decompositions and passes, and no code is made of it."""
+    from functorch.compile import aot_function
+    from torch._guards import detect_fake_mode
+    from torch._inductor import compile_fx, config
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    found: list[tuple[Any, bool]] = []
+
+    def parted(joint: Any, joint_inputs: Any, **how: Any) -> Any:
+        how["static_lifetime_input_indices"] = list(range(len(weights)))  # they are there anyway
+        ahead, back = compile_fx.partition_fn(joint, joint_inputs, **how)
+        names = list(_placeholders(ahead))
+        given, of_weights = dict(zip(names, (*weights, *inputs), strict=False)), set(names[: len(weights)])
+        for node in ahead.graph.nodes:
+            if node.all_input_nodes and all(taken.name in of_weights for taken in node.all_input_nodes):
+                of_weights.add(node.name)
+        for name, value in _placeholders(back).items():
+            if not name.startswith("tangents") and isinstance(value, torch.Tensor):
+                found.append((given.get(name, value), name in of_weights))
+        raise _Partitioned
+
+    as_it_is: Any = lambda graph, _: graph
+    weights, inputs = list(weights), list(inputs)
+    mode = detect_fake_mode((weights, inputs))
+    compiled = aot_function(forward, as_it_is, as_it_is, parted, select_decomp_table(), len(weights))
+    # products are padded by what the device measures
+    with config.patch(shape_padding=False), V.set_fake_mode(mode), suppress(_Partitioned):
+        compiled(weights, inputs)
+    return found
+
+
+def _placeholders(graph: Any) -> dict[str, Any]:
+    return {node.name: node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"}

@@ -42,6 +42,11 @@ def unregister(library: torch.library.Library) -> None:
     library._destroy()
 
 
+def forget_dispatch(overload: Any) -> None:
+    """Look up its kernels anew: tracers remember those that they found."""
+    overload._dispatch_cache.clear()
+
+
 def without_torch_function() -> AbstractContextManager[None]:
     """No mode or subclass is asked about functions called within."""
     return torch._C.DisableTorchFunction()  # type: ignore[return-value]
