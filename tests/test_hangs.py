@@ -233,7 +233,7 @@ def test_a_hang_in_an_evaluation_is_found_like_one_in_a_step(how) -> None:
 
 
 def test_slow_but_healthy_is_left_alone() -> None:
-    """A first step, an evaluation and a callback that take longer than ``hang_timeout``. On a busy machine any step may,
+    """A first step, an evaluation and a callback longer than ``hang_timeout``. On a busy machine any step may be so
     by chance: not in each of three runs."""
     first = SlowToEvaluate(lambda: time.sleep(3.0), at=1)
     held = [lambda step: time.sleep(3.0 if step.step == 4 else 0.0)]
