@@ -16,7 +16,9 @@ LIBRARIES = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gp
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[CACHE] = "0"  # what is tested is found each time
-    with suppress(AttributeError, OSError):  # inherited by all that tests start
+    # Else who is woken takes the processor of who wakes it, which still holds gloo's lock: and gloo's threads spin for
+    # it. All that tests start inherits this.
+    with suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # its workers run the tests
