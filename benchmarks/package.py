@@ -195,7 +195,7 @@ def lines_of(node: ast.expr | ast.stmt) -> range:
 
 def _imports(node: ast.AST, inside: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    types = isinstance(node, ast.If) and getattr(node.test, "attr", getattr(node.test, "id", "")) == "TYPE_CHECKING"
     for child in node.orelse if types else ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, inside

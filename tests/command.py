@@ -21,6 +21,26 @@ from meshfit.launch import template, warm
 
 MESHFIT = "-c", "from meshfit.cli import main; main()"
 
+TORCHRUN = (
+    "-c",
+    """
+import atexit, runpy, sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def rank(*arguments):
+    sys.argv[:] = arguments
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # a process of multiprocessing's leaves without
+
+meet = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+config = LaunchConfig(1, 1, 2, run_id="tests", start_method="fork", monitor_interval=0.1, **meet)
+elastic_launch(config, rank)(*sys.argv[1:])
+""",
+)
+"""``torchrun --standalone --nproc-per-node=2``, by torchrun's own agent, but for its ranks, which are forked."""
+
 _context = multiprocessing.get_context("forkserver")
 
 

@@ -1,6 +1,8 @@
 """Start the template of all ranks while pytest collects."""
 
+import gc
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,8 +16,13 @@ LIBRARIES = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gp
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[CACHE] = "0"  # what is tested is found each time
+    # Else who is woken takes the processor of who wakes it, which still holds gloo's lock: and gloo's threads spin for
+    # it. All that tests start inherits this.
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # its workers run the tests
+    gc.disable()  # while tests are imported
     torch.set_num_threads(1)  # models this small gain nothing from more, and on busy cores threads wait for each other
     # What pytest's rewritten asserts call; what cloudpickle believes a test needs that names both ``dist`` and
     # ``torch.tensor``; what each rank that builds a model of the zoo would import, in 1.3 s; and what ranks of many
@@ -23,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     often = "pytest", "meshfit.axes.tensor.find", "torch.profiler._cupti_monitor"
     rest = *often, *LIBRARIES, *RANK_MODULES
     warm("_pytest.assertion.rewrite", "torch.distributed.tensor", "benchmarks.parity", *rest)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what tests import stays: garbage is looked for in what they make
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,7 @@ def rows(data: Any, **how: Any) -> list[dict[str, Tensor]]:
     return batches
 
 
-READ_BY_PROCESSES = {"ranks": 2, "workers": 1, "kind": "processes"}  # fresh interpreters: 3 s each
+READ_BY_PROCESSES = {"workers": 1, "kind": "processes"}  # a fresh interpreter: 3 s
 
 
 @pytest.mark.parametrize(

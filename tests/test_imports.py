@@ -3,7 +3,11 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import pytest
+
+from benchmarks import package
 from benchmarks.house import recurring
 from benchmarks.package import Private, Tree, private_torch
 from meshfit.torch_private.compilation import COMPILER
@@ -17,16 +21,25 @@ data
 """
 
 
-def test_imports_point_down() -> None:
-    tree = Tree.here()
+@pytest.fixture(scope="module")
+def tree() -> Iterator[Tree]:
+    yield Tree.here()
+    package._module.cache_clear()  # half a million nodes, which each search for garbage would look at
+
+
+def test_imports_point_down(tree: Tree) -> None:
     assert tree.undrawn == [], "docs/README.md draws every folder and top-level file"
     assert tree.heights.keys() == {tree.drawn(module) for module in tree.modules}, "and nothing else"
     upward = [f"{edge.source}, line {edge.line}: {edge.target}" for edge in tree.upward]
     assert upward == [], "imports against the drawing in docs/README.md"
 
 
-def test_one_class_name_one_class() -> None:
-    assert recurring(Tree.here()) == {}
+def test_one_class_name_one_class(tree: Tree) -> None:
+    assert recurring(tree) == {}
+
+
+def test_private_torch_is_in_its_file_alone(tree: Tree) -> None:
+    assert private_torch(tree) == [], "give it a name in meshfit/torch_private/, with a test in test_torch_private.py"
 
 
 def test_importing_meshfit_leaves_the_compiler_alone() -> None:

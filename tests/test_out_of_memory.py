@@ -1,9 +1,6 @@
 """A rank that runs out of memory says what it held beside what was predicted, and what would fit."""
 
-import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import meshfit
 from meshfit import Plan
 from meshfit.errors import RankError
 from meshfit.units import size
+from tests import command
 
 WIDE, DEEP, SAMPLES = 256, 12, 8192
 ROOM = 60 << 20
@@ -80,9 +78,7 @@ except RuntimeError as error:
 
 def test_in_one_process_it_is_a_note_of_the_same_exception() -> None:
     """In a process of its own: one that has run other tests may have kept enough memory."""
-    root = Path(__file__).parents[1]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environ, timeout=120)
+    done = command.run("-c", ALONE)
     kind, said, *note = done.stdout.splitlines()
     assert kind == "RuntimeError", done.stderr
     assert "allocate memory" in said

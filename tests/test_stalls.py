@@ -25,7 +25,7 @@ from meshfit.errors import RankError
 from meshfit.launch import frames, heartbeat
 from meshfit.launch.channel import memory_file
 from meshfit.launch.devices import Devices
-from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, parsed, silence_of
+from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, parsed, silence_of, step_under_way
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.stalls import judge
 from meshfit.live import LIVE
@@ -265,15 +265,14 @@ def test_one_that_aborts_for_another_is_not_blamed() -> None:
 
 
 class Slow(nn.Module):
-    """Stands still, or works, once, on one of the ranks."""
+    """Stands still, or works, in one step, on one of the ranks: not in the trials before it."""
 
     def __init__(self, seconds: float, *, busy: bool = False, at: int = 6):
         super().__init__()
-        self.layer, self.seconds, self.busy, self.at, self.calls = nn.Linear(4, 1), seconds, busy, at, 0
+        self.layer, self.seconds, self.busy, self.at = nn.Linear(4, 1), seconds, busy, at
 
     def forward(self, x):
-        self.calls += 1
-        if dist.is_initialized() and dist.get_rank() == 1 and self.calls == self.at:
+        if step_under_way() == self.at and dist.is_initialized() and dist.get_rank() == 1:
             until = time.monotonic() + self.seconds
             while self.busy and time.monotonic() < until:
                 self.layer(x)

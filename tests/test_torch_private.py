@@ -16,7 +16,6 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from benchmarks.package import Tree, private_torch
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.world import World
@@ -527,11 +526,6 @@ def test_attention_in_parts_is_that_of_all_keys() -> None:
     torch.testing.assert_close(of[0][0] + of[1][0], want[0])
     for at in (1, 2):
         torch.testing.assert_close(torch.cat([of[0][at], of[1][at]], -2), want[at])
-
-
-def test_private_torch_is_in_its_file_alone() -> None:
-    found = private_torch(Tree.here())
-    assert found == [], "give it a name in meshfit/torch_private/, with a test here"
 
 
 def test_values_of_threads_are_counted() -> None:

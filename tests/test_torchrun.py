@@ -76,8 +76,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[dict], 
     folder = tmp_path_factory.mktemp("torchrun")
     alone = run(folder / "alone")
     assert alone.returncode == 0, alone.stderr
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    spread = run(folder / "spread", *torchrun)
+    spread = run(folder / "spread", *command.TORCHRUN)
     assert spread.returncode == 0, spread.stderr
     found = [torch.load(folder / "spread" / f"{rank}.pt") for rank in range(2)]
     return torch.load(folder / "alone" / "0.pt"), found, folder / "spread"

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests import command
-from tests.test_torchrun import free_port
 
 SCRIPT = """
 import os
@@ -75,8 +74,7 @@ def run(folder: Path, plans: tuple[str, ...], *before: str) -> dict:
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict, Path]:
     folder = tmp_path_factory.mktemp("function")
     alone = run(folder / "alone", ("data=1",))
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    first = run(folder / "spread", PLANS, *torchrun)
+    first = run(folder / "spread", PLANS, *command.TORCHRUN)
     return alone["data=1"], first, torch.load(folder / "spread" / "1.pt"), folder / "spread"
 
 
