@@ -104,7 +104,7 @@ def over_nccl(case: Case, zero: int) -> tuple[list[float], dict[str, Tensor]]:
         update(exchange.gradients, scalars.loss, 1.0, exchange.norm)
         exchange.clear()
         losses.append(loss.item())
-    shards.undo(torch.device("cpu"))
+    shards.undo()
     return losses, model.state_dict()
 
 

@@ -275,8 +275,8 @@ def trimmed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "step", "plan", "said"),
     [
-        (Looks, plain, "microbatches=2", "one by one"),
-        (Net, trimmed, "microbatches=2", "one by one"),
+        (Looks, plain, "microbatches=2", "parts of 1 is"),
+        (Net, trimmed, "microbatches=2", "parts of 1 is"),
         (Remembers, plain, "microbatches=2", "the loss depends on before, which is kept"),
         (Begins, plain, "data=2", "not a mean|shift, a weight that the forward writes"),
         (Calls, plain, PIPELINE, "each call of the loss changes calls"),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfit.axes.buffers.watch import buffers_kept
+from meshfit.axes.buffers.watch import buffers_kept, modes_kept
 from meshfit.axes.data.batchnorm import counting
 from meshfit.axes.mesh import SHARES
 from meshfit.axes.place import Placed
@@ -38,20 +38,17 @@ from meshfit.step import parted
 @contextmanager
 def evaluating(placed: Placed) -> Iterator[None]:
     """The model in eval mode, without gradients; afterwards as it was."""
-    modes = {module: module.training for module in placed.model.modules()}
-    placed.model.eval()
     fast = torch.backends.mha.get_fastpath_enabled()
     if (
         not placed.plain
     ):  # torch's encoder layers then skip their submodules, which other ranks may hold, or parts of them
         torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), modes_kept(placed.model):
+            placed.model.eval()
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @LIVE.evaluation()

@@ -94,6 +94,7 @@ def advance(run: Run, phase: TrainedPhase, batch: Batch, stop: Callable[[], bool
         buffers.drop()
         exchange.clear()
         return None
+    phase.check()
     if phase.guard is not None:
         phase.guard(batch)
     with events.span(phase.update.span):

@@ -14,13 +14,13 @@ its own optimizers' parameters alone. A training without phases has one, without
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfit.errors import JobError, did_you_mean
+from meshfit.errors import JobError, PlanError, did_you_mean
 from meshfit.loss.objective import LossDenominator, Objective, check_scalar
 from meshfit.optimizers import Optimizers
 from meshfit.step import Reading, parted
@@ -128,6 +128,8 @@ class TrainedPhase:
     over: LossDenominator
     others: Sequence[nn.Parameter] = ()
     """Parameters that train in other phases."""
+    frozen: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """Those that its optimizers hold and that do not train, where ranks have agreed on whose gradients they sum."""
     schedule: Any = None
     exchange: Any = None
     update: Any = None
@@ -136,6 +138,16 @@ class TrainedPhase:
 
     def due(self, step: int) -> bool:
         return step % self.asked.every == 0
+
+    def check(self) -> None:
+        """Refuse a parameter that has come to train."""
+        if thawed := [name for name, p in self.frozen.items() if p.requires_grad]:
+            raise PlanError(
+                f"{thawed[0]} trains from this step on, and did not when the training began",
+                "ranks agreed then on whose gradients they sum: its own would not be that of one device",
+                "let it train from the start, in a group of the optimizer with lr=0 until then",
+                "one device takes it as it is",
+            )
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -9,12 +9,11 @@ O(events x the longest way around a join).
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
 from meshfit.anatomy.cuts import storage_of, work
-from meshfit.anatomy.trace import Event, Trace
+from meshfit.anatomy.trace import Trace
 
 WORTH = 0.05
 """Least share of the model's cost that makes a branch worth a device."""
@@ -43,15 +42,13 @@ class ParallelBranch:
     """Parameters that another branch of the group uses too: on two devices their gradients are to be summed."""
 
 
-def branches(
-    trace: Trace, cost: Callable[[Event], float] = work, *, worth: float = WORTH
-) -> tuple[ParallelBranch, ...]:
+def branches(trace: Trace, *, worth: float = WORTH) -> tuple[ParallelBranch, ...]:
     """Groups of two or more independent branches, each with at least ``worth`` of the model's cost.
 
     A branch may hold groups of its own. The most that running a group side by side can save is its cost
     less that of its largest branch.
     """
-    costs = [cost(event) for event in trace.events]
+    costs = [work(event) for event in trace.events]
     total = sum(costs)
     if not total:
         return ()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.flops import tensors
 from meshfit.torch_private.operators import TorchDispatchMode, schema_of
 from meshfit.torch_private.tensors import storage_id
 
@@ -35,7 +36,7 @@ class Remembered(TorchDispatchMode):
         if (made := _results.get(key)) is not None:
             return _fresh(made)
         result = func(*args, **kwargs)
-        if (made := _described(result, {storage_id(t) for t in _tensors((args, kwargs))})) is not None:
+        if (made := _described(result, {storage_id(t) for t in tensors((args, kwargs))})) is not None:
             if len(_results) >= MOST:
                 _results.clear()
             _results[key] = made
@@ -77,23 +78,16 @@ def _add(thing: Any, found: list[Any]) -> bool:
     return kind in PLAIN
 
 
-def _tensors(thing: Any) -> list[Tensor]:
-    if isinstance(thing, Tensor):
-        return [thing]
-    items = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, tuple | list) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
-
-
 def _described(result: Any, given: set[int]) -> Any:
     """A result, for ``_fresh``; None where it shares memory with an argument, or is not plain."""
-    every = _tensors(result)
+    every = tensors(result)
     memory = [storage_id(tensor) for tensor in every]
     own = len({*memory}) == len(memory) and given.isdisjoint(memory)
     if not own or not every or not all(type(tensor) is Tensor and tensor.is_meta for tensor in every):
         return None
     made = _describe(result)
     same = lambda a, b: a.untyped_storage().nbytes() == b.untyped_storage().nbytes()
-    return made if all(map(same, every, _tensors(_fresh(made)))) else None
+    return made if all(map(same, every, tensors(_fresh(made)))) else None
 
 
 def _describe(result: Any) -> Any:

@@ -57,6 +57,11 @@ class Batch:
     def size(self) -> int:
         return len(self.ids)
 
+    def copied(self) -> "Batch":
+        """For a forward more: a model may write to its inputs."""
+        parts = [replace(part, content=tree.map_tensors(torch.clone, part.content)) for part in self.microbatches]
+        return replace(self, microbatches=parts)
+
 
 @dataclass(slots=True)
 class Position:

@@ -25,9 +25,8 @@ import numpy as np
 import torch
 
 from meshfit.generators import Generators
-from meshfit.python_state import DEPTH, ITEMS, LIBRARIES, OBJECTS, is_library, names_in
+from meshfit.python_state import DEPTH, GENERATORS, ITEMS, LIBRARIES, OBJECTS, is_library, names_in
 
-KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _MT_BYTES = 625 * 4  # NumPy's mt19937_state: 624 words and a position
 
 _legacy: Any = np.random
@@ -100,6 +99,10 @@ class CodeGenerators:
         torch.default_generator.manual_seed(number)
         random.seed(number)
         np.random.seed(number)
+        self.seed_own(number)
+
+    def seed_own(self, number: int) -> None:
+        """Those that the code holds."""
         for place, generator in self.own:
             _seed(generator, number, place)
 
@@ -107,6 +110,15 @@ class CodeGenerators:
         """Changes when any of them is drawn from. Cheaper than their states."""
         marks = [_mark(generator) for _, generator in self.own]
         return torch.random.get_rng_state().numpy().tobytes(), random.getstate(), _numpy_mark(), marks
+
+
+def seed_rank(number: int, code: Any) -> None:
+    """All that a model may draw from in training: ranks that share samples must draw the same, others must not. Of
+    those that code holds itself, the first rank goes on with what it finds, as one device does."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    CodeGenerators(code).seed_own(number % 2**32)
 
 
 def _seed(generator: Any, number: int, place: int) -> None:
@@ -161,7 +173,7 @@ def find(code: Any) -> list[tuple[str, Any]]:
             continue
         seen.add(id(thing))
         keep.append(thing)
-        if isinstance(thing, KINDS):
+        if isinstance(thing, GENERATORS):
             found.append((path, thing))
         elif depth < DEPTH:
             queue.extend((f"{path}.{name}", value, depth + 1) for name, value in _inside(thing))

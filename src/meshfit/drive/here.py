@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfit.axes.buffers.watch import modes_kept
 from meshfit.checkpoint.parts import Parts
 from meshfit.checkpoint.pretrained import write_weights
 from meshfit.comm.objects import broadcast_object
@@ -111,13 +112,11 @@ class Here(Training):
 def as_found(model: nn.Module) -> Iterator[None]:
     """Afterwards the model is on its device, in its modes, and its parameters train, as before."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    modes = {module: module.training for module in model.modules()}
     trains = {p: p.requires_grad for p in model.parameters()}
     try:
-        yield
+        with modes_kept(model):
+            yield
     finally:
         model.to(device)
         for p, does in trains.items():
             p.requires_grad_(does)
-        for module, mode in modes.items():
-            module.training = mode

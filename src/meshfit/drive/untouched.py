@@ -39,8 +39,9 @@ class Untouched:
                     "scheduler=lambda optimizer: LambdaLR(optimizer, f) changes a learning rate where it is used",
                 )
 
-    def _versions_now(self) -> dict[str, int]:
-        return {name: version(p) for name, p in self.model.named_parameters()}
+    def _versions_now(self) -> dict[str, tuple[int, bool]]:
+        """Of values, and whether they train."""
+        return {name: (version(p), p.requires_grad) for name, p in self.model.named_parameters()}
 
     def _settings_now(self) -> dict[str, Any]:
         groups = [group for one in self.optimizers for group in one.param_groups]

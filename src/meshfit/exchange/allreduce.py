@@ -72,7 +72,8 @@ class AllReduce:
         self.group, self._turns = group, (group, second or group)
         self.degree = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad or group is None]
+        """Alone also those that a forward, or the caller, may let train later."""
         self.norm: Tensor | None = None
         """Every rank holds all gradients, and can see for itself."""
         self.numbers = torch.zeros(STEP_SCALARS + self.degree + values, device=device)
@@ -196,7 +197,7 @@ class AllReduce:
             parameter.grad = None
 
     def cost(self) -> Cost:
-        return cost(self.parameters, self.degree)
+        return cost([p for p in self.parameters if p.requires_grad], self.degree)
 
 
 def cost(parameters: list[nn.Parameter], degree: int) -> Cost:

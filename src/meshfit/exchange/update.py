@@ -239,7 +239,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Average:
-    """An exponential moving average of the weights and buffers: ``ema=0.999``."""
+    """An exponential moving average of the weights: ``ema=0.999``. Buffers, and integers, are as they are."""
 
     def __init__(self, model: nn.Module, decay: float):
         self.model, self.decay = model, decay
@@ -251,7 +251,8 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        pairs = list(zip(self.weights, self.model.parameters(), strict=True))
+        pairs = zip(self.weights, self.model.parameters(), strict=True)
+        pairs = [(mine, p) for mine, p in pairs if p.is_floating_point() or p.is_complex()]
         alike = [(mine, p) for mine, p in pairs if mine.dtype == p.dtype]
         if alike:
             foreach_lerp_([mine for mine, _ in alike], [p for _, p in alike], 1.0 - self.decay)

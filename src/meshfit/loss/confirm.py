@@ -10,21 +10,29 @@ calls alone is put back between the microbatches of a step, so that it counts st
 earlier batches, and changes the loss, cannot be had in parts.
 """
 
+import copy
 import warnings
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from meshfit.axes.buffers.watch import buffers_kept, weights_kept
 from meshfit.data import tree
+from meshfit.loss.draws import Undrawn
 from meshfit.loss.objective import LossDenominator
 from meshfit.loss.side import LossSide
 from meshfit.loss.trial import LossTrial
 from meshfit.patches import unprinted
-from meshfit.python_state import SCALARS
+from meshfit.python_state import LARGEST, SCALARS
+
+PARTS = 1, 2
+"""Samples of a part: of one alone there may be no statistics, where there are of two."""
 
 SMALL = 2**18
 """Numbers of a batch up to which all samples are looked at, whatever a microbatch has."""
@@ -40,57 +48,107 @@ def looked_at(batch: Any, most: int, microbatch: int) -> int:
 def held(over: LossDenominator, trial: LossTrial) -> LossDenominator | None:
     """``over``, with what code keeps in Python; or a loss of the whole batch, where single samples do not make the
     whole. None where it cannot be told: random numbers decide, or it does not run."""
-    cuts = [slice(i, i + 1) for i in range(trial.samples)]
-    with warnings.catch_warnings(), unprinted(), torch.no_grad():  # what the training says will be heard
-        warnings.simplefilter("ignore")  # of the shapes of single samples
+    with warnings.catch_warnings(), unprinted(), Undrawn(trial.way.device) as still:
+        warnings.simplefilter("ignore")  # of the shapes of single samples; what the training says will be heard
         try:
-            whole, left, weights = _run(trial, slice(0, trial.samples))
-            if trial.start.moved or trial.start.moved_others or not isfinite(whole.value):
-                return None
-            if left or weights:
-                following, later, _ = _run(trial, slice(0, trial.samples), afresh=False)
-                _, others, other_weights = _run(trial, cuts[0])
-                by_calls, once = _same_numbers(left, others), _same_numbers(left, later)
-                counters = tuple(name for name in by_calls if name not in once)
-                kept = [name for name in left if name not in by_calls]
-                if kept and abs(following.value - whole.value) > trial.limit * abs(whole.value):
-                    return LossDenominator(kind="batch", remembers=kept[0])
-                for name, weight in weights.items():
-                    if name not in other_weights or not torch.equal(weight, other_weights[name]):
-                        return LossDenominator(kind="batch", remembers=f"{name}, a weight that the forward writes")
-                over = replace(over, counters=counters, writes=next(iter(weights), ""))
-            parts = [_run(trial, cut)[0] for cut in cuts]
-            if trial.explains(over, whole, parts, cuts):
-                return over
-            again = _run(trial, slice(0, trial.samples))[0]
-            if abs(again.value - whole.value) > trial.limit * abs(whole.value):
-                return None  # it draws numbers that nobody seeds
-        except Exception:  # a single sample is squeezed away, say
-            return None
+            for graph in (False, True):  # a forward may ask for one
+                with suppress(Exception):
+                    return _held(over, trial, still, graph)
         finally:
             trial.start.restore()
             trial.state.restore()
-    few = [tree.rows(trial.batch, cut, trial.samples) for cut in cuts]
-    counts = [float(over.count(part)) if over.kind == "targets" else 1.0 for part in few]
-    values = [part.value for part, count in zip(parts, counts, strict=True) if count]
-    if not all(map(isfinite, values)):
+    return None
+
+
+def _held(over: LossDenominator, trial: LossTrial, still: Undrawn, graph: bool) -> LossDenominator | None:
+    run = partial(_run, trial, gradients=graph)
+    everything = slice(0, trial.samples)
+    whole, left, weights = run(everything)
+    drew = still.drew or trial.start.moved_others or trial.state.drew(torchs=False)
+    if drew or not isfinite(whole.value):
         return None
-    one_by_one = f"the mean over them one by one {sum(values) / len(values):.6g}"
-    why = f"of {trial.samples} samples it is {whole.value:.6g}; {one_by_one}"
+    if left or weights:
+        again, later, _ = run(everything, afresh=False)
+        _, others, other_weights = run(slice(trial.samples // 2, trial.samples))
+        after_others, _, _ = run(everything, afresh=False)
+        by_calls, once = _same(left, others), _same(left, later)
+        counters = tuple(name for name in by_calls if name not in once)
+        kept = [name for name in left if name not in by_calls]
+        if kept and not (_near(again, whole, trial) and _near(after_others, whole, trial)):
+            return LossDenominator(kind="batch", remembers=kept[0])
+        for name, weight in weights.items():
+            if name not in other_weights or not torch.equal(weight, other_weights[name]):
+                return LossDenominator(kind="batch", remembers=f"{name}, a weight that the forward writes")
+        over = replace(over, counters=counters, writes=next(iter(weights), ""))
+    for each in PARTS:
+        mean = _mean_of_parts(over, trial, whole, _cuts(trial.samples, each), graph)
+        if mean is not None:
+            break
+    else:
+        return None
+    if mean and not _near(run(everything)[0], whole, trial):
+        return None  # it draws numbers that nobody seeds
+    if not mean and _gradients_mix(over, trial):
+        each, mean = trial.samples // 2, "as large, but not so its gradient"
+    if not mean:
+        return over
+    why = f"of {trial.samples} samples it is {whole.value:.6g}; the mean over parts of {each} is {mean}"
     return LossDenominator(kind="batch", why=why, mixes=True)
 
 
-def _run(trial: LossTrial, cut: slice, *, afresh: bool = True) -> tuple[LossSide, dict[str, Any], dict[str, Tensor]]:
+def _near(side: LossSide, whole: LossSide, trial: LossTrial) -> bool:
+    return abs(side.value - whole.value) <= trial.limit * abs(whole.value)
+
+
+def _cuts(samples: int, each: int) -> list[slice]:
+    starts = range(0, samples - each + 1, each)
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], samples], strict=True)]
+
+
+def _mean_of_parts(
+    over: LossDenominator, trial: LossTrial, whole: LossSide, cuts: list[slice], graph: bool
+) -> str | None:
+    """Empty where the parts make the whole, else their mean. None: they do not run, or are not finite."""
+    try:
+        parts = [_run(trial, cut, gradients=graph)[0] for cut in cuts]
+    except Exception:  # a single sample is squeezed away, say
+        return None
+    if trial.explains(over, whole, parts, cuts):
+        return ""
+    few = [tree.rows(trial.batch, cut, trial.samples) for cut in cuts]
+    counts = [float(over.count(part)) if over.kind == "targets" else 1.0 for part in few]
+    values = [part.value for part, count in zip(parts, counts, strict=True) if count]
+    return f"{sum(values) / len(values):.6g}" if all(map(isfinite, values)) else None
+
+
+def _gradients_mix(over: LossDenominator, trial: LossTrial) -> bool:
+    """Whether a backward looks at other samples, where the forward does not: by a hook, or a Function."""
+    cuts = _cuts(trial.samples, max(1, trial.samples // 2))
+    try:
+        whole, *parts = [_run(trial, cut, gradients=True)[0] for cut in (slice(0, trial.samples), *cuts)]
+    except Exception:  # training will say it
+        return False
+    return not trial.explains(over, whole, parts, cuts)
+
+
+def _run(
+    trial: LossTrial, cut: slice, *, afresh: bool = True, gradients: bool = False
+) -> tuple[LossSide, dict[str, Any], dict[str, Tensor]]:
     """The loss of some samples; what it left in Python, and the trained weights that it wrote."""
     with buffers_kept(trial.model), weights_kept(trial.model) as written:
-        side, left = trial.value(cut, afresh=afresh), trial.state.changed()
+        side = trial.value(cut, afresh=afresh, gradients=gradients)
+        left = {name: _snapshot(value) for name, value in trial.state.changed().items()}
         trained = {name for name, p in trial.model.named_parameters() if p.requires_grad}  # others: axes/buffers
         return side, left, {name: weight for name, weight in written().items() if name in trained}
 
 
-def _same_numbers(some: dict[str, Any], others: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(
-        name
-        for name, value in some.items()
-        if isinstance(value, SCALARS) and name in others and type(others[name]) is type(value) and others[name] == value
-    )
+def _snapshot(value: Any) -> Any:
+    """A copy of numbers, texts and tensors, and of containers of them; of anything else what is like nothing."""
+    kept = lambda x: isinstance(x, SCALARS) or (isinstance(x, Tensor | np.ndarray) and np.prod(x.shape) <= LARGEST)
+    return copy.deepcopy(value) if all(map(kept, tree.leaves(value))) else object()
+
+
+def _same(some: dict[str, Any], others: dict[str, Any]) -> tuple[str, ...]:
+    """What both hold alike."""
+    alike = lambda a, b: type(a) is type(b) and tree.same(a, b)
+    return tuple(name for name, value in some.items() if name in others and alike(value, others[name]))

@@ -7,17 +7,22 @@ where the part begins); and what does not follow the number of samples, a time s
 as the first part drew it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshfit import generators
 from meshfit.torch_private.operators import TorchDispatchMode
 from meshfit.torch_private.trees import tree_leaves
 
 INDEX = ("randperm", "randint", "random_")
 """Draw whole numbers, below a limit that may be the number of samples."""
+
+
+MOST_DRAWS = 100_000
+"""In a run without draws: a loop that draws until something comes would never end."""
 
 
 class Incomparable(Exception):
@@ -75,6 +80,49 @@ class Composing(TorchDispatchMode):
             for i, tensor in enumerate(tensors):
                 tensor.copy_(_composed([draw.made[i] for draw in draws], [draw.limit for draw in draws], tensor))
         return made
+
+
+class Undrawn(TorchDispatchMode):
+    """Lets random operations give the middle of what they may: dropout drops nothing, noise is none. ``drew``: one was
+    met for which that is not known."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device, self.left, self.drew = device, MOST_DRAWS, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        self.left -= 1
+        if self.left < 0:
+            raise Incomparable
+        before = generators.as_tensor(self.device)
+        made, name = func(*args, **kwargs), func.__name__.partition(".")[0]
+        own = any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(kwargs))
+        if not own and torch.equal(before, generators.as_tensor(self.device)):
+            return made  # attention without dropout, say
+        if name == "native_dropout":
+            made[0].copy_(args[0])
+            made[1].fill_(1)
+        elif name in ("bernoulli", "bernoulli_"):
+            given = args[1] if len(args) > 1 else kwargs.get("p", 0.5 if name == "bernoulli_" else args[0])
+            made.copy_(given) if isinstance(given, Tensor) else made.fill_(given)
+        elif name in MIDDLE:
+            ends = {place: value for place, value in enumerate(args[1:]) if name.endswith("_")}
+            made.fill_(MIDDLE[name](ends.get(0), ends.get(1)))
+        else:
+            self.drew = True
+        return made
+
+
+MIDDLE: dict[str, Callable[[Any, Any], float]] = {
+    **dict.fromkeys(("rand", "rand_like"), lambda *_: 0.5),
+    **dict.fromkeys(("randn", "randn_like"), lambda *_: 0.0),
+    "uniform_": lambda low, high: ((low or 0.0) + (1.0 if high is None else high)) / 2,
+    "normal_": lambda mean, std: mean or 0.0,
+    "exponential_": lambda rate, _: 1 / (rate or 1.0),
+}
 
 
 def _composed(parts: list[Tensor], limits: list[int], whole: Tensor) -> Tensor:

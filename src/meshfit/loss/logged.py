@@ -6,8 +6,8 @@ samples; or it is a sum. One that is none of these (a maximum, a standard deviat
 (sum, count) says so itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import nan
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.buffers.watch import buffers_kept
+from meshfit.axes.buffers.watch import buffers_kept, modes_kept
 from meshfit.axes.spec import whole_output
 from meshfit.data import tree
 from meshfit.errors import DataError
@@ -96,23 +96,12 @@ def value_names(
     start = Generators(device)
     for train in (False, True):
         try:
-            with _in_mode(model, train), torch.no_grad(), (inside or nullcontext)():
+            with buffers_kept(model), modes_kept(model) as modes, torch.no_grad(), (inside or nullcontext)():
+                for module, mode in modes.items():
+                    module.training = mode and train
                 return tuple(parted(objective(model, tree.map_tensors(torch.clone, batch)))[1])
         except Exception:  # training will say what is wrong
             continue
         finally:
             start.restore()
     return ()
-
-
-@contextmanager
-def _in_mode(model: nn.Module, train: bool) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    for module in modes:
-        module.training = modes[module] and train
-    try:
-        with buffers_kept(model):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -24,17 +24,21 @@ def cut_rows(whole: Tensor, dim: int, cut: slice, samples: int) -> Tensor:
     return whole.narrow(dim, cut.start * each, (cut.stop - cut.start) * each)
 
 
+class TooLargeOutputs(Exception):
+    """The loss is not tried by itself."""
+
+
 class NoRows(Exception):
     """What the model returns cannot be put together from parts; says why."""
 
 
 def output_rows(
-    run: Callable[[slice], Any], samples: int, limit: float, start: Generators
+    run: Callable[[slice], Any], samples: int, limit: Callable[[], float], start: Generators
 ) -> tuple[Any, tuple[int | None, ...]]:
     """What the model returns for all samples, and which dim of each tensor in it is that of the samples; None: it is
-    the same for all parts. ``run`` gives what it returns for some samples; ``limit``: what rounding may change, of the
-    largest element; ``start``: random numbers, from which every run begins. Of tensors on meta shapes alone are
-    compared."""
+    the same for all parts. ``run`` gives what it returns for some samples; ``limit``, known after that: what rounding
+    may change, of the largest element; ``start``: random numbers, from which every run begins. Of tensors on meta
+    shapes alone are compared."""
     first = cuts_of(samples)[0][0]
     cuts = [slice(0, first), slice(first, samples)]
     returned = []
@@ -52,7 +56,7 @@ def output_rows(
             return None
         shape = tuple(leaf.shape)
         if all(part.shape == leaf.shape for part in theirs):
-            if compare and not all(_same(part, leaf, limit) for part in theirs):
+            if compare and not all(_same(part, leaf, limit()) for part in theirs):
                 raise NoRows(f"the model itself computes output {i}, of shape {shape}, from the whole batch")
             return None
         sizes = [cut.stop - cut.start for cut in cuts]
@@ -68,7 +72,7 @@ def output_rows(
         else:
             raise NoRows(f"output {i} of the model, of shape {shape} for {samples} samples, has no dim of samples")
         for part, cut in zip(theirs, cuts, strict=True) if compare else ():
-            if not _same(part, cut_rows(leaf, dim, cut, samples), limit):
+            if not _same(part, cut_rows(leaf, dim, cut, samples), limit()):
                 raise NoRows(f"what the model returns for a sample (output {i}) depends on the others in its batch")
         return dim
 

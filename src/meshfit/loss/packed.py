@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.buffers.watch import buffers_kept
+from meshfit.axes.buffers.watch import buffers_kept, modes_kept
 from meshfit.data import tree
 from meshfit.errors import JobError, PlanError
 from meshfit.generators import Generators
@@ -62,14 +62,12 @@ def _last_with_labels(document: Tensor, labels: Tensor) -> Tensor:
 
 
 def _loss(objective: Objective, model: nn.Module, batch: Any) -> float:
-    start, modes = Generators(next(iter(batch.values())).device), {m: m.training for m in model.modules()}
-    model.eval()
+    start = Generators(next(iter(batch.values())).device)
     try:
-        with torch.no_grad(), buffers_kept(model):
+        with torch.no_grad(), buffers_kept(model), modes_kept(model):
+            model.eval()
             loss = objective(model, tree.map_tensors(torch.clone, batch))
     finally:
         start.restore()
-        for module, mode in modes.items():
-            module.training = mode
     loss = loss[0] / loss[1] if isinstance(loss, tuple | list) else loss
     return float(check_scalar(loss))

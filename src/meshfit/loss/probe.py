@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.buffers.watch import buffers_kept
-from meshfit.axes.data.batchnorm import untracked
+from meshfit.axes.buffers.watch import buffers_kept, modes_kept
+from meshfit.axes.data.batchnorm import batch_norms, untracked, without_batches
 from meshfit.axes.expert import balance
 from meshfit.axes.precision import Precision
 from meshfit.data import tree
@@ -170,17 +170,21 @@ def _alike(a: LossDenominator, b: LossDenominator) -> bool:
 def _prepared(model: nn.Module, way: TrialWay) -> Iterator[nn.Module]:
     if way.exact:
         model = copy.deepcopy(model).double()
-    modes = {module: module.training for module in model.modules()}
-    for module in modes:
-        module.training = way.training and modes[module] and not isinstance(module, BatchNorm | Dropout)
+    own = [norm for norm in batch_norms(model) if not type(norm).__module__.startswith("torch.")]
+    own = [norm for norm in own if "forward" not in vars(norm)]  # by no wrapper around it
     norms, like = untracked(model), next(model.parameters(), torch.zeros(()))
     try:
         for norm in norms:  # like others in eval mode: with statistics that no batch changes
             norm.running_mean, norm.running_var = like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
-        with buffers_kept(model), running_on(way.device, model):
+        for norm in own:
+            norm.__dict__["forward"] = without_batches(norm)
+        with buffers_kept(model), running_on(way.device, model), modes_kept(model) as modes:
+            for module, mode in modes.items():
+                apart = isinstance(module, Dropout) or (isinstance(module, BatchNorm) and module not in own)
+                module.training = way.training and mode and not apart
             yield model
     finally:
+        for norm in own:
+            del norm.__dict__["forward"]
         for norm in norms:
             norm.running_mean = norm.running_var = None
-        for module, mode in modes.items():
-            module.training = mode

@@ -6,7 +6,7 @@ or a model's own loss, together with the model.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -23,8 +23,8 @@ from meshfit.loss.draws import Composing, Incomparable, Noting
 from meshfit.loss.gather import gathering
 from meshfit.loss.logged import LoggedTrial, as_numbers, kind_of
 from meshfit.loss.objective import LossDenominator, Objective, TargetPlace, call, check_scalar, split
-from meshfit.loss.outputs import NoRows, bytes_moved, cut_rows, cuts_of, output_rows
-from meshfit.loss.side import LossSide, TrialWay
+from meshfit.loss.outputs import NoRows, TooLargeOutputs, bytes_moved, cut_rows, cuts_of, output_rows
+from meshfit.loss.side import LossSide, Rounding, TrialWay
 from meshfit.loss.targets import CrossEntropies, are_targets, moved, places
 from meshfit.python_state import PythonState
 from meshfit.step import parted
@@ -39,16 +39,12 @@ ROUNDED_TF32 = 1e-3
 times."""
 LARGEST_LIMIT = 0.1
 
-LAST = 8
-"""Parameters, the last ones, whose gradients are compared."""
+FIRST, LAST = 2, 6
+"""Parameters whose gradients are compared: of the first ones all of backward is seen, of the last ones the loss."""
 
 
 def _double(t: Tensor) -> Tensor:
     return t.double() if t.is_floating_point() else t.to(torch.complex128) if t.is_complex() else t
-
-
-class _TooLargeOutputs(Exception):
-    """The loss is not tried by itself."""
 
 
 class LossTrial:
@@ -88,7 +84,7 @@ class LossTrial:
         try:
             return [replace(over, gathers=self.gathers) for over in self._explained()]
         finally:
-            self.draws_otherwise = self.start.moved_others
+            self.draws_otherwise = self.start.moved_others or self.state.drew(torchs=False)
             self.start.restore()
             self.state.restore()
 
@@ -97,7 +93,7 @@ class LossTrial:
         if self.objective.loss is not None:
             try:
                 outputs = self._find_rows()
-            except _TooLargeOutputs:
+            except TooLargeOutputs:
                 pass
             else:
                 if not self.unfit:
@@ -112,7 +108,7 @@ class LossTrial:
 
     def _find_rows(self) -> Any:
         """What the model returns for all samples; notes which dims are those of the samples."""
-        limit = self.limit if self.way.exact else min(50 * self.limit, LARGEST_LIMIT)
+        limit = lambda: self.limit if self.way.exact else min(50 * self.limit, LARGEST_LIMIT)
         try:
             outputs, self.dims = output_rows(self._outputs, self.samples, limit, self.start)
         except NoRows as why:
@@ -147,19 +143,26 @@ class LossTrial:
 
     # One run
 
+    def _limited(self) -> AbstractContextManager[Any]:
+        """Around what runs: what code rounds in double precision limits what can be told."""
+        return Rounding(self._rounded) if self.way.exact else nullcontext()
+
+    def _rounded(self, kind: torch.dtype) -> None:
+        self.limit = max(self.limit, ROUNDED.get(kind, EXACT))
+
     def _part(self, cut: slice) -> Any:
         """A copy: a model may write to its inputs."""
         return tree.map_tensors(torch.clone, tree.rows(self.batch, cut, self.samples))
 
     def _outputs(self, cut: slice) -> Any:
         self.state.restore()
-        with self.around(), self.way.precision.arithmetic(self.way.device):
+        with self._limited(), self.around(), self.way.precision.arithmetic(self.way.device):
             returned = call(self.model, split(self._part(cut))[0])
             if self.too_large:  # shapes alone; of a tensor that is split, those of the whole
                 return tree.map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), returned)
             self.too_large = sum(t.numel() for t in tree.tensors(returned)) > LARGEST_OUTPUTS
             if self.too_large:
-                raise _TooLargeOutputs
+                raise TooLargeOutputs
             return whole_output(returned)
 
     def _objective(self, cut: slice) -> tuple[Any, Sequence[Tensor]]:
@@ -167,7 +170,7 @@ class LossTrial:
         with self.around(), self.way.precision.arithmetic(self.way.device):
             loss = self.objective(self.model, self._part(cut))
         parameters = [p for p in self.model.parameters() if p.requires_grad]  # now: a forward may freeze some
-        return loss, parameters[-LAST:] if self.way.gradients else []
+        return loss, parameters[:FIRST] + parameters[FIRST:][-LAST:] if self.way.gradients else []
 
     def _loss(self, outputs: Any, cut: slice) -> tuple[Any, Sequence[Tensor]]:
         """The same by the loss alone, of outputs that are there."""
@@ -192,9 +195,9 @@ class LossTrial:
             loss = loss.double() if self.way.exact else loss
         return loss(tree.map_leaves(leaf, outputs), tree.map_tensors(torch.clone, targets)), given
 
-    def value(self, cut: slice, *, afresh: bool = True) -> LossSide:
-        """By model and loss together, without gradients; unless ``afresh``, after whatever ran before."""
-        self.gradients = False
+    def value(self, cut: slice, *, afresh: bool, gradients: bool) -> LossSide:
+        """By model and loss together; unless ``afresh``, after whatever ran before."""
+        self.gradients = gradients
         self.start.restore()
         return self._side(self._objective, cut, afresh=afresh)
 
@@ -203,7 +206,7 @@ class LossTrial:
     ) -> LossSide:
         if afresh:
             self.state.restore()
-        with torch.set_grad_enabled(self.gradients), CrossEntropies() as heard:
+        with self._limited(), torch.set_grad_enabled(self.gradients), CrossEntropies() as heard:
             result, given = run(cut)
             loss, logged = parted(result)
             pair = isinstance(loss, tuple | list)
@@ -225,7 +228,7 @@ class LossTrial:
         self.start.restore()
         with gathering(self._note):
             whole = self._side(run, everything)
-        self.draws, self.finite = self.start.moved, isfinite(whole.value)
+        self.draws, self.finite = self.start.moved or self.state.drew(torchs=True), isfinite(whole.value)
         self.names = tuple(whole.values)
         ways: list[tuple[LossSide, list[LossSide], list[slice]]] = []
         for sizes in cuts_of(self.samples):

@@ -98,7 +98,7 @@ class Pipelined:
     def _run(self, batch: Batch, stop: Callable[[], bool]) -> None:
         self.loss.begin()
         plan, entries, final = self._order(len(batch.microbatches))
-        held = None if self.batch_loss is None else self._whole_loss(self.batch_loss, plan, batch)
+        held = None if self.batch_loss is None else self._whole_loss(self.batch_loss, plan, batch.copied())
         step = _BatchOfStages(self, plan, batch, held)
         if self.batch_loss is None and step.programs[0].gives_pair and self.loss.over.kind != "pair":
             self.loss.over = LossDenominator(kind="pair")

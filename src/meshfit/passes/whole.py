@@ -105,15 +105,15 @@ class Passes:
             with span("backward"):
                 share.backward()
             return
-        firsts, draws = [], []
+        firsts, draws, copies = [], [], batch.copied().microbatches
         with torch.no_grad(), buffers_kept(self.model):
-            for i, part in enumerate(parts):
+            for i, part in enumerate(copies):
                 draws.append(Generators(self.device))
                 with span("forward", microbatch=i), self._around(i, part, counts=False):
                     firsts.append(leaves_of(whole_output(self.objective(self.model, part.content))))
         self.buffers.drop()
         with span("forward"), self.precision.arithmetic(self.device):
-            given = [(made, part.content, part.samples > 0) for (made, _), part in zip(firsts, parts, strict=True)]
+            given = [(made, part.content, part.samples > 0) for (made, _), part in zip(firsts, copies, strict=True)]
             share = self.loss.add_whole(batch_loss(given), batch)
         share.backward()
         after = Generators(self.device)

@@ -35,11 +35,14 @@ if TYPE_CHECKING:
 def make_phases(run: "Run", overs: list[LossDenominator]) -> list[TrainedPhase]:
     """The phases of a step, without what they do."""
     trained = [p for p in run.model.parameters() if p.requires_grad]
+    agreed = run.world.size > 1 or run.plan.cuts or run.plan.server
+    frozen = {name: p for name, p in run.model.named_parameters() if agreed and not p.requires_grad}
     made = []
     for asked, optimizers, over in zip(run.job.phases, run.optimizers, overs, strict=False):
         own = set(optimizers.parameters)
         others = [p for p in trained if p not in own] if len(run.optimizers) > 1 else []
-        made.append(TrainedPhase(asked, optimizers, over, others))
+        still = {name: p for name, p in frozen.items() if p in own}
+        made.append(TrainedPhase(asked, optimizers, over, others, still))
     return made
 
 

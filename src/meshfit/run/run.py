@@ -4,7 +4,6 @@ What the loop does with it is in ``loop.py``.
 """
 
 import math
-import random
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from meshfit.data.loader import Batch, Loader, Position
 from meshfit.data.order import mix
 from meshfit.data.packing import Packed
 from meshfit.data.reading import Readers
+from meshfit.data.seeding import seed_rank
 from meshfit.deferred import Deferred, Unfollowable
 from meshfit.errors import DataError, PlanError
 from meshfit.events import Events
@@ -246,9 +246,7 @@ class Run:
         """What asked it to end after a step, saved: a signal, a notice."""
         self.staleness: int | None = None
         """Of the last gradient, with asynchronous updates: updates that came between."""
-        torch.manual_seed(self.stream_seed)
-        random.seed(self.stream_seed)  # a model may draw from these too: ranks that share samples must draw the same
-        np.random.seed(self.stream_seed % 2**32)
+        seed_rank(self.stream_seed, (self.model, *self.job.objective.code) if self.share else ())
         self.digests = ReplicaDigests(self, self.job.check_replicas)
         LIVE.model = weakref.ref(self.model)
         LIVE.kind(self.mesh.part)

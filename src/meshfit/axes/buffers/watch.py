@@ -157,6 +157,17 @@ def buffers_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
+def modes_kept(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
+    """Afterwards its modules are in training or eval mode as before: what it gives."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield modes
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever runs within leaves the model (weights, buffers, attributes) and all random numbers as they were."""
     vars_of = [(m, dict(m.__dict__), dict(own_parameters(m)), dict(own_buffers(m))) for m in model.modules()]

@@ -75,14 +75,31 @@ def cost(trace: Trace, ranks: int, microbatches: int, *, served: bool = False) -
 
 
 def _globally(forward: Any, group: Group) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        with replaced(F, "batch_norm", lambda local: partial(batch_norm, local)):
-            return forward(*args, **kwargs)
-
     def batch_norm(local, input, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
         if not training:
             return local(input, mean, var, weight, bias, training, momentum, eps)
         return _GlobalBatchNorm.apply(input, mean, var, weight, bias, momentum, eps, group)
+
+    return _with(batch_norm, forward)
+
+
+def without_batches(norm: BatchNorm) -> Any:
+    """The forward of a subclass, in which ``F.batch_norm`` takes the statistics that it keeps; not where it regroups
+    channels. What the subclass computes of a batch itself it computes."""
+
+    def batch_norm(local, input, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+        if training and input.shape[1] == norm.num_features:
+            mean = input.new_zeros(norm.num_features) if mean is None else mean
+            var, training = input.new_ones(norm.num_features) if var is None else var, False
+        return local(input, mean, var, weight, bias, training, momentum, eps)
+
+    return _with(batch_norm, norm.forward)
+
+
+def _with(batch_norm: Any, forward: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        with replaced(F, "batch_norm", lambda local: partial(batch_norm, local)):
+            return forward(*args, **kwargs)
 
     return run
 

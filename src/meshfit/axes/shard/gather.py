@@ -34,8 +34,6 @@ from meshfit.torch_private.groups import all_gather_rows
 from meshfit.torch_private.modules import unwrap_call, wrap_call
 from meshfit.torch_private.tensors import call_a_parameter, storage_id, version
 
-CPU = torch.device("cpu")
-
 
 class Shards(Applied):
     """A model's units. ``units[0]`` is the whole's, open while anything runs."""
@@ -151,6 +149,9 @@ class Shards(Applied):
         finally:
             unit.open -= 1
             unit.close()
+        for p, tensor in zip((p for flat in unit.flats for p in flat.parameters), tensors, strict=True):
+            if tensor.requires_grad and not p.requires_grad:  # the forward has asked for it: see phases.py
+                p.requires_grad_(True)
         changed = versions != _versions(tensors)
         if changed or (self._first and not self._trial):
             self._check(unit, changed)
@@ -341,8 +342,8 @@ class Shards(Applied):
             return tensor
         return found[0].cut(found[1], tensor) if copies else found[0].look(found[1], tensor)
 
-    def undo(self, device: torch.device = CPU) -> None:
-        """Give every parameter back whole, on ``device``."""
+    def undo(self) -> None:
+        """Give every parameter back whole, in host memory."""
         self.changed()
         for module in self._hooked:
             unwrap_call(module)
@@ -354,7 +355,7 @@ class Shards(Applied):
                 for p in flat.parameters:
                     p.grad = None
                 row = self._exact(flat)
-                flat.restore(row, device)
+                flat.restore(row, torch.device("cpu"))
             if self.zero == 3:
                 self.drop(unit)
             unit.refresh()
