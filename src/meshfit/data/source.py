@@ -206,6 +206,8 @@ class Source(Dataset, ABC):
         if isinstance(ids, slice):
             return Subset(self, np.arange(len(self))[ids])
         found = np.asarray(ids)
+        if found.dtype.kind not in "biu" and found.size:
+            raise DataError(f"take is given {found.dtype} of shape {found.shape}", "numbers of samples, or booleans")
         if found.dtype == bool and found.shape != (len(self),):
             raise DataError(f"a mask of shape {found.shape} for {len(self)} samples", "give one boolean a sample")
         return Subset(self, np.flatnonzero(found) if found.dtype == bool else found.astype(np.int64))
@@ -214,6 +216,8 @@ class Source(Dataset, ABC):
         """Two sources without a sample in common: a random share of ``first``, and the rest."""
         from meshfit.data.order import order
 
+        if not isinstance(first, int | float) or not 0 <= first <= 1:
+            raise DataError(f"split({first!r}) is not a share of the samples", "0.9 for nine of ten, say")
         at = round(first * len(self))
         shuffled = order(len(self), seed=seed, epoch=2**32)[np.arange(len(self))]
         return self.take(np.sort(shuffled[:at])), self.take(np.sort(shuffled[at:]))
@@ -345,7 +349,10 @@ def _as_tensors(arrays: Any) -> Any:
     if isinstance(arrays, np.ndarray):
         with warnings.catch_warnings():  # that it may not be written to: nor is it, batches are copies
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.as_tensor(arrays)
+            try:
+                return torch.as_tensor(arrays)
+            except TypeError as error:
+                raise DataError(f"an array of {arrays.dtype} holds no numbers", str(error).split(". ")[0]) from None
     if isinstance(arrays, Mapping):
         return {key: _as_tensors(value) for key, value in arrays.items()}
     if isinstance(arrays, list) and arrays and all(isinstance(value, int | float) for value in arrays):
