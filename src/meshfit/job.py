@@ -41,7 +41,7 @@ NO_EVALUATION = dict.fromkeys(("valid", "valid_step", "metrics", "best", "keep_b
 class Job:
     """One training: the arguments of ``meshfit.fit``, which explains them."""
 
-    model: Any
+    model: nn.Module | Callable[[], nn.Module]
     data: Any
     _: KW_ONLY
     loss: Callable[..., Any] | None = None

@@ -167,6 +167,8 @@ class _Proof:
         lower = want.modules is not None and want.modules.lower
         if wide.equal:
             if word == "fp32":
+                if found.different:
+                    self.notes.append(f"there {worst.name} is equal: in fp32 rounding grew over the steps")
                 return self._answer("equal", wide, "fp64")
             self.notes.append(f"in fp64 the plan is equal, but in {word} it differs by more than rounding was measured")
             return self._answer("undecided", found, word)

@@ -42,8 +42,8 @@ PADS = {
 class Collator:
     """``function`` of a list of samples, and how what it gives is shared. ``own``: it is the user's."""
 
-    def __init__(self, function: Callable[[list[Any]], Any], *, own: bool = True, whole: bool = False):
-        self.function, self.own, self.whole = function, own, whole
+    def __init__(self, function: Callable[[list[Any]], Any], *, own: bool = True):
+        self.function, self.own, self.whole = function, own, False
         """``whole``: each rank makes the whole batch, and keeps its rows."""
         self.generators = CodeGenerators(function)
         self.shared = False

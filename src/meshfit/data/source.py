@@ -330,15 +330,15 @@ def handed(content: Any, name_of: Callable[[int], str] = "sample {}".format) -> 
     return tree.map_leaves(leaf, content)
 
 
-def hashed(tensors: Iterable[torch.Tensor], most: int = HASHED) -> str:
-    """A hash of their values. Of a tensor of more than ``most`` bytes, that many of them are taken, from all over."""
+def hashed(tensors: Iterable[torch.Tensor]) -> str:
+    """A hash of their values. Of a tensor of more than ``HASHED`` bytes, that many of them are taken, from all over."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         flat = tensor.to_dense() if tensor.layout is not torch.strided else tensor if tensor.dim() else tensor[None]
         width = max(1, flat[:1].numel() * flat.element_size())
         rows = max(1, HASHED_TOGETHER // width)
         blocks = -(-len(flat) // rows)
-        for block in spread(blocks, max(1, most // (rows * width))).tolist() if blocks else []:
+        for block in spread(blocks, max(1, HASHED // (rows * width))).tolist() if blocks else []:
             part = flat[block * rows : (block + 1) * rows].detach().cpu().contiguous()
             found.update(part.flatten().view(torch.uint8).numpy().data if part.numel() else b"")
     return found.hexdigest()
