@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from meshfit.data import tree
 from meshfit.data.draw import Key
+from meshfit.data.order import order
 from meshfit.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ class BadSample(DataError):
 
 
 class DifferentShapes(DataError):
-    """Samples that are to be one batch differ in shape. ``other`` is the place in the batch of one that most are not
-    like."""
+    """Samples that are to be one batch differ in shape. ``other``: the place of one that most are not like."""
 
     def __init__(
         self, what: str, shapes: list[tuple[int, ...]], *remedy: str, name_of: Callable[[int], str] | None = None
@@ -214,13 +214,11 @@ class Source(Dataset, ABC):
 
     def split(self, first: float, seed: int = 0) -> tuple["Source", "Source"]:
         """Two sources without a sample in common: a random share of ``first``, and the rest."""
-        from meshfit.data.order import order
-
         if not isinstance(first, int | float) or not 0 <= first <= 1:
             raise DataError(f"split({first!r}) is not a share of the samples", "0.9 for nine of ten, say")
-        at = round(first * len(self))
         shuffled = order(len(self), seed=seed, epoch=2**32)[np.arange(len(self))]
-        return self.take(np.sort(shuffled[:at])), self.take(np.sort(shuffled[at:]))
+        one, rest = np.split(shuffled, [round(first * len(self))])
+        return self.take(np.sort(one)), self.take(np.sort(rest))
 
 
 class DerivedSource(Source):
@@ -347,12 +345,11 @@ def hashed(tensors: Iterable[torch.Tensor]) -> str:
 def _as_tensors(arrays: Any) -> Any:
     """``arrays`` with NumPy arrays and lists of numbers as tensors."""
     if isinstance(arrays, np.ndarray):
+        if arrays.dtype.kind in "OSU":
+            raise DataError(f"an array of {arrays.dtype} holds no numbers")
         with warnings.catch_warnings():  # that it may not be written to: nor is it, batches are copies
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            try:
-                return torch.as_tensor(arrays)
-            except TypeError as error:
-                raise DataError(f"an array of {arrays.dtype} holds no numbers", str(error).split(". ")[0]) from None
+            return torch.as_tensor(arrays)
     if isinstance(arrays, Mapping):
         return {key: _as_tensors(value) for key, value in arrays.items()}
     if isinstance(arrays, list) and arrays and all(isinstance(value, int | float) for value in arrays):
@@ -383,10 +380,6 @@ class StageTimer:
     def add(self, name: str, seconds: float) -> None:
         with self._lock:
             self.seconds[name] += seconds
-
-    @property
-    def slowest(self) -> str:
-        return max(self.seconds, key=lambda name: self.seconds[name])
 
 
 @contextmanager
