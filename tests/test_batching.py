@@ -170,3 +170,47 @@ class OwnLoader(DataLoader):
 def test_what_cannot_be_taken_over_is_refused_by_name(loader: DataLoader, words: str) -> None:
     with pytest.raises(meshfit.DataError, match=words):
         fitted(loader)
+
+
+def test_a_short_last_batch_is_dropped_wherever_batches_come_from(tmp_path: Any) -> None:
+    documents = [{"x": torch.zeros(6), "n": n} for n in range(1, 8)]
+    together = lambda samples: (torch.stack([s["x"] for s in samples]), torch.zeros(len(samples), dtype=torch.int64))
+    steps = lambda size, **how: (
+        fitted(
+            DataLoader(documents, batch_size=size, drop_last=True, collate_fn=together, **how),  # type: ignore[arg-type]
+            length="n" if not how else None,
+            epochs=1,
+        ).steps
+    )
+    sampler = SubsetRandomSampler(range(7))
+    assert [steps(3), steps(3, sampler=sampler)] == [2, 2]
+    assert [steps(8), steps(8, sampler=sampler)] == [1, 1]  # there is no other batch
+
+
+def test_a_source_stays_as_it_was_given() -> None:
+    source = meshfit.data.memory((X, Y))
+    fitted(DataLoader(source, batch_size=8, drop_last=True))
+    fitted(source, batch_size=8, length=[1] * 22)
+    assert (source.drop_last, source.batching, source.note) == (False, None, "")
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        ([1] * 21, "holds 21 lengths for 22 samples"),
+        ([-1] * 22, "sample 0 has a length of -1"),
+        ([1.5] * 22, "gives 1.5 for sample 0"),
+        (lambda sample: None, "gives None for sample 0"),
+        (3, "length=3 is not"),
+    ],
+)
+def test_lengths_that_are_none(length: Any, said: str) -> None:
+    with pytest.raises(meshfit.MeshfitError, match=said):
+        fitted((X, Y), length=length)
+
+
+def test_nothing_to_pack_or_to_batch() -> None:
+    with pytest.raises(meshfit.DataError, match="no token to pack"):
+        fitted([{"input_ids": torch.zeros(0, dtype=torch.int64)}] * 3, pack=8, loss=None)
+    with pytest.raises(meshfit.JobError, match="data= holds no samples"):
+        fitted([], length="input_ids", batch_tokens=8, loss=None)

@@ -272,7 +272,7 @@ def test_schedules_average_best_and_random_numbers(make: Any, tmp_path: Path) ->
     assert_same(state_of(again), state_of(run))
     for mine, theirs in zip(again.update.average.weights, run.update.average.weights, strict=True):
         assert torch.equal(mine, theirs)
-    assert again.best.value == run.best.value
+    assert again.best.facts() == run.best.facts()
     assert_same(again.best.weights, run.best.weights)
     assert again.update.learning_rate == run.update.learning_rate
 

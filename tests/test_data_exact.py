@@ -1,5 +1,6 @@
 """Each sample once an epoch, the same bytes whatever the ranks, the workers, and wherever a run was cut."""
 
+import functools
 import io
 import sys
 from pathlib import Path
@@ -292,3 +293,37 @@ def test_a_mixture_keeps_words_and_images_of_any_size_beside_their_labels():
     words, images, labels = mixture([Words(0), Words(100)]).fetch(np.array([7, 1, 8, 2, 0, 11]))
     assert words == [f"w{n}" for n in labels.tolist()]
     assert [int(image[0, 0, 0]) for image in images] == labels.tolist()
+
+
+class Shift:
+    def __init__(self, by: int):
+        self.by = by
+
+    def __call__(self, batch: Any) -> Any:
+        return batch
+
+
+def test_a_fingerprint_is_the_same_in_another_process():
+    """Where functions are in memory is no part of it; the seed of a mixture is."""
+    plain = meshfit.data.memory((IMAGES, LABELS))
+    for make in (lambda: Shift(3), lambda: functools.partial(lambda by, batch: batch, 3)):
+        kept = [make(), make()]
+        one, other = (plain.map(function).fingerprint for function in kept)
+        assert one == other
+    assert mixture([plain], seed=1).fingerprint != mixture([plain], seed=2).fingerprint
+
+
+def test_shares_and_classes_that_cannot_be():
+    plain = meshfit.data.memory((IMAGES, LABELS))
+    for wrong in (
+        lambda: mixture([plain], length=0),
+        lambda: mixture(3),  # type: ignore[arg-type]
+        lambda: mixture([plain], weights=["a"]),  # type: ignore[list-item]
+        lambda: plain.split(1.5),
+        lambda: plain.take([0.5]),
+        lambda: plain.mixup(0.2, classes=2).few(),
+        lambda: open_source({1.0, 2.0}),
+        lambda: open_source(np.array(["a"])),
+    ):
+        with pytest.raises(meshfit.DataError):
+            wrong()

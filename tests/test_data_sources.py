@@ -520,3 +520,10 @@ def test_what_does_not_stack_stays_as_it_is() -> None:
     assert isinstance(words, Ragged)
     assert words == ["a", "bc"]
     assert isinstance(stack([Sample(torch.ones(2)), Sample(torch.ones(2))]), Ragged)
+
+
+def test_token_files_of_two_dtypes_keep_every_token(tmp_path: Path):
+    np.save(tmp_path / "a.npy", np.arange(9, dtype=np.uint16))
+    np.save(tmp_path / "b.npy", np.arange(70_000, 70_009, dtype=np.uint32))
+    inputs, _ = meshfit.data.tokens(tmp_path, length=8).fetch(np.array([1, 0]))
+    assert inputs.tolist() == [list(range(70_000, 70_008)), list(range(8))]

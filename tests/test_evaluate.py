@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import meshfit
 from tests.few import every_other
@@ -366,3 +366,30 @@ def test_torchs_fast_path_is_not_taken_where_ranks_hold_parts(plan: str):
     found = evaluate(model, (X, Y), loss=F.cross_entropy, plan=plan)
     assert found["loss"] == pytest.approx(float(F.cross_entropy(want(model, X), Y)), rel=1e-5)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+@both
+def test_every_sample_of_a_loader_that_drops_some_in_training(plan: str):
+    """drop_last is for training steps: an evaluation leaves no sample out."""
+    model, counts = net(), {"count": lambda outputs, targets: (len(outputs), 1)}
+    loader = DataLoader(TensorDataset(X, Y), batch_size=BATCH, drop_last=True)
+    torch.testing.assert_close(predict(model, loader, batch_size=None, plan=plan), want(model, X))
+    some = DataLoader(TensorDataset(X, Y), batch_size=BATCH, sampler=SubsetRandomSampler(range(9)), drop_last=True)
+    for data, samples in ((loader, N), (some, 9)):
+        assert evaluate(model, data, batch_size=None, metrics=counts, plan=plan)["count"] == samples
+
+
+def test_a_mean_near_zero_is_one_on_every_batch():
+    """Where it nearly cancels, rounding is as large as itself."""
+    x, y = random(4000, 6), random(4000, 3, seed=1)
+    error = {"error": lambda outputs, targets: (outputs - targets).mean()}
+    found = evaluate(net(), (x, y), metrics=error, batch_size=16)["error"]
+    assert found == pytest.approx(float((want(net(), x) - y).mean()), rel=1e-4)
+
+
+def test_what_no_metric_may_return_or_be_called():
+    for value in (None, "high", {"a": 1.0}, (1, 2, 3), 1j):
+        with pytest.raises(meshfit.DataError, match="the metric 'm' returned a"):
+            evaluate(net(), (X, Y), metrics={"m": lambda outputs, targets, value=value: value})
+    with pytest.raises(meshfit.JobError, match="named 'loss'"):
+        evaluate(net(), (X, Y), loss=F.cross_entropy, metrics={"loss": lambda outputs, targets: 1.0})

@@ -809,10 +809,30 @@ def test_the_best_weights_are_kept_and_patience_runs_out(plan: str):
 
 
 def test_a_first_evaluation_of_nan_is_not_the_best():
-    best = Best("accuracy", None)
+    best = Best("accuracy", 2)
     best.consider({"accuracy": float("nan")}, built())
     best.consider({"accuracy": 0.5}, built())
-    assert best.value == 0.5
+    assert best.measured == {"accuracy": 0.5}
+    for _ in range(2):
+        best.consider({"accuracy": float("nan")}, built())
+    assert best.given_up
+
+
+def test_patience_runs_out_where_every_evaluation_is_nan():
+    best = Best("-loss", 2)
+    for _ in range(3):
+        best.consider({"loss": float("nan")}, built())
+    assert best.given_up
+
+
+def test_the_best_of_a_resumed_run_is_that_of_all_of_it(tmp_path: Path):
+    """What was measured before the stop counts, as its weights do."""
+    how: dict[str, Any] = {"valid": (X, Y), "valid_every": 1, "best": "-loss", "checkpoint": 1, "out": tmp_path / "run"}
+    first = fit(steps=1, optimizer=DIVERGING, **how)
+    again = fit(steps=4, optimizer=DIVERGING, resume=True, **how)
+    assert again.best == first.best
+    with torch.no_grad():
+        assert float(F.mse_loss(again.model(X), Y)) == pytest.approx(first.best["loss"], rel=1e-4)
 
 
 @both
@@ -1179,3 +1199,39 @@ def test_a_deep_copy_of_the_model_is_not_needed():
     twin = copy.deepcopy(model)
     fit(model, plan="data=2")
     assert not torch.equal(model[0].weight, twin[0].weight)
+
+
+def counted(count: int = SAMPLES):
+    return lambda: ((X[i], Y[i]) for i in range(count))
+
+
+def test_a_stream_ends_with_an_evaluation():
+    """As data of a known length does, whatever valid_every is."""
+    result = fit(data=counted(), epochs=2, valid=(X, Y), valid_every=1000)
+    assert [bool(step.valid) for step in result.history] == [False] * 7 + [True]
+
+
+def test_half_an_epoch_of_a_stream_is_refused():
+    with pytest.raises(meshfit.JobError, match=r"epochs=0\.5 of a stream"):
+        fit(data=counted(), epochs=0.5)
+
+
+def test_a_value_logged_as_loss_does_not_hide_the_loss():
+    step = lambda model, batch: (F.mse_loss(model(batch[0]), batch[1]), {"loss": 7.0})
+    result = fit(step=step, loss=None, steps=1, valid=(X, Y))
+    assert result.metrics["loss"] < 7
+
+
+def test_a_training_that_has_given_up_takes_no_step_when_it_is_resumed(tmp_path: Path):
+    how: dict[str, Any] = {"valid": (X, Y), "valid_every": 1, "best": "-loss", "patience": 1, "steps": 9}
+    how |= {"checkpoint": 100, "out": tmp_path / "run", "optimizer": DIVERGING}
+    assert fit(**how).steps < 9
+    assert fit(**how, resume=True).steps == 0
+
+
+def test_the_first_rate_of_a_resumed_run_is_not_of_all_samples(tmp_path: Path):
+    how: dict[str, Any] = {"checkpoint": 2, "out": tmp_path / "run", "progress": True}
+    fit(steps=4, **how)
+    fit(steps=6, resume=True, **how)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert ["rate" in line for line in lines] == [True] * 4 + [False, True]

@@ -74,6 +74,13 @@ def test_rounding_that_a_training_magnifies_is_told_from_a_bug_in_fp64() -> None
     assert all(row.limit < 1e-5 for row in verdict.rows)
 
 
+def test_a_difference_in_fp32_that_is_none_in_fp64_is_called_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshfit.proof.compare.BEYOND", 0.0)  # as if one device had been measured nearer to itself
+    verdict = verified(steep)
+    assert verdict.answer == "equal", verdict
+    assert verdict.notes[-1].endswith("is equal: in fp32 rounding grew over the steps"), verdict.notes
+
+
 @pytest.mark.parametrize("times", [1.01, 1.0005])
 def test_a_bug_is_found_where_rounding_is_as_large(times: float) -> None:
     verdict = verified(lambda: steep(ScalesGradients(times)))

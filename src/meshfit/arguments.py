@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -42,8 +42,6 @@ ELSEWHERE = {
 }
 """What other libraries call an argument of ``fit``."""
 
-NO_METRICS: Mapping[str, Any] = {}
-
 
 def verb(function: Callable[P, R]) -> Callable[P, R]:
     """A public function. An argument that it does not have is refused with what to write instead, and a
@@ -67,13 +65,9 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def verb_of(
-    made: Callable[P, Any], like: Callable[..., Any]
-) -> Callable[[Callable[[dict[str, Any]], R]], Callable[P, R]]:
-    """A public function of the arguments that ``made`` is made of, which it gets as a dict; they are shown as those of
-    ``like``."""
-    shown = inspect.signature(like).parameters
-    signature = inspect.Signature([shown.get(name, own) for name, own in inspect.signature(made).parameters.items()])
+def verb_of(made: Callable[P, Any]) -> Callable[[Callable[[dict[str, Any]], R]], Callable[P, R]]:
+    """A public function of the arguments that ``made`` is made of, which it gets as a dict."""
+    signature = inspect.signature(made)
 
     def decorate(function: Callable[[dict[str, Any]], R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -110,7 +104,8 @@ def whole(value: Any) -> bool:
 
 
 def number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    """Whether it is one, and finite."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _or_none(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -148,12 +143,19 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "batch_tokens": (_above_0(whole), "a whole number of tokens above 0"),
     "collate": (_or_none(callable), "a function of a list of samples"),
+    "length": (
+        lambda value: value is None or callable(value) or (hasattr(value, "__len__") and not isinstance(value, dict)),
+        "a field's name, a function of a sample, or all lengths",
+    ),
     "pack": (_above_0(whole), "a whole number of tokens above 0"),
     "epochs": (_above_0(number), "a number above 0"),
     "steps": (_above_0(whole), "a whole number above 0"),
     "valid_every": (_above_0(whole), "a whole number of steps above 0"),
     "valid_step": (_or_none(callable), "a function of model and batch"),
-    "metrics": (lambda value: isinstance(value, Mapping), 'a dict: {"accuracy": function}'),
+    "metrics": (
+        lambda value: value is None or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)),
+        'a dict by names: {"accuracy": function}',
+    ),
     "best": (_text, 'the name of a metric: "accuracy", "-loss"'),
     "keep": (lambda value: whole(value) and value > 0, "a number of checkpoints above 0"),
     "keep_best": (_text, 'the name of a metric: "accuracy", "-loss"'),
@@ -162,7 +164,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "clip": (_above_0(number), "a number above 0"),
     "on_nan": (lambda value: value in ("stop", "skip"), '"stop" or "skip"'),
     "shuffle": (_or_none(_switch), "True or False"),
-    "seed": (whole, "a whole number"),
+    "seed": (lambda value: whole(value) and -(2**63) <= value < 2**63, "a whole number of 64 bits"),
     "out": (_path, "a path"),
     "resume": (lambda value: isinstance(value, bool) or (value is not None and _path(value)), "True, False or a path"),
     "restarts": (lambda value: value == "auto" or (whole(value) and value >= 0), 'a number of tries, or "auto"'),
@@ -170,7 +172,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "grace": (lambda value: in_seconds(value) is not None, '"30 s", or a number of seconds'),
     "listen": (_text, 'an address: "10.0.0.5:7000"'),
     "join": (_text, 'an address: "10.0.0.5:7000"'),
-    "timeout": (lambda value: number(value) and value > 0, "a number of seconds above 0"),
+    "timeout": (lambda value: number(value) and 0 < value < 2e6, "a number of seconds above 0 and below 2,000,000"),
     "hang_timeout": (lambda value: value is None or in_seconds(value) is not None, '"30 s", or a number of seconds'),
     "check_replicas": (
         lambda value: value is None or value is False or (whole(value) and value > 0),

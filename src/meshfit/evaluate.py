@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshfit.arguments import NO_METRICS, verb
+from meshfit.arguments import verb
 from meshfit.axes.data.batchnorm import untracked
 from meshfit.axes.expert.balance import is_apart
 from meshfit.axes.mesh import Mesh
@@ -24,6 +24,7 @@ from meshfit.drive import everywhere
 from meshfit.errors import JobError
 from meshfit.evaluation import measure, outputs_of
 from meshfit.job import Job
+from meshfit.launch.devices import Devices
 from meshfit.launch.world import World, from_environment
 from meshfit.loss import batch_loss
 from meshfit.loss.objective import TARGETS, LossDenominator, Objective, call, split
@@ -38,12 +39,12 @@ def evaluate(
     *,
     loss: Callable[..., Any] | None = None,
     step: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
-    metrics: Mapping[str, Any] = NO_METRICS,
+    metrics: Mapping[str, Any] | None = None,
     batch_size: int | str | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
     plan: Plan | str = "auto",
-    devices: str | int = "auto",
+    devices: Devices | str | int = "auto",
 ) -> dict[str, float]:
     """The loss and the metrics of ``model`` over ``data``: means in which every sample counts once. The arguments are
     those of ``fit``."""
@@ -60,7 +61,7 @@ def predict(
     collate: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
     plan: Plan | str = "auto",
-    devices: str | int = "auto",
+    devices: Devices | str | int = "auto",
 ) -> Any:
     """``model``'s outputs for every sample of ``data``, in order, on the CPU; where batches were padded to lengths of
     their own, a list of one tensor for each sample.
@@ -70,7 +71,7 @@ def predict(
     refused: ``predict(model, x)`` and ``predict(model, ((a, b),))`` are clear. The other arguments are
     those of ``fit``.
     """
-    job = settle(Job(**dict(locals())))
+    job = settle(Job(**dict(locals()), valid=data))
     parts = [part for found in everywhere(job, _predict) for part in found]
     return tree.concatenate([outputs for _, outputs in sorted(parts, key=lambda part: part[0])], ragged=True)
 
@@ -93,7 +94,7 @@ def _evaluate(job: Job, world: World) -> dict[str, float]:
     over = found[0] or _over(job, placed.model, loader, placed.inside) or LossDenominator()
     if objective is not None and loader.ranks > 1:
         batch_loss.check(_plan(job), over, objective)
-    measured = measure(placed, loader, objective=objective, over=over, metrics=job.metrics, precision=precision)
+    measured = measure(placed, loader, objective=objective, over=over, metrics=job.metrics or {}, precision=precision)
     placed.undo()
     return measured
 
@@ -192,7 +193,7 @@ def _prepare(
     plan = _plan(job)
     mesh = Mesh.of(plan, world.rank, world.size)
     loader = Loader(
-        source=open_source(job.data),
+        source=open_source(job.valid),  # also what a DataLoader leaves out with drop_last=True
         batch_size=job.batch_size,
         rank=mesh.share,
         ranks=job.plan.shares,

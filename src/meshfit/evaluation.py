@@ -63,7 +63,7 @@ def measure(
 ) -> dict[str, float]:
     """Over all samples of ``loader``, on every rank: the mean loss (if there is one) and each metric."""
     total, count = 0.0, 0.0
-    logged: dict[str, tuple[Any, Any]] = {name: (0.0, 0.0) for name, _ in over.logged if name not in metrics}
+    logged: dict[str, tuple[Any, Any]] = {name: (0.0, 0.0) for name, _ in over.logged if name not in ("loss", *metrics)}
     measured = Metrics(metrics, placed.mesh.over("pipeline", *SHARES), loader.device, loader.rank)
 
     def returned(model: nn.Module, content: Any) -> tuple[Any, Any, Any]:

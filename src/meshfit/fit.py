@@ -12,13 +12,11 @@ the caller gets every ``Step`` as it happens, and may end the training:
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
-
-from meshfit.arguments import NO_METRICS, verb, verb_of
+from meshfit.arguments import verb_of
 from meshfit.drive import Training, begin
 from meshfit.drive.ranked import Ranked
 from meshfit.drive.untouched import note_of
@@ -30,7 +28,6 @@ from meshfit.observe.folder import RunFolder
 from meshfit.observe.progress import Progress
 from meshfit.observe.summary import show
 from meshfit.observe.track import Track
-from meshfit.plan import Plan
 from meshfit.result import Result
 from meshfit.step import Step
 
@@ -41,56 +38,17 @@ asked_through: Callable[[dict[str, Any]], dict[str, Any]] = lambda asked: asked
 """Called with the arguments of ``fit``, and returns those to use: the command line replaces it."""
 
 
-@verb
-def fit(
-    model: nn.Module | Callable[[], nn.Module],
-    data: Any,
-    *,
-    loss: Callable[..., Any] | None = None,
-    step: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
-    weights: Path | str | Sequence[Path | str] | None = None,
-    partial: bool = False,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    batch_size: int | str | None = None,
-    batch_tokens: int | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
-    length: Any = None,
-    pack: int | None = None,
-    epochs: float | None = None,
-    steps: int | None = None,
-    valid: Any = None,
-    valid_every: int | None = None,
-    valid_step: Callable[..., Any] | None = None,
-    metrics: Mapping[str, Any] = NO_METRICS,
-    best: str | None = None,
-    patience: int | None = None,
-    ema: float | None = None,
-    clip: float | None = None,
-    on_nan: Literal["stop", "skip"] = "stop",
-    shuffle: bool | None = None,
-    workers: int | str | None = None,
-    seed: int = 0,
-    plan: Plan | str = "auto",
-    devices: str | int = "auto",
-    out: Path | str | None = None,
-    checkpoint: int | str | None = None,
-    keep: int = 2,
-    keep_best: str | None = None,
-    resume: bool | Path | str = False,
-    restarts: int | Literal["auto"] = "auto",
-    preemption: Path | str | None = None,
-    grace: float | str = 30.0,
-    listen: str | None = None,
-    join: str | None = None,
-    timeout: float = 600.0,
-    hang_timeout: float | str | None = None,
-    check_replicas: int | bool | None = None,
-    independent: bool = False,
-    callbacks: Callback | Sequence[Callback] = (),
-    each_step: Callback | Sequence[Callback] = (),
-    progress: bool | None = None,
-) -> Result:
+@dataclass(frozen=True, kw_only=True)
+class FitArguments(Job):
+    """What ``fit`` is asked: a job, and who watches it."""
+
+    callbacks: Callback | Sequence[Callback] = ()
+    each_step: Callback | Sequence[Callback] = ()
+    progress: bool | None = None
+
+
+@verb_of(FitArguments)
+def fit(asked: dict[str, Any]) -> Result:
     """Train ``model`` on ``data`` over the devices of ``plan``. The model ends with the trained weights.
 
     What is trained
@@ -172,7 +130,6 @@ def fit(
         each_step    called after each step, and all devices wait for it; returning "stop" ends it at exactly that step
         progress     show a bar; None: on terminals and in notebooks
     """
-    asked = dict(locals())
     callbacks, each_step = (_functions(name, asked.pop(name)) for name in ("callbacks", "each_step"))
     if (shown := asked.pop("progress")) is not None and not isinstance(shown, bool):
         raise JobError(f"progress={shown!r} is not True or False")
@@ -207,7 +164,7 @@ def fit(
     return result
 
 
-@verb_of(Job, like=fit)
+@verb_of(Job)
 def steps(asked: dict[str, Any]) -> Generator[Step, None, None]:
     """Train, yielding after every optimizer step. The arguments are those of ``fit``, checked at the call.
 

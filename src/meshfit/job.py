@@ -1,7 +1,7 @@
 """What the user asked for: one value, checked before anything starts."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -34,10 +34,7 @@ from meshfit.schedule.orders import schedule
 from meshfit.units import in_seconds
 
 GIVEN_UP = 60.0  # seconds after which those who wait in a collective have surely given up
-NO_EVALUATION: Mapping[str, Any] = {
-    **dict.fromkeys(("valid", "valid_step", "best", "keep_best", "patience")),
-    "metrics": {},
-}
+NO_EVALUATION = dict.fromkeys(("valid", "valid_step", "metrics", "best", "keep_best", "patience"))
 """Arguments of a job that does not evaluate."""
 
 
@@ -45,7 +42,7 @@ NO_EVALUATION: Mapping[str, Any] = {
 class Job:
     """One training: the arguments of ``meshfit.fit``, which explains them."""
 
-    model: Any
+    model: nn.Module | Callable[[], nn.Module]
     data: Any
     _: KW_ONLY
     loss: Callable[..., Any] | None = None
@@ -64,7 +61,7 @@ class Job:
     valid: Any = None
     valid_every: int | None = None
     valid_step: Callable[..., Any] | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
     best: str | None = None
     patience: int | None = None
     ema: float | None = None
@@ -80,7 +77,7 @@ class Job:
     keep: int = 2
     keep_best: str | None = None
     resume: bool | Path | str = False
-    restarts: int | str = "auto"
+    restarts: int | Literal["auto"] = "auto"
     preemption: Path | str | None = None
     grace: float | str = 30.0
     listen: str | None = None
@@ -95,18 +92,23 @@ class Job:
         self._take_recipe()
         if self.loss is not None and self.step is not None:
             raise JobError("loss= and step= were both given", "step(model, batch) computes the loss itself: keep one")
-        for name, metric in self.metrics.items():
+        if "loss" in (self.metrics or {}):
+            raise JobError(
+                "metrics= has one named 'loss', which is what the loss itself is called", "name it otherwise"
+            )
+        for name, metric in (self.metrics or {}).items():
             check_metric(name, metric)
         for phase in self.phases:
             stated(phase.objective)  # refuses a loss that is not one number
         for name in ("best", "keep_best", "patience", "metrics", "valid_step"):
             if getattr(self, name) and self.valid is None:
                 raise JobError(f"{name}= needs valid=, data to evaluate on")
+        known = ["loss", *(self.metrics or {})]
         logs = self.step is not None or self.valid_step is not None  # it may be a value that these log
         for name in ("best", "keep_best"):
             asked = getattr(self, name)
-            if asked and not logs and not any(measures(m, asked.lstrip("-")) for m in (*self.metrics, "loss")):
-                raise JobError(f"{name}={asked!r} is not measured", did_you_mean(asked, ["-loss", *self.metrics]))
+            if asked and not logs and not any(measures(m, asked.lstrip("-")) for m in known):
+                raise JobError(f"{name}={asked!r} is not measured", did_you_mean(asked, ["-loss", *known[1:]]))
         Readers.of(self.workers)
         Cadence.of(self.checkpoint)  # refuses what it cannot parse
         if self.keep_best and self.checkpoint is None:
@@ -242,6 +244,10 @@ class Job:
         return self
 
     def _samples_a_batch(self, plan: Plan) -> int:
+        for name in ("data", "valid"):
+            data = getattr(self, name)
+            if data is not None and sample_count(data, name) == 0:
+                raise JobError(f"{name}= holds no samples")
         if self.data.tokens is not None:
             return self.data.mean_size() or plan.shares * plan.microbatches
         size = self.batch_size
@@ -263,10 +269,6 @@ class Job:
                 f"that is {parts} parts: {' x '.join(f'{key}={getattr(plan, key)}' for key in split)}",
                 f"batch_size={parts} works{fits}",
             )
-        for name in ("data", "valid"):
-            data = getattr(self, name)
-            if data is not None and sample_count(data, name) == 0:
-                raise JobError(f"{name}= holds no samples")
         return size
 
     def build(self) -> nn.Module:

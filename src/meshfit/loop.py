@@ -27,7 +27,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
     if run.valid is None and run.scheduler is not None and run.scheduler.following:
         raise JobError(f"{run.scheduler.name} follows a metric of evaluations", "give valid=, data to evaluate on")
     events, batches, watch = run.events, run.batches(), NonFiniteWatch(run)
-    while True:
+    while not (run.out_of_patience or watch.stopped):
         events.step = run.step + 1
         with events.span("data"):
             batch = next(batches, None)
@@ -66,8 +66,6 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             valid=run.evaluations.make() if run.evaluations.due_here(batch) else None,
             staleness=run.staleness,
         )
-        if run.out_of_patience or watch.stopped:
-            break
     watch.finish()
     for phase in run.phases:
         phase.update.settle()

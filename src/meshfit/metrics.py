@@ -15,9 +15,10 @@ function that passes, and on a later batch turns out to be no mean, is an error.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf, isfinite, isnan, nan
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ from meshfit.data import tree
 from meshfit.errors import DataError, JobError
 from meshfit.transfer import wide
 
-TOLERANCE = 1e-6
+TOLERANCE = 1e-6  # of a trial; over all batches, where rounding of a mean near zero adds up:
+TOLERANCE_OF_ALL = 1e-4
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "dim_zero_sum": lambda stacked: stacked.sum(0),
     "dim_zero_max": lambda stacked: stacked.amax(0),
@@ -104,7 +106,7 @@ class Metrics:
 
     def sums(self) -> dict[str, tuple[Any, Any]]:
         """(sum, count) of each metric that is a mean; a count of NaN where a batch has shown that it is none."""
-        return {name: (metric.total, metric.count) for name, metric in self.means.items()}
+        return {name: (metric.total, metric.count if metric.adds_up else nan) for name, metric in self.means.items()}
 
     def values(self) -> dict[str, float]:
         """The other metrics, on every rank."""
@@ -151,12 +153,20 @@ class Mean:
     metric: Callable[..., Any]
     total: Any = 0.0
     count: Any = 0.0
+    _off: float = 0.0
+    _size: float = 0.0
+    """How far batches are from the means over their parts, and how large these are, summed."""
 
     def update(self, outputs: Any, targets: Any, samples: int) -> None:
         total, count = reduced(self.name, self.metric(outputs, targets), samples)
-        if samples > 1 and not adds_up(self.name, self.metric, outputs, targets, samples, (total, count)):
-            count = float("nan")
+        if samples > 1:
+            off, size = off_parts(self.name, self.metric, outputs, targets, samples, (total, count))
+            self._off, self._size = self._off + off, self._size + size
         self.total, self.count = self.total + total, self.count + count
+
+    @property
+    def adds_up(self) -> bool:
+        return self._off <= TOLERANCE_OF_ALL * self._size
 
 
 @dataclass(slots=True)
@@ -221,6 +231,11 @@ def reduced(name: str, value: Any, samples: int) -> tuple[Any, Any]:
             f"the metric {name!r} returned a tensor of shape {tuple(value.shape)} for {samples} samples",
             "return a mean, one number a sample, or (sum, count)",
         )
+    if not isinstance(value, Tensor | Real | np.number):
+        raise DataError(
+            f"the metric {name!r} returned a {type(value).__name__}",
+            "return a mean, one number a sample, or (sum, count)",
+        )
     return (wide(value) if isinstance(value, Tensor) else value) * samples, samples
 
 
@@ -240,7 +255,8 @@ def is_mean(name: str, metric: Callable[..., Any], outputs: Any, targets: Any) -
             outputs = tree.map_tensors(lambda t: _noisy(t, draw), outputs)
         try:
             whole = reduced(name, metric(outputs, targets), samples)
-            if not adds_up(name, metric, outputs, targets, samples, whole):
+            off, size = off_parts(name, metric, outputs, targets, samples, whole)
+            if off > TOLERANCE * size:
                 return False
         except DataError:  # it returned no number
             raise
@@ -249,10 +265,14 @@ def is_mean(name: str, metric: Callable[..., Any], outputs: Any, targets: Any) -
     return True
 
 
-def adds_up(name: str, metric: Any, outputs: Any, targets: Any, samples: int, whole: tuple[Any, Any]) -> bool:
-    """Whether ``whole`` is the sum over two uneven parts."""
+def off_parts(
+    name: str, metric: Any, outputs: Any, targets: Any, samples: int, whole: tuple[Any, Any]
+) -> tuple[float, float]:
+    """How far ``whole`` is from the mean over two uneven parts, and how large theirs are: near zero they may cancel,
+    and their rounding not."""
     cut = max(1, samples // 3)
     total = count = 0.0
+    size = 1e-3  # below which no difference counts
     for part in (slice(0, cut), slice(cut, samples)):
         some = [
             tree.map_tensors(lambda t, part=part: t[part] if _per_sample(t, samples) else t, x)
@@ -260,9 +280,11 @@ def adds_up(name: str, metric: Any, outputs: Any, targets: Any, samples: int, wh
         ]
         value, weight = (float(v) for v in reduced(name, metric(*some), len(range(samples)[part])))
         if weight:  # a mean over nothing is NaN, with a weight of 0
-            total, count = total + value, count + weight
+            total, count, size = total + value, count + weight, max(size, abs(value / weight))
     want, got = float(whole[0]) / (float(whole[1]) or 1.0), total / (count or 1.0)
-    return math.isclose(got, want, rel_tol=TOLERANCE, abs_tol=1e-9) or (got != got and want != want)
+    if got == want or (isnan(got) and isnan(want)):
+        return 0.0, size
+    return (abs(got - want), size) if isfinite(got - want) else (inf, 1.0)
 
 
 def _per_sample(tensor: Tensor, samples: int) -> bool:

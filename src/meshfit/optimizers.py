@@ -196,7 +196,11 @@ def _schedulers(asked: Callable, optimizer: Any, steps: int | None) -> list[Any]
             f"scheduler=lambda optimizer: {asked.__name__}(optimizer, {needs[1]}=...)",
         )
     made = asked(optimizer, steps) if len(needs) > 1 else asked(optimizer)
-    return list(made) if isinstance(made, list | tuple) else [made]
+    each = list(made) if isinstance(made, list | tuple) else [made]
+    for one in each:
+        if isinstance(one, type) or not hasattr(one, "step") or not hasattr(one, "state_dict"):
+            raise JobError(f"scheduler= is a function that returned {what(one)}, not a scheduler")
+    return each
 
 
 def _needed(function: Callable) -> list[str]:

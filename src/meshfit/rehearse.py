@@ -21,7 +21,6 @@ from meshfit.comm.order_check import BlockedRank, Mismatch, Operation, blocked, 
 from meshfit.drive.ranked import RANK_MODULES
 from meshfit.drive.training import Training
 from meshfit.errors import PlanError, in_short
-from meshfit.fit import fit
 from meshfit.job import NO_EVALUATION, Job, plan_of
 from meshfit.launch import warm
 from meshfit.launch.devices import Devices
@@ -95,7 +94,7 @@ class RehearseArguments(Job):
     on: Any = None
 
 
-@verb_of(RehearseArguments, like=fit)
+@verb_of(RehearseArguments)
 def rehearse(asked: dict[str, Any]) -> Rehearsal:
     """Run the first steps of the ranks of a plan on this machine, as they would run ``on`` a cluster: "16x8xH100", a
     file, or a ``Cluster``. The other arguments are those of ``fit``; those about evaluations, files and the end have

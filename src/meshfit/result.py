@@ -56,18 +56,13 @@ class Result:
         assert outcome is not None
         evaluations = [step.valid for step in history if step.valid]
         metrics = evaluations[-1] if evaluations else {"loss": history[-1].loss} if history else {}
-        best = None
-        if job.best and evaluations:
-            name, sign = job.best.lstrip("-"), -1 if job.best.startswith("-") else 1
-            known = [measured for measured in evaluations if measured[name] == measured[name]]  # NaN is never best
-            best = max(known or evaluations, key=lambda measured: sign * measured[name])
         return cls(
             held=training.model if training.parts is None else None,
             gather=training.gather,
             write=training.save,
             history=history,
             metrics=metrics,
-            best=best,
+            best=outcome.best,
             plan=job.plan,  # type: ignore[arg-type]
             batch_size=job.batch_size,  # type: ignore[arg-type]
             steps=history.total,

@@ -120,3 +120,16 @@ class Step:
         valid = "".join(f" valid {name} {value:.4g}" for name, value in (self.valid or {}).items())
         logged = "".join(f" {name} {value:.4g}" for name, value in self.values.items())
         return f"step {self.step} loss {self.loss:.4g}{logged}{valid}"
+
+
+class Rate:
+    """Samples a second, from step to step; None where that is not known, as of the first step after a resume."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, int] | None = None
+
+    def __call__(self, step: Step) -> float | None:
+        last, self._last = self._last or ((0.0, 0) if step.step == 1 else None), (step.seconds, step.samples)
+        if last is None or step.seconds <= last[0]:
+            return None
+        return (step.samples - last[1]) / (step.seconds - last[0])

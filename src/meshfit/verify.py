@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfit.arguments import verb_of
+from meshfit.arguments import verb_of, whole
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.drive import begin
-from meshfit.errors import PlanError
-from meshfit.fit import fit
+from meshfit.errors import JobError, PlanError
 from meshfit.job import NO_EVALUATION, Job, plan_of
 from meshfit.launch.devices import Devices
 from meshfit.plan import Plan
@@ -76,13 +75,15 @@ class VerifyArguments(Job):
     check_steps: int = 5
 
 
-@verb_of(VerifyArguments, like=fit)
+@verb_of(VerifyArguments)
 def verify(asked: dict[str, Any]) -> Verdict:
     """Train ``check_steps`` steps on one device and under the plan, and compare. The model is not changed.
 
     The other arguments are those of ``fit``; those about its length, evaluations and files have no effect.
     """
     steps = asked.pop("check_steps")
+    if not whole(steps) or steps < 1:
+        raise JobError(f"check_steps={steps!r} is not a whole number above 0")
     return verify_job(Job(**{**asked, "steps": steps}).training(), steps)
 
 
@@ -166,6 +167,8 @@ class _Proof:
         lower = want.modules is not None and want.modules.lower
         if wide.equal:
             if word == "fp32":
+                if found.different:
+                    self.notes.append(f"there {worst.name} is equal: in fp32 rounding grew over the steps")
                 return self._answer("equal", wide, "fp64")
             self.notes.append(f"in fp64 the plan is equal, but in {word} it differs by more than rounding was measured")
             return self._answer("undecided", found, word)

@@ -124,7 +124,7 @@ class Bucket(Files):
 
     def sync(self, name: str = "") -> None: ...
 
-    def remove(self, name: str, *, missing: bool = True) -> None:
+    def remove(self, name: str) -> None:
         self.about("remove", name)
         with contextlib.suppress(FileNotFoundError):
             self.said(lambda: self.obs.delete(self.store, name))

@@ -104,9 +104,10 @@ class Files:
         self.about("fsync folder", name)
         sync_folder(self.path(name))
 
-    def remove(self, name: str, *, missing: bool = True) -> None:
+    def remove(self, name: str) -> None:
+        """Also where there is none."""
         self.about("remove", name)
-        self.path(name).unlink(missing_ok=missing)
+        self.path(name).unlink(missing_ok=True)
 
     def remove_folder(self, name: str) -> None:
         self.about("remove", name)

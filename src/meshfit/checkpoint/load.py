@@ -308,7 +308,7 @@ class Loading:
         model, best, held = self.run.model, self.run.best, self.state["best"]
         if best is None or held is None:
             return
-        numbers = plain.decode(held)
+        facts = plain.decode(held)
         weights: dict[str, Tensor] = {}
         for name, tensor in {**self.parameters, **{name: buffer for _, name, buffer in buffers(model)}}.items():
             stored, layout = self.found.tensors.get(f"best/{name}"), layout_of(self.run.placed, tensor)
@@ -316,7 +316,7 @@ class Loading:
                 weights[name] = self._fresh(f"best/{name}", tensor.device, layout, tensor.detach())
 
         def put() -> None:
-            best.value, best.misses = numbers["value"], numbers["misses"]
+            best.restore_facts(facts)
             named = named_state(model)
             held = {tensor.data_ptr(): name for name, tensor in named.items() if name in weights}
             best.weights = {

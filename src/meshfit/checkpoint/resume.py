@@ -49,7 +49,6 @@ def saved(
         saving.end()
     finally:
         saving.saver.close()
-        run.notes.extend(saving.saver.notes)
 
 
 def to_resume(job: "Job", folder: Path | None) -> Files | Path | str | None:

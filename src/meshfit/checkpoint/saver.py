@@ -34,7 +34,7 @@ from meshfit.checkpoint.pieces import layout_of
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
 from meshfit.checkpoint.write import Described, RankSave, assign, copied, describe
-from meshfit.errors import CheckpointError, JobError
+from meshfit.errors import CheckpointError
 from meshfit.units import size
 
 if TYPE_CHECKING:
@@ -51,23 +51,18 @@ class Saver:
         every: Any = None,
         keep: int = 2,
         keep_best: str | None = None,
-        on_error: str = "stop",
         block: int = manifest.BLOCK,
     ):
         """``every``: see ``Cadence.of``. ``keep``: complete checkpoints that stay, the oldest go. ``keep_best``: a
-        metric by which the best one stays, too, and a new best is saved at once. ``on_error``: "stop" raises at the
-        next step, "continue" notes it and tries again when the next one is due."""
-        if on_error not in ("stop", "continue"):
-            raise JobError(f"on_error={on_error!r} is not understood", 'write "stop" or "continue"')
+        metric by which the best one stays, too, and a new best is saved at once."""
         self.files, self.cadence = open_files(folder), Cadence.of(every)
-        self.keep, self.on_error, self.block = Keep(newest=keep, best=keep_best), on_error, block
+        self.keep, self.block = Keep(newest=keep, best=keep_best), block
         self.damaged: set[str] = set()
         """Checkpoints that could not be loaded, although they are complete."""
         self.newest: str | None = None
         """The last checkpoint that this run wrote and that is on disk; known to the first rank."""
         self.before: Callable[[], None] = lambda: None
         """Called before each save, with what must be known once there is a checkpoint."""
-        self.notes: list[str] = []
         self.seconds: dict[str, float] = {}
         """Of the last save: blocked, of that copy; write, complete."""
         self._lock: Lock | None = None
@@ -262,9 +257,7 @@ class Saver:
         if self._error is None:
             return
         error, self._error = self._error, None
-        if self.on_error == "stop" or not isinstance(error, CheckpointError):
-            raise error
-        self.notes.append(str(error))
+        raise error
 
     def wait(self) -> None:
         """Until what was saved is on disk; raises if it is not."""

@@ -247,7 +247,7 @@ def common_facts(run: "Run", metrics: Any = None) -> dict[str, Any]:
         held = _scheduler_state(run.scheduler)
         state["scheduler"] = {"kind": kind_of(run.scheduler), "state": plain.encode(held, "the scheduler's state")}
     if run.best is not None:
-        state["best"] = plain.encode({"value": run.best.value, "misses": run.best.misses}, "best")
+        state["best"] = plain.encode(run.best.facts(), "best")
     epoch, batch = run.position.now(run.step)
     per_epoch = run.loader.batches_per_epoch
     return {

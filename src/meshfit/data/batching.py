@@ -9,6 +9,7 @@ All batches of an epoch are listed when it begins: a pure function of seed and e
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,8 +42,9 @@ class Batching(Protocol):
 class ListedBatches:
     """``order.Ids`` for batches that are listed epoch by epoch."""
 
-    def __init__(self, batching: Batching, batch_size: int, *, seed: int, shuffle: bool):
+    def __init__(self, batching: Batching, batch_size: int, *, seed: int, shuffle: bool, drop_last: bool = False):
         self.batching, self.batch_size, self.seed, self.shuffle = batching, batch_size, seed, shuffle
+        self.drop_last = drop_last
         self.name = f"{batching.name}, batches of {batch_size}"
         self._held: tuple[int, Batches] = (-1, [])
 
@@ -67,6 +69,8 @@ class ListedBatches:
     def _listed(self, epoch: int) -> Batches:
         if self._held[0] != epoch:
             made = self.batching.batches(self.batch_size, seed=self.seed, shuffle=self.shuffle, epoch=epoch)
+            if self.drop_last and len(made) > 1 and len(made[-1]) < self.batch_size:
+                made.pop()
             self._held = epoch, made
         return self._held[1]
 
@@ -78,7 +82,6 @@ class ByLength:
 
     lengths: NDArray[np.int64]
     tokens: int | None = None
-    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens is not None and len(self.lengths) and (longest := int(self.lengths.max())) > self.tokens:
@@ -99,20 +102,19 @@ class ByLength:
         return max(1, int(self.tokens / max(1.0, float(self.lengths.mean()))))
 
     def batches(self, size: int, *, seed: int, shuffle: bool, epoch: int) -> Batches:
-        count = len(self.lengths)
+        samples = len(self.lengths)
         if not shuffle:
-            return self._cut(np.arange(count), size)
-        shuffled = order(count, seed=seed, epoch=epoch)[np.arange(count)]
+            return self._cut(np.arange(samples), size)
+        shuffled = order(samples, seed=seed, epoch=epoch)[np.arange(samples)]
         window = WINDOW * (size if self.tokens is None else self.mean_size())
-        parts = [shuffled[at : at + window] for at in range(0, count, window)]
+        parts = [shuffled[at : at + window] for at in range(0, samples, window)]
         made = self._cut(np.concatenate([part[np.argsort(self.lengths[part], kind="stable")] for part in parts]), size)
         short = [made.pop()] if self.tokens is None and len(made[-1]) < size else []
         return [made[i] for i in order(len(made), seed=seed + 1, epoch=epoch)[np.arange(len(made))].tolist()] + short
 
     def _cut(self, ids: NDArray[np.int64], size: int) -> Batches:
         if self.tokens is None:
-            made = [ids[at : at + size] for at in range(0, len(ids), size)]
-            return made[:-1] if self.drop_last and len(made[-1]) < size else made
+            return _by_size(ids, size)
         made, start, longest = [], 0, 0
         for at, length in enumerate(self.lengths[ids].tolist()):
             if max(longest, length) * (at + 1 - start) > self.tokens:
@@ -128,7 +130,6 @@ class BySampler:
 
     sampler: Iterable[Any]
     whole: bool = False
-    drop_last: bool = False
 
     @property
     def name(self) -> str:
@@ -143,9 +144,11 @@ class BySampler:
             given = list(self.sampler)
         if self.whole:
             return [np.asarray(batch, np.int64) for batch in given]
-        ids = np.asarray(given, np.int64)
-        made = [ids[at : at + size] for at in range(0, len(ids), size)]
-        return made[:-1] if self.drop_last and made and len(made[-1]) < size else made
+        return _by_size(np.asarray(given, np.int64), size)
+
+
+def _by_size(ids: NDArray[np.int64], size: int) -> Batches:
+    return [ids[at : at + size] for at in range(0, len(ids), size)]
 
 
 Length = str | Callable[[Any], Any] | Sequence[int] | NDArray[np.int64]
@@ -153,27 +156,39 @@ Length = str | Callable[[Any], Any] | Sequence[int] | NDArray[np.int64]
 
 def lengths_of(source: Source, length: Length) -> NDArray[np.int64]:
     """Of every sample: a field's name, a function of a sample, or the lengths themselves. The first two read all."""
-    if not isinstance(length, str) and not callable(length):
-        given = np.asarray(length, np.int64)
-        if len(given) != len(source):
-            raise DataError(f"length= holds {len(given)} lengths for {len(source)} samples")
-        return given
-    found = []
-    for at in range(0, len(source), READ):
-        some = np.arange(at, min(at + READ, len(source)))
-        found += [_length(sample, length) for sample in source.samples(some, Key())]
-    return np.array(found, np.int64)
-
-
-def _length(sample: Any, length: str | Callable[[Any], Any]) -> int:
-    if callable(length):
-        value = length(sample)
+    if isinstance(length, np.ndarray) and length.dtype.kind in "iu" and length.ndim == 1:
+        found = length
+    elif not isinstance(length, str) and not callable(length):
+        found = np.array(list(map(_whole, length, count())), np.int64)
     else:
-        try:
-            value = sample[length]
-        except (KeyError, TypeError, IndexError):
-            known = (
-                f"it has {', '.join(map(str, sample))}" if isinstance(sample, dict) else "a function of a sample may do"
-            )
-            raise DataError(f"length={length!r}: a sample has no such field", known) from None
-    return len(value) if hasattr(value, "__len__") and np.ndim(value) else int(value)
+        parts = (np.arange(at, min(at + READ, len(source))) for at in range(0, len(source), READ))
+        given = (_said(sample, length) for part in parts for sample in source.samples(part, Key()))
+        found = np.array(list(map(_whole, given, count())), np.int64)
+    if len(found) != len(source):
+        raise DataError(f"length= holds {len(found)} lengths for {len(source)} samples")
+    if len(found) and found.min() < 0:
+        raise DataError(f"length= says that sample {found.argmin()} has a length of {found.min()}")
+    return found.astype(np.int64, copy=False)
+
+
+def _whole(value: Any, i: int) -> int:
+    """The length that ``value`` says, a number or a sequence of that length."""
+    try:
+        number = len(value) if getattr(value, "ndim", 1) and hasattr(value, "__len__") else int(value)
+        if isinstance(value, float) and value != number:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise DataError(
+            f"length= gives {value!r} for sample {i}", "a whole number, or a sequence of that length"
+        ) from None
+    return number
+
+
+def _said(sample: Any, length: str | Callable[[Any], Any]) -> Any:
+    if callable(length):
+        return length(sample)
+    try:
+        return sample[length]
+    except (KeyError, TypeError, IndexError):
+        known = f"it has {', '.join(map(str, sample))}" if isinstance(sample, dict) else "a function of a sample may do"
+        raise DataError(f"length={length!r}: a sample has no such field", known) from None

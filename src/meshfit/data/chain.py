@@ -19,6 +19,7 @@ shrank) is no bad sample: it is retried, then raised.
 
 import hashlib
 import inspect
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -160,7 +161,7 @@ class Mixup(DerivedSource):
 
     def __init__(self, source: Source, alpha: float, classes: int):
         super().__init__(source)
-        if not 0 < alpha <= 2:
+        if not isinstance(alpha, int | float) or not 0 < alpha <= 2:
             raise DataError(f"mixup's alpha={alpha} is not between 0 and 2", "0.2 is usual")
         self.alpha, self.classes, self.place = alpha, classes, _places(source) + 1
         if source.device_stage:
@@ -176,6 +177,8 @@ class Mixup(DerivedSource):
             if not isinstance(leaf, Tensor):
                 return leaf
             if leaf.dim() == 1 and not leaf.is_floating_point():
+                if leaf.numel() and not 0 <= int(leaf.min()) <= int(leaf.max()) < self.classes:
+                    raise DataError(f"mixup is told of classes={self.classes}, and a label is {int(leaf.max())}")
                 leaf = torch.nn.functional.one_hot(leaf.long(), self.classes).float()
             mine, other = leaf.float().split(len(ids))
             return torch.lerp(other, mine, weight.view(-1, *[1] * (leaf.dim() - 1)))
@@ -241,7 +244,7 @@ def _arguments(function: Callable[..., Any]) -> int:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or repr(function).split("\n")[0]
+    return getattr(function, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(function).split("\n")[0])
 
 
 def _takes_a_sample(function: Callable[..., Any]) -> bool:

@@ -42,8 +42,8 @@ PADS = {
 class Collator:
     """``function`` of a list of samples, and how what it gives is shared. ``own``: it is the user's."""
 
-    def __init__(self, function: Callable[[list[Any]], Any], *, own: bool = True, whole: bool = False):
-        self.function, self.own, self.whole = function, own, whole
+    def __init__(self, function: Callable[[list[Any]], Any], *, own: bool = True):
+        self.function, self.own, self.whole = function, own, False
         """``whole``: each rank makes the whole batch, and keeps its rows."""
         self.generators = CodeGenerators(function)
         self.shared = False
@@ -252,7 +252,13 @@ def _explained(samples: Sequence[Any], error: Exception) -> Exception:
         for name, shape in _shapes(sample, ""):
             shapes.setdefault(name, []).append(shape)
     differ = next((name for name, some in shapes.items() if len(set(some)) > 1), None)
-    return error if differ is None else _ragged(differ or "the sample", shapes[differ])
+    if differ is not None:
+        return _ragged(differ or "the sample", shapes[differ])
+    if isinstance(error, TypeError):
+        return DataError(
+            "the samples make no batch", str(error).split("\n")[0], "collate= is a function that makes one"
+        )
+    return error
 
 
 def _shapes(sample: Any, path: str) -> Any:

@@ -9,7 +9,8 @@ A path or URL is opened (opening.py); what ``meshfit.data``'s functions return a
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -242,10 +243,15 @@ class Recipe:
         """With the lengths of its samples, where they are needed; a function that gives the data is not called."""
         if self.pack is not None and self.length is None:
             return replace(self, length="input_ids").measured()
-        if self.length is None or isinstance(self.length, np.ndarray) or _is_function(self.data):
+        if self.length is None or _is_function(self.data):
             return self
         source = open_source(self.data)
-        return self if isinstance(source, SampleStream) else replace(self, length=lengths_of(source, self.length))
+        if isinstance(source, SampleStream):
+            return self
+        lengths = lengths_of(source, self.length)
+        if self.pack is not None and not lengths.any():
+            raise DataError("pack= has no token to pack", f"{len(source)} documents, all of them empty")
+        return replace(self, length=lengths)
 
     @property
     def needs_padding_token(self) -> bool:
@@ -274,6 +280,8 @@ class Recipe:
         rows = isinstance(source, Map) and is_hugging_face(source.data)
         collator = collate.default(self.padding, rows=rows) if self.collate is None else Collator(self.collate)
         collator.whole = self.length is not None
+        if source is self.data and (self.loader is not None or self.length is not None):
+            source = copy(source)  # the caller's stays as it is
         if isinstance(source, SampleStream):
             if self.length is not None:
                 raise DataError(
@@ -288,12 +296,11 @@ class Recipe:
             source = Collated(source, collator)
         if self.loader is not None:
             source.note = self.loader.note
-        if isinstance(source, Source):
-            drop_last = self.loader is not None and self.loader.drop_last
-            if self.length is not None:
-                source.batching = ByLength(lengths_of(source, self.length), self.tokens, drop_last)
-            elif self.loader is not None:
-                source.batching, source.drop_last = self.loader.batching, drop_last
+            if isinstance(source, Source):
+                source.batching = self.loader.batching
+                source.drop_last = self.loader.drop_last and self.tokens is None
+        if self.length is not None and isinstance(source, Source):
+            source.batching = ByLength(lengths_of(source, self.length), self.tokens)
         return source
 
 
@@ -363,7 +370,7 @@ def open_source(data: Any, name: str = "data") -> Source | SampleStream:
             f"{name}= is an iterator, which can be read only once and by one rank",
             f"pass an iterable (an IterableDataset, say) or a function that returns one: {name}=lambda: ...",
         )
-    if isinstance(data, Iterable):
+    if isinstance(data, Iterable) and not isinstance(data, Set):  # whose order differs from process to process
         return SampleStream(lambda: data)
     raise DataError(
         f"{name}= is a {type(data).__name__}, which holds no samples",

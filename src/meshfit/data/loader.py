@@ -120,10 +120,10 @@ class Loader:
         """Which samples each batch holds."""
         source = self.source
         assert isinstance(source, Source)
-        how: dict[str, Any] = {"seed": self.seed, "shuffle": self.shuffle}
+        how: dict[str, Any] = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": source.drop_last}
         if source.batching is not None:
             return ListedBatches(source.batching, self.batch_size, **how)
-        return Ids(len(source), self.batch_size, blocks=source.blocks, drop_last=source.drop_last, **how)
+        return Ids(len(source), self.batch_size, blocks=source.blocks, **how)
 
     @property
     def batches_per_epoch(self) -> int | None:

@@ -27,7 +27,7 @@ class MixedSource(Source):
         self.sources, self.seed = sources, seed
         sizes = np.array([len(source) for source in sources])
         shares = np.array(weights, np.float64) / sum(weights)
-        total = length or int(sizes.sum())
+        total = int(sizes.sum()) if length is None else length
         self.counts = _exact(shares, total)
         self.edges = np.concatenate([[0], np.cumsum(self.counts)])
         self.waits = any(source.waits for source in sources)
@@ -93,7 +93,8 @@ class MixedSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        return " + ".join(f"{n} of ({s.fingerprint})" for n, s in zip(self.counts.tolist(), self.sources, strict=True))
+        parts = (f"{n} of ({s.fingerprint})" for n, s in zip(self.counts.tolist(), self.sources, strict=True))
+        return " + ".join(parts) + (f", seed {self.seed}" if self.seed else "")
 
     @property
     def skipped(self) -> list[str]:
@@ -125,15 +126,21 @@ def mixture(
 ) -> Source:
     """``mixture([a, b], weights=[3, 1])``: three samples of ``a`` for one of ``b``. ``length`` samples make an epoch;
     by default as many as all sources have together, in proportion to their sizes where no weights are given."""
+    if not isinstance(sources, list | tuple | Mapping):
+        raise DataError(f"mixture is given a {type(sources).__name__}", "mixture([a, b], weights=[3, 1]), say")
     given = [open_source(source, "mixture") for source in sources]
     opened = [source for source in given if isinstance(source, Source)]
     if any(isinstance(source, SampleStream) for source in given):
         raise DataError(
             "a stream cannot be part of a mixture", "its samples have no index: mix them in the stream itself"
         )
-    shares = [float(len(source)) for source in opened] if weights is None else [float(weight) for weight in weights]
-    if isinstance(sources, Mapping) and weights is None:
-        shares = [float(weight) for weight in sources.values()]
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise DataError(f"length={length!r} of a mixture is not a number of samples above 0")
+    asked = sources.values() if isinstance(sources, Mapping) and weights is None else weights
+    try:
+        shares = [float(share) for share in (map(len, opened) if asked is None else asked)]
+    except (TypeError, ValueError):
+        raise DataError(f"the weights {asked!r} are no shares", "numbers of 0 or more, not all 0") from None
     if len(shares) != len(opened) or not opened:
         raise DataError(f"the mixture has {len(opened)} sources and {len(shares)} weights", "give one weight a source")
     if any(not np.isfinite(w) or w < 0 for w in shares) or not sum(shares):

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from meshfit.data import tree
 from meshfit.data.draw import Key
+from meshfit.data.order import order
 from meshfit.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ class BadSample(DataError):
 
 
 class DifferentShapes(DataError):
-    """Samples that are to be one batch differ in shape. ``other`` is the place in the batch of one that most are not
-    like."""
+    """Samples that are to be one batch differ in shape. ``other``: the place of one that most are not like."""
 
     def __init__(
         self, what: str, shapes: list[tuple[int, ...]], *remedy: str, name_of: Callable[[int], str] | None = None
@@ -206,17 +206,19 @@ class Source(Dataset, ABC):
         if isinstance(ids, slice):
             return Subset(self, np.arange(len(self))[ids])
         found = np.asarray(ids)
+        if found.dtype.kind not in "biu" and found.size:
+            raise DataError(f"take is given {found.dtype} of shape {found.shape}", "numbers of samples, or booleans")
         if found.dtype == bool and found.shape != (len(self),):
             raise DataError(f"a mask of shape {found.shape} for {len(self)} samples", "give one boolean a sample")
         return Subset(self, np.flatnonzero(found) if found.dtype == bool else found.astype(np.int64))
 
     def split(self, first: float, seed: int = 0) -> tuple["Source", "Source"]:
         """Two sources without a sample in common: a random share of ``first``, and the rest."""
-        from meshfit.data.order import order
-
-        at = round(first * len(self))
+        if not isinstance(first, int | float) or not 0 <= first <= 1:
+            raise DataError(f"split({first!r}) is not a share of the samples", "0.9 for nine of ten, say")
         shuffled = order(len(self), seed=seed, epoch=2**32)[np.arange(len(self))]
-        return self.take(np.sort(shuffled[:at])), self.take(np.sort(shuffled[at:]))
+        one, rest = np.split(shuffled, [round(first * len(self))])
+        return self.take(np.sort(one)), self.take(np.sort(rest))
 
 
 class DerivedSource(Source):
@@ -326,15 +328,15 @@ def handed(content: Any, name_of: Callable[[int], str] = "sample {}".format) -> 
     return tree.map_leaves(leaf, content)
 
 
-def hashed(tensors: Iterable[torch.Tensor], most: int = HASHED) -> str:
-    """A hash of their values. Of a tensor of more than ``most`` bytes, that many of them are taken, from all over."""
+def hashed(tensors: Iterable[torch.Tensor]) -> str:
+    """A hash of their values. Of a tensor of more than ``HASHED`` bytes, that many of them are taken, from all over."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         flat = tensor.to_dense() if tensor.layout is not torch.strided else tensor if tensor.dim() else tensor[None]
         width = max(1, flat[:1].numel() * flat.element_size())
         rows = max(1, HASHED_TOGETHER // width)
         blocks = -(-len(flat) // rows)
-        for block in spread(blocks, max(1, most // (rows * width))).tolist() if blocks else []:
+        for block in spread(blocks, max(1, HASHED // (rows * width))).tolist() if blocks else []:
             part = flat[block * rows : (block + 1) * rows].detach().cpu().contiguous()
             found.update(part.flatten().view(torch.uint8).numpy().data if part.numel() else b"")
     return found.hexdigest()
@@ -343,6 +345,8 @@ def hashed(tensors: Iterable[torch.Tensor], most: int = HASHED) -> str:
 def _as_tensors(arrays: Any) -> Any:
     """``arrays`` with NumPy arrays and lists of numbers as tensors."""
     if isinstance(arrays, np.ndarray):
+        if arrays.dtype.kind in "OSU":
+            raise DataError(f"an array of {arrays.dtype} holds no numbers")
         with warnings.catch_warnings():  # that it may not be written to: nor is it, batches are copies
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.as_tensor(arrays)
@@ -376,10 +380,6 @@ class StageTimer:
     def add(self, name: str, seconds: float) -> None:
         with self._lock:
             self.seconds[name] += seconds
-
-    @property
-    def slowest(self) -> str:
-        return max(self.seconds, key=lambda name: self.seconds[name])
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class Tokens(Source):
 
     def __init__(self, files: list[Rows], length: int, whole: bool):
         self.files, self.length, self.whole = files, length, whole
+        self.dtype = np.result_type(*(rows.dtype for rows in files))
         self.firsts = np.concatenate([[0], np.cumsum([len(rows) for rows in files])])
         self.waits = any(not isinstance(rows.blob, LocalFile) for rows in files)
         far = [rows.blocks for rows in files]
@@ -53,7 +54,7 @@ class Tokens(Source):
             rows = self.files[0].gather(ids)
         else:
             at = np.searchsorted(self.firsts, ids, "right") - 1
-            rows = np.empty((len(ids), self.length + 1), self.files[0].dtype)
+            rows = np.empty((len(ids), self.length + 1), self.dtype)
             for file in np.unique(at).tolist():
                 rows[at == file] = self.files[file].gather(ids[at == file] - self.firsts[file])
         signed = {2: np.int16, 4: np.int32}.get(rows.dtype.itemsize, np.int64)

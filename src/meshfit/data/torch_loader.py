@@ -55,7 +55,7 @@ def taken(loader: DataLoader, name: str = "data") -> TakenLoader:
     sampler = batches.sampler if plain else batches
     shuffle, batching, how = _order(sampler, len(loader.dataset) if plain and not stream else 0)  # type: ignore[arg-type]
     if batching is not None:
-        batching = BySampler(sampler, whole=not plain, drop_last=drop_last)
+        batching = BySampler(sampler, whole=not plain)
     if stream:
         shuffle, batching, how = False, None, "in the order of the stream"
     size = batches.batch_size if plain else getattr(batches, "batch_size", None) or len(next(iter(batches)))

@@ -39,6 +39,8 @@ class Outcome:
     """By rank: seconds in data, forward_backward, exchange, update, evaluate."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Where they are not in the caller's model already."""
+    best: dict[str, float] | None = None
+    """The evaluation whose weights these are."""
     captured: dict[str, Any] = field(default_factory=dict)
     """What a tap put aside in the first rank."""
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -151,6 +153,7 @@ def outcome_of(run: Run) -> Outcome:
         notes=[*run.notes, *_skipped(sorted({why for each in skipped for why in each}))],
         seconds=seconds,
         phases=phases,
+        best=None if run.best is None else run.best.measured,
         captured=run.captured,
         found=run.placed.found,
         ended_by=run.ended_by,

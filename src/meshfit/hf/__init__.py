@@ -128,6 +128,10 @@ class Trainer:
         for callback in callbacks or []:
             if isinstance(callback, transformers.EarlyStoppingCallback):
                 self._patience = callback.early_stopping_patience
+                if callback.early_stopping_threshold:
+                    raise JobError(
+                        "EarlyStoppingCallback(early_stopping_threshold=...) is not taken over", "leave it out"
+                    )
             elif isinstance(callback, transformers.TrainerCallback) or not callable(callback):
                 name = type(callback).__name__
                 raise JobError(f"callbacks= holds a {name}", "give a function of a meshfit.Step, or Track(...)")

@@ -40,8 +40,6 @@ class StepCall:
     """One call of a step or hook: what it logged."""
 
     name: str
-    index: int = 0
-    """Of the batch."""
     values: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, list[Any]] = field(default_factory=dict)
     """Calls of torchmetrics objects, by their path in the module."""
@@ -81,11 +79,11 @@ class AttachedTrainer:
         return {**self.__dict__, "_calls": {}, "_model": None}
 
     @contextmanager
-    def calling(self, module: nn.Module, name: str, *, index: int = 0) -> Iterator[StepCall]:
+    def calling(self, module: nn.Module, name: str) -> Iterator[StepCall]:
         for each in module.modules():
             if is_module(each):
                 each.__dict__["_trainer"] = self  # copies and pickles of a module come without it
-        made = StepCall(name, index)
+        made = StepCall(name)
         self._calls[threading.get_ident()] = made
         try:
             yield made

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshfit.data import tree
 from meshfit.errors import JobError
-from meshfit.metrics import adds_up, has_state, reduced, unsynchronised
+from meshfit.metrics import TOLERANCE, has_state, off_parts, reduced, unsynchronised
 
 
 def is_metric(module: nn.Module) -> bool:
@@ -101,7 +101,9 @@ class BatchValue:
         for name, each in value.items() if isinstance(value, Mapping) else [("", value)]:
             alone = lambda args, kwargs, name=name: _named(_value(self.of.metric, args, kwargs), name)
             whole = reduced(self.of.path, each, samples)
-            if samples > 1 and not adds_up(self.of.path, alone, list(self.args), self.kwargs, samples, whole):
+            parts = self.of.path, alone, list(self.args), self.kwargs, samples, whole
+            off, size = off_parts(*parts) if samples > 1 else (0.0, 1.0)
+            if off > TOLERANCE * size:
                 raise JobError(
                     f"self.{self.of.path} ({type(self.of.metric).__name__}) is logged by the batch, and is no mean over"
                     " samples: a batch is cut over devices, an epoch over batches",

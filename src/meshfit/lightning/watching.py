@@ -90,7 +90,8 @@ class Watching:
 
     def _keep(self, step: Step) -> None:
         """What Lightning calls callback_metrics."""
-        samples, self._seen = step.samples - self._seen, step.samples
+        before = self._seen or step.samples * (step.step - 1) // step.step  # about, of the first after a resume
+        samples, self._seen = step.samples - before, step.samples
         for name, value in step.values.items():
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + value * samples, count + samples

@@ -34,7 +34,7 @@ from meshfit.observe.about import about
 from meshfit.observe.mirror import Mirror, local_folder, new_prefix, prefix_to_resume, removed_with
 from meshfit.observe.predicted import predict
 from meshfit.observe.tensorboard import Scalars
-from meshfit.step import Step
+from meshfit.step import Rate, Step
 
 if TYPE_CHECKING:
     from meshfit.drive import Training
@@ -54,7 +54,7 @@ class RunFolder:
         self._about: dict[str, Any] = about(job) if self.path is not None else {}
         self._metrics: dict[str, float] = {}
         self._begun = False
-        self._last = (0.0, 0)
+        self._rate = Rate()
         self._scalars = None
         self._waiting: list[str] = []
         """Lines that could not be written yet."""
@@ -150,7 +150,6 @@ class RunFolder:
         self._held = self._held[len(steps) :]
 
     def _line(self, step: Step) -> dict[str, Any]:
-        (seconds, samples), self._last = self._last, (step.seconds, step.samples)
         line: dict[str, Any] = {
             "step": step.step,
             "epoch": step.epoch,
@@ -160,8 +159,8 @@ class RunFolder:
             "samples": step.samples,
             "seconds": round(step.seconds, 6),
         }
-        if step.seconds > seconds:
-            line["rate"] = round((step.samples - samples) / (step.seconds - seconds), 3)
+        if (rate := self._rate(step)) is not None:
+            line["rate"] = round(rate, 3)
         if step.staleness is not None:
             line["staleness"] = step.staleness
         if step.values:

@@ -27,7 +27,7 @@ class Progress:
         self.shown = (self.notebook is not None or sys.stderr.isatty()) if shown is None else shown
         self._bar: Any = None
         self._task: Any = None
-        self._next = 0.0
+        self._next, self._begun = 0.0, False
         self._valid = ""
         self._seen: deque[tuple[float, int]] = deque(maxlen=21)
         self._coming: deque[Step] = deque()
@@ -46,9 +46,12 @@ class Progress:
             return
         if step.valid:
             self._valid = "  valid: " + "  ".join(f"{name} {value:.4g}" for name, value in step.valid.items())
-        if step.step == 1 and self.notebook is None:
+        if not self._begun and self.notebook is None:
             for note in self.training.notes:
                 print(note, file=sys.stderr)
+        if not self._begun and step.step == 1:  # of a run that goes on, samples were seen before
+            self._seen.append((0.0, 0))
+        self._begun = True
         now, last = time.perf_counter(), step.step == self.training.last_step
         self._coming.append(step)
         while self._coming and (last or math.isnan(self._loss) or self._coming[0].reading.ready):
@@ -57,7 +60,7 @@ class Progress:
             return
         self._seen.append((step.seconds, step.samples))
         (t0, n0), (t1, n1) = self._seen[0], self._seen[-1]
-        rate = (n1 - n0) / (t1 - t0) if t1 > t0 else step.samples / max(step.seconds, 1e-9)
+        rate = (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
         said = f"loss {self._loss:.4f}  {rate:,.0f} samples/s"
         if self.notebook is not None:
             self._next = now + NOTEBOOK_SECONDS

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshfit.errors import JobError, did_you_mean
-from meshfit.step import Step
+from meshfit.step import Rate, Step
 
 Values = Mapping[str, float]
 
@@ -152,7 +152,7 @@ class Track:
         self.every = every
         self._page: Path | None = None
         self._begun = self._failed = False
-        self._last = (0.0, 0)
+        self._rate = Rate()
 
     def begin(self, about: Mapping[str, Any], folder: Path | None) -> None:
         """``fit`` calls it before the first step."""
@@ -161,15 +161,13 @@ class Track:
         self._try(lambda: self._tracker.start(about))
 
     def __call__(self, step: Step) -> None:
-        seconds, samples = self._last
-        passed = step.seconds - seconds
-        self._last = (step.seconds, step.samples)
+        rate = self._rate(step)
         if step.step % self.every and not step.valid:
             return
         values = {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr, "epoch": step.epoch}
         values = step.values | values
-        if passed > 0:
-            values["samples_per_second"] = (step.samples - samples) / passed
+        if rate is not None:
+            values["samples_per_second"] = rate
         values |= {f"valid/{name}": value for name, value in (step.valid or {}).items()}
         self._try(lambda: self._tracker.log(values, step.step))
 

@@ -16,7 +16,7 @@ from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.precision import LossScale
 from meshfit.data.loader import Batch
-from meshfit.errors import NonFiniteError
+from meshfit.errors import JobError, NonFiniteError
 from meshfit.exchange.local import Local, Outer
 from meshfit.exchange.protocol import Exchange
 from meshfit.job import Job
@@ -169,4 +169,6 @@ def last_step(job: Job, batches_until: Callable[[float], float | None]) -> int |
     limits = [] if job.steps is None else [int(job.steps)]
     if job.epochs is not None and (batches := batches_until(job.epochs)) is not None:
         limits.append(max(1, math.ceil(round(batches, 9))))
+    elif job.epochs is not None and job.epochs % 1:
+        raise JobError(f"epochs={job.epochs} of a stream, whose length is not known", "steps=, or whole epochs")
     return min(limits) if limits else None

@@ -1,5 +1,6 @@
 """Evaluations of a run on its validation data: when they are due, and what they come to."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -29,7 +30,8 @@ class Evaluations:
         run, every = self.run, self.run.job.valid_every
         if run.valid is None:
             return False
-        return run.step == run.last_step or (batch.last if every is None else run.step % every == 0)
+        ends = run.last_step is None and batch.last and batch.epoch + 1 >= (run.job.epochs or math.inf)  # of a stream
+        return ends or run.step == run.last_step or (batch.last if every is None else run.step % every == 0)
 
     def make(self) -> dict[str, float]:
         """Loss and metrics on the validation data, the same on every rank; of the averaged weights if there are."""
@@ -49,7 +51,7 @@ class Evaluations:
                 run.valid,
                 objective=job.valid_objective,
                 over=self.over,
-                metrics=job.metrics,
+                metrics=job.metrics or {},
                 precision=run.precision,
             )
             if job.keep_best:

@@ -31,7 +31,7 @@ class Leader:
             return
         tensors, self._found = found
         if best is not None:
-            best.value, best.misses = self._found["value"], self._found["misses"]
+            best.restore_facts(self._found["best"])
             best.weights = {name: tensor.to(self.run.world.device) for name, tensor in tensors.items()}
 
     def evaluate(self, make: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -48,6 +48,5 @@ class Leader:
     def _keep(self, measured: dict[str, float]) -> None:
         best = self.run.best
         kept = {} if best is None else {name: tensor.cpu() for name, tensor in best.weights.items()}
-        facts = {"step": self.run.step, "measured": measured}
-        facts |= {} if best is None else {"value": best.value, "misses": best.misses}
+        facts = {"step": self.run.step, "measured": measured, "best": None if best is None else best.facts()}
         write(self.folder, self.run.step, kept, facts)

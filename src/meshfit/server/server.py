@@ -309,13 +309,8 @@ class Server:
         """Until ``ready``, as long as this worker is connected."""
         signed = time.monotonic()
         while not ready():
-            if (
-                self._closed
-                or self.failed
-                or client.replaced
-                or self.clients.get(client.id) is not client
-                or client.wire.gone()
-            ):
+            here = self.clients.get(client.id) is client and not client.replaced
+            if self._closed or self.failed or not here or client.wire.gone():
                 raise ConnectionLost("left while it waited for others")
             self.lock.wait(LOOK_SECONDS)
             tick()
