@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import meshfit
 from tests import command
 
 SCRIPT = """
@@ -52,6 +53,13 @@ def meshfit(folder: Path, script: str | None, *arguments: str) -> CompletedProce
 
 def executed(folder: Path) -> list[str]:
     return (folder / "executed").read_text().splitlines()
+
+
+def test_python_m_meshfit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["meshfit", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("meshfit", run_name="__main__")
+    assert capsys.readouterr().out == f"meshfit {meshfit.__version__}\n"
 
 
 def test_train_runs_a_script_once_under_another_plan(tmp_path: Path, monkeypatch):
