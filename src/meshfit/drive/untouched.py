@@ -14,7 +14,7 @@ from meshfit.python_state import PythonState
 from meshfit.torch_private.tensors import version
 
 
-class Trained:
+class TrainedParameters:
     """Which parameters train: a caller leaves that as it is from the first step to the last."""
 
     def __init__(self, model: nn.Module):
@@ -41,7 +41,7 @@ class Untouched:
         """``code``: functions and data sets of the user's, which ranks have copies of."""
         self.model, self.optimizers, self.code = model, _instances(optimizer), ReadByCode(model, *code)
         self._versions, self._settings = self._versions_now(), self._settings_now()
-        self.trained = Trained(model)
+        self.trained = TrainedParameters(model)
 
     def check(self) -> None:
         """After the caller was given a step."""

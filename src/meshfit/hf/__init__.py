@@ -28,7 +28,7 @@ from meshfit.fit import fit
 from meshfit.hf.fields import refuse_fields
 from meshfit.hf.outputs import WholeSet, arrays, ignored, padded, predictions_of
 from meshfit.hf.overridden import refuse_overrides, steps_of
-from meshfit.hf.watching import Callbacks, Log, prefixed
+from meshfit.hf.watching import Callbacks, TrainerLog, prefixed
 from meshfit.job import Job, plan_of
 from meshfit.launch.world import from_environment
 from meshfit.observe.track import TRACKERS, Track
@@ -120,7 +120,7 @@ class Trainer:
             raise JobError("Trainer has no train_dataset=")
         args, each = self.args, self._steps_of_epoch()
         self._max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * each)
-        log = Log(self.log_history, self._every("logging", args.logging_steps) or each, each)
+        log = TrainerLog(self.log_history, self._every("logging", args.logging_steps) or each, each)
         evaluates = args.eval_strategy != "no"
         if evaluates and self.eval_dataset is None:
             raise JobError(f"eval_strategy={str(args.eval_strategy)!r} needs eval_dataset=")

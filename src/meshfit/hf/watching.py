@@ -12,7 +12,7 @@ RUN = (*RUN, "on_train_end")
 ASKS = ("should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-class Log:
+class TrainerLog:
     """The log history of the original: mean losses every so many steps, and evaluations."""
 
     def __init__(self, history: list[dict[str, float]], every: int, epoch: int):
@@ -56,14 +56,16 @@ class Callbacks:
                 if name not in RUN:
                     raise JobError(f"{type(one).__name__} defines {name}, which is not run", "on_step_end is")
 
-    def of(self, args: Any, log: Log, state: Callable[[], Any], processing_class: Any) -> "CallbackRun":
+    def of(self, args: Any, log: TrainerLog, state: Callable[[], Any], processing_class: Any) -> "CallbackRun":
         return CallbackRun(self.given, args, log, state, {"processing_class": processing_class})
 
 
 class CallbackRun:
     """Callbacks during one training."""
 
-    def __init__(self, callbacks: list[Any], args: Any, log: Log, state: Callable[[], Any], given: dict[str, Any]):
+    def __init__(
+        self, callbacks: list[Any], args: Any, log: TrainerLog, state: Callable[[], Any], given: dict[str, Any]
+    ):
         from transformers import TrainerControl
 
         self._callbacks, self._args, self._log, self._state, self._given = callbacks, args, log, state, given
