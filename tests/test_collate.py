@@ -276,7 +276,9 @@ class Opaque:
 
 
 def test_what_cannot_be_shared_is_refused_with_the_reason() -> None:
-    with pytest.raises(meshfit.DataError, match=r"(?s)cannot be shared: of 16 samples it gives a tensor of \(1, "):
+    with pytest.raises(
+        meshfit.DataError, match=r"(?s)cannot be shared: 'input_ids': of 16 samples it gives a tensor of \(1, "
+    ):
         meshfit.fit(llama(), Texts(), collate=flattened, plan="data=2", **FIT)
     with pytest.raises(meshfit.DataError, match="'n': it gives 16 for 16 samples and 7 for 7"):
         meshfit.fit(llama(), Texts(), collate=lambda s: {**longest(s), "n": len(s)}, plan="data=2", **FIT)

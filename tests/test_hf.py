@@ -254,7 +254,8 @@ def test_saved_resumed_and_predicted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_predictions_and_labels_of_several_lengths_are_padded_as_in_the_original(tmp_path: Path) -> None:
-    args, given = arguments(tmp_path, per_device_eval_batch_size=2, eval_strategy="no"), {"data_collator": next_tokens}
+    args = arguments(tmp_path, per_device_eval_batch_size=2, eval_strategy="no")
+    given: dict[str, Any] = {"data_collator": next_tokens}
     want = transformers.Trainer(decoder(), args, **given).predict(sentences(5))
     got = Trainer(decoder(), args, **given).predict(sentences(5))
     assert got.label_ids.tolist() == want.label_ids.tolist()

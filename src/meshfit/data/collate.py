@@ -162,7 +162,7 @@ def _form(whole: Any, part: Any, count: int, some: int) -> Any:
             return _Rows(tuple(whole.shape[1:]))
         if tree.same(whole, part):
             return _Same()
-        dropped = "; leave samples that it drops out of the data set" if whole.dim() and len(whole) < count else ""
+        dropped = "; leave samples that it drops out of the data set" if whole.dim() and 1 < len(whole) < count else ""
         shapes = f"a tensor of {tuple(whole.shape)}, of {some} {tuple(part.shape)}"
         raise _Uncut(f"of {count} samples it gives {shapes}{dropped}")
     if isinstance(whole, Mapping):
