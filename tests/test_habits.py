@@ -368,6 +368,16 @@ class Replaced(Net):
         return torch.func.functional_call(self.last, weights, (self.first(x),))
 
 
+def by_jacobian(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    jacobian = torch.func.vmap(torch.func.jacrev(lambda x: model(x[None])[0]))(batch["x"])
+    return plain(model, batch) + 0.01 * jacobian.square().sum((1, 2)).mean()
+
+
+def test_transforms_of_torch_func_under_shard_are_refused_for_their_reason() -> None:
+    with pytest.raises(PlanError, match=r"differentiates by torch\.func"):
+        fit(Net(), "shard=2", by_jacobian)
+
+
 def by_features(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return plain(model, batch) + 0.1 * model.features.square().mean()
 
