@@ -78,6 +78,20 @@ def test_local_steps_that_end_early_have_compared_all_they_took(plan: str) -> No
         fit(nn.Linear(4, 1), Samples(3), plan=plan, steps=3, epochs=None)
 
 
+class DividesItself(IterableDataset):
+    """As scripts for torchrun do."""
+
+    def __iter__(self):
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        yield from [(torch.full((4,), float(i)), torch.ones(1)) for i in range(rank, 32, size)]
+
+
+def test_a_stream_that_divides_itself_by_rank_is_refused() -> None:
+    """Its batches have the same sizes on all ranks."""
+    with pytest.raises(DataError, match="in batch 0 each has samples of its own"):
+        fit(nn.Linear(4, 1), DividesItself())
+
+
 def test_so_is_one_that_is_evaluated_on() -> None:
     whole = [(torch.ones(4), torch.ones(1))] * 16
     with pytest.raises(DataError, match="ranks read different streams: in batch 2"):

@@ -1,5 +1,6 @@
 """Which samples make a batch: by their lengths, by a budget of tokens, as a DataLoader says."""
 
+import random
 import sys
 from typing import Any
 
@@ -160,11 +161,23 @@ class OwnLoader(DataLoader):
         return iter([])
 
 
+def seed_worker(worker: int) -> None:
+    """As torch's notes on reproducibility have it."""
+    worker_seed = torch.initial_seed() % 2**32
+    np.random.seed(worker_seed)
+    random.seed(worker_seed)
+
+
+def test_a_worker_init_fn_that_only_seeds_is_left_out() -> None:
+    plain, seeded = (fitted(DataLoader(PAIRS, batch_size=4, worker_init_fn=f)) for f in (None, seed_worker))
+    torch.testing.assert_close(seeded.model.state_dict(), plain.model.state_dict())
+
+
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
         (OwnLoader(PAIRS), "OwnLoader makes its batches in a way of its own"),
-        (DataLoader(PAIRS, worker_init_fn=lambda i: None), "worker_init_fn"),
+        (DataLoader(PAIRS, worker_init_fn=print), "worker_init_fn"),
     ],
 )
 def test_what_cannot_be_taken_over_is_refused_by_name(loader: DataLoader, words: str) -> None:

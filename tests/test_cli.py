@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshfit.version import VERSION
 from tests import command
 
 SCRIPT = """
@@ -22,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import meshfit
 
 with open("executed", "a") as counter:  # no guard: nothing imports this again
     counter.write(f"{__name__} {sys.argv[1:]}\\n")
@@ -52,6 +52,13 @@ def meshfit(folder: Path, script: str | None, *arguments: str) -> CompletedProce
 
 def executed(folder: Path) -> list[str]:
     return (folder / "executed").read_text().splitlines()
+
+
+def test_python_m_meshfit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["meshfit", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("meshfit", run_name="__main__")
+    assert capsys.readouterr().out == f"meshfit {VERSION}\n"
 
 
 def test_train_runs_a_script_once_under_another_plan(tmp_path: Path, monkeypatch):

@@ -1,5 +1,6 @@
 """Samples of any shape: what makes a batch of them is called so that every plan trains on the batches of one device."""
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -250,9 +251,39 @@ def flattened(samples: list[Any]) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor([[token for sample in samples for token in sample["input_ids"]]])}
 
 
+@dataclasses.dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+def test_batches_that_are_dataclasses_are_shared() -> None:
+    made = lambda samples: Pair(torch.stack([s["x"] for s in samples]), torch.tensor([s["y"] for s in samples]))
+    samples = [{"x": torch.randn(3, generator=torch.Generator().manual_seed(i)), "y": i % 2} for i in range(8)]
+    step = lambda model, batch: nn.functional.cross_entropy(model(batch.x), batch.y)
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+    asked = {"optimizer": sgd, "epochs": 1, "batch_size": 3, "devices": "cpu", "progress": False, "collate": made}
+    ends = []
+    for plan in ("data=1", "data=2"):
+        torch.manual_seed(0)
+        ends.append(meshfit.fit(nn.Linear(3, 2), samples, step=step, plan=plan, **asked).model.state_dict())
+    torch.testing.assert_close(*ends)
+
+
+class Opaque:
+    def __init__(self, samples: list[Any]):
+        self.samples = samples
+
+
 def test_what_cannot_be_shared_is_refused_with_the_reason() -> None:
-    with pytest.raises(meshfit.DataError, match=r"(?s)cannot be shared: of 16 samples it gives a tensor of \(1, "):
+    with pytest.raises(
+        meshfit.DataError, match=r"(?s)cannot be shared: 'input_ids': of 16 samples it gives a tensor of \(1, "
+    ):
         meshfit.fit(llama(), Texts(), collate=flattened, plan="data=2", **FIT)
+    with pytest.raises(meshfit.DataError, match="'n': it gives 16 for 16 samples and 7 for 7"):
+        meshfit.fit(llama(), Texts(), collate=lambda s: {**longest(s), "n": len(s)}, plan="data=2", **FIT)
+    with pytest.raises(meshfit.DataError, match="it gives a Opaque, an object of its own"):
+        meshfit.fit(llama(), Texts(), collate=Opaque, plan="data=2", **FIT)
 
 
 def test_a_length_that_comes_late_is_refused_where_ranks_would_pad_differently() -> None:

@@ -107,6 +107,18 @@ class Own(ValueError):
         super().__init__(f"{one} and {two}")
 
 
+def test_a_class_under_no_name_is_found() -> None:
+    """Of a function; so is that of a script, in ranks."""
+
+    @dataclass
+    class Local:
+        logits: torch.Tensor
+
+    back = loads(dumps(Local(torch.ones(2))))
+    assert type(back) is Local
+    assert torch.equal(back.logits, torch.ones(2))
+
+
 def test_errors_say_what_they_said() -> None:
     got = loads(dumps([JobError("no", "a", "b"), RankError("x", trace="t"), KeyError("k"), Own(1, 2)]))
     assert [str(each) for each in got] == ["no\n  a\n  b", "x\n\nt", "'k'", "Own: 1 and 2"]

@@ -85,6 +85,15 @@ class Constrained(Net):
         nn.utils.spectral_norm(self.last)
 
 
+class Parametrized(Net):
+    """A weight that torch computes from others, by a class that torch does not pickle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.last)
+        nn.utils.parametrizations.orthogonal(self.blocks[0][0])  # type: ignore[index]
+
+
 class Hooked(Net):
     """The gradient of an activation is changed on its way."""
 
@@ -115,6 +124,8 @@ class Mixed(Net):
         (Net, regularised, "tensor=2"),
         (Net, penalised, "tensor=2"),
         (Constrained, plain, "tensor=2"),
+        (Parametrized, plain, "data=2"),
+        (lambda: torch.compile(Net(), backend="eager"), plain, "shard=2"),
         (Hooked, plain, "data=2"),
     ],
 )
@@ -267,6 +278,38 @@ def test_what_is_kept_in_python_is_as_in_a_loop(build: type[nn.Module], step: An
     torch.testing.assert_close(fit(build(), plan, step()).state_dict(), want.state_dict())
 
 
+class OwnLoss(Net):
+    """It returns its loss and more, as Hugging Face's models do without return_dict."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        outputs = super().forward(x)
+        return F.cross_entropy(outputs, y), outputs
+
+
+class SecondLoss(OwnLoss):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        loss, outputs = super().forward(x, y)
+        return outputs, loss
+
+
+def test_a_loss_that_the_model_returns_first() -> None:
+    data, sgd = (X, Y), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    asked = {"optimizer": sgd, "batch_size": 4, "epochs": 2, "shuffle": False, "devices": "cpu", "progress": False}
+    got = meshfit.fit(OwnLoss(), data, plan="data=2", **asked).model
+    want = looped(OwnLoss(), lambda model, batch: model(batch["x"], batch["y"])[0])
+    torch.testing.assert_close(got.state_dict(), want.state_dict())
+    with pytest.raises(JobError, match=r"(?s)returned no loss.*model\(\*batch\)\[1\] takes the one number"):
+        meshfit.fit(SecondLoss(), data, **asked)
+
+
+def test_fields_that_the_model_does_not_take_are_named() -> None:
+    data = {"x": X, "y": Y, "name": X}
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+    with pytest.raises(meshfit.DataError, match="got an unexpected keyword argument 'name'") as caught:
+        meshfit.fit(Net(), data, loss=F.cross_entropy, optimizer=sgd, steps=1, devices="cpu", progress=False)
+    assert "step=lambda model, batch" in str(caught.value)
+
+
 def trimmed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Over as many features as the largest label of the batch says."""
     return model(batch["x"])[:, : int(batch["y"].max()) + 1].square().mean()
@@ -323,6 +366,16 @@ class Replaced(Net):
     def forward(self, x: Tensor) -> Tensor:
         weights = {name: 1.1 * p for name, p in self.last.named_parameters()}
         return torch.func.functional_call(self.last, weights, (self.first(x),))
+
+
+def by_jacobian(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    jacobian = torch.func.vmap(torch.func.jacrev(lambda x: model(x[None])[0]))(batch["x"])
+    return plain(model, batch) + 0.01 * jacobian.square().sum((1, 2)).mean()
+
+
+def test_transforms_of_torch_func_under_shard_are_refused_for_their_reason() -> None:
+    with pytest.raises(PlanError, match=r"differentiates by torch\.func"):
+        fit(Net(), "shard=2", by_jacobian)
 
 
 def by_features(model: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -108,6 +108,44 @@ def ours(model: nn.Module, folder: Path, *, more: dict[str, Any], plan: str = "a
     return trainer, output
 
 
+def weighted(base: type) -> type:
+    """As the documentation of the original has it."""
+
+    class Weighted(base):
+        def __init__(self, *args: Any, class_weights: Tensor, **given: Any):
+            super().__init__(*args, **given)
+            self.class_weights = class_weights
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            logits = outputs.logits.view(-1, self.model.config.num_labels)
+            loss = nn.functional.cross_entropy(logits, labels, weight=self.class_weights)
+            return (loss, outputs) if return_outputs else loss
+
+    return Weighted
+
+
+class Watcher(transformers.TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.seen.append(("begin", state.max_steps))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self.seen.append(("log", int("loss" in logs or "eval_loss" in logs)))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        control.should_training_stop = state.global_step == 2
+        return control
+
+
+class Saving(transformers.TrainerCallback):
+    def on_save(self, *args: Any, **more: Any) -> None:
+        pass
+
+
 def losses(history: list[dict[str, float]], name: str) -> list[float]:
     return [each[name] for each in history if name in each]
 
@@ -140,6 +178,40 @@ def test_it_trains_as_the_original_does(build: Any, given: Any, more: dict[str, 
     got = mine.evaluate()
     assert got["eval_loss"] == pytest.approx(measured["eval_loss"], rel=near["eval_loss"])
     assert set(got) <= set(measured)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_subclass_computes_its_loss(tmp_path: Path) -> None:
+    more = {"max_steps": 2, "eval_strategy": "no"}
+    asked = {"train_dataset": sentences(44), **CLASSIFIER, "class_weights": torch.tensor([1.0, 5.0, 0.2])}
+    theirs = weighted(transformers.Trainer)(classifier(), arguments(tmp_path / "theirs", **more), **asked)
+    want, near = theirs.train(), theirs.evaluate(sentences(8))
+    for plan, size in (("data=1", 8), ("data=2", 4)):
+        args = arguments(tmp_path / plan, **more, per_device_train_batch_size=size)
+        mine = weighted(Trainer)(classifier(), args, **asked, plan=plan)
+        got = mine.train()
+        assert got.training_loss == pytest.approx(want.training_loss, rel=1e-4)
+        assert got.metrics.keys() <= want.metrics.keys()
+        same_weights(theirs.model, mine.model)
+    found = mine.evaluate(sentences(8))  # of one batch: it is a mean by class weights
+    assert found["eval_loss"] == pytest.approx(near["eval_loss"], rel=1e-4)
+    assert found["eval_accuracy"] == near["eval_accuracy"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_of_the_original(tmp_path: Path) -> None:
+    watcher = Watcher()
+    _, output = ours(classifier(), tmp_path, more={"eval_steps": 2, "eval_strategy": "steps"},
+                           callbacks=[watcher, transformers.ProgressCallback], **CLASSIFIER)  # fmt: skip
+    assert output.global_step == 2
+    assert watcher.seen == [("begin", 12), ("log", 1), ("log", 1), ("log", 1)]
+
+
+@pytest.mark.parametrize("name", ["get_train_dataloader", "create_optimizer", "training_step", "log", "evaluate"])
+def test_methods_that_would_not_be_called_are_refused(name: str, tmp_path: Path) -> None:
+    kind = type("Own", (Trainer,), {name: lambda self, *args: None})
+    with pytest.raises(JobError, match=f"Own defines {name}, which is not called"):
+        kind(classifier(), arguments(tmp_path), train_dataset=sentences(4))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -182,7 +254,8 @@ def test_saved_resumed_and_predicted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_predictions_and_labels_of_several_lengths_are_padded_as_in_the_original(tmp_path: Path) -> None:
-    args, given = arguments(tmp_path, per_device_eval_batch_size=2, eval_strategy="no"), {"data_collator": next_tokens}
+    args = arguments(tmp_path, per_device_eval_batch_size=2, eval_strategy="no")
+    given: dict[str, Any] = {"data_collator": next_tokens}
     want = transformers.Trainer(decoder(), args, **given).predict(sentences(5))
     got = Trainer(decoder(), args, **given).predict(sentences(5))
     assert got.label_ids.tolist() == want.label_ids.tolist()
@@ -223,7 +296,10 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         Trainer(classifier(), args, eval_dataset={"a": sentences(2)})
     with pytest.raises(JobError, match="labels must be named labels"):
         Trainer(classifier(), arguments(tmp_path, label_names=["starts"]), compute_metrics=accuracy)
-    with pytest.raises(JobError, match="callbacks= holds a ProgressCallback"):
-        Trainer(classifier(), args, callbacks=[transformers.ProgressCallback()])
+    with pytest.raises(JobError, match="Saving defines on_save, which is not run"):
+        Trainer(classifier(), args, callbacks=[Saving()])
+    sgd = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(JobError, match="optimizers= holds a LambdaLR"):
+        Trainer(classifier(), args, optimizers=(sgd, torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)))
     with pytest.raises(JobError, match="needs eval_dataset="):
         Trainer(classifier(), args, train_dataset=sentences(4), data_collator=padded).train()

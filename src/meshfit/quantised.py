@@ -19,7 +19,8 @@ PARTS = ("absmax", "code", "offset")
 def quantised(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Name and module of each such layer, and its state."""
     for path, module in model.named_modules():
-        weight = own_parameters(module).get("weight")  # not the attribute: a parametrization would run
+        own = own_parameters(module)  # not the attribute: a parametrization would run
+        weight = own["weight"] if "weight" in own else None  # noqa: SIM401  a scripted module's has no get
         if weight is not None and not weight.is_floating_point():
             state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
             if state is not None:

@@ -129,6 +129,8 @@ class Known:
             return self._left_behind(self.held[id(tensor)], tensor)
         if storage(tensor) in self.dark:
             self.fail(f"a tensor comes from code that cannot be watched ({self.dark[storage(tensor)]})")
+        if isinstance(tensor, nn.Parameter):
+            self.fail("it runs a module that is not part of the model: a teacher, say, can be made one (self.teacher)")
         if tensor.requires_grad or tensor.is_meta:
             self.fail("a tensor comes from code that cannot be watched")
         self.kept.append(tensor)

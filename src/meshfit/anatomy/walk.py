@@ -220,7 +220,7 @@ class Walker:
                 numbers = window.on(self._numbered(name, own, window.value)).movedim(dim, 0)
                 numbers = numbers.reshape(len(numbers), -1)
                 if bool((numbers == numbers[:, :1]).all()) and bool((numbers[0] != numbers[-1]).any()):
-                    self.places[key] = own, numbers[:, 0].long()
+                    self.places[key] = own, numbers[:, 0].real.long()
                     break
         return self.places[key]
 

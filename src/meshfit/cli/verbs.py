@@ -19,6 +19,7 @@ from meshfit.job import Job
 from meshfit.launch import key
 from meshfit.observe.columns import columns
 from meshfit.verify import Verdict, verify_job
+from meshfit.version import VERSION
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -30,13 +31,18 @@ FAILED = 2
 """Exit code of a verb whose other exit codes are answers."""
 
 app.add_typer(checkpoint.app, name="checkpoint")
-for verb in (report, watch, compare, data, doctor, calibrate):
-    app.command()(verb)
-app.command("plan")(plan_)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"meshfit {VERSION}")
+        raise typer.Exit
 
 
 @app.callback()
-def meshfit() -> None:
+def meshfit(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
     """Train any PyTorch module over many devices, proven equal to one."""
 
 
@@ -157,6 +163,11 @@ def inspect(
     from meshfit.cli.inspect import inspect
 
     inspect(target, arguments or [], input or [], fit, json)
+
+
+for verb in (compare, report, watch, data, calibrate, doctor):
+    app.command()(verb)
+app.command("plan")(plan_)
 
 
 def _given(**options: Any) -> dict[str, Any]:

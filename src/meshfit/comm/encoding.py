@@ -9,6 +9,7 @@ import base64
 import builtins
 import dataclasses
 import enum
+import functools
 import importlib
 import json
 import math
@@ -246,12 +247,27 @@ def _class(path: str) -> type:
     module, _, name = path.partition(":")
     if _ours(path):
         importlib.import_module(module)
-    found: Any = sys.modules[module]
+    found: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = vars(found)[part]
+        found = vars(found).get(part) if found is not None else None
+    if found is None:
+        return _by_value(module, name)
     if not isinstance(found, type):
         raise TypeError(f"{path} is no class")
     return found
+
+
+@functools.cache
+def _by_value(module: str, name: str) -> type:
+    """A class of the user's script, or of one of its functions: it came to this process with the job, under no name."""
+    kinds, seen = [object], set[type]()
+    for kind in kinds:
+        if (kind.__module__, kind.__qualname__) == (module, name):
+            return kind
+        inner = [each for each in type.__subclasses__(kind) if each not in seen]
+        kinds += inner
+        seen.update(inner)
+    raise KeyError(f"there is no class {module}:{name}")
 
 
 def _dataclass(kind: type, named: dict[str, Any]) -> Any:

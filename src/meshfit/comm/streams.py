@@ -1,8 +1,9 @@
-"""Streams, read by each rank for itself: whether all of them got batches of one size, and ended together.
+"""Streams, read by each rank for itself: whether all of them got the same batches, and ended together.
 
 Of data with a length every rank knows the order of all samples, and so what each has: nothing need be said. A stream
-has an end that nobody knows before it comes. Where ranks read different ones (files that one does not see, an ``if`` by
-rank) the batch would be put together wrongly, or one rank would run dry while others wait for it.
+has an end that nobody knows before it comes. Where ranks read different ones (files that one does not see, one that
+divides itself by rank) the batch would be put together wrongly, or one rank would run dry while others wait for it. So
+they compare how many samples a batch has, and 31 bits of its first and last.
 
     traffic   8 bytes a rank and batch, in host memory, before the batch is used; data with a length: none
     waits     for ranks that take each step together: for all of them, at each batch. With local steps, which ranks take
@@ -39,7 +40,7 @@ class Streams:
         index = 0
         while True:
             batch = next(batches, None)
-            said = ENDED if batch is None else 2 * batch.size + batch.last  # after its last a rank may evaluate
+            said = ENDED if batch is None else _word(batch)
             self._said.append((index, telling(group, said)))
             self.settle(0 if batch is None else self.ahead)
             if batch is None:
@@ -60,6 +61,14 @@ class Streams:
                 )
 
 
+def _word(batch: Batch) -> int:
+    """Of one batch: after its last a rank may evaluate."""
+    return (batch.digest << 32) + 2 * batch.size + batch.last
+
+
 def _told(said: list[int]) -> str:
-    words = ["none" if n == ENDED else f"{n // 2} samples{' (its last)' * (n % 2)}" for n in said]
+    sizes = [n if n == ENDED else n % 2**32 for n in said]
+    if len(set(sizes)) == 1:
+        return "each has samples of its own"
+    words = ["none" if n == ENDED else f"{n // 2} samples{' (its last)' * (n % 2)}" for n in sizes]
     return ", ".join(f"rank {rank} {each}" for rank, each in enumerate(words))

@@ -8,6 +8,7 @@ from seed, epoch and the first sample of the batch.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -146,6 +147,10 @@ class _Items:
     """A list with an item a sample."""
 
 
+class _Fields(dict[str, Any]):
+    """A dataclass."""
+
+
 class _Same:
     """What is the same for all samples."""
 
@@ -157,11 +162,16 @@ def _form(whole: Any, part: Any, count: int, some: int) -> Any:
             return _Rows(tuple(whole.shape[1:]))
         if tree.same(whole, part):
             return _Same()
-        raise _Uncut(f"of {count} samples it gives a tensor of {tuple(whole.shape)}, of {some} {tuple(part.shape)}")
+        dropped = "; leave samples that it drops out of the data set" if whole.dim() and 1 < len(whole) < count else ""
+        shapes = f"a tensor of {tuple(whole.shape)}, of {some} {tuple(part.shape)}"
+        raise _Uncut(f"of {count} samples it gives {shapes}{dropped}")
     if isinstance(whole, Mapping):
         if whole.keys() != part.keys():
             raise _Uncut("it gives other keys for other samples")
-        return {key: _form(value, part[key], count, some) for key, value in whole.items()}
+        return {key: _form_of_field(key, value, part[key], count, some) for key, value in whole.items()}
+    if dataclasses.is_dataclass(whole) and type(whole) is type(part):
+        each = {name: _form_of_field(name, value, vars(part)[name], count, some) for name, value in vars(whole).items()}
+        return _Fields(each)
     if isinstance(whole, tuple | list):
         if len(whole) == len(part) and (count != some or len(whole) != count):
             inner = [_form(a, b, count, some) for a, b in zip(whole, part, strict=True)]
@@ -171,7 +181,16 @@ def _form(whole: Any, part: Any, count: int, some: int) -> Any:
         raise _Uncut(f"of {count} samples it gives {len(whole)} items, of {some} {len(part)}")
     if tree.same(whole, part):
         return _Same()
-    raise _Uncut(f"it gives {whole!r} for {count} samples and {part!r} for {some}")
+    if isinstance(whole, bool | int | float | str):
+        raise _Uncut(f"it gives {whole!r} for {count} samples and {part!r} for {some}")
+    raise _Uncut(f"it gives a {type(whole).__name__}, an object of its own: a dict or a dataclass can be shared")
+
+
+def _form_of_field(name: Any, whole: Any, part: Any, count: int, some: int) -> Any:
+    try:
+        return _form(whole, part, count, some)
+    except _Uncut as why:
+        raise _Uncut(f"{name!r}: {why}") from None
 
 
 def _cut(content: Any, form: Any, rows: slice | list[int] | None, checked: int | None = None) -> Any:
@@ -190,6 +209,11 @@ def _cut(content: Any, form: Any, rows: slice | list[int] | None, checked: int |
         if rows is None:
             return tree.PerSample(content)
         return tree.PerSample(content[rows] if isinstance(rows, slice) else [content[i] for i in rows])
+    if isinstance(form, _Fields):
+        made = copy.copy(content)
+        for name, how in form.items():
+            object.__setattr__(made, name, _cut(vars(content)[name], how, rows, checked))
+        return made
     if isinstance(form, Mapping):
         if content.keys() != form.keys():
             raise KeyError(f"{sorted(map(str, content))}, not {sorted(map(str, form))}")

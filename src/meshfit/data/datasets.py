@@ -239,6 +239,12 @@ class Recipe:
                 raise DataError(f"{name}= is a DataLoader with a {_what(said)}, and {word}= is given too", "keep one")
         return cls(loader.data, **{**how, "collate": how.get("collate") or loader.collate}, loader=loader)
 
+    @property
+    def code(self) -> tuple[Any, ...]:
+        """The user's own: of the data, and of what makes batches of it."""
+        batching = None if self.loader is None or self.loader.batching is None else self.loader.batching.sampler
+        return self.data, self.collate, batching
+
     def measured(self) -> "Recipe":
         """With the lengths of its samples, where they are needed; a function that gives the data is not called."""
         if self.pack is not None and self.length is None:

@@ -52,6 +52,8 @@ class Batch:
     last: bool
     """Whether the epoch ends with this batch."""
     microbatches: list[Microbatch]
+    digest: int = 0
+    """Of a stream: 31 bits of what its first and last samples are."""
 
     @property
     def size(self) -> int:
@@ -316,7 +318,7 @@ class Loader:
                 made = [make(held[at] or [held[0], held[0]]) for at in self._shares(len(held))]
             counts = self._counts(len(held))
             parts = [Microbatch(self._pinned(part), count) for part, count in zip(made, counts, strict=True)]
-            yield Batch(epoch, index, ids, following is None, parts)
+            yield Batch(epoch, index, ids, following is None, parts, tree.digest([held[0], held[-1]]))
             seen += len(held)
             held = following
 

@@ -41,11 +41,11 @@ def taken(loader: DataLoader, name: str = "data") -> TakenLoader:
     batches: Any = loader.batch_sampler
     if batches is None:
         raise _refused(name, "batch_size=None: its data set gives whole batches")
-    if loader.worker_init_fn is not None:
+    if loader.worker_init_fn is not None and not _only_seeds(loader.worker_init_fn):
         raise _refused(
             name,
-            "it has a worker_init_fn",
-            "generators are seeded for each sample, by seed=: leave it out, or do its work in the data set",
+            "it has a worker_init_fn that does more than to seed",
+            "generators are seeded for each sample, by seed=: do the rest of its work in the data set",
         )
     plain = type(batches) is BatchSampler
     drop_last = bool(batches.drop_last) if plain else False
@@ -71,6 +71,15 @@ def taken(loader: DataLoader, name: str = "data") -> TakenLoader:
     note = f"{taken_over}; a batch is that of all devices, and seed= decides what is random"
     workers = loader.num_workers or None
     return TakenLoader(loader.dataset, size, shuffle, workers, collate, batching, drop_last, note)
+
+
+SEEDS = {"torch", "numpy", "np", "random", "initial_seed", "seed", "manual_seed", "get_worker_info", "utils", "data"}
+
+
+def _only_seeds(function: Any) -> bool:
+    """Whether it names nothing but generators and their seeds: meshfit seeds them for each sample."""
+    code = getattr(function, "__code__", None)
+    return code is not None and not code.co_freevars and set(code.co_names) <= SEEDS
 
 
 def _order(sampler: Any, count: int) -> tuple[bool, Any, str]:

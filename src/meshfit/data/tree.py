@@ -2,12 +2,16 @@
 tensor is done to all of them, and the containers keep their types."""
 
 import dataclasses
+import inspect
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from meshfit.errors import DataError
 
 
 class Ragged(list):
@@ -35,6 +39,20 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def digest(tree: Any, most: int = 64) -> int:
+    """31 bits of its values: of a tensor, of its first ``most``."""
+    found = 0
+    for leaf in leaves(tree):
+        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            leaf = torch.from_numpy(np.array(leaf.ravel()[:most], order="C")) if leaf.dtype.kind in "biufc" else None
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
+            values = leaf.detach().flatten()[:most].cpu().contiguous().view(torch.uint8)
+            found = zlib.crc32(values.numpy().tobytes(), found)
+        elif isinstance(leaf, bool | int | float | str | bytes):
+            found = zlib.crc32(repr(leaf).encode(), found)
+    return found >> 1
 
 
 def is_ragged(tree: Any) -> bool:
@@ -70,10 +88,26 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """``model(inputs)``, ``model(*inputs)`` or ``model(**inputs)``, by what the inputs are."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        try:
+            return model(**inputs)
+        except TypeError as error:
+            raise _other_fields(model, inputs) or error from None
     if isinstance(inputs, tuple | list) and not isinstance(inputs, PerSample):
         return model(*inputs)
     return model(inputs)
+
+
+def _other_fields(model: Any, inputs: Mapping[str, Any]) -> DataError | None:
+    """What is wrong with the names of a batch, if anything is."""
+    try:
+        inspect.signature(getattr(model, "forward", model)).bind(**inputs)
+    except TypeError as why:
+        return DataError(
+            f"the model cannot be called with the fields of a batch: {why}",
+            f"it is called with {', '.join(map(str, inputs))}",
+            "leave others out of the samples, or call it in step=lambda model, batch: ... with those that it takes",
+        )
+    return None
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -151,6 +185,8 @@ def _alike(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_alike, a, b))
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b)
+    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
+        return type(a) is type(b) and same(vars(a), vars(b))
     return bool(a == b) or a != a  # NaN is alike
 
 

@@ -15,6 +15,7 @@ from meshfit.checkpoint.pretrained import write_weights
 from meshfit.comm.objects import broadcast_object
 from meshfit.drive.out_of_memory import note_memory
 from meshfit.drive.training import Training
+from meshfit.drive.untouched import TrainedParameters
 from meshfit.drive.work import Tap, driven, outcome_of
 from meshfit.errors import MeshfitError, out_of_memory
 from meshfit.job import Job
@@ -67,7 +68,14 @@ class Here(Training):
                 graceful.begun = True
 
             try:
-                yield from driven(run, self.folder, self._tap, begun=begun, stop=lambda: self._stop)
+                trained = None
+                for step in driven(run, self.folder, self._tap, begun=begun, stop=lambda: self._stop):
+                    trained = trained or TrainedParameters(
+                        self.model
+                    )  # as the run has them: some may be in no optimizer
+                    trained.take()  # a forward may change it
+                    yield step
+                    trained.check()
                 self.outcome = outcome_of(run)
                 if self.deferred is not None and not run.placed.is_whole:
                     self._keep_parts(run)

@@ -126,7 +126,8 @@ class Ranked(Training):
         """What ranks report; of steps up to ``after`` the caller has heard already."""
         seen: deque[int] = deque(maxlen=10 * LATE_STEPS)
         weights: dict[str, Tensor] = {}
-        untouched = Untouched(self.model, self.job.optimizer)
+        code = [each for phase in self.job.phases for each in phase.objective.code]
+        untouched = Untouched(self.model, self.job.optimizer, *code, *self.job.data.code)
         with self._ranks() as ranks:
             for rank, message in ranks.messages():
                 if isinstance(message, Begun):

@@ -1,5 +1,5 @@
-"""The caller's model and optimizer while copies of them train in ranks: what is changed here reaches nobody, and what
-is read here is from before the training.
+"""The caller's model, optimizer and Python objects while copies of them train in ranks: what is changed here reaches
+nobody, and what is read here is from before the training.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,17 +8,40 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshfit.drive.read_by_code import ReadByCode
 from meshfit.errors import JobError
 from meshfit.python_state import PythonState
 from meshfit.torch_private.tensors import version
 
 
+class TrainedParameters:
+    """Which parameters train: a caller leaves that as it is from the first step to the last."""
+
+    def __init__(self, model: nn.Module):
+        self._named = [*model.named_parameters()]
+        self.take()
+
+    def take(self) -> None:
+        self._trains = [p.requires_grad for _, p in self._named]
+
+    def check(self) -> None:
+        for (name, p), trains in zip(self._named, self._trains, strict=True):
+            if p.requires_grad is not trains:
+                raise JobError(
+                    f"{name} was {'frozen' if trains else 'unfrozen'} while the model trains",
+                    "a training has the same parameters from its beginning to its end: call fit again for the others",
+                    "or let all train, and a scheduler keep a group's learning rate at 0 until then",
+                )
+
+
 class Untouched:
     """As they are now."""
 
-    def __init__(self, model: nn.Module, optimizer: Any):
-        self.model, self.optimizers = model, _instances(optimizer)
+    def __init__(self, model: nn.Module, optimizer: Any, *code: Any):
+        """``code``: functions and data sets of the user's, which ranks have copies of."""
+        self.model, self.optimizers, self.code = model, _instances(optimizer), ReadByCode(model, *code)
         self._versions, self._settings = self._versions_now(), self._settings_now()
+        self.trained = TrainedParameters(model)
 
     def check(self) -> None:
         """After the caller was given a step."""
@@ -30,6 +53,7 @@ class Untouched:
                 "the change would be lost: weights come back when the training has ended",
                 "in the optimizer (a register_step_post_hook, say) it is done where the weights are",
             )
+        self.trained.check()
         for name, value in (settings := self._settings_now()).items():
             if value != self._settings[name]:
                 self._settings = settings
@@ -38,6 +62,13 @@ class Untouched:
                     "the change would be lost",
                     "scheduler=lambda optimizer: LambdaLR(optimizer, f) changes a learning rate where it is used",
                 )
+        if (name := self.code.changed()) is not None:
+            raise JobError(
+                f"{name} was changed in this process, while what reads it runs in others, on copies from before",
+                "the change would be lost",
+                'what the code itself counts follows the training: state["step"] += 1 in step=, say',
+                "on one device the training runs in this process, and sees the change",
+            )
 
     def _versions_now(self) -> dict[str, tuple[int, bool]]:
         """Of values, and whether they train."""

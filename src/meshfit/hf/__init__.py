@@ -7,10 +7,10 @@
     trainer.train()
 
 ``args`` is transformers' ``TrainingArguments``. Fields that decide what is trained are taken over; those that only
-concern how the original Trainer runs are left; any other that is set is refused by name, with what to write instead.
+concern how the original Trainer runs are left; any other that is set is refused by name, with what to write instead. So
+it is with the methods that a subclass defines (overridden.py) and with ``TrainerCallback`` objects (watching.py).
 """
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -25,61 +25,25 @@ from torch import nn
 from meshfit.errors import JobError
 from meshfit.evaluate import evaluate, predict, settle
 from meshfit.fit import fit
+from meshfit.hf.fields import refuse_fields
 from meshfit.hf.outputs import WholeSet, arrays, ignored, padded, predictions_of
-from meshfit.job import Job
+from meshfit.hf.overridden import refuse_overrides, steps_of
+from meshfit.hf.watching import Callbacks, TrainerLog, prefixed
+from meshfit.job import Job, plan_of
 from meshfit.launch.world import from_environment
 from meshfit.observe.track import TRACKERS, Track
 from meshfit.plan import Plan, completed
 from meshfit.result import Result
-from meshfit.step import Step
-
-TAKEN = """
-    output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
-    lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay adam_beta1
-    adam_beta2 adam_epsilon gradient_accumulation_steps max_grad_norm bf16 fp16 gradient_checkpointing
-    torch_compile logging_steps logging_strategy eval_strategy eval_steps save_strategy save_steps
-    save_total_limit load_best_model_at_end metric_for_best_model greater_is_better seed use_cpu
-    dataloader_num_workers remove_unused_columns label_names train_sampling_strategy length_column_name
-    report_to run_name project disable_tqdm resume_from_checkpoint
-""".split()  # noqa: SIM905
-
-LEFT = """
-    average_tokens_across_devices gradient_checkpointing_kwargs torch_compile_backend torch_compile_mode
-    use_cache torch_empty_cache_steps tf32 logging_first_step log_on_each_node logging_nan_inf_filter
-    logging_dir include_num_input_tokens_seen log_level log_level_replica prediction_loss_only
-    eval_do_concat_batches eval_use_gather_object eval_accumulation_steps save_only_model save_on_each_node
-    hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision trackio_space_id
-    trackio_bucket_id trackio_static_space_id restore_callback_states_from_checkpoint accelerator_config
-    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb
-    ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout debug skip_memory_metrics do_train do_eval
-    do_predict local_rank full_determinism enable_jit_checkpoint
-""".split()  # noqa: SIM905
-"""How the original runs, not what it trains."""
-
-INSTEAD = {
-    "fsdp": 'Trainer(..., plan="fsdp") shards over all devices',
-    "fsdp_config": 'Trainer(..., plan="fsdp recompute=full offload=optimizer"), say',
-    "deepspeed": 'Trainer(..., plan="zero=3") shards as ZeRO 3 does',
-    "parallelism_config": 'Trainer(..., plan="fsdp tp=2 cp=2"), say',
-    "label_smoothing_factor": "compute_loss_func= with F.cross_entropy(..., label_smoothing=)",
-    "auto_find_batch_size": "a smaller per_device_train_batch_size, with gradient_accumulation_steps",
-    "data_seed": "seed is of the order of samples, too",
-    "dataloader_drop_last": "leave the last samples out of train_dataset: the last batch may be smaller",
-    "push_to_hub": "trainer.save_model(folder) writes what push_to_hub takes",
-    "bf16_full_eval": "bf16 is of evaluations, too",
-    "fp16_full_eval": "fp16 is of evaluations, too",
-    "eval_delay": "eval_steps",
-    "eval_on_start": "trainer.evaluate() before trainer.train()",
-    "batch_eval_metrics": "compute_metrics on the whole data set",
-    "include_for_metrics": "compute_metrics with predictions and labels",
-    "use_liger_kernel": 'Trainer(..., plan="... compile=block")',
-}
 
 
 class Trainer:
     """The arguments are those of transformers' Trainer; ``plan`` and ``devices`` those of ``meshfit.fit``. Entries of
-    ``callbacks`` are functions of a ``meshfit.Step``, or an ``EarlyStoppingCallback``."""
+    ``callbacks`` are functions of a ``meshfit.Step``, or ``TrainerCallback`` objects. A subclass may define
+    ``compute_loss``."""
+
+    kept_here = ("model", "train_dataset", "eval_dataset", "log_history", "result")
+    kept_here = (*kept_here, "_collate", "_metrics", "_callbacks", "_watching", "_optimizer", "_scheduler")
+    """What a copy that computes losses elsewhere does without."""
 
     def __init__(
         self,
@@ -103,15 +67,20 @@ class Trainer:
         import transformers
 
         self.args = args if args is not None else transformers.TrainingArguments("trainer_output")
-        _refuse(self.args)
+        refuse_fields(self.args)
+        refuse_overrides(self, Trainer)
         if (model is None) == (model_init is None):
             raise JobError("Trainer takes a model, or model_init=, a function that builds one")
         if isinstance(eval_dataset, Mapping):
             raise JobError("eval_dataset= holds several data sets", "call trainer.evaluate(each) for each of them")
         if compute_metrics is not None and self.args.label_names not in (None, ["labels"]):
             raise JobError(f"label_names={self.args.label_names} with compute_metrics=", "labels must be named labels")
-        if optimizers[1] is not None:
-            raise JobError("optimizers= holds a scheduler", "TrainingArguments(lr_scheduler_type=...) builds one")
+        if optimizers[1] is not None and not callable(optimizers[1]):
+            raise JobError(
+                f"optimizers= holds a {type(optimizers[1]).__name__}, which follows an optimizer of this process",
+                "TrainingArguments(lr_scheduler_type=...) builds one; or give a function that makes it:",
+                f"optimizers=(optimizer, lambda optimizer: {type(optimizers[1]).__name__}(optimizer, ...))",
+            )
         if model_init is not None:
             torch.manual_seed(self.args.seed)
         self.model: nn.Module = model_init() if model_init is not None else model
@@ -119,25 +88,32 @@ class Trainer:
         self.processing_class = processing_class
         self.log_history: list[dict[str, float]] = []
         self.result: Result | None = None
+        self._max_steps = max(0, self.args.max_steps)
         self._collate = self._collator(data_collator)
         self._loss = None if compute_loss_func is None else _loss_of(compute_loss_func)
         self._metrics = {}
         if compute_metrics is not None:
             self._metrics = {"eval": WholeSet(compute_metrics, preprocess_logits_for_metrics, ignored(self.model))}
-        self._callbacks, self._patience = [], None
+        self._callbacks, self._patience, watching = [], None, list[Any]()
         for callback in callbacks or []:
+            callback = callback() if isinstance(callback, type) else callback
             if isinstance(callback, transformers.EarlyStoppingCallback):
                 self._patience = callback.early_stopping_patience
                 if callback.early_stopping_threshold:
                     raise JobError(
                         "EarlyStoppingCallback(early_stopping_threshold=...) is not taken over", "leave it out"
                     )
-            elif isinstance(callback, transformers.TrainerCallback) or not callable(callback):
-                name = type(callback).__name__
-                raise JobError(f"callbacks= holds a {name}", "give a function of a meshfit.Step, or Track(...)")
-            else:
+            elif isinstance(callback, transformers.ProgressCallback | transformers.PrinterCallback):
+                continue  # meshfit shows the same
+            elif isinstance(callback, transformers.TrainerCallback):
+                watching.append(callback)
+            elif callable(callback):
                 self._callbacks.append(callback)
+            else:
+                raise JobError(f"callbacks= holds a {type(callback).__name__}", "a function of a meshfit.Step, say")
+        self._watching = Callbacks(watching)
         self._optimizer = optimizers[0] or partial(_optimizer, args=self.args, chosen=optimizer_cls_and_kwargs)
+        self._scheduler = optimizers[1] or partial(_scheduler, args=self.args)
         self._plan, self._devices = self._planned(plan), "cpu" if self.args.use_cpu else devices
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> Any:
@@ -147,19 +123,28 @@ class Trainer:
         if self.train_dataset is None:
             raise JobError("Trainer has no train_dataset=")
         args, each = self.args, self._steps_of_epoch()
-        watched = _Log(self.log_history, self._every("logging", args.logging_steps) or each, each)
+        self._max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * each)
+        log = TrainerLog(self.log_history, self._every("logging", args.logging_steps) or each, each)
         evaluates = args.eval_strategy != "no"
         if evaluates and self.eval_dataset is None:
             raise JobError(f"eval_strategy={str(args.eval_strategy)!r} needs eval_dataset=")
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
         resume = resume_from_checkpoint if resume_from_checkpoint is not None else args.resume_from_checkpoint
         shown = None if args.disable_tqdm is None else not args.disable_tqdm
+        common = self._common(batch)
+        if self._own_loss:
+            step, valid_step = steps_of(self)
+            common |= {"step": step, "valid_step": valid_step if evaluates else None}
+        watching = self._watching.of(args, log, lambda: self.state, self.processing_class)
+        if self._watching.given:
+            plan = plan_of(self._settled())
+            watching.begin(self.model if plan.devices == 1 and not plan.server else None)
         self.result = result = fit(
             self.model,
             self.train_dataset,
-            **{**self._common(batch), **({} if evaluates else {"metrics": {}})},
+            **{**common, **({} if evaluates else {"metrics": {}})},
             optimizer=self._optimizer,
-            scheduler=partial(_scheduler, args=args),
+            scheduler=self._scheduler,
             epochs=args.num_train_epochs if args.max_steps <= 0 else None,
             steps=args.max_steps if args.max_steps > 0 else None,
             clip=args.max_grad_norm or None,
@@ -174,20 +159,35 @@ class Trainer:
             checkpoint=self._saves(),
             keep=args.save_total_limit or 2,
             resume=resume or False,
-            callbacks=[watched, *self._callbacks, *self._trackers()],
+            callbacks=[*([] if self._watching.given else [log]), *self._callbacks, *self._trackers()],
+            each_step=[watching] if self._watching.given else [],
             progress=shown,
         )
-        steps, losses = watched.step, watched.losses
-        metrics = {"train_runtime": result.seconds, "train_loss": losses / max(watched.count, 1)}
-        self.log_history.append({**metrics, "step": steps})
-        return TrainOutput(steps, metrics["train_loss"], metrics)
+        metrics = log.metrics(result.seconds)
+        self.log_history.append({**metrics, "step": log.step})
+        watching.end()
+        return TrainOutput(log.step, metrics["train_loss"], metrics)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """A subclass may define it: it is what ranks run, on their share of a batch. ``num_items_in_batch`` stays None:
+        a mean is weighted by what it is a mean over."""
+        labels = inputs.pop("labels") if self._loss is not None else None
+        outputs = model(**inputs)
+        if self._loss is not None:
+            loss = self._loss(outputs, labels)
+        else:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+        return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if data is None:
             raise JobError("Trainer has no eval_dataset=")
-        found = evaluate(self.model, data, **self._common(self.args.per_device_eval_batch_size))
-        told = _prefixed(found, metric_key_prefix)
+        asked = self._common(self.args.per_device_eval_batch_size)
+        found = evaluate(self.model, data, **asked, step=steps_of(self)[1] if self._own_loss else None)
+        told = prefixed(found, metric_key_prefix)
         self.log_history.append(told)
         return told
 
@@ -201,7 +201,8 @@ class Trainer:
         metrics, given = {}, None
         if labels and labels[0] is not None:
             given = padded([np.asarray(label)[0] for label in labels])
-            metrics = _prefixed(evaluate(self.model, test_dataset, **asked), metric_key_prefix)
+            step = steps_of(self)[1] if self._own_loss else None
+            metrics = prefixed(evaluate(self.model, test_dataset, **asked, step=step), metric_key_prefix)
         return PredictionOutput(arrays(predictions_of(found, ignored(self.model))), given, metrics)
 
     def save_model(self, output_dir: str | None = None) -> None:
@@ -219,8 +220,19 @@ class Trainer:
         """transformers' ``TrainerState``: the log so far."""
         from transformers import TrainerState
 
-        steps = max((int(each.get("step", 0)) for each in self.log_history), default=0)
-        return TrainerState(global_step=steps, log_history=self.log_history)
+        last = max(self.log_history, key=lambda each: each.get("step", 0), default={})
+        best, name = None, self._best().lstrip("-").replace("eval/", "eval_")
+        measured = [each[key] for each in self.log_history for key in (name, f"eval_{name}") if key in each]
+        if self.args.load_best_model_at_end and measured:
+            best = (min if self._best().startswith("-") else max)(measured)
+        return TrainerState(
+            global_step=int(last.get("step", 0)),
+            epoch=last.get("epoch", 0.0),
+            max_steps=self._max_steps,
+            num_train_epochs=math.ceil(self.args.num_train_epochs),
+            log_history=self.log_history,
+            best_metric=best,
+        )
 
     def is_world_process_zero(self) -> bool:
         world = from_environment()
@@ -235,11 +247,22 @@ class Trainer:
     def save_state(self) -> None:
         trainer_pt_utils().save_state(self)
 
+    def __getattr__(self, name: str) -> Any:
+        import transformers
+
+        if hasattr(transformers.Trainer, name) or name in ("optimizer", "lr_scheduler", "accelerator", "state"):
+            raise AttributeError(f"meshfit.hf.Trainer has no {name}; meshfit.fit has what a training of its own needs")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     # What fit is asked
+
+    @property
+    def _own_loss(self) -> bool:
+        return type(self).compute_loss is not Trainer.compute_loss
 
     def _common(self, each: int) -> dict[str, Any]:
         return {
-            "loss": self._loss,
+            "loss": None if self._own_loss else self._loss,
             "metrics": self._metrics,
             "batch_size": f"{each}/device",
             "collate": self._collate,
@@ -289,11 +312,14 @@ class Trainer:
             raise JobError("save_strategy='best' is not taken over", "load_best_model_at_end=True keeps the best")
         return self._every("save", self.args.save_steps) or self._steps_of_epoch()
 
-    def _steps_of_epoch(self) -> int:
+    def _settled(self) -> Job:
         asked = self._common(self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps)
-        settled = settle(Job(model=self.model, data=self.train_dataset, **{**asked, "metrics": {}}))
-        assert isinstance(settled.batch_size, int)
-        return max(1, math.ceil(len(self.train_dataset) / settled.batch_size))
+        return settle(Job(model=self.model, data=self.train_dataset, **{**asked, "metrics": {}}))
+
+    def _steps_of_epoch(self) -> int:
+        size = self._settled().batch_size
+        assert isinstance(size, int)
+        return max(1, math.ceil(len(self.train_dataset) / size))
 
     def _best(self) -> str:
         args = self.args
@@ -320,16 +346,6 @@ def trainer_pt_utils() -> Any:
     from transformers import trainer_pt_utils
 
     return trainer_pt_utils
-
-
-def _refuse(args: Any) -> None:
-    """What is set and would not be done."""
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if field.name in TAKEN or field.name in LEFT or not value or value == field.default:
-            continue
-        instead = INSTEAD.get(field.name, "leave it out, or use meshfit.fit, which may have it by another name")
-        raise JobError(f"TrainingArguments({field.name}={value!r}) is not taken over", instead)
 
 
 def _optimizer(model: nn.Module, *, args: Any, chosen: tuple[type, dict[str, Any]] | None) -> torch.optim.Optimizer:
@@ -364,29 +380,3 @@ def _collated(samples: list[Any], *, collate: Callable[[list[Any]], Any], kept: 
 
 def _loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda outputs, labels: function(outputs, labels)
-
-
-def _prefixed(found: Mapping[str, float], prefix: str) -> dict[str, float]:
-    return {f"{prefix}_{name.removeprefix('eval/')}": value for name, value in found.items()}
-
-
-class _Log:
-    """The log history of the original: mean losses every so many steps, and evaluations."""
-
-    def __init__(self, history: list[dict[str, float]], every: int, epoch: int):
-        """``epoch``: steps of one."""
-        self._history, self._every, self._epoch = history, every, epoch
-        self.losses, self.count, self.step = 0.0, 0, 0
-        self._since: list[float] = []
-
-    def __call__(self, step: Step) -> None:
-        self.losses, self.count, self.step = self.losses + step.loss, self.count + 1, step.step
-        self._since.append(step.loss)
-        place = {"epoch": step.step / self._epoch, "step": step.step}
-        if step.step % self._every == 0:
-            mean = sum(self._since) / len(self._since)
-            told = {"loss": mean, "grad_norm": step.grad_norm, "learning_rate": step.lr}
-            self._history.append({**told, **place})
-            self._since.clear()
-        if step.valid:
-            self._history.append({**_prefixed(step.valid, "eval"), **place})

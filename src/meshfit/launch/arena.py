@@ -25,6 +25,7 @@ import torch
 
 from meshfit.errors import JobError
 from meshfit.launch.channel import memory_file, seal
+from meshfit.torch_private.modules import parametrized, parts_of_parametrized
 from meshfit.torch_private.tensors import storage_id, untyped
 
 LARGE = 64 * 1024
@@ -152,6 +153,8 @@ class _Pickler(cloudpickle.Pickler):
                 return _same, (first,)
             flat = torch.empty(0, dtype=torch.uint8).set_(obj.cpu())
             return _storage, (pickle.PickleBuffer(flat.numpy().data),)
+        if isinstance(obj, torch.nn.Module) and (parts := parts_of_parametrized(obj)) is not None:
+            return parametrized, parts
         return super().reducer_override(obj)
 
 

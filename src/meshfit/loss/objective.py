@@ -104,15 +104,21 @@ def _called_whole(model: nn.Module, batch: Any) -> Any:
 
 
 def _own_loss(outputs: Any) -> Any:
+    """What a model calls loss; or all that it returns, or the first of a tuple, where that is one number."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if loss is None:
-        raise JobError(
-            "the model returned no loss, and no loss= was given",
-            f"it returned a {type(outputs).__name__}",
-            "give loss=, a function of outputs and targets, or let the batch hold what the model's own loss needs"
-            " (labels, for Hugging Face models)",
-        )
-    return loss
+    if loss is not None:
+        return loss
+    listed: list[Any] = [*outputs] if isinstance(outputs, tuple | list) else [outputs]
+    numbers = [i for i, each in enumerate(listed) if isinstance(each, Tensor) and not each.dim()]
+    if numbers and numbers[0] == 0 and listed[0].is_floating_point():
+        return listed[0]
+    raise JobError(
+        "the model returned no loss, and no loss= was given",
+        f"it returned a {type(outputs).__name__}",
+        "give loss=, a function of outputs and targets, or let the batch hold what the model's own loss needs"
+        " (labels, for Hugging Face models)",
+        *[f"step=lambda model, batch: model(*batch)[{i}] takes the one number in it" for i in numbers[:1]],
+    )
 
 
 @dataclass(frozen=True)
@@ -219,4 +225,6 @@ def check_scalar(loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
     what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    if isinstance(loss, Mapping):
+        raise DataError(f"the loss is {what}, not one number", 'return (loss, {"name": value}) to log values beside it')
     raise DataError(f"the loss is {what}, not one number", "return a mean, or (sum, count)")

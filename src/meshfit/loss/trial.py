@@ -5,6 +5,7 @@ or a model's own loss, together with the model.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -206,7 +207,13 @@ class LossTrial:
     ) -> LossSide:
         if afresh:
             self.state.restore()
-        with self._limited(), torch.set_grad_enabled(self.gradients), CrossEntropies() as heard:
+        with (
+            self._limited(),
+            torch.set_grad_enabled(self.gradients),
+            CrossEntropies() as heard,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # of batches of one sample, which may never come
             result, given = run(cut)
             loss, logged = parted(result)
             pair = isinstance(loss, tuple | list)

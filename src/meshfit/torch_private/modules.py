@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as RunningNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.nn.utils import parametrize
 
 from meshfit.patches import replaced
 
@@ -44,6 +45,24 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def parts_of_parametrized(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]] | None:
+    """Of a module whose weights torch computes from others (``parametrizations.weight_norm``): what it can be sent as.
+    torch refuses to pickle the class that it makes for each."""
+    if not parametrize.is_parametrized(module):
+        return None
+    return type(module).__mro__[1], vars(module)
+
+
+def parametrized(kind: type[nn.Module], held: dict[str, Any]) -> nn.Module:
+    """Such a module of its parts."""
+    module = kind.__new__(kind)
+    vars(module).update(held)
+    parametrize._inject_new_class(module)
+    for name in vars(module)["_modules"]["parametrizations"]:
+        parametrize._inject_property(module, name)
+    return module
 
 
 def wrap_call(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -87,7 +87,7 @@ class Buffers:
         *,
         microbatches: int = 1,
     ):
-        model, written = model or nn.Module(), written or Written()
+        model, written = nn.Module() if model is None else model, written or Written()
         self.model = model
         named = named_state(model)
         self.group = group

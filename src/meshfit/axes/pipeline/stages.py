@@ -222,7 +222,7 @@ def _notes(trace: Trace, found: Stages) -> tuple[str, ...]:
     largest = max(events, key=work)
     return (
         f"pipeline: stage {longest} takes {1 + found.imbalance:.1f} times as long as the mean of all stages,"
-        f" because {largest.name} cannot be cut"
+        f" because {largest.name or 'the model itself'} cannot be cut"
         if found.indivisible
         else f"pipeline: stage {longest} takes {1 + found.imbalance:.1f} times as long as the mean of all stages",
     )

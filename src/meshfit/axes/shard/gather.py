@@ -105,6 +105,14 @@ class Shards(Applied):
             self._first &= self._trial
             if not trains:
                 self.lockstep.end()
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise PlanError(
+                "shard=: the step differentiates by torch.func (grad, jacrev, hessian), which torch refuses where what"
+                " is saved for backward is watched, as it is here to drop gathered weights",
+                "data= takes it as it is; torch.autograd.grad(..., create_graph=True) can be sharded too",
+            ) from error
         finally:
             self.running = False
 
