@@ -1,5 +1,6 @@
 """C1. Processes."""
 
+import math
 import os
 import re
 import signal
@@ -7,6 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
 
 from tests.faults.job import HANG
 from tests.faults.table import (
@@ -16,7 +20,6 @@ from tests.faults.table import (
     RAISED,
     Given,
     Happened,
-    busy,
     fault,
     injected,
     recovered,
@@ -61,8 +64,9 @@ def killed_under_torchrun(given: Given) -> Happened:
     outcome = run(asked, limit=LIMIT, python=TORCHRUN, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     outcome.open_ports.clear()
     same = outcome.result.get("weights") == given.whole("data=2")["weights"]
-    words = f"exit code {outcome.code}: {'weights identical' if same else outcome.says}"
-    return Happened(2 if same else 0, words, [outcome], silent=int(outcome.code == 0 and not same))
+    again = [note for note in outcome.notes if "from step" in note]
+    words = f"weights {'identical' if same else f'differ, {outcome.says}'}; {'; '.join(again) or 'not started again'}"
+    return Happened(2 if same and again else 0, words, [outcome], silent=int(outcome.code == 0 and not same))
 
 
 @row("3", "kill -9 of the caller", "nothing is left after 5 s")
@@ -122,25 +126,33 @@ def _interrupt(watched: Watched, after: str = "step") -> None:
         watched.process.send_signal(signal.SIGINT)
 
 
-@row("9b", "Ctrl-C twice", f"all gone {GONE_SECONDS:g} s after the second, more on a busy machine")
+@row("9b", "Ctrl-C twice", f"all others gone in {GONE_SECONDS:g} s, the caller in as much CPU time")
 def interrupted_twice(given: Given) -> Happened:
-    took: list[float] = []
-    limit = busy(GONE_SECONDS)
+    """The caller is Python, with torch: what it takes to leave is its own, and longer where cores are busy."""
+    others, caller, used = [0.0], math.nan, 0.0
 
     def twice(watched: Watched) -> None:
-        if watched.wait_for("step 5", LIMIT / 2):
-            _interrupt(watched)
-            time.sleep(0.3)
-            began = time.monotonic()
-            _interrupt(watched)
-            while watched.pids() and time.monotonic() - began < LIMIT / 2:
-                time.sleep(0.02)
-            took.append(time.monotonic() - began)
+        nonlocal caller, used
+        if not watched.wait_for("step 5", LIMIT / 2):
+            return
+        _interrupt(watched)
+        time.sleep(0.3)
+        process = psutil.Process(watched.process.pid)
+        before, began = sum(process.cpu_times()[:2]), time.monotonic()
+        _interrupt(watched)
+        while (left := watched.pids()) and time.monotonic() - began < LIMIT / 2:
+            if left != [process.pid]:
+                others.append(time.monotonic() - began)
+            with suppress(psutil.Error):
+                used = max(used, sum(process.cpu_times()[:2]) - before)
+            time.sleep(0.02)
+        caller = time.monotonic() - began
 
     outcome = run(given.protected("data=2", step_seconds=0.6), limit=LIMIT, act=twice)
-    good = not outcome.hung and outcome.code != 0 and not outcome.orphans and bool(took)
-    words = f"exit code {outcome.code}; all gone after {took[0] if took else float('nan'):.1f} s of {limit:.1f}"
-    return Happened(0 if not good else 2 if took[0] <= limit else 1, words, [outcome])
+    good = not outcome.hung and outcome.code != 0 and not outcome.orphans and caller < LIMIT / 2
+    soon = others[-1] <= GONE_SECONDS and used <= GONE_SECONDS
+    words = f"others gone after {others[-1]:.1f} s, the caller after {caller:.1f} ({used:.1f} of CPU time)"
+    return Happened(0 if not good else 2 if soon else 1, f"exit code {outcome.code}; {words}", [outcome])
 
 
 @row("10", "SIGTERM of one rank: in step 1, a step, an evaluation", "saved, exit code 143, goes on identically")
