@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from meshfit.errors import Died, RankError
 from meshfit.launch.compare import ReplicaDifference, Replicas, Straggler, stragglers
 from meshfit.launch.heartbeat import BEATS, LONGER, UNKNOWN, Beat, Heart, SharedBoard, StoreBoard, parsed, silence_of
-from meshfit.launch.verdict import IN_ORDER, Mismatch, differs, kernel_state, mismatch, out_of_order, verdict
+from meshfit.launch.verdict import IN_ORDER, DifferentCalls, differs, kernel_state, mismatch, out_of_order, verdict
 from meshfit.live import LIVE, WHOLE, Seen, history, read
 
 COMPARED = 0.5  # seconds from one comparison of ranks to the next
@@ -124,7 +124,7 @@ class Stalls:
         """Replicas that do not hold the same."""
         self.different_calls: Died | None = None
         """Ranks that call different collectives. NCCL may go on with what came of it, and no rank stalls."""
-        self._wrong: Mismatch | None = None
+        self._wrong: DifferentCalls | None = None
         """At the last look: once may have been read while it was written."""
         self._slow: dict[int, Straggler] = {}
         self._suspects: Collection[int] = ()
@@ -224,7 +224,7 @@ class Stalls:
         error.step = max(live.step for live in seen.values())
         return error
 
-    def _mismatch(self, seen: dict[int, Seen], *, ended: bool = False) -> Mismatch | None:
+    def _mismatch(self, seen: dict[int, Seen], *, ended: bool = False) -> DifferentCalls | None:
         """The first collective that is not the same on all ranks, as far back as each has kept its own."""
         found = mismatch({rank: live.collectives for rank, live in seen.items()}, self.role, ended=ended)
         if found is None:

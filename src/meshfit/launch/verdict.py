@@ -56,7 +56,7 @@ ADVICE = {
 }
 
 
-class Mismatch(NamedTuple):
+class DifferentCalls(NamedTuple):
     """The first collective that is not the same on all ranks of its group."""
 
     headline: str
@@ -71,7 +71,7 @@ class Mismatch(NamedTuple):
 
 def mismatch(
     called: Mapping[int, Sequence[CalledCollective]], role: str = "rank", *, ended: bool = False
-) -> Mismatch | None:
+) -> DifferentCalls | None:
     """By rank, its last collectives. Where the first that differs is no longer among them, their checksums still tell.
     ``ended``: none will call another."""
     numbered: dict[tuple[str, str, int], dict[int, CalledCollective]] = defaultdict(dict)
@@ -88,13 +88,15 @@ def mismatch(
             each = "; ".join(f"{_ranks(ranks, role)}: {call}" for ranks, call in zip(kinds.values(), said, strict=True))
             if len(set(said)) > 1:
                 step = min(one.step for one in by.values())
-                return Mismatch(f"ranks call different collectives: {each}", f"number {number} over ranks {over}", step)
+                return DifferentCalls(
+                    f"ranks call different collectives: {each}", f"number {number} over ranks {over}", step
+                )
             before = f"before number {number} over ranks {over}, which is {said[0]} on all of them"
-            return Mismatch(f"{_ranks(sorted(by), role)} have called different collectives", before, 0)
+            return DifferentCalls(f"{_ranks(sorted(by), role)} have called different collectives", before, 0)
     return _one_more(called, role) if ended else None
 
 
-def _one_more(called: Mapping[int, Sequence[CalledCollective]], role: str) -> Mismatch | None:
+def _one_more(called: Mapping[int, Sequence[CalledCollective]], role: str) -> DifferentCalls | None:
     """The first collective that some ranks of a group have called, and others never will."""
     last: dict[tuple[str, str], dict[int, CalledCollective]] = defaultdict(dict)
     for rank, calls in called.items():
@@ -106,11 +108,11 @@ def _one_more(called: Mapping[int, Sequence[CalledCollective]], role: str) -> Mi
         if ahead := [rank for rank, one in sorted(by.items()) if one.number > min(o.number for o in by.values())]:
             behind = _ranks([rank for rank in sorted(by) if rank not in ahead], role)
             where = f"number {most.number} over ranks {over}: {most.op} of {most.what}, to which {behind} never came"
-            return Mismatch(f"{_ranks(ahead, role)} called more collectives than {behind}", where, most.step)
+            return DifferentCalls(f"{_ranks(ahead, role)} called more collectives than {behind}", where, most.step)
     return None
 
 
-def out_of_order(wrong: Mismatch, seen: Mapping[int, Seen], role: str = "rank") -> list[str]:
+def out_of_order(wrong: DifferentCalls, seen: Mapping[int, Seen], role: str = "rank") -> list[str]:
     """Of ranks that call different collectives, ``wrong``, and may go on with what came of it."""
     return [*wrong.lines, *_waiting(sorted(seen), set(), {}, seen, role), f"what to do: {IN_ORDER}"]
 
