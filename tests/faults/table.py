@@ -99,7 +99,8 @@ def recovered(outcome: Outcome, want: dict[str, Any], says: str = "") -> Happene
     if outcome.digest == want["digest"]:
         again = [note for note in outcome.result["notes"] if "restarted" in note]
         named = any(re.search(says, note) for note in again) or not says
-        return Happened(2 if named else 1, f"identical; {'; '.join(again) or 'nobody noticed'}", [outcome])
+        words = ["identical", *again, *([] if named else ["the cause is not named"])]
+        return Happened(2 if named else 1, "; ".join(words), [outcome])
     if outcome.digest:
         return Happened(0, "ended well with another result", [outcome], silent=1)
     return stopped(outcome, "", points=1)
