@@ -242,6 +242,23 @@ def test_a_server_killed_goes_on_from_its_snapshot(plan: str, which: int) -> Non
     assert_same(spread, alone)
 
 
+def test_a_server_and_a_worker_killed_at_once_are_not_waited_for() -> None:
+    """The snapshot from which the server goes on knows of both workers."""
+
+    def kill(step: Step) -> None:
+        if step.step >= 14 and not killed:
+            killed.extend(processes()[1:])
+            for process in killed:
+                process.kill()
+
+    killed: list[psutil.Process] = []
+    alone = fit("data=1", steps=30)
+    spread = fit("server=1 data=2", steps=30, loss=slowly, callbacks=kill)
+    assert {note.partition(" was killed")[0] for note in spread.notes} >= {"rank 1", "server 0"}
+    assert losses(spread) == pytest.approx(losses(alone), rel=1e-5)
+    assert_same(spread, alone)
+
+
 def dying(at: int, mark: Path) -> Any:
     """A loss in whose ``at``-th forward one worker, the first to come there, kills itself."""
     calls: list[None] = []

@@ -324,6 +324,26 @@ def test_a_device_on_which_ranks_die_again_is_left_out(tmp_path: Path) -> None:
     assert [step.loss for step in run.history] == pytest.approx([step.loss for step in alone.history], rel=1e-4)
 
 
+def test_one_device_in_a_rank_of_its_own(tmp_path: Path) -> None:
+    """It is the last of its range, and tried again though a rank has died on it twice in a row."""
+    failed = tmp_path / "failed"
+    failed.mkdir()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if step_under_way() == 8 and len(deaths := list(failed.iterdir())) < 2:
+            wait_for_checkpoint(tmp_path / "run", 5)
+            (failed / str(len(deaths))).touch()
+            kill_me()
+        return F.mse_loss(outputs, targets)
+
+    run = fit(tmp_path / "run", steps=12, devices="cpu:1..1", checkpoint=5, loss=loss)
+    killed = "restarted from step 5: rank 0 was killed by signal 9 (SIGKILL)"
+    assert [note for note in run.notes if note.startswith("restarted")] == [killed, killed]
+    alone = fit(steps=12, devices="cpu:1..1")
+    for name, tensor in weights(alone).items():
+        assert torch.equal(weights(run)[name], tensor), name
+
+
 # The caller dies
 
 TRAINING = """

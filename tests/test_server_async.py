@@ -16,6 +16,7 @@ from benchmarks.served import Training
 from meshfit.server.client import Client
 from meshfit.server.clocks import Clocks, Tickets
 from meshfit.server.server import Server
+from meshfit.server.settings import gone_mark
 from meshfit.server.snapshot import common, newest, write
 from meshfit.server.wire import Message
 from tests.few import every_other, more
@@ -136,6 +137,17 @@ def test_a_worker_that_leaves_is_not_missed(tmp_path: Path, staleness: int) -> N
         server = fleet.servers[0].end()
     assert server["version"] == 30
     assert server["said"] == []
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_a_worker_that_died_before_it_came_is_not_waited_for(tmp_path: Path, staleness: int) -> None:
+    terms = {"staleness": staleness, "batch_size": BATCH, "meeting": tmp_path}
+    with Fleet(training, tmp_path, workers=2, total=10, **terms) as fleet:
+        fleet.work(0)
+        time.sleep(0.5)
+        assert not fleet.steps(0)
+        gone_mark(tmp_path, 1).touch()
+        assert sorted(fleet.workers[0].end()["tickets"]) == list(range(10))
 
 
 def test_a_hung_worker_is_given_up(tmp_path: Path) -> None:

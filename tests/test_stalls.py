@@ -25,7 +25,7 @@ from meshfit.errors import RankError
 from meshfit.launch import frames, heartbeat
 from meshfit.launch.channel import memory_file
 from meshfit.launch.devices import Devices
-from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, parsed, silence_of, step_under_way
+from meshfit.launch.heartbeat import Beat, Heart, SharedBoard, StoreBoard, parsed, silence_of, step_under_way
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.stalls import judge
 from meshfit.live import LIVE
@@ -331,6 +331,19 @@ from tests.test_stalls import Slow, fit
 heartbeat.SILENCE = {seconds} / 5
 fit(Slow(60), timeout={seconds})
 """
+
+
+def test_ranks_that_torchrun_starts_again_are_not_taken_for_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store is the same one for both."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    before = StoreBoard()
+    before.put(1, b"hangs in step 50")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    after = StoreBoard()
+    assert before.get(1) == b"hangs in step 50"
+    assert (after.get(1), after.live(1)) == (b"", b"")
 
 
 def test_under_torchrun_too(tmp_path: Path) -> None:

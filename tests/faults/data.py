@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from tests.faults.table import LIMIT, Given, Happened, fault, injected, recovered, row, several, stopped, tests
+from tests.faults.table import DIED, LIMIT, Given, Happened, fault, injected, recovered, row, several, stopped, tests
 from tests.faults.watch import ROOT, Watched, run
 
 SMALL = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2m none /dev/shm && exec "$@"', "sh")
@@ -25,7 +25,7 @@ def epochs(given: Given) -> Happened:
         asked = given.protected("data=2", step_seconds=0.05, workers=workers)
         every.append(recovered(run(asked, limit=LIMIT, act=twice), given.whole("data=2"), "was killed by signal 9"))
     edge = {"step": 31, "phase": "data"}  # ten batches an epoch
-    return several([*every, injected(given, "kill", "was killed by signal 9", **edge)])
+    return several([*every, injected(given, "kill", "was killed by signal 9", DIED, **edge)])
 
 
 tests(

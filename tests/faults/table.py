@@ -9,15 +9,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.faults.inject import PHASES
+from tests.faults.job import HANG
 from tests.faults.watch import ROOT, Outcome, run
 
 LIMIT = 300.0  # seconds for a run; a hang is a fault
 STEPS = 60
+DIED, RAISED, HUNG = 2.0, 3.0, HANG + 5.0  # seconds in which a fault is told of, and all ranks are gone
 
 
 @dataclass
@@ -97,7 +99,8 @@ def recovered(outcome: Outcome, want: dict[str, Any], says: str = "") -> Happene
     if outcome.digest == want["digest"]:
         again = [note for note in outcome.result["notes"] if "restarted" in note]
         named = any(re.search(says, note) for note in again) or not says
-        return Happened(2 if named else 1, f"identical; {'; '.join(again) or 'nobody noticed'}", [outcome])
+        words = ["identical", *again, *([] if named else ["the cause is not named"])]
+        return Happened(2 if named else 1, "; ".join(words), [outcome])
     if outcome.digest:
         return Happened(0, "ended well with another result", [outcome], silent=1)
     return stopped(outcome, "", points=1)
@@ -129,9 +132,15 @@ def fault(given: Given, kind: str, **at: Any) -> dict[str, Any]:
     return {"kind": kind, "mark": given.once(), **drawn, **at}
 
 
-def injected(given: Given, kind: str, says: str, plan: str = "data=2", **at: Any) -> Happened:
-    asked = given.protected(plan, fault=fault(given, kind, **at))
-    return recovered(run(asked, limit=LIMIT), given.whole(plan), says)
+def injected(
+    given: Given, kind: str, says: str, within: float, plan: str = "data=2", devices: str = "cpu", **at: Any
+) -> Happened:
+    """It must have told of the fault ``within`` so many seconds."""
+    made = fault(given, kind, **at)
+    outcome = run(given.protected(plan, fault=made, **({"devices": devices} if devices != "cpu" else {})), limit=LIMIT)
+    found, after = recovered(outcome, given.whole(plan), says), outcome.told_after(made["mark"])
+    points = found.points if after <= within else min(found.points, 1)
+    return replace(found, points=points, words=f"told after {after:.1f} s; {found.words}")
 
 
 def resumed_like(given: Given, before: Outcome, after: Outcome) -> Happened:

@@ -5,6 +5,7 @@ Every process of a run has a mark in its environment, whoever started it: so tho
 
 import ipaddress
 import json
+import math
 import os
 import secrets
 import signal
@@ -36,6 +37,8 @@ class Outcome:
     """Command lines of processes that were left."""
     open_ports: list[str] = field(default_factory=list)
     """Addresses beyond loopback at which it listened."""
+    said: list[tuple[float, str]] = field(default_factory=list)
+    """Lines of stderr, and when they came."""
 
     @property
     def hung(self) -> bool:
@@ -54,6 +57,14 @@ class Outcome:
     @property
     def notes(self) -> list[str]:
         return self.result.get("notes", [])
+
+    def told_after(self, mark: str) -> float:
+        """Seconds from a fault, which has made the file ``mark``, to the first line of meshfit's that follows it."""
+        try:
+            made = os.stat(mark).st_mtime
+        except OSError:
+            return math.nan
+        return next((at - made for at, line in self.said if at >= made and line.startswith("meshfit: ")), math.nan)
 
     @property
     def says(self) -> str:
@@ -80,20 +91,25 @@ class Watched:
             start_new_session=True,
         )
         self.lines: list[str] = []
-        self._err: list[str] = []
+        self._err: list[tuple[float, str]] = []
         self.open_ports: set[str] = set()
         self._readers = [
-            threading.Thread(target=self._read, args=(self.process.stdout, self.lines), daemon=True),
-            threading.Thread(target=self._read, args=(self.process.stderr, self._err), daemon=True),
+            threading.Thread(target=self._read_out, daemon=True),
+            threading.Thread(target=self._read_err, daemon=True),
             threading.Thread(target=self._look, daemon=True),
         ]
         for thread in self._readers:
             thread.start()
 
-    @staticmethod
-    def _read(pipe: Any, lines: list[str]) -> None:
-        for line in pipe:
-            lines.append(line)
+    def _read_out(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    def _read_err(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._err.append((time.time(), line))
 
     def _look(self) -> None:
         while self.process.poll() is None:
@@ -142,7 +158,8 @@ class Watched:
             self.process.wait(10)
         for thread in self._readers:
             thread.join(5)
-        return Outcome(code, seconds, "".join(self.lines), "".join(self._err), orphans, sorted(self.open_ports))
+        err = "".join(line for _, line in self._err)
+        return Outcome(code, seconds, "".join(self.lines), err, orphans, sorted(self.open_ports), self._err)
 
 
 def run(
@@ -151,10 +168,12 @@ def run(
     limit: float,
     act: Callable[[Watched], None] = lambda run: None,
     before: Sequence[str] = (),
+    python: Sequence[str] = (sys.executable,),
     **environ: str,
 ) -> Outcome:
-    """The job of job.py; ``act`` does something to it from outside. ``before``: a command that runs it."""
-    watched = Watched([*before, sys.executable, "-m", "tests.faults.job", json.dumps(asked)], **environ)
+    """The job of job.py; ``act`` does something to it from outside. ``before``: a command that runs it; ``python``: the
+    one that its module is given to."""
+    watched = Watched([*before, *python, "-m", "tests.faults.job", json.dumps(asked)], **environ)
     try:
         act(watched)
     finally:

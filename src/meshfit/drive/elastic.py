@@ -39,7 +39,9 @@ class Elastic:
         rank = failures[-1].rank
         assert isinstance(job.devices, Devices)
         if rank is not None and job.devices.indices and [each.rank for each in failures[-2:]] == [rank, rank]:
-            self.gone.add(job.devices.indices[rank])
+            gone = self.gone | {job.devices.indices[rank]}
+            if (self.devices.present(gone).count or 0) >= self.devices.least:  # else it is tried again, as all are
+                self.gone = gone
         return self.fitted(job)
 
     def fitted(self, job: Job) -> Job:

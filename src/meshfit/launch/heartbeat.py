@@ -96,22 +96,24 @@ class StoreBoard:
     """A board in the store that torchrun's ranks meet in, over a connection of its own."""
 
     def __init__(self) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import PrefixStore, TCPStore
 
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it starts ranks again
+        self.store = PrefixStore(f"meshfit/watch/{start}", store)
 
     def put(self, rank: int, text: bytes) -> None:
-        self.store.set(f"meshfit/live/{rank}", bytes(LIVE.memory[:SIZE]).hex())
-        self.store.set(f"meshfit/beat/{rank}", text.decode())
+        self.store.set(f"live/{rank}", bytes(LIVE.memory[:SIZE]).hex())
+        self.store.set(f"beat/{rank}", text.decode())
 
     def get(self, rank: int) -> bytes:
-        key = f"meshfit/beat/{rank}"
+        key = f"beat/{rank}"
         return self.store.get(key) if self.store.check([key]) else b""
 
     def live(self, rank: int, size: int = SIZE) -> bytes:
         """Never more than ``SIZE``: it is sent with each beat."""
-        key = f"meshfit/live/{rank}"
+        key = f"live/{rank}"
         return bytes.fromhex(self.store.get(key).decode()) if self.store.check([key]) else b""
 
     def memory(self, rank: int) -> memoryview | None:

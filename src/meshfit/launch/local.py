@@ -47,6 +47,7 @@ class Beside(Protocol):
     def fds(self) -> list[int]: ...
     def watch(self) -> None: ...
     def look(self) -> None: ...
+    def gone(self, worker: int) -> None: ...
 
 
 class LocalRanks:
@@ -181,11 +182,16 @@ class LocalRanks:
                 error.out_of_memory = True
             raise at_step(step, error, rank)
         self.lost[rank] = headline
+        self._gone_beside(rank)
         self._open.discard(rank)
         if waiting := peers - self._exited.keys() - self._returned.keys() - self._ending.keys():
             self._ending |= dict.fromkeys(waiting, rank)
             with suppress(ConnectionError):
                 self._run.send(("kill", sorted(waiting)))
+
+    def _gone_beside(self, rank: int) -> None:
+        if self.beside is not None:
+            self.beside.gone(rank // self._group)
 
     def _step_of(self, rank: int) -> int:
         """That a rank was in when it was last heard from; 0: in none."""
@@ -278,6 +284,7 @@ class LocalRanks:
                 return
             if isinstance(message, Returned):
                 self._returned[rank] = message.value
+                self._gone_beside(rank)
             elif isinstance(message, Left):
                 self._left[rank] = message.step
             else:

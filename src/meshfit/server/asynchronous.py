@@ -25,7 +25,7 @@ class AsynchronousCoordinator:
         self.server, self.keeper, self.settings = server, server.keeper, server.settings
         self.tickets = Tickets.after(self.settings.first, self.settings.applied, self.settings.total)
         self.clocks = Clocks(self.settings.staleness)
-        self.expected = self.settings.workers
+        self.expected = set(range(self.settings.workers))
         """Workers that must have come before the first batch is given out."""
 
     @property
@@ -36,8 +36,11 @@ class AsynchronousCoordinator:
 
     def join(self, client: Client) -> None:
         self.clocks.join(client.id)
-        if self.server.own >= self.expected:
-            self.expected = 0
+
+    def _may_begin(self) -> bool:
+        if self.expected and self.server.all_here(self.expected):
+            self.expected = set()
+        return not self.expected
 
     def lost(self, worker: int, *, left: bool) -> None:
         self.tickets.give_back(worker)
@@ -48,7 +51,7 @@ class AsynchronousCoordinator:
         """Its next batch, once it may go on. At the end it waits until the last batch of all others is done."""
         if not self.server.coordinates:
             return self._place(client, None)
-        self.server.wait(client, lambda: not self.expected)
+        self.server.wait(client, self._may_begin)
         while True:
             self.server.wait(client, lambda: self.clocks.may_go(client.id))
             ticket = self.tickets.take(client.id)
@@ -111,4 +114,4 @@ class AsynchronousCoordinator:
         return {"tickets": self.tickets.facts()}
 
     def restore(self, facts: dict[str, Any]) -> None:
-        self.tickets, self.expected = Tickets.of(facts["tickets"]), 0
+        self.tickets, self.expected = Tickets.of(facts["tickets"]), set()

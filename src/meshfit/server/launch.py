@@ -13,6 +13,7 @@ from meshfit.errors import Died
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks
 from meshfit.launch.rank import Work
+from meshfit.server.settings import gone_mark
 
 MOST_STARTS = 8  # of a run: what dies more often dies of something that another start does not mend
 
@@ -43,6 +44,11 @@ class Servers:
     @property
     def fds(self) -> list[int]:
         return self._ranks.fds
+
+    def gone(self, worker: int) -> None:
+        """A worker has ended. Servers that are started again would wait for it."""
+        with suppress(OSError):
+            gone_mark(Path(self._folder), worker).touch()
 
     def watch(self) -> None:
         """Report those that have stalled; start them again if one hangs."""

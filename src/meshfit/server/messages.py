@@ -48,6 +48,15 @@ WORDS: dict[str, dict[str, Callable[[Any], bool]]] = {
 }
 
 
+def check_from(worker: int, message: Message) -> None:
+    """``WireError`` unless the message is this worker's, and has the words of its kind."""
+    if message.worker != worker:
+        raise WireError(f"worker {worker} speaks as worker {message.worker}")
+    if message.payload and message.kind != "push":
+        raise WireError(f"a {message.kind!r} with a payload that was not due")
+    check(message)
+
+
 def check(message: Message) -> None:
     """``WireError`` unless the message has the words of its kind."""
     for word, right in WORDS.get(message.kind, {}).items():

@@ -142,6 +142,7 @@ class ServerProcess:
             compress=plan.compress,
             patience=job.timeout,
             folder=folders[world.rank],
+            meeting=Path(world.folder),
             every=every,
             upto=common(folders),
             **_places(run, job),

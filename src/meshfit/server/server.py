@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from meshfit.events import current
@@ -29,8 +30,8 @@ from meshfit.server.asynchronous import AsynchronousCoordinator
 from meshfit.server.client import Client, ClientRecord, Push, ReadWriteLock
 from meshfit.server.join import Invitation
 from meshfit.server.keeper import Keeper
-from meshfit.server.messages import check as check_words
-from meshfit.server.settings import ServerSettings
+from meshfit.server.messages import check, check_from
+from meshfit.server.settings import ServerSettings, gone_mark
 from meshfit.server.shared_memory import SharedMemory, view
 from meshfit.server.snapshot import SnapshotWriter, newest, write
 from meshfit.server.synchronous import SynchronousCoordinator
@@ -141,8 +142,8 @@ class Server:
                 self._fail(error)
 
     def _work_for(self, client: Client) -> None:
-        check = lambda message: self._check(client, message)
-        while self._answer(client, client.wire.recv(self._into(client), check=check)):
+        into = None if client.wire.local else view(client.memory.up)  # a gradient that is shared is there already
+        while self._answer(client, client.wire.recv(into, check=partial(check_from, client.id))):
             client.heard = time.monotonic()
 
     def _fail(self, error: Exception) -> None:
@@ -154,24 +155,13 @@ class Server:
                 client.wire.close()
             self.lock.notify_all()
 
-    def _into(self, client: Client) -> memoryview | None:
-        """Where a gradient goes that comes over the connection; a shared one is there already."""
-        return view(client.memory.up) if not client.wire.local else None
-
-    def _check(self, client: Client, message: Message) -> None:
-        if message.worker != client.id:
-            raise WireError(f"worker {client.id} speaks as worker {message.worker}")
-        if message.payload and message.kind != "push":
-            raise WireError(f"a {message.kind!r} with a payload that was not due")
-        check_words(message)
-
     def _refuse(self, wire: Wire, error: WireError) -> None:
         with suppress(ConnectionLost):
             wire.send("error", words={"headline": error.headline, "facts": list(error.facts)})
 
     def _hello(self, wire: Wire) -> Message | None:
         """The first words of a worker that holds the same model. None: it wanted to know what this run is."""
-        hello = wire.recv(timeout=GREETING_SECONDS, check=check_words)
+        hello = wire.recv(timeout=GREETING_SECONDS, check=check)
         if hello.kind == "join" and self.invitation is not None:
             with self.lock:
                 if self.coordinator.finished:
@@ -235,9 +225,14 @@ class Server:
         )
 
     @property
-    def own(self) -> int:
+    def own(self) -> list[int]:
         """Workers that are here, without those that have joined."""
-        return sum(worker < self.settings.workers for worker in self.clients)
+        return sorted(worker for worker in self.clients if worker < self.settings.workers)
+
+    def all_here(self, expected: set[int]) -> bool:
+        """Whether these workers are connected, but for those that died before they were, and will not come."""
+        absent, at = expected - self.clients.keys(), self.settings.meeting
+        return not absent or (at is not None and all(gone_mark(at, worker).exists() for worker in absent))
 
     def _answer(self, client: Client, message: Message) -> bool:
         """Do what a worker asks, and say so. False: it has left."""

@@ -4,12 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+def gone_mark(folder: Path, worker: int) -> Path:
+    """A file where the processes of a run meet: this worker, which was started with the servers, will not come."""
+    return folder / f"gone{worker}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """How a server deals with its workers. ``staleness``, ``lost`` and ``compress`` are as in a plan."""
 
     workers: int
-    """That must have come before the first step; later ones may come and go."""
+    """That must have come before the first step, or have left a ``gone_mark``; later ones may come and go."""
+    meeting: Path | None = None
+    """Where these marks are."""
     staleness: float = 0
     lost: str = "average"
     compress: str = "none"

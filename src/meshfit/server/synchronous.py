@@ -48,7 +48,7 @@ class SynchronousCoordinator:
     def __init__(self, server: "Server"):
         self.server, self.keeper, self.settings = server, server.keeper, server.settings
         self.round: Round | None = None
-        self.expected = self.settings.workers
+        self.expected = set(range(self.settings.workers))
         """Workers that must have come before the first round."""
         self.stopped = False
         self._rounds = 0
@@ -89,22 +89,29 @@ class SynchronousCoordinator:
 
     def _begin(self) -> None:
         here = tuple(sorted(self.server.clients))
-        if self.server.coordinates and self.server.own >= self.expected and self.ticket is not None:
+        here_now = self.server.own and self.server.all_here(self.expected)
+        if self.server.coordinates and here_now and self.ticket is not None:
             self._rounds += 1
             self.round = Round(f"{self.server.incarnation}/{self._rounds}", self.ticket, here)
-            self.expected = 1
+            self.expected = set()
         elif self.server.coordinates:
             self.round = None
         self.server.lock.notify_all()
 
     def place(self, client: Client) -> dict[str, Any]:
         """Which batch is next for this worker, and with whom it shares it; waits until there is one."""
-        self.server.wait(client, lambda: self.finished or (self.round is not None and client.id in self.round.members))
+        ready = lambda: self.finished or (self.round is not None and client.id in self.round.members)
+        self.server.wait(client, ready, tick=self._begin_without)
         if self.finished:
             return {"ticket": None, "members": [client.id], "round": "", "leader": self.server.leader}
         assert self.round is not None
         members = list(self.round.members)
         return {"ticket": self.round.ticket, "members": members, "round": self.round.name, "leader": members[0]}
+
+    def _begin_without(self) -> None:
+        """Those that are waited for, and have died meanwhile."""
+        if self.round is None:
+            self._begin()
 
     # A step
 
@@ -228,4 +235,4 @@ class SynchronousCoordinator:
         return {"workers": self.server.own}
 
     def restore(self, facts: dict[str, Any]) -> None:
-        self.expected = max(1, facts["workers"])
+        self.expected = set(facts["workers"])
