@@ -19,14 +19,15 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
     """What ``work`` returns in each rank of the job's plan, by rank; the job must be settled."""
     assert isinstance(job.devices, Devices)
     given = from_environment(job.devices)
-    built = replace(job, model=job.build())
+    model = job.build()
+    built = replace(job, model=model)
     if given is not None and given.size > 1:
         connect(given, timeout=job.timeout)
-        with as_found(built.model):
+        with as_found(model):
             return all_gather_object(work(built, given))
     if plan_of(job).devices == 1:
         world = World(0, 1, job.devices.device(0))
-        with in_one_turn(world.device), as_found(built.model):
+        with in_one_turn(world.device), as_found(model):
             return [work(built, world)]
     from meshfit.launch.warm import warm
 
