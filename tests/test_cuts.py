@@ -504,7 +504,7 @@ def test_branches_are_independent(seed: int):
     for event in trace.events:
         makers = {trace.values[value].made_by for value in event.reads} - {-1}
         before.append(set().union(makers, *(before[maker] for maker in makers)))
-    for a, b in combinations(branches(trace, flops), 2):
+    for a, b in combinations(branches(trace), 2):
         if a.group == b.group:
             assert not set(a.events) & set(b.events)
             assert not any(before[i] & set(b.events) for i in a.events)

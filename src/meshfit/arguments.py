@@ -164,7 +164,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "clip": (_above_0(number), "a number above 0"),
     "on_nan": (lambda value: value in ("stop", "skip"), '"stop" or "skip"'),
     "shuffle": (_or_none(_switch), "True or False"),
-    "seed": (lambda value: whole(value) and -(2**63) <= value < 2**63, "a whole number of 64 bits"),
+    "seed": (lambda value: whole(value) and -(2**63) <= value < 2**64, "a whole number of 64 bits"),
     "out": (_path, "a path"),
     "resume": (lambda value: isinstance(value, bool) or (value is not None and _path(value)), "True, False or a path"),
     "restarts": (lambda value: value == "auto" or (whole(value) and value >= 0), 'a number of tries, or "auto"'),

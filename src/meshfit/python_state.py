@@ -186,7 +186,7 @@ class _Slots:
                 self._put(key, self.was[key])
 
     def _now(self) -> Iterator[tuple[Any, Any]]:
-        return ((key, value) for key, value in [*islice(self.held.items(), ITEMS)] if key not in self.skip)
+        return ((key, value) for key, value in [*islice(dict.items(self.held), ITEMS)] if key not in self.skip)
 
     def _put(self, key: Any, value: Any) -> None:
         self.held[key] = value

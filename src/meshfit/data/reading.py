@@ -66,7 +66,8 @@ class ReaderChoice:
     why: str
 
     def __str__(self) -> str:
-        who = "where it is trained" if self.kind == "inline" else f"by {self.workers} {self.kind}"
+        kind = {"threads": "thread", "processes": "process"}.get(self.kind) if self.workers == 1 else self.kind
+        who = "where it is trained" if self.kind == "inline" else f"by {self.workers} {kind}"
         return f"data: read {who} ({self.why})"
 
 

@@ -181,8 +181,8 @@ def find(code: Any) -> list[tuple[str, Any]]:
 
 
 def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, dict):  # other mappings may read files
-        yield from ((str(key), value) for key, value in islice(thing.items(), ITEMS))
+    if isinstance(thing, dict):  # as dict has it: other mappings may read files, or import a library's models
+        yield from ((str(key), value) for key, value in islice(dict.items(thing), ITEMS))
     if isinstance(thing, list | tuple | set | frozenset | deque):
         yield from ((str(i), value) for i, value in enumerate(islice(thing, ITEMS)))
     elif isinstance(thing, functools.partial):

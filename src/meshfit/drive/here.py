@@ -68,14 +68,12 @@ class Here(Training):
                 graceful.begun = True
 
             try:
-                trained = None
+                trained = TrainedParameters(self.model)
                 for step in driven(run, self.folder, self._tap, begun=begun, stop=lambda: self._stop):
-                    trained = trained or TrainedParameters(
-                        self.model
-                    )  # as the run has them: some may be in no optimizer
-                    trained.take()  # a forward may change it
+                    trained.take()  # the run freezes those in no optimizer, and a forward may change it
                     yield step
-                    trained.check()
+                    if self.world.size > 1:
+                        trained.check()
                 self.outcome = outcome_of(run)
                 if self.deferred is not None and not run.placed.is_whole:
                     self._keep_parts(run)

@@ -66,7 +66,7 @@ class ReadByCode:
         elif isinstance(thing, Tensor | np.ndarray):
             self._values.setdefault(path, (lambda: thing, _seen(thing)))
         elif isinstance(thing, list | tuple | dict):
-            some = thing.items() if isinstance(thing, dict) else enumerate(thing[:ITEMS])
+            some = dict.items(thing) if isinstance(thing, dict) else enumerate(thing[:ITEMS])
             queue.extend((f"{path}[{key!r}]", each) for key, each in some if not isinstance(each, SCALARS))
         elif not isinstance(thing, type) and not _plain(thing) and hasattr(thing, "__dict__"):
             self._objects[id(thing)] = path, thing

@@ -31,6 +31,7 @@ class TrainedParameters:
                     f"{name} was {'frozen' if trains else 'unfrozen'} while the model trains",
                     "a training has the same parameters from its beginning to its end: call fit again for the others",
                     "or let all train, and a scheduler keep a group's learning rate at 0 until then",
+                    "one device takes it as it is",
                 )
 
 
@@ -70,9 +71,8 @@ class Untouched:
                 "on one device the training runs in this process, and sees the change",
             )
 
-    def _versions_now(self) -> dict[str, tuple[int, bool]]:
-        """Of values, and whether they train."""
-        return {name: (version(p), p.requires_grad) for name, p in self.model.named_parameters()}
+    def _versions_now(self) -> dict[str, int]:
+        return {name: version(p) for name, p in self.model.named_parameters()}
 
     def _settings_now(self) -> dict[str, Any]:
         groups = [group for one in self.optimizers for group in one.param_groups]
