@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfit
-from meshfit.errors import JobError, PlanError
+from meshfit.errors import PlanError
 from meshfit.exchange.update import Average
 
 X = torch.randn(10, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
