@@ -139,6 +139,7 @@ class Ranked(Training):
                     weights[message.name] = message.tensor
                 elif isinstance(message, Outcome):  # the last words of ranks that will raise
                     load(self.model, message.weights)
+                    untouched.weights_came()  # steps of other workers may follow
                 else:
                     self._look_for_more()
                     for step in message.steps if isinstance(message, Late) else message:

@@ -41,8 +41,12 @@ class Untouched:
     def __init__(self, model: nn.Module, optimizer: Any, *code: Any):
         """``code``: functions and data sets of the user's, which ranks have copies of."""
         self.model, self.optimizers, self.code = model, _instances(optimizer), ReadByCode(model, *code)
-        self._versions, self._settings = self._versions_now(), self._settings_now()
-        self.trained = TrainedParameters(model)
+        self.weights_came()
+        self._settings, self.trained = self._settings_now(), TrainedParameters(model)
+
+    def weights_came(self) -> None:
+        """From the ranks: that is no change of the caller's."""
+        self._versions = self._versions_now()
 
     def check(self) -> None:
         """After the caller was given a step."""

@@ -21,7 +21,7 @@ INDEX = ("randperm", "randint", "random_")
 """Draw whole numbers, below a limit that may be the number of samples."""
 
 
-MOST_DRAWS = 100_000
+MOST_DRAWS = 20_000
 """In a run without draws: a loop that draws until something comes would never end."""
 
 
