@@ -24,8 +24,8 @@ def _caches() -> Iterator[Any]:
         for value in list(getattr(module, "__dict__", {}).values()):
             if type(value) is _Cached:
                 yield value
-            elif issubclass(type(value), type) and value.__module__ == name:
-                yield from (method for method in vars(value).values() if type(method) is _Cached)
+            elif issubclass(type(value), type) and getattr(value, "__module__", "") == name:
+                yield from (method for method in list(vars(value).values()) if type(method) is _Cached)
 
 
 def _holds_meta(cached: Any) -> bool:

@@ -211,9 +211,8 @@ class LossTrial:
             self._limited(),
             torch.set_grad_enabled(self.gradients),
             CrossEntropies() as heard,
-            warnings.catch_warnings(),
+            warnings.catch_warnings(action="ignore"),  # of batches of one sample, which may never come
         ):
-            warnings.simplefilter("ignore")  # of batches of one sample, which may never come
             result, given = run(cut)
             loss, logged = parted(result)
             pair = isinstance(loss, tuple | list)
