@@ -59,6 +59,8 @@ def main() -> int:
     seed = random.randrange(10**6) if asked.seed is None else asked.seed
     numbers = list(OVER_NCCL if asked.device == "cuda" else ROWS)
     numbers = asked.only.split(",") if asked.only else numbers
+    if unknown := [number for number in numbers if number not in ROWS]:
+        parser.error(f"no row has the number {', '.join(unknown)}; there are {', '.join(ROWS)}")
     how = "".join(f" --{name} {value}" for name, value in (("device", asked.device), ("only", asked.only)) if value)
     print(f"seed {seed}: python -m tests.faults --seed {seed}{how}\n")
     print(f"{'':6} {'fault':52} {'expected':42} {'s':>6}  points  happened", flush=True)

@@ -64,7 +64,8 @@ class Deferred:
             raise Unfollowable(in_short(error)) from error
         finally:
             _recording.reset(before)
-            forget_meta_tensors()
+            if recorder.left_elsewhere(getattr(self, "model", None)):
+                forget_meta_tensors()
         if not isinstance(self.model, nn.Module):
             return  # its caller says so
         if not without_weak_references(self.model):

@@ -1,19 +1,21 @@
 """Writes down what a function does to tensors, and runs it on meta."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfit.deferred.program import CPU, META, BuildProgram, Draws, RecordedOp, StorageView, Unfollowable
 from meshfit.errors import in_short
 from meshfit.torch_private.kernels import aten
+from meshfit.torch_private.modules import own_buffers, own_parameters
 from meshfit.torch_private.operators import TorchDispatchMode, is_overload, packet_of, schema_of, without_torch_function
-from meshfit.torch_private.tensors import storage_id, version
+from meshfit.torch_private.tensors import holders, storage_id, version
 from meshfit.torch_private.trees import tree_leaves, tree_map
 
 SMALL = 2**20
@@ -198,6 +200,14 @@ class BuildRecorder(TorchDispatchMode):
             if known:
                 self._write_down(function, (tensor, *args), kw, [], [tensor], random=random)
         return known
+
+    def left_elsewhere(self, model: Any) -> bool:
+        """Whether tensors that were made here are held by anything but attributes of modules of ``model``."""
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        homes = (home for m in modules for home in (own_parameters(m), own_buffers(m), vars(m)))
+        held = {id(t): t for home in homes for t in home.values() if isinstance(t, Tensor)}
+        there = Counter(storage_id(t) for t in held.values())
+        return any(holders(storage) > 1 + there[storage_id(storage)] for storage in self.kept)
 
     def check(self) -> None:
         for tensor, count in self.constants:

@@ -22,6 +22,11 @@ def untyped(storage: torch.TypedStorage) -> torch.UntypedStorage:
     return storage._untyped_storage
 
 
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors there are on it, and one for each object that Python has for it."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def version(tensor: Tensor) -> int:
     """How often a tensor was changed in place; -1 for one of inference mode, where torch does not count."""
     try:
