@@ -12,6 +12,7 @@ earlier batches, and changes the loss, cannot be had in parts.
 
 import copy
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -61,7 +62,7 @@ def held(over: LossDenominator, trial: LossTrial) -> LossDenominator | None:
 
 
 def _held(over: LossDenominator, trial: LossTrial, still: Undrawn, graph: bool) -> LossDenominator | None:
-    run = partial(_run, trial, gradients=graph)
+    run = partial(_run, trial, still, gradients=graph)
     everything = slice(0, trial.samples)
     whole, left, weights = run(everything)
     drew = still.drew or trial.start.moved_others or trial.state.drew(torchs=False)
@@ -81,14 +82,14 @@ def _held(over: LossDenominator, trial: LossTrial, still: Undrawn, graph: bool) 
                 return LossDenominator(kind="batch", remembers=f"{name}, a weight that the forward writes")
         over = replace(over, counters=counters, writes=next(iter(weights), ""))
     for each in PARTS:
-        mean = _mean_of_parts(over, trial, whole, _cuts(trial.samples, each), graph)
+        mean = _mean_of_parts(over, trial, whole, _cuts(trial.samples, each), run)
         if mean is not None:
             break
     else:
         return None
     if mean and not _near(run(everything)[0], whole, trial):
         return None  # it draws numbers that nobody seeds
-    if not mean and _gradients_mix(over, trial):
+    if not mean and _gradients_mix(over, trial, still):
         each, mean = trial.samples // 2, "as large, but not so its gradient"
     if not mean:
         return over
@@ -106,11 +107,11 @@ def _cuts(samples: int, each: int) -> list[slice]:
 
 
 def _mean_of_parts(
-    over: LossDenominator, trial: LossTrial, whole: LossSide, cuts: list[slice], graph: bool
+    over: LossDenominator, trial: LossTrial, whole: LossSide, cuts: list[slice], run: Callable[..., Any]
 ) -> str | None:
     """Empty where the parts make the whole, else their mean. None: they do not run, or are not finite."""
     try:
-        parts = [_run(trial, cut, gradients=graph)[0] for cut in cuts]
+        parts = [run(cut)[0] for cut in cuts]
     except Exception:  # a single sample is squeezed away, say
         return None
     if trial.explains(over, whole, parts, cuts):
@@ -121,21 +122,21 @@ def _mean_of_parts(
     return f"{sum(values) / len(values):.6g}" if all(map(isfinite, values)) else None
 
 
-def _gradients_mix(over: LossDenominator, trial: LossTrial) -> bool:
+def _gradients_mix(over: LossDenominator, trial: LossTrial, still: Undrawn) -> bool:
     """Whether a backward looks at other samples, where the forward does not: by a hook, or a Function."""
     cuts = _cuts(trial.samples, max(1, trial.samples // 2))
     try:
-        whole, *parts = [_run(trial, cut, gradients=True)[0] for cut in (slice(0, trial.samples), *cuts)]
+        whole, *parts = [_run(trial, still, cut, gradients=True)[0] for cut in (slice(0, trial.samples), *cuts)]
     except Exception:  # training will say it
         return False
     return not trial.explains(over, whole, parts, cuts)
 
 
 def _run(
-    trial: LossTrial, cut: slice, *, afresh: bool = True, gradients: bool = False
+    trial: LossTrial, still: Undrawn, cut: slice, *, afresh: bool = True, gradients: bool = False
 ) -> tuple[LossSide, dict[str, Any], dict[str, Tensor]]:
     """The loss of some samples; what it left in Python, and the trained weights that it wrote."""
-    with buffers_kept(trial.model), weights_kept(trial.model) as written:
+    with buffers_kept(trial.model), weights_kept(trial.model, still.seeing) as written:
         side = trial.value(cut, afresh=afresh, gradients=gradients)
         left = {name: _snapshot(value) for name, value in trial.state.changed().items()}
         trained = {name for name, p in trial.model.named_parameters() if p.requires_grad}  # others: axes/buffers

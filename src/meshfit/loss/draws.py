@@ -7,13 +7,15 @@ where the part begins); and what does not follow the number of samples, a time s
 as the first part drew it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshfit import generators
+from meshfit.axes.buffers.watch import See
 from meshfit.torch_private.operators import TorchDispatchMode
 from meshfit.torch_private.trees import tree_leaves
 
@@ -89,9 +91,21 @@ class Undrawn(TorchDispatchMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self.device, self.left, self.drew = device, MOST_DRAWS, False
+        self._see: See | None = None
+
+    @contextmanager
+    def seeing(self, see: See) -> Iterator[None]:
+        """Within it each operation is shown to ``see``, before it runs: a mode less than one of its own."""
+        before, self._see = self._see, see
+        try:
+            yield
+        finally:
+            self._see = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._see is not None:
+            self._see(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         self.left -= 1

@@ -36,7 +36,7 @@ from meshfit.loss.side import TrialWay
 from meshfit.loss.trial import LossTrial
 from meshfit.torch_private.modules import BatchNorm, Dropout
 
-SAMPLES, SINGLES = 8, 16
+SAMPLES = 8
 LARGEST = 2**26
 """Elements of parameters up to which a model is copied into double precision."""
 
@@ -72,7 +72,7 @@ def find_denominator(
         said = _found(objective, model, batch, several, (*best, *as_built), inside or nullcontext, left_out)
     if not small or inside is not None:
         return said
-    some = tree.to_device(tree.rows(batch, slice(0, looked_at(batch, SINGLES, microbatch)), tree.size(batch)), home)
+    some = tree.to_device(tree.rows(batch, slice(0, looked_at(batch, SAMPLES, microbatch)), tree.size(batch)), home)
     return _held(said, objective, model, some, home, left_out)
 
 

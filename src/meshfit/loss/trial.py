@@ -207,10 +207,11 @@ class LossTrial:
     ) -> LossSide:
         if afresh:
             self.state.restore()
+        heard = CrossEntropies() if cut == slice(0, self.samples) else None  # parts are asked for numbers alone
         with (
             self._limited(),
             torch.set_grad_enabled(self.gradients),
-            CrossEntropies() as heard,
+            heard or nullcontext(),
             warnings.catch_warnings(action="ignore"),  # of batches of one sample, which may never come
         ):
             result, given = run(cut)
@@ -221,7 +222,7 @@ class LossTrial:
             if given and total.requires_grad:
                 gradients = list(torch.autograd.grad(total, given, allow_unused=True))
         count = float(torch.as_tensor(loss[1]).detach()) if pair else None
-        return LossSide(float(total.detach()), count, gradients, heard.seen, as_numbers(logged))
+        return LossSide(float(total.detach()), count, gradients, heard.seen if heard else [], as_numbers(logged))
 
     # Whole and parts
 

@@ -6,7 +6,7 @@ the tensor's memory, ``.data`` or not; a new tensor put in a buffer's place is s
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from meshfit.torch_private.tensors import storage_id
 from meshfit.torch_private.trees import tree_leaves
 
 Objective = Callable[[nn.Module, Any], Any]
+See = Callable[[Any, tuple, Any], None]
+"""Is shown an operation, and what it is given."""
 
 
 @dataclass
@@ -196,9 +198,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def weights_kept(model: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
+def weights_kept(
+    model: nn.Module, seeing: Callable[[See], AbstractContextManager[Any]] | None = None
+) -> Iterator[Callable[[], dict[str, Tensor]]]:
     """Afterwards the parameters of ``model`` are as before, whatever forwards write to them. What it gives says which
-    were written so far, and their values now."""
+    were written so far, and their values now. ``seeing``: how operations are seen, where a mode is there already."""
     data = {name: (p, p.data) for name, p in model.named_parameters()}
     before = _Before({storage_id(p): p for p in model.parameters()})
     replaced = lambda p, own: p.data_ptr() != own.data_ptr()  # by p.data = ...
@@ -208,7 +212,7 @@ def weights_kept(model: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
         return {name: data[name][0].detach().clone() for name in changed}
 
     try:
-        with before:
+        with (seeing or _Seeing)(before.see):
             yield written
     finally:
         for p, own in data.values():
@@ -219,17 +223,27 @@ def weights_kept(model: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
                 tensor.data.copy_(value)
 
 
-class _Before(TorchDispatchMode):
+class _Before:
     """Keeps what parameters were before an operation wrote to them."""
 
     def __init__(self, parameters: dict[int, Tensor]):
-        super().__init__()
         self.parameters = parameters
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        for tensor in written(func, args, kwargs or {}):
+    def see(self, func: Any, args: tuple, kwargs: Any) -> None:
+        for tensor in written(func, args, kwargs):
             if tensor.layout is torch.strided and (at := storage_id(tensor)) in self.parameters:
                 whole = self.parameters[at]
                 self.kept.setdefault(at, (whole, whole.detach().clone()))
+
+
+class _Seeing(TorchDispatchMode):
+    """Shows each operation to ``see``, before it runs."""
+
+    def __init__(self, see: See):
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.see(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
