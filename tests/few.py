@@ -29,5 +29,15 @@ def every_other(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
     ]
 
 
+def diagonal(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """All pairs as parameters; those that are not marked have each of ``first`` once, and ``second`` in turns."""
+    seconds = list(second)
+    return [
+        pytest.param(a, b, marks=() if i % len(seconds) == j else pytest.mark.more)
+        for i, a in enumerate(first)
+        for j, b in enumerate(seconds)
+    ]
+
+
 def more(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, id=id, marks=pytest.mark.more)

@@ -29,7 +29,7 @@ from meshfit.loop import train
 from meshfit.run import Run
 from tests import traps
 from tests.distributed import distributed
-from tests.few import every_other
+from tests.few import diagonal
 from tests.ranked import ADAMW, SGD, X, Y, built
 
 cloudpickle.register_pickle_by_value(traps)
@@ -169,7 +169,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), every_other(MODELS, ["data=2", "shard=2", "shard=2 zero=1", "shard=2 zero=2 microbatches=2"])
+    ("model", "plan"), diagonal(MODELS, ["data=2", "shard=2", "shard=2 zero=1", "shard=2 zero=2 microbatches=2"])
 )
 @distributed(world=2)
 def test_there_and_back(model: str, plan: str, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.compiled_memory import CASES, blocks_of, foretold, measured
-from tests.few import every_other
+from tests.few import diagonal
 
-PRECISIONS, WORDS = ("fp32", "bf16"), ("whole", "block")
+HOW = [(precision, word) for word in ("whole", "block") for precision in ("fp32", "bf16")]
 
 
 def parted_as_compiled(forward: Any) -> Any:
@@ -21,9 +21,9 @@ def parted_as_compiled(forward: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo looks at what it warns of itself
-@pytest.mark.parametrize("word", WORDS)
-@pytest.mark.parametrize(("name", "precision"), every_other(CASES, PRECISIONS))
-def test_compiled_code_keeps_what_is_foretold(name: str, precision: str, word: str) -> None:
+@pytest.mark.parametrize(("name", "how"), diagonal(CASES, HOW))
+def test_compiled_code_keeps_what_is_foretold(name: str, how: tuple[str, str]) -> None:
+    precision, word = how
     blocks = blocks_of(name) if word == "block" else ()
     if word == "block" and not blocks:
         return

@@ -19,6 +19,7 @@ from meshfit.launch.world import World
 from meshfit.plan import Plan
 from meshfit.run import Run
 from tests.distributed import distributed
+from tests.few import more
 from tests.test_tensor_step import CLASSES, Block, Model, built
 
 BOTH = "context=2 tensor=2 sequence=split"
@@ -26,10 +27,10 @@ BOTH = "context=2 tensor=2 sequence=split"
 LIKE_ONE_DEVICE = {
     f"{BOTH} attention=gather": "gpt2",  # zigzag chunks
     f"{BOTH} attention=ulysses": "llama",
-    f"{BOTH} recompute=full microbatches=2": "tied-gpt",
     BOTH: "vit",  # 17 positions: 9 and 8, then 5 and 4
 }
 MORE = {
+    f"{BOTH} recompute=full microbatches=2": "tied-gpt",
     f"data=2 {BOTH}": "gpt2",
     f"shard=2 {BOTH}": "llama",
     "context=3 tensor=2 sequence=split": "bert",
@@ -40,7 +41,7 @@ MORE = {
 
 @pytest.mark.parametrize(
     ("plan", "name"),
-    [*LIKE_ONE_DEVICE.items(), *(pytest.param(*cell, marks=pytest.mark.more) for cell in MORE.items())],
+    [*LIKE_ONE_DEVICE.items(), *(more(*cell) for cell in MORE.items())],
 )
 def test_trains_like_one_device(plan: str, name: str) -> None:
     outcome = parity.judge(ZOO[name], parity.Trial(plan=plan, samples=18, steps=4), parity.fit)

@@ -10,6 +10,7 @@ from torch import nn
 
 import meshfit
 from meshfit.checkpoint import CheckpointError
+from tests.few import few
 from tests.test_pretrained import IDS, LABELS, PLANS, fit, llama
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -54,7 +55,7 @@ def adapted(name: str) -> bool:
     return any(word in name for word in ("q_proj", "v_proj", "down_proj"))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", few(PLANS, "data=2", "shard=2", "tensor=2"))
 def test_lora(plan: str, base: Path, alone: meshfit.Result, tmp_path: Path) -> None:
     result = fit(with_lora, DATA, plan, weights=base)
     assert not [note for note in result.notes if note.startswith("model:")]

@@ -15,6 +15,7 @@ import meshfit
 from meshfit.data.datasets import Recipe, open_source
 from meshfit.data.packing import rows_of
 from tests.distributed import distributed
+from tests.few import more
 from tests.ranked import assert_alike, assert_near
 from tests.test_collate import Texts, llama
 
@@ -128,7 +129,7 @@ def flashing() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("plan", ["data=2", "shard=2 microbatches=2"])
+@pytest.mark.parametrize("plan", [more("data=2"), "shard=2 microbatches=2"])
 @distributed(world=2)
 def test_kernels_are_given_the_lengths_of_documents(plan: str) -> None:
     asked = {"loss": None, "data": Texts(), "pack": 16, "batch_size": 4}

@@ -13,7 +13,7 @@ from torch import nn
 
 import meshfit
 from meshfit.checkpoint import CheckpointError
-from tests.few import every_other
+from tests.few import diagonal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -92,7 +92,7 @@ def alone(saved: dict[str, Path]) -> dict[str, meshfit.Result]:
     return {name: fit(model, data_of(name)) for name, model in opened.items()}
 
 
-@pytest.mark.parametrize(("name", "plan"), every_other(MODELS, PLANS))
+@pytest.mark.parametrize(("name", "plan"), diagonal(MODELS, PLANS))
 def test_from_a_folder_and_back(
     name: str, plan: str, saved: dict[str, Path], alone: dict[str, meshfit.Result], tmp_path: Path
 ) -> None:

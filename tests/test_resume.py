@@ -15,7 +15,7 @@ from torch import nn
 import meshfit
 from meshfit.checkpoint import CheckpointError
 from tests.command import Forked
-from tests.few import every_other, more
+from tests.few import diagonal, more
 
 X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(2))
@@ -47,7 +47,7 @@ def weights(result: meshfit.Result) -> dict[str, torch.Tensor]:
 PLANS = ["data=1", "data=2", "shard=2", "tensor=2", "pipeline=2 microbatches=2"]
 
 
-@pytest.mark.parametrize(("first", "second"), every_other(["data=1", "shard=2", "pipeline=2 microbatches=2"], PLANS))
+@pytest.mark.parametrize(("first", "second"), diagonal(PLANS, PLANS[1:]))
 def test_goes_on_under_any_plan(first: str, second: str, tmp_path: Path) -> None:
     whole = fit(steps=12)
     begun = fit(tmp_path / "run", steps=5, plan=first, checkpoint=100)

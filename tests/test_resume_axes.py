@@ -45,12 +45,12 @@ def there_and_back(case: Case, trial: parity.Trial, *, out: Path) -> parity.Trai
     ("plan", "name"),
     [
         ("expert=2", "qwen-moe"),  # experts are slices of one parameter
-        ("expert=2", "expert-list"),  # modules in a list, and a tied head
+        more("expert=2", "expert-list"),  # modules in a list, and a tied head
         more("data=2 expert=2", "gpt-oss"),
         more("branch=2", "clip"),
         more("branch=2", "tied-heads"),
         ("branch=2", "siamese"),  # a tower that both branches use
-        ("context=2", "tied-gpt"),
+        more("context=2", "tied-gpt"),
         ("context=2 tensor=2", "tied-gpt"),
         more("context=2 tensor=2", "llama"),
     ],
