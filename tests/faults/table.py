@@ -81,15 +81,16 @@ def tests(number: str, fault: str, expected: str, *nodes: str) -> None:
 
     def function(given: Given) -> Happened:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", *nodes],
+            [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "-rfE", *nodes],
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=900,
         )
-        last = (done.stdout.strip().splitlines() or [""])[-1]
+        lines = done.stdout.strip().splitlines() or [""]
+        failed = [line.partition(" - ")[0].rpartition("/")[2] for line in lines if line.startswith(("FAILED", "ERROR"))]
         executed = int(done.returncode != 0 and "canary" in done.stdout)
-        return Happened(2 if done.returncode == 0 else 0, last.strip("= "), executed=executed)
+        return Happened(2 * (done.returncode == 0), "; ".join([lines[-1].strip("= "), *failed]), executed=executed)
 
     ROWS[number] = fault, expected, function
 
