@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.fleet import Fleet, as_tensors, longest_pause, merged
-from benchmarks.served import Training
+from benchmarks.served import SECRET, Training, Work
 from meshfit.server.client import Client
 from meshfit.server.clocks import Clocks, Tickets
 from meshfit.server.server import Server
-from meshfit.server.settings import gone_mark
+from meshfit.server.settings import ServerSettings, gone_mark
 from meshfit.server.snapshot import common, newest, write
 from meshfit.server.wire import Message
+from meshfit.server.worker import Worker
 from tests.few import every_other, more
 
 SAMPLES, BATCH = 96, 12
@@ -323,6 +326,54 @@ def test_two_servers_go_on_from_the_same_snapshot(tmp_path: Path) -> None:
     seen = dict(zip(ends[0]["tickets"], ends[0]["losses"], strict=True))
     np.testing.assert_allclose([seen[i] for i in range(60)], losses, rtol=1e-3, atol=1e-6)
     same(ends[1]["weights"], state, 1e-4)
+
+
+def test_no_batch_begins_before_a_worker_has_reached_all_servers(tmp_path: Path) -> None:
+    """Both servers are started again, and one worker is long in reaching the second: its share is not left out."""
+    losses, state = alone(12)
+    addresses = [f"unix:{tmp_path}/{index}" for index in range(2)]
+
+    def serve(upto: int | None = None) -> list[Server]:
+        terms = [
+            ServerSettings(workers=2, total=12, every=4, folder=tmp_path / f"kept{index}", index=index, upto=upto)
+            for index in range(2)
+        ]
+        return [training().server(each, servers=2, address=addresses[each.index]) for each in terms]
+
+    servers, works = serve(), []
+
+    def train(id: int) -> None:
+        model = net().train()
+        worker = Worker(model, addresses, SECRET, id=id)
+        works.append(work := Work(training(), worker, model))
+        first, second = worker.connections
+        for _ in work.steps():
+            if len(work.losses) == 6:
+                both.wait()  # the servers are started again
+                both.wait()
+                first.close()  # so that it is the first that is reached first
+                if id == 1:
+                    reach = second.connect
+                    second.connect = lambda patience: time.sleep(0.5) or reach(patience)  # type: ignore[method-assign]
+        same({name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}, state)
+        worker.remove()
+
+    both = threading.Barrier(3, timeout=30)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(train, id) for id in range(2)]
+        both.wait()
+        for server in servers:
+            server.close()
+        servers = serve(common([tmp_path / f"kept{index}" for index in range(2)]))
+        both.wait()
+        for end in ends:
+            end.result()
+    assert all("averaged" not in note for server in servers for note in server.notes)
+    for work in works:
+        assert work.worker.again == 1
+        np.testing.assert_allclose(work.losses, [*losses[:6], *losses[4:]], rtol=1e-5)
+    for server in servers:
+        server.close()
 
 
 def test_a_snapshot_is_whole_or_not_there(tmp_path: Path) -> None:

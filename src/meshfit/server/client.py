@@ -41,6 +41,9 @@ class Client:
     push: "Push | None" = None
     heard: float = field(default_factory=time.monotonic)
     """When it last said something, be it that it gets on."""
+    ready: bool = False
+    """It has reached all servers, and asked for its place: before that it is given none, since a server that it has not
+    reached would step without it."""
     replaced: bool = False
     """It has connected anew: what this connection still has to say counts no more."""
 

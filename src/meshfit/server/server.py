@@ -215,7 +215,8 @@ class Server:
                 self.note(f"worker {worker} joined after step {self.version}, from {wire.host}")
             self.clients[worker] = client
             self.left.discard(worker)
-            self.coordinator.join(client)
+            if returns:
+                self._join(client)
             self.lock.notify_all()
         wire.send(
             "welcome",
@@ -224,14 +225,24 @@ class Server:
             payload=None if wire.local or returns else view(client.memory.down),
         )
 
+    def _join(self, client: Client) -> None:
+        if not client.ready:
+            client.ready = True
+            self.coordinator.join(client)
+
+    @property
+    def ready(self) -> list[int]:
+        """Workers that are here, and have reached all servers."""
+        return sorted(worker for worker, client in self.clients.items() if client.ready)
+
     @property
     def own(self) -> list[int]:
-        """Workers that are here, without those that have joined."""
-        return sorted(worker for worker in self.clients if worker < self.settings.workers)
+        """Those, without the ones that came later, from elsewhere."""
+        return [worker for worker in self.ready if worker < self.settings.workers]
 
     def all_here(self, expected: set[int]) -> bool:
-        """Whether these workers are connected, but for those that died before they were, and will not come."""
-        absent, at = expected - self.clients.keys(), self.settings.meeting
+        """Whether these workers are ready, but for those that died before they were, and will not come."""
+        absent, at = expected.difference(self.ready), self.settings.meeting
         return not absent or (at is not None and all(gone_mark(at, worker).exists() for worker in absent))
 
     def _answer(self, client: Client, message: Message) -> bool:
@@ -260,6 +271,7 @@ class Server:
                 case "state":
                     reply = {"path": self._write_state(client)}
                 case "where":
+                    self._join(client)
                     reply = self.coordinator.place(client)
                 case "drop":
                     self.coordinator.drop(client, message)

@@ -88,11 +88,10 @@ class SynchronousCoordinator:
         self._begin()
 
     def _begin(self) -> None:
-        here = tuple(sorted(self.server.clients))
         here_now = self.server.own and self.server.all_here(self.expected)
         if self.server.coordinates and here_now and self.ticket is not None:
             self._rounds += 1
-            self.round = Round(f"{self.server.incarnation}/{self._rounds}", self.ticket, here)
+            self.round = Round(f"{self.server.incarnation}/{self._rounds}", self.ticket, tuple(self.server.ready))
             self.expected = set()
         elif self.server.coordinates:
             self.round = None

@@ -96,7 +96,7 @@ class Worker:
             for i, (address, lot) in enumerate(lots)
         ]
         try:
-            for connection in self.connections[::-1]:  # the first last: it gives out batches to those that are ready
+            for connection in self.connections:
                 connection.connect(patience)
                 connection.clear()
             self._ask_place()
