@@ -93,7 +93,8 @@ def traced(
     told. ``operations``: they are listed, too; ``share``: see ``record``."""
     plan = plan or Plan()
     computes = plan.precision == bf16_compute.WORD
-    rounds = "" if plan.precision == "fp32" or computes else "shared" if plan.cuts else "each"
+    shared = plan.cuts or plan.tensor > 1  # whose layers take one rounded copy of an input
+    rounds = "" if plan.precision == "fp32" or computes else "shared" if shared else "each"
     precision = plan.precision.removesuffix("-true").removesuffix("-compute") if operations else ""
     meter = partial(Meter, target=device, rounds=rounds, precision=precision)
     looked_at = bf16_compute.as_computed(twin(model, meta=True)) if computes else model

@@ -44,7 +44,7 @@ def shrunk(trace: Trace, plan: TensorPlan) -> Trace:
             flops = use.flops if role == WHOLE else use.flops // plan.degree
             uses.append(replace(use, bytes=own, flops=flops))
         held = [(trace.parameters[name].shape, cuts[name]) for name in event.parameters if name in cuts]
-        cost = _less(event.cost, role, less, tuple(uses), plan.degree)
+        cost = _less(roles.own_kernels(event, role), role, less, tuple(uses), plan.degree)
         events.append(replace(event, cost=_split(cost, event.cost, role, held, plan.degree)))
     values = {
         number: replace(value, bytes=value.bytes // plan.degree) if number in roles.shared | roles.rowed else value
@@ -96,6 +96,7 @@ class _Roles:
 
     def __init__(self, trace: Trace, plan: TensorPlan):
         self.ties = trace.ties
+        self.products = {path for path, kind in trace.kinds.items() if kind in ("Linear", "Conv1D")}
         self.cuts, self.shared = plan.cuts, set()
         self.rows, self.returns = set(), set()
         self.by_rows, self.scatters, self.rowed = set[str](), set[str](), set[int]()
@@ -128,6 +129,16 @@ class _Roles:
         self.shared |= set(event.writes)
         self.home |= dict.fromkeys(event.writes, home)
         return INSIDE if reads else COLUMN
+
+    def own_kernels(self, event: Event, role: str) -> EventCost:
+        """Its cost, where a region computes it in another way than autograd would."""
+        cost = event.cost
+        if role == COLUMN and event.name in self.products:  # see column.py: rounded anew in backward
+            return replace(cost, rounded=0)
+        if role == INSIDE and event.name == "cross_entropy":  # see vocabulary_loss.py: one gradient in fp32, not two
+            wide = max((use.bytes for use in cost.uses if use.made), default=0)
+            return replace(cost, passed=min(cost.passed, wide)) if cost.passed == 2 * wide else cost
+        return cost
 
     def _keeps_rows(self, event: Event) -> bool:
         return event.kind == "glue" and event.name in POINTWISE and not self.rowed.isdisjoint(event.reads)

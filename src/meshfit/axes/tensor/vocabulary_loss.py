@@ -2,7 +2,7 @@
 
 forward    all-reduce of the largest logit of each token; of its sum of exponentials and its target's logit
 backward   each rank's own: softmax less the target, times the gradient
-memory     the slice of the logits, and one number a token
+memory     the slice of the logits, and one number a token; its gradient in fp32 while it is made
 """
 
 from typing import Any
@@ -71,16 +71,16 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, start: int, group: Group
     ) -> tuple[Tensor, Tensor | None]:
         size = logits.shape[-1]
-        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        top = group.all_reduce_(wide.amax(-1), MAX)
+        wide = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+        top = group.all_reduce_(logits.amax(-1).to(wide), MAX)
         here = (target >= start) & (target < start + size)
         index = torch.where(here, target - start, 0)
-        picked = wide.gather(-1, index[:, None])[:, 0].masked_fill(~here, 0.0)
-        sums = [(wide - top[:, None]).exp_().sum(-1), picked]
+        picked = logits.gather(-1, index[:, None])[:, 0].to(wide).masked_fill(~here, 0.0)
+        sums = [(logits - top[:, None]).exp_().sum(-1), picked]  # logits in half are subtracted from as they are
         own = None
         if weight is not None:
             own, ctx.weights = weight[start : start + size], weight.sum()
-            sums.append(wide @ own)
+            sums.append(logits.to(wide) @ own)
         total = group.all_reduce_(torch.stack(sums))
         scale = top + total[0].log()
         ctx.save_for_backward(logits, scale, index, here, own)
@@ -91,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, smooth: Tensor | None) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         logits, scale, index, here, own = ctx.saved_tensors
         each = grad if own is None or smooth is None else grad + ctx.weights * smooth
-        out = (logits.to(scale.dtype) - scale[:, None]).exp_().mul_(each[:, None])
+        out = (logits - scale[:, None]).exp_().mul_(each[:, None])
         out.scatter_add_(-1, index[:, None], -(grad * here)[:, None])
         if own is not None and smooth is not None:
             out.addcmul_(smooth[:, None], own, value=-1)
