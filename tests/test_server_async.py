@@ -354,7 +354,7 @@ def test_no_batch_begins_before_a_worker_has_reached_all_servers(tmp_path: Path)
                 first.close()  # so that it is the first that is reached first
                 if id == 1:
                     reach = second.connect
-                    second.connect = lambda patience: time.sleep(0.5) or reach(patience)  # type: ignore[method-assign]
+                    second.connect = lambda patience, reach=reach: time.sleep(0.5) or reach(patience)  # type: ignore[method-assign]
         same({name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}, state)
         worker.remove()
 
