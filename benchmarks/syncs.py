@@ -48,6 +48,7 @@ and a NaN is met. The GPU has this step's work by then."""
 
 REASONS: dict[str, tuple[int, str]] = {
     "each_step": (2, "all ranks wait for the caller after each step: that is what each_step= asks for"),
+    "data=2 expert=2": (36, "the model's own code, as below; and an expert that no token of a rank chose: did others?"),
     "mixture": (32, "the model's own code asks for the nonzero rows of 4 experts in 2 layers, and runs twice"),
     "offload=parameters": (12, "the optimizer steps on the CPU: gradients, their norm and the loss are waited for"),
     "exchange=": (3, "a rank whose targets are all left out must not step; an averaging says whether to stop"),

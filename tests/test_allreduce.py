@@ -1,5 +1,7 @@
 """Gradients summed over ranks: the right sums, the right calls, and what rides along."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +90,28 @@ def test_a_parameter_has_a_gradient_if_any_rank_used_it() -> None:
             dist.all_reduce(total, op=dist.ReduceOp.MAX)
             assert torch.equal(total, model.two.weight.grad)
         exchange.clear()
+
+
+class Held(nn.Module):
+    """It holds nothing of the second, as of an expert that is another rank's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 1), nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x).sum()
+
+
+@distributed(world=2)
+def test_nobody_asks_for_the_gradient_of_what_another_rank_holds() -> None:
+    model = Held()
+    exchange = exchange_of(model)
+    exchange.arm(StepScalars())
+    model(torch.ones(1, 3)).backward()
+    with patch.object(torch.Tensor, "__setitem__", side_effect=AssertionError("a flag was written")):
+        exchange.finish()
+    assert model.one.weight.grad is not None
 
 
 @distributed(world=2)

@@ -1,6 +1,7 @@
 """A run that hangs ends with a verdict: which rank stands where, who waits for whom, what to do."""
 
 import itertools
+import json
 import os
 import signal
 import sys
@@ -99,6 +100,25 @@ def test_a_collective_that_was_another_long_ago_is_found() -> None:
     assert late.headline == "ranks 0 and 1 have called different collectives"
     assert late.where.startswith("before number 485 over ranks 0-2")
     assert late.step == 0
+    shifted = mismatch({0: same[-16:], 1: called(*whole[:-1], "broadcast float32 [4]")[-16:]})
+    assert shifted is not None
+    assert shifted.step == 500  # up to its last they were alike
+    later = mismatch({0: same[-16:], 1: [*other[-16:-1], other[-1]._replace(op="broadcast")][-1:]})
+    assert later is not None
+    assert later.where.endswith("for rank 0: all_reduce of float32 [4]; rank 1: broadcast of float32 [4]")
+    assert later.step == 0  # it need not be the first
+
+
+def test_a_collective_of_the_same_kind_in_another_step_is_another() -> None:
+    """One too many, of which no later one differs but in the step that it is called in."""
+    same = called(*["all_reduce float32 [4]"] * 4)
+    more = [*same[:2], *(one._replace(step=one.step - 1, chain=one.chain + 1) for one in same[2:])]
+    found = mismatch({0: same, 1: more})
+    assert found is not None
+    assert found.headline.endswith(
+        ": rank 0: all_reduce of float32 [4] in step 3; rank 1: all_reduce of float32 [4] in step 2"
+    )
+    assert (found.where, found.step) == ("number 3 over ranks 0-2", 2)
 
 
 def test_a_collective_that_others_never_came_to_is_found_at_the_end() -> None:
@@ -219,6 +239,36 @@ def test_a_run_that_hangs_ends_with_a_verdict(how, headline: str, says: str) -> 
         assert "it stands in forward" in str(caught.value)
         assert "rank 0 waits in exchange, at all_reduce number" in str(caught.value)
         assert "to which rank 1 has not come" in str(caught.value)
+
+
+class SlowAndOdd(Odd):
+    """It takes its time in each step, and is odd once, in whichever run comes to it first."""
+
+    def __init__(self, path: Path, how):
+        super().__init__(lambda: path.exists() or (path.touch(), how()))
+
+    def forward(self, x):
+        time.sleep(0.1)
+        return super().forward(x)
+
+
+def test_a_collective_too_many_leaves_nothing_behind(tmp_path: Path) -> None:
+    """It is one that the others call as well, a little later. So nothing breaks, but steps get gradients of others."""
+    results = []
+    for how in (lambda: dist.all_reduce(torch.ones(73)), lambda: None):
+        torch.manual_seed(0)
+        data, odd = (torch.randn(32, 4), torch.randn(32, 1)), SlowAndOdd(tmp_path / f"done-{len(results)}", how)
+        folder = tmp_path / f"run-{len(results)}"
+        results.append(fit(odd, data=data, out=folder, checkpoint=4, keep=9, steps=30))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == list(range(1, 31))
+        assert [line["loss"] for line in lines] == [step.loss for step in results[-1].history]
+    mixed_up, clean = results
+    (said,) = [note for note in mixed_up.notes if "restarted" in note]
+    assert said.startswith("restarted from step 4: ")  # ranks wait for each other, or are found to call different ones
+    assert [step.loss for step in mixed_up.history] == [step.loss for step in clean.history]
+    for mine, theirs in zip(mixed_up.model.parameters(), clean.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 VALID = torch.randn(32, 4), torch.randn(32, 1)  # four batches

@@ -1,5 +1,8 @@
 """Ranks that hold the same part of a model hold the same bits; one that does not, or is slow, is named."""
 
+import json
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +22,7 @@ from meshfit.errors import Died
 from meshfit.launch.compare import ReplicaDifference, Replicas, stragglers
 from meshfit.live import Digest, Live, Seen, StepTimes, read
 from meshfit.run.replicas import mixed, total
+from tests.command import TORCHRUN, run
 from tests.few import more
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -153,9 +157,13 @@ def test_and_the_run_goes_on_from_before_it(tmp_path: Path, monkeypatch: pytest.
     torch.manual_seed(0)
     marred, clean = Marred(flips=10), Marred()
     clean.load_state_dict(marred.state_dict())
-    result = fit(marred, out=tmp_path / "run", checkpoint=3, keep=6, check_replicas=16, steps=24)
+    heard = []
+    how = {"checkpoint": 3, "keep": 6, "check_replicas": 16, "steps": 24, "callbacks": heard.append}
+    result = fit(marred, out=tmp_path / "run", **how)
     assert any("restarted from step 9: rank 1 holds other" in note for note in result.notes)
-    fit(clean, steps=24)
+    right = fit(clean, steps=24).history
+    assert [step.loss for step in result.history] == [step.loss for step in right]
+    assert {step.step: step.loss for step in heard} == {step.step: step.loss for step in right}  # later ones count
     for mine, theirs in zip(marred.parameters(), clean.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -197,3 +205,35 @@ def test_healthy_replicas_are_equal_under_every_plan(plan: str, capfd: pytest.Ca
     assert result.steps == 30
     assert "not been equal" not in capfd.readouterr().err
     assert plan != "shard=2" or any("no two ranks hold the same" in note for note in result.notes)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+from tests.test_replicas import Marred, fit
+torch.manual_seed(0)
+how = {{"plan": "auto", "out": "run", "checkpoint": 3, "keep": 6, "check_replicas": 16, "steps": 24}}
+result = fit(Marred(flips={flips}), resume={resume}, **how)
+print("losses", [step.loss for step in result.history])
+"""
+
+
+def test_under_torchrun_the_next_start_goes_on_from_before_it(tmp_path: Path) -> None:
+    """Whoever starts the ranks again says resume=True, and knows nothing of a bit that flipped."""
+
+    def train(*how: str, flips: int = 0, resume: bool = False) -> subprocess.CompletedProcess[str]:
+        asked = {"root": str(Path(__file__).parents[1]), "flips": flips, "resume": resume}
+        (tmp_path / "train.py").write_text(SCRIPT.format(**asked))
+        return run(*how, "train.py", folder=tmp_path, timeout=180)
+
+    def losses(ended: subprocess.CompletedProcess[str]) -> list[float]:
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(re.findall(r"losses (.*)", ended.stdout)[0])
+
+    marred = train("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", flips=10)
+    assert marred.returncode != 0
+    assert "hold different weights after step 12" in marred.stderr
+    again = losses(train(*TORCHRUN, resume=True))
+    assert again == losses(train(*TORCHRUN))[-len(again) :]
+    assert len(again) == 24 - 9

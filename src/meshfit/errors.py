@@ -97,7 +97,8 @@ class Died(RankError):
     """A process ended, or had to be ended, before its work was done: started again, it may get further."""
 
     agreed: int | None = None
-    """Where replicas were found to differ: the last step after which they did not."""
+    """Where replicas were found to differ, or collectives to be mixed up: the last step before that. All that is known
+    of later ones may be wrong."""
 
 
 NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")

@@ -41,7 +41,7 @@ class CalledCollective(NamedTuple):
     step: int = 0
     """In which it was called."""
     chain: int = 0
-    """A checksum of all that its group has called up to it, on this rank: the same on all of them."""
+    """A checksum of all that its group has called up to it, on this rank, and of the steps: the same on all ranks."""
 
     def __str__(self) -> str:
         number = f" number {self.number}" if self.number else ""
@@ -167,7 +167,7 @@ class Live:
         number = chain = 0
         if op not in ("send", "recv"):
             number, chain = self._called.get(group, (0, 0))
-            number, chain = number + 1, zlib.crc32((op if op in UNEVEN else op + what).encode(), chain)
+            number, chain = number + 1, zlib.crc32(f"{self._step} {op} {'' if op in UNEVEN else what}".encode(), chain)
             self._called[group] = number, chain
         text = f"{group}|{number}|{self._step}|{chain}|{op}|{what}|{ranks}".encode()
         text = text[:COLLECTIVE].ljust(COLLECTIVE, b"\0")

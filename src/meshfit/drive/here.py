@@ -12,8 +12,10 @@ from torch import nn
 from meshfit.axes.buffers.watch import modes_kept
 from meshfit.checkpoint.parts import Parts
 from meshfit.checkpoint.pretrained import write_weights
+from meshfit.checkpoint.resume import checkpoints_of
 from meshfit.comm.objects import broadcast_object
 from meshfit.drive.out_of_memory import note_memory
+from meshfit.drive.restart import put_suspects_aside
 from meshfit.drive.training import Training
 from meshfit.drive.untouched import TrainedParameters
 from meshfit.drive.work import Tap, driven, outcome_of
@@ -55,6 +57,7 @@ class Here(Training):
     def _steps(self) -> Generator[Step, None, None]:
         watching = watched(self.world.rank, self.world.size, self.job.timeout, self.job.hang_seconds)
         with self._graceful() as graceful, ExitStack() as stack:
+            stack.enter_context(self._without_suspects())
             stack.enter_context(watching)
             stack.enter_context(events_copied(self.job.out, self.folder, self.world.rank, self.world.size))
             if self.deferred is None:
@@ -87,6 +90,16 @@ class Here(Training):
                     self.model.to("cpu")  # as it was built
         assert self.outcome is not None
         graceful.end(self.outcome.ended_by)
+
+    @contextmanager
+    def _without_suspects(self) -> Iterator[None]:
+        """Whoever starts these ranks again goes on from a checkpoint that is right."""
+        try:
+            yield
+        except MeshfitError as error:
+            if self.job.checkpoint is not None and self.folder is not None:
+                put_suspects_aside(checkpoints_of(self.job, self.folder), error)
+            raise
 
     def _keep_parts(self, run: Run) -> None:
         """Each rank keeps what it holds of the model; its weights are in the run's folder, put together by parts."""

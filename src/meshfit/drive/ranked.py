@@ -20,7 +20,7 @@ from meshfit.checkpoint.graceful_stop import GracefulStop, leave, word_of
 from meshfit.checkpoint.resume import checkpoints_of, put_events_aside
 from meshfit.drive.elastic import CAME_BACK, Elastic
 from meshfit.drive.out_of_memory import with_memory
-from meshfit.drive.restart import Tries, goes_on, put_suspects_aside, tries_of
+from meshfit.drive.restart import Tries, goes_on, last_right, put_suspects_aside, tries_of
 from meshfit.drive.training import Training
 from meshfit.drive.untouched import Untouched
 from meshfit.drive.work import LATE_STEPS, Begun, Late, Outcome, Silent, Tap, WholeTensor, Work
@@ -78,7 +78,8 @@ class Ranked(Training):
             raise KeyboardInterrupt from None
 
     def _survived(self, graceful: GracefulStop) -> Generator[Step, None, None]:
-        """The steps, each once, from ranks that are started again when they fail: see restart.py."""
+        """The steps, each once, from ranks that are started again when they fail: see restart.py. Those that may have
+        been wrong are told again."""
         tries, furthest = Tries(tries_of(self.job)), 0
         while True:
             try:
@@ -94,6 +95,9 @@ class Ranked(Training):
                 if graceful.asked(but=CAME_BACK) or self._stop:
                     raise
                 self._again(tries, error)
+                if (last := last_right(error)) is not None and last < furthest:
+                    furthest = last
+                    self.taken_back += 1
             graceful.begun = False
 
     def _again(self, tries: Tries, error: MeshfitError | None) -> None:

@@ -6,6 +6,7 @@ checkpoint: raised again in the same step, it ends the training. Refusals (a pla
 finite) come out the same each time, and are not tried again.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from meshfit.checkpoint import manifest
@@ -76,12 +77,18 @@ def _with(error: MeshfitError, *facts: str) -> MeshfitError:
 
 
 def put_suspects_aside(files: Files, error: MeshfitError | None) -> None:
-    """Where replicas were found to differ: checkpoints of after the last step in which they did not."""
-    if not isinstance(error, Died) or error.agreed is None:
+    """Checkpoints of after the last step that is known to be right."""
+    if (last := last_right(error)) is None:
         return
     for found in list(manifest.complete(files)):
-        if found.step > error.agreed:
-            files.move(found.name, f"suspect-{found.name}")
+        if found.step > last:
+            with suppress(FileNotFoundError):  # another rank has seen to it
+                files.move(found.name, f"suspect-{found.name}")
+
+
+def last_right(error: MeshfitError | None) -> int | None:
+    """The last step that is known to be right, where later ones may be wrong: see ``Died.agreed``."""
+    return error.agreed if isinstance(error, Died) else None
 
 
 def goes_on(job: Job, newest: manifest.Manifest | None) -> Job:

@@ -43,6 +43,8 @@ class Training:
         self.writes = job.out is not None
         """Whether this process writes the run's folder."""
         self.folder: Path | None = None
+        self.taken_back = 0
+        """How often its last steps were found to be wrong: they come again, as they should have been."""
         self._lockstep, self._tap = lockstep, tap
         self._stop = False
         self._iterator: Generator[Step, None, None] | None = None

@@ -114,12 +114,11 @@ class Across:
     def _drop_unreached(self, reached: list[bool], anywhere: Tensor) -> None:
         """Where no rank reached a parameter it has no gradient, as on one device."""
         self._added = []
-        if all(mine or p is None for mine, p in zip(reached, self._shared, strict=True)):
-            return
-        for p, mine, other in zip(self._shared, reached, anywhere.tolist(), strict=True):
-            if p is None or p.grad is None or mine:
-                continue
-            if other:
+        shared = [(p, i) for i, p in enumerate(self._shared) if p is not None and p.grad is not None and not reached[i]]
+        reached_anywhere = anywhere.tolist() if shared else []  # the host waits: see [Note: unused parameters]
+        for p, i in shared:
+            assert p.grad is not None
+            if reached_anywhere[i]:
                 self._added.append(p.grad)
             else:
                 p.grad = None

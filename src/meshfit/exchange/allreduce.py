@@ -148,7 +148,7 @@ class AllReduce:
         self._armed = False
         if self.group is None:
             return self._alone
-        missing = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached] if self._behind else []
+        missing = [i for i, p in enumerate(self.parameters) if self._lacks(p)] if self._behind else []
         if missing:
             self._reached_flags[upload(missing, self._reached_flags.device)] = 0.0
         for bucket in self._buckets[self._next :]:
@@ -168,6 +168,10 @@ class AllReduce:
     @property
     def _behind(self) -> bool:
         return len(self._reached) < len(self.parameters)
+
+    def _lacks(self, parameter: nn.Parameter) -> bool:
+        """Whether it was not reached. Of what another rank holds, as its experts, this one has no element."""
+        return bool(parameter.numel()) and id(parameter) not in self._reached
 
     @property
     def gradients(self) -> list[Tensor]:

@@ -180,6 +180,8 @@ class LocalRanks:
             if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
                 error = Died(f"{headline}: the machine ran out of memory", *error.facts[1:])
                 error.out_of_memory = True
+            else:
+                self._watch.mismatch(headline)
             raise at_step(step, error, rank)
         self.lost[rank] = headline
         self._gone_beside(rank)
@@ -314,13 +316,16 @@ class LocalRanks:
         return word
 
     def _fail(self, rank: int, raised: Raised) -> NoReturn:
+        failure = f"{self._role} {rank} {raised.did}"
+        if not raised.out_of_memory:
+            self._watch.mismatch(failure, raised.trace)
         if raised.peer_gone:
-            self._watch.blame(f"{self._role} {rank} {raised.did}", self._exited.keys())
+            self._watch.blame(failure, self._exited.keys())
         if raised.error is not None:
             raise at_step(raised.step, raised.error)
         facts = [f"in step {raised.step}"] if raised.step else []
         facts += self._printed(rank)
-        error = RankError(f"{self._role} {rank} {raised.did}", *facts, trace=raised.trace)
+        error = RankError(failure, *facts, trace=raised.trace)
         error.out_of_memory, error.held = raised.out_of_memory, raised.held
         raise at_step(raised.step, error)
 

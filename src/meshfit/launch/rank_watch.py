@@ -59,6 +59,11 @@ class RankWatch:
         if (corrupt := self._stalls.corrupt()) is not None:
             raise corrupt
 
+    def mismatch(self, failure: str, trace: str = "") -> None:
+        """Raise on behalf of ranks that have called different collectives, if they did, whatever came of it."""
+        if (error := self._stalls.mismatch(failure, trace)) is not None:
+            raise error
+
     def blame(self, gave_up: str, gone: Collection[int]) -> None:
         """Raise on behalf of who stalled, if one did, where another gave up waiting for it."""
         error = self._stalls.blame(gave_up, self._timeout, gone=gone)

@@ -26,6 +26,7 @@ from meshfit.launch.verdict import IN_ORDER, CollectiveMismatch, differs, kernel
 from meshfit.live import LIVE, WHOLE, Seen, history, read
 
 COMPARED = 0.5  # seconds from one comparison of ranks to the next
+LAST_WORDS = 5.0  # seconds that ranks have for them, at the end
 NEVER_EQUAL = (
     "the {what} of replicas have not been equal bit by bit from the first step on, as where processors of ranks round "
     "otherwise: they are not compared"
@@ -175,9 +176,7 @@ class Stalls:
         seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
         before, self._wrong = self._wrong, self._mismatch(seen, ended=last)
         if self._wrong is not None and (last or self._wrong == before):
-            self.different_calls = Died(*out_of_order(self._wrong, seen, self.role))
-            self.different_calls.step = max(live.step for live in seen.values())
-            self.different_calls.agreed = max(0, self._wrong.step - 1)
+            self.different_calls = _different(self._wrong, seen, *out_of_order(self._wrong, seen, self.role))
         found = {one.rank: one for one in stragglers(seen, self._slow)}
         for rank, one in found.items():
             if rank in self._suspects and rank not in self._slow:
@@ -190,6 +189,17 @@ class Stalls:
         self.different = self.different or self.replicas.look(seen, self.size)
         if len(self.replicas.never) > known:
             self.note(NEVER_EQUAL.format(what=" and ".join(sorted(self.replicas.never))))
+
+    def compare_at_end(self) -> None:
+        """Once more, when all ranks are done. Not where one does not say so soon: it has failed."""
+        until = time.monotonic() + LAST_WORDS
+        with suppress(Exception):  # the store may be gone
+            while time.monotonic() < until:
+                beats = [parsed(self.board.get(rank)) for rank in range(self.size)]
+                if all(beat is not None and beat.state == "done" for beat in beats):
+                    self.compare(last=True)
+                    return
+                time.sleep(0.02)
 
     def corrupt(self) -> Died | None:
         """What to say of replicas that differ, or of ranks that call different collectives, if they do."""
@@ -213,16 +223,23 @@ class Stalls:
         headline, *facts = verdict(stalls, self._heard, seen, role=self.role)
         error = Died(headline, *facts, trace=stalls[0].stack)
         error.step = max((beat.step for beat, _ in self._heard.values() if beat is not None), default=0)
+        if (wrong := self._mismatch(seen)) is not None:
+            error.agreed = _before(wrong.step)
+        elif all(stall.why == "waits" for stall in stalls):  # for collectives of several groups: they were mixed up
+            error.agreed = _before(min((live.step for live in seen.values()), default=0))
         return error
 
-    def mismatch(self, gave_up: str) -> Died | None:
-        """Where ranks have called different collectives. Those that are gone by now have told it before."""
-        seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
-        if (wrong := self._mismatch(seen)) is None:
+    def mismatch(self, failure: str, trace: str = "") -> Died | None:
+        """Where ranks have called different collectives, whatever came of it. Those that are gone by now have told
+        theirs before."""
+        if not self.together:
             return None
-        error = Died(*wrong.lines, f"what came of it: {gave_up}", f"what to do: {IN_ORDER}")
-        error.step = max(live.step for live in seen.values())
-        return error
+        seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
+        wrong = self._mismatch(seen)
+        if wrong is None or wrong != self._mismatch(seen):  # once may have been read while it was written
+            return None
+        said = (*wrong.lines, f"what came of it: {failure}", f"what to do: {IN_ORDER}")
+        return _different(wrong, seen, *said, trace=trace)
 
     def _mismatch(self, seen: dict[int, Seen], *, ended: bool = False) -> CollectiveMismatch | None:
         """The first collective that is not the same on all ranks, as far back as each has kept its own."""
@@ -271,10 +288,7 @@ class Stalls:
         return replace(beat, step=live.step or beat.step, stack=stack, spot=spot)
 
     def blame(self, gave_up: str, timeout: float, *, gone: Collection[int] = ()) -> RankError | None:
-        """The error of a collective that took too long, or broke, as that of who stalled, or of ranks that do not call
-        the same ones, if that is known."""
-        if (other := self.mismatch(gave_up)) is not None:
-            return other
+        """The error of a collective that took too long, or broke, as that of who stalled, if that is known."""
         try:
             found = [*self.now(gone), *self._told.values()]
         except Exception:  # the store may be gone, too
@@ -292,6 +306,18 @@ class Stalls:
         )
         error.step = said.step
         return error
+
+
+def _different(wrong: CollectiveMismatch, seen: dict[int, Seen], *said: str, trace: str = "") -> Died:
+    """Of ranks that call different collectives. What NCCL made of it may be in all that is of that step or later."""
+    error = Died(*said, trace=trace)
+    error.step = max(live.step for live in seen.values())
+    error.agreed = _before(wrong.step)
+    return error
+
+
+def _before(step: int) -> int:
+    return max(0, step - 1)
 
 
 def timed_out(error: BaseException) -> bool:
@@ -343,12 +369,17 @@ def watched(rank: int, size: int, timeout: float, hang: float = math.inf) -> Ite
     try:
         yield
     except RuntimeError as error:
-        named = stalls.blame(f"rank {rank} raised {_headline(error)}", timeout) if timed_out(error) else None
+        failure = f"rank {rank} raised {_headline(error)}"
+        named = stalls.mismatch(failure) or (stalls.blame(failure, timeout) if timed_out(error) else None)
         if named is not None:
             raise named from error
         raise
     finally:
         heart.stop()
+    if rank == 0:
+        stalls.compare_at_end()
+        if (corrupt := stalls.corrupt()) is not None:
+            raise corrupt
 
 
 def end(stalls: list[Stall]) -> None:

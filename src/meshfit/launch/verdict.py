@@ -79,19 +79,21 @@ def mismatch(
         for one in calls:
             if one.number:
                 numbered[one.group, one.ranks, one.number][rank] = one
-    for (_, over, number), by in sorted(numbered.items(), key=lambda item: item[0][2]):
+    for (group, over, number), by in sorted(numbered.items(), key=lambda item: item[0][2]):
         kinds: dict[int, list[int]] = defaultdict(list)
         for rank, one in sorted(by.items()):
             kinds[one.chain].append(rank)
         if len(kinds) > 1:
-            said = [f"{by[ranks[0]].op} of {by[ranks[0]].what}" for ranks in kinds.values()]
+            ones = [by[ranks[0]] for ranks in kinds.values()]
+            said = [f"{one.op} of {one.what}" for one in ones]
+            if len(set(said)) == 1 and len({one.step for one in ones}) > 1:
+                said = [f"{one.op} of {one.what} in step {one.step}" for one in ones]
             each = "; ".join(f"{_ranks(ranks, role)}: {call}" for ranks, call in zip(kinds.values(), said, strict=True))
-            if len(set(said)) > 1:
-                step = min(one.step for one in by.values())
-                return CollectiveMismatch(
-                    f"ranks call different collectives: {each}", f"number {number} over ranks {over}", step
-                )
-            before = f"before number {number} over ranks {over}, which is {said[0]} on all of them"
+            where, alike = f"number {number} over ranks {over}", len(set(said)) == 1
+            if not alike and (number == 1 or by.keys() <= numbered[group, over, number - 1].keys()):  # it is the first
+                step = min(one.step for one in ones)
+                return CollectiveMismatch(f"ranks call different collectives: {each}", where, step)
+            before = f"before {where}, which is {said[0] + ' on all of them' if alike else 'for ' + each}"
             return CollectiveMismatch(f"{_ranks(sorted(by), role)} have called different collectives", before, 0)
     return _one_more(called, role) if ended else None
 

@@ -53,7 +53,8 @@ class RunFolder:
         self._held: list[Step] = []
         self._about: dict[str, Any] = about(job) if self.path is not None else {}
         self._metrics: dict[str, float] = {}
-        self._begun = False
+        self._begun = 0
+        """How often its first step has come: see ``Training.taken_back``."""
         self._rate = Rate()
         self._scalars = None
         self._waiting: list[str] = []
@@ -122,8 +123,9 @@ class RunFolder:
     def add(self, step: Step) -> None:
         if self.path is None:
             return
-        if not self._begun:
-            self._begun = True
+        if self._begun <= self._training.taken_back:
+            self._begun = self._training.taken_back + 1
+            self._flush()
             with self._noting("metrics.jsonl"):
                 _drop_later(self.path / "metrics.jsonl", step.step)
         self._held.append(step)

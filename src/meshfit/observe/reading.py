@@ -5,6 +5,7 @@ machine is shifted so that the ends of "exchange", which all ranks leave togethe
 """
 
 import json
+import os
 import socket
 import statistics
 from collections import Counter, defaultdict
@@ -262,7 +263,7 @@ class Reader:
         self.folder = Path(folder)
         if not (self.folder / "run.json").is_file():
             raise JobError(f"{self.folder} holds no run", "a run with out= writes run.json there")
-        self._files: dict[Path, tuple[int, list[Line]]] = {}
+        self._files: dict[Path, tuple[int, int, list[Line]]] = {}
 
     def read(self) -> RecordedRun:
         logs, events = self._logs("rank"), self.folder / "events"
@@ -282,9 +283,11 @@ class Reader:
         return [log for path in paths if (log := self._lines(path)) and "rank" in log[0]]
 
     def _lines(self, path: Path) -> list[Line]:
-        offset, known = self._files.get(path, (0, []))
+        number, offset, known = self._files.get(path, (0, 0, []))
         try:
             with path.open("rb") as file:
+                if (now := os.fstat(file.fileno()).st_ino) != number:  # another file: steps were taken back
+                    number, offset, known = now, 0, []
                 file.seek(offset)
                 fresh = file.read()
         except OSError:
@@ -295,7 +298,7 @@ class Reader:
                 known.append(json.loads(line))
             except ValueError:  # a machine that went down leaves half a line
                 continue
-        self._files[path] = (offset + len(whole), known)
+        self._files[path] = (number, offset + len(whole), known)
         return known
 
 
