@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshfit.cpu_threads import cpu_threads
 from meshfit.data import tree
 from meshfit.errors import in_short
 from meshfit.optimizers import Optimizers, needs_closure
@@ -352,12 +353,7 @@ def _off(tensor: _Small, want: Tensor, got: Tensor) -> float:
 def _quiet() -> Iterator[None]:
     """The trial is random, but always the same, and takes no random number from the user. One thread: for small tensors
     several cost far more than they save."""
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad(), cpu_threads(1):
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(0)  # the CPU's alone
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        yield

@@ -36,8 +36,10 @@ from meshfit.axes.tensors import check_ties, parameters_to
 from meshfit.comm.first import from_first_rank
 from meshfit.comm.group import Group
 from meshfit.comm.objects import all_gather_object
+from meshfit.cpu_threads import cpu_threads
 from meshfit.deferred import Deferred
 from meshfit.launch import heap
+from meshfit.launch.system import cores
 from meshfit.plan import Plan
 from meshfit.python_state import code_of, python_state_kept
 from meshfit.quantised import states_to
@@ -344,8 +346,13 @@ def _find(
     kept = [writer.path for writer in placed.written.writers if check_buffers.splits(plan)]
     shapes = on_meta and not (plan.tensor > 1 or plan.expert > 1 or plan.context > 1)
     looked_at = (lambda: model) if shapes and not plan.partitions_modules else tried
+
+    def found() -> Findings:
+        with cpu_threads(cores()):  # the other ranks wait
+            return find(plan, looked_at(), objective, few(), kind, kept)
+
     with python_state_kept(model, *code_of(objective)):
-        return from_first_rank(lambda: find(plan, looked_at(), objective, few(), kind, kept), placed.mesh.world)
+        return from_first_rank(found, placed.mesh.world)
 
 
 def _apply(placed: Placed, used: Iterable[Axis]) -> None:

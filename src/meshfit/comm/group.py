@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.comm.objects import all_gather_object
+from meshfit.cpu_threads import cpu_threads
 from meshfit.events import current
 from meshfit.torch_private.autograd import in_backward
 from meshfit.torch_private.groups import all_gather_single, reduce_scatter_single, timeout_of
@@ -286,10 +287,11 @@ def in_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], R]) 
             group.barrier.abort()
 
     threads = [threading.Thread(target=one, args=(group,), daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with cpu_threads(max(1, torch.get_num_threads() // len(groups))):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if raised:
         raise min(raised, key=lambda error: isinstance(error, threading.BrokenBarrierError))
     return made

@@ -1,5 +1,6 @@
 """Modules: what they hold, their hooks and calls; base classes that have no public name."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,6 +28,13 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 def own_buffers(module: nn.Module) -> dict[str, Any]:
     """Likewise."""
     return module._buffers
+
+
+def emptied(module: nn.Module) -> nn.Module:
+    """A copy with the attributes of ``module``, and without parameters, buffers and modules."""
+    other = copy.copy(module)
+    other._parameters, other._buffers, other._modules = {}, {}, {}
+    return other
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

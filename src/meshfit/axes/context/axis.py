@@ -22,10 +22,13 @@ from meshfit.anatomy.operations import FusedAttention, MatrixProduct, Operation,
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.context.check import check
-from meshfit.axes.context.find import ContextPlan, Step, begin, find
+from meshfit.axes.context.few_blocks import with_few_blocks
+from meshfit.axes.context.find import ContextPlan, Step, begin, find, shortened, some
 from meshfit.axes.context.piece import guarded
 from meshfit.axes.counted import HALVES, counted_cost
+from meshfit.axes.kept import kept_path, read_kept, write_kept
 from meshfit.axes.prove import Refused
+from meshfit.axes.tensor.program import program_of
 from meshfit.comm.group import RankGroup
 from meshfit.cost import Cost
 from meshfit.errors import PlanError
@@ -40,18 +43,30 @@ if TYPE_CHECKING:
 def plan_context(
     model: nn.Module, step: Step, batch: Any, degree: int, wholes: Collection[str] = (), attention: str = "auto"
 ) -> ContextPlan:
-    """Where to cut ``model``, which stays as it is; proven on samples of the data. Raises ``Refused`` if not right.
-    ``wholes``: modules that must be given all positions."""
+    """Where to cut ``model``, which stays as it is; proven on samples of the data, or before, of the same model and
+    operations. Raises ``Refused`` if not right. ``wholes``: modules that must be given all positions."""
+    program = program_of(model, step, batch)
+    path = kept_path("context-plans", model, program, degree, sorted(wholes), attention)
+    if (known := read_kept(path, ContextPlan)) is not None:
+        return known
     twin = study(model)
     found = find(twin, step, batch, degree, wholes, attention)
     if found.beginnings:
-        check(quiet(twin), step, batch, found)
+        _check(twin, step, batch, found)
+        write_kept(path, found)
     return found
 
 
 def prove(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
     """Of another ``step`` than the one that ``plan`` was found with. Raises ``Refused`` if it is not right."""
-    check(quiet(study(model)), step, batch, plan)
+    _check(study(model), step, batch, plan)
+
+
+def _check(twin: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
+    few = some(shortened(batch, plan.length), plan.samples)
+    thin = with_few_blocks(quiet(twin), step, few, [each.module for each in plan.beginnings])
+    there = dict(thin.named_modules())
+    check(thin, step, batch, replace(plan, wholes=tuple(path for path in plan.wholes if path in there)))
 
 
 def quiet(model: nn.Module) -> nn.Module:

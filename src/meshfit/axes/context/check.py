@@ -9,6 +9,7 @@ positions put into them, and on each by itself whose forward takes another way t
 """
 
 import functools
+import threading
 from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from meshfit.anatomy.copies import converted, to_precision
 from meshfit.axes.context.find import ContextPlan, Step, begin, length_of, shortened, some
 from meshfit.axes.context.piece import Piece, guarded
-from meshfit.axes.prove import DRAWS, Refused, in_parts, in_precision, summed
+from meshfit.axes.prove import DRAWS, Refused, in_parts, in_precision
 from meshfit.axes.spec import name_of
 from meshfit.comm.group import ThreadGroup
 from meshfit.data import tree
@@ -28,6 +29,9 @@ from meshfit.torch_private.trees import tree_map
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 """Of a gradient, relative to the largest element of its tensor, or to a small part of the largest of all."""
+
+LARGE = 2**27
+"""Parameters above which a model is tried in single precision: in double it takes twice the memory and the time."""
 
 SMALL = 1e-3
 
@@ -44,6 +48,8 @@ WAYS = 4
 def check(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
     """Raises ``Refused``. ``model`` has no dropout."""
     convert = functools.cache(partial(converted, model))
+    large = sum(p.numel() for p in model.parameters()) > LARGE
+    dtypes = [dtype for dtype in TOLERANCE if not (large and dtype == torch.float64)]
     proven: set[Hashable] = set()
     for place, each in enumerate(_trials(model, batch, plan)):
 
@@ -52,28 +58,28 @@ def check(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> None:
             way = _way(twin, step, cast, dtype)
             if place >= ALWAYS and (way in proven or len(proven) >= WAYS):
                 return None
-            loss, gradients = _gradients(twin, step, cast, 1, dtype)
+            loss, gradients = _gradients(twin, step, cast, dtype)
             if lost := [name for name, grad in gradients.items() if grad is not None and not grad.sum().isfinite()]:
                 raise ValueError(f"the gradient of {lost[0]} is not finite on one device")
-            return cast, way, (loss, gradients)
+            return cast, way, loss, _Remainder(gradients)
 
         try:
-            twin, dtype, made = in_precision(convert, TOLERANCE, whole)
+            twin, dtype, made = in_precision(convert, dtypes, whole)
         except Refused as refused:
             if place == 0:  # others were put together here, and the model need not take them
                 raise Refused(f"the step cannot be tried: {refused}") from refused
             continue
         if made is None:
             continue
-        cast, way, want = made
+        cast, way, loss, remainder = made
         with guarded():
-            parts = in_parts(
+            losses = in_parts(
                 twin,
                 ThreadGroup.make(plan.degree),
                 lambda module, group: begin(module, plan, group),
-                lambda module, group, cast=cast, dtype=dtype: _gradients(module, step, cast, plan.degree, dtype),
+                partial(_part, step, cast, plan.degree, dtype, remainder),
             )
-        _compare(want, parts, TOLERANCE[dtype])
+        _compare(loss, losses, remainder, TOLERANCE[dtype])
         proven.add(way)
 
 
@@ -129,19 +135,48 @@ def _way(model: nn.Module, step: Step, batch: Any, dtype: torch.dtype) -> Hashab
 # The step
 
 
-Made = tuple[float, dict[str, Tensor | None]]
-"""The loss, and the gradients."""
+class _Remainder:
+    """What is left of the gradients of one device, when those of ranks are taken off as they are made: all of them at
+    once would be as many models."""
 
-Whole = tuple[Any, Hashable, Made]
+    def __init__(self, gradients: dict[str, Tensor | None]):
+        self.left, self.made = gradients, set[str]()
+        """Parameters of which a rank made a gradient."""
+        self.largest = {name: _largest(grad) for name, grad in gradients.items() if grad is not None}
+        self._lock = threading.Lock()
+
+    def take(self, name: str, parameter: Tensor) -> None:
+        made, parameter.grad = parameter.grad, None
+        with self._lock:
+            self.made.add(name)
+            if (left := self.left[name]) is not None and made is not None:
+                left.sub_(made)
+
+
+Whole = tuple[Any, Hashable, float, _Remainder]
 """The batch in a precision, the way that it takes through the model, and what one device makes of it."""
 
 
-def _gradients(model: nn.Module, step: Step, batch: Any, ranks: int, dtype: torch.dtype) -> Made:
+def _gradients(model: nn.Module, step: Step, batch: Any, dtype: torch.dtype) -> tuple[float, dict[str, Tensor | None]]:
+    """The loss of one device, and its gradients."""
     model.zero_grad(set_to_none=True)
     with _Alike(dtype):
         loss = step(model, batch)
-    (loss / ranks).backward()
+    loss.backward()
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _part(
+    step: Step, batch: Any, ranks: int, dtype: torch.dtype, rest: _Remainder, model: nn.Module, group: ThreadGroup
+) -> float:
+    """The loss on one rank, whose gradients are taken off the ``rest``."""
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(partial(rest.take, name))
+    with _Alike(dtype):
+        loss = step(model, batch)
+    (loss / ranks).backward()
+    return float(loss.detach())
 
 
 class _Alike(TorchFunctionMode):
@@ -173,20 +208,20 @@ def _kind(value: Any) -> Hashable:
     return value if value is None or isinstance(value, bool) else type(value).__name__
 
 
-def _compare(want: Made, parts: list[Made], tolerance: float) -> None:
-    loss, gradients = want
-    for rank, (other, _) in enumerate(parts):
+def _compare(loss: float, losses: list[float], rest: _Remainder, tolerance: float) -> None:
+    for rank, other in enumerate(losses):
         if not abs(other - loss) <= tolerance * max(abs(loss), SMALL):
             raise Refused(f"the loss is {loss:.9g}, and {other:.9g} on rank {rank}")
-    largest = max((_largest(gradient) for gradient in gradients.values() if gradient is not None), default=0.0)
-    for name, gradient in gradients.items():
-        total = summed(other[name] for _, other in parts)
-        if gradient is None or total is None:
-            if gradient is not None and gradient.any():
+    largest = max(rest.largest.values(), default=0.0)
+    for name, left in rest.left.items():
+        if left is None:
+            continue
+        if name not in rest.made:
+            if left.any():
                 raise Refused(f"{name} has no gradient on any rank")
             continue
-        floor = max(_largest(gradient), SMALL * largest)
-        off = _largest(total - gradient)
+        floor = max(rest.largest[name], SMALL * largest)
+        off = _largest(left)
         if not off <= tolerance * floor:
             raise Refused(f"the gradient of {name} is off by {off / (floor or 1.0):.1e} of its largest element")
 

@@ -335,7 +335,7 @@ def _tried(
     group = group or CountingGroup(plan.degree - 1, plan.degree)
     begin(model, plan, group)
     seen: dict[str, tuple[int, ...]] = {}
-    hooks = []
+    hooks: list[Any] = []
 
     def look(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
@@ -345,8 +345,10 @@ def _tried(
 
         return hook
 
+    if backward:  # nobody asks for the gradients: all of them at once would be another model
+        hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in model.parameters() if p.requires_grad]
     if watch:
-        hooks = [module.register_forward_hook(look(path)) for path, module in model.named_modules()]
+        hooks += [module.register_forward_hook(look(path)) for path, module in model.named_modules()]
     kept = SavedBytes(model)
     try:
         with guarded(), kept:
@@ -359,6 +361,10 @@ def _tried(
         unwrap(model)
         model.zero_grad(set_to_none=True)
     return kept.bytes, group.log, seen
+
+
+def _dropped(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class SavedBytes(saved_tensors_hooks):
