@@ -23,7 +23,7 @@ from meshfit.errors import MeshfitError, out_of_memory
 from meshfit.job import Job
 from meshfit.launch import heap
 from meshfit.launch.devices import Devices
-from meshfit.launch.stalls import watched
+from meshfit.launch.torchrun_watch import watched
 from meshfit.launch.world import World, connect
 from meshfit.observe.folder import WEIGHTS, folder_of
 from meshfit.observe.mirror import events_copied

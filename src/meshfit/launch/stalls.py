@@ -10,20 +10,16 @@ debugger holds it, it is told of and left alone: reading and planning may take t
 """
 
 import math
-import os
-import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from meshfit.errors import Died, RankError
 from meshfit.launch.compare import ReplicaDifference, Replicas, Straggler, stragglers
-from meshfit.launch.heartbeat import BEATS, LONGER, UNKNOWN, Beat, Heart, SharedBoard, StoreBoard, parsed, silence_of
+from meshfit.launch.heartbeat import BEATS, LONGER, UNKNOWN, Beat, SharedBoard, StoreBoard, parsed
 from meshfit.launch.verdict import IN_ORDER, CollectiveMismatch, differs, kernel_state, mismatch, out_of_order, verdict
-from meshfit.live import LIVE, WHOLE, Seen, history, read
+from meshfit.live import WHOLE, Seen, history, read
 
 COMPARED = 0.5  # seconds from one comparison of ranks to the next
 LAST_WORDS = 5.0  # seconds that ranks have for them, at the end
@@ -324,79 +320,3 @@ def timed_out(error: BaseException) -> bool:
     """Whether it says that another rank did not come, in time."""
     text = str(error).lower()
     return isinstance(error, RuntimeError | RankError) and any(words in text for words in TIMED_OUT)
-
-
-@contextmanager
-def watched(rank: int, size: int, timeout: float, hang: float = math.inf) -> Iterator[None]:
-    """Around the work of one of torchrun's ranks: those that have stalled are reported, named where others lose
-    patience with them, and ended after ``hang`` seconds. There is no caller that looks, so the first two ranks do."""
-    if size == 1:
-        yield
-        return
-    try:
-        board, silence = StoreBoard(), silence_of(timeout, hang)
-    except (RuntimeError, KeyError, ValueError):  # no store: a process group of the user's own
-        yield
-        return
-
-    def tell(stall: Stall | None, text: str) -> None:
-        """The first rank does; the second looks for it where that cannot."""
-        if speaks():
-            _say(text)
-
-    def speaks() -> bool:
-        return rank == 0 or any(s.rank == 0 and s.why in ("stopped", "debugged", "unheard") for s in stalls.now())
-
-    def note(text: str) -> None:
-        if speaks():
-            _say(text)
-
-    def look() -> None:
-        stalls.look()
-        stalls.compare()
-        LIVE.halt = stalls.corrupt() if rank == 0 else None
-        if stalls.hung and speaks():
-            _say(str(stalls.verdict(stalls.hung)))
-            end(stalls.hung)
-
-    def failed(error: Exception) -> None:
-        _say(f"the store of the ranks does not answer: torchrun, or rank 0, is stopped or gone ({_headline(error)})")
-
-    stalls = Stalls(board, size, tell, silence=silence, hang=hang, note=note)
-    looks = {"after": look, "failed": failed} if rank < 2 else {}
-    heart = Heart(board, rank, silence=silence, **looks)
-    heart.start()
-    try:
-        yield
-    except RuntimeError as error:
-        failure = f"rank {rank} raised {_headline(error)}"
-        named = stalls.mismatch(failure) or (stalls.blame(failure, timeout) if timed_out(error) else None)
-        if named is not None:
-            raise named from error
-        raise
-    finally:
-        heart.stop()
-    if rank == 0:
-        stalls.compare_at_end()
-        if (corrupt := stalls.corrupt()) is not None:
-            raise corrupt
-
-
-def end(stalls: list[Stall]) -> None:
-    """End the ranks of torchrun that hang; it then ends the others. Where they are on other hosts, this one."""
-    here = [stall for stall in stalls if stall.beat is not None and stall.beat.host == socket.gethostname()]
-    for stall in here:
-        assert stall.beat is not None
-        for number in (signal.SIGCONT, signal.SIGKILL):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(stall.beat.pid, number)
-    if not here:
-        os._exit(1)
-
-
-def _headline(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _say(text: str) -> None:
-    print(f"meshfit: {text}", file=sys.stderr, flush=True)
