@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -269,6 +270,23 @@ def test_a_collective_too_many_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [step.loss for step in mixed_up.history] == [step.loss for step in clean.history]
     for mine, theirs in zip(mixed_up.model.parameters(), clean.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def sum_beside_my_mate() -> None:
+    """In the group of the ranks that are one worker."""
+    from torch.distributed.distributed_c10d import _world
+
+    mates = [group for group in _world.pg_map if dist.get_world_size(group) == 2][-1]
+    dist.all_reduce(torch.ones(4), group=mates)
+
+
+def test_within_a_worker_of_servers_too(tmp_path: Path) -> None:
+    odd = SlowAndOdd(tmp_path / "done", sum_beside_my_mate)
+    result = fit(odd, plan="server=1 data=2 shard=2", out=tmp_path / "run", checkpoint=4, keep=9, steps=30)
+    (said,) = [note for note in result.notes if "restarted" in note]
+    how = "wait for each other in step 6|have called different collectives"
+    assert re.fullmatch(f"restarted from step 4: ranks (0 and 1|2 and 3) ({how})", said)
+    assert result.steps == 30
 
 
 VALID = torch.randn(32, 4), torch.randn(32, 1)  # four batches

@@ -11,6 +11,7 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -36,10 +37,10 @@ CPU = Devices("cpu", None)
 BEAT = Beat(number=1, rank=0, pid=0, host="elsewhere", state="works", still=0.0, step=9, slowest=1.0, stack="")
 
 
-def found(*ranks: tuple[str, float, float], silence: float = 45.0, together: bool = True) -> list[tuple[int, str]]:
+def found(*ranks: tuple[str, float, float], silence: float = 45.0, **how: Any) -> list[tuple[int, str]]:
     """By state, seconds in it, and seconds since the rank was heard from."""
     beats = [(replace(BEAT, rank=i, state=state, still=still), ago) for i, (state, still, ago) in enumerate(ranks)]
-    return [(s.rank, s.why) for s in judge(dict(enumerate(beats)), silence, together=together)]
+    return [(s.rank, s.why) for s in judge(dict(enumerate(beats)), silence, **how)]
 
 
 def test_the_one_behind_is_found_not_those_that_wait() -> None:
@@ -54,7 +55,9 @@ def test_those_that_get_on_are_left_alone() -> None:
     assert not found(("waits", 50, 1), ("busy", 9, 1))  # it has not stalled for so long
     assert not found(("waits", 50, 1), ("excused", 50, 1))  # the caller holds it, or it saves, or compiles
     assert not found(("waits", 50, 1), ("works", 0, 1))
-    assert not found(("waits", 50, 1), ("waits", 50, 1), together=False)  # for a server
+    assert not found(("waits", 50, 1), ("waits", 50, 1), together=False)  # each for ranks that are not of this worker
+    four = [("waits", 50, 1), ("waits", 50, 1), ("asks", 50, 1), ("waits", 50, 1)]
+    assert found(*four, together=False, group=2) == [(0, "waits"), (1, "waits")]  # the others wait for a server
     assert not found(("works", 0, 1), ("busy", 9, 1), together=False)
     assert not found(("waits", 50, 1), ("done", 0, 300))[1:]
     slow = replace(BEAT, state="busy", still=50, slowest=20.0)  # its steps take long

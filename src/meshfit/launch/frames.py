@@ -77,7 +77,7 @@ def _plain(text: str) -> str:
 
 
 def where(thread: int) -> str:
-    """What a thread that gets nowhere is at: waits, excused, saves, or elsewhere."""
+    """What a thread that gets nowhere is at: waits (for ranks), asks (a model server), excused, saves, or elsewhere."""
     stacks = _stacks()
     known = {each.ident for each in threading.enumerate()}
     places = [_place(lines) for ident, lines in stacks.items() if ident == thread or ident not in known]
@@ -122,8 +122,10 @@ def _place(lines: Iterable[StackLine]) -> str:
     for file, number, _ in lines:
         if file.endswith(f"launch{os.sep}channel.py") and file.startswith(OURS):
             return "excused"
-        if f"{TORCH}distributed{os.sep}" in file or file.startswith(f"{OURS}server{os.sep}"):
+        if f"{TORCH}distributed{os.sep}" in file:
             return "waits"
+        if file.startswith(f"{OURS}server{os.sep}"):
+            return "asks"
         if any(f"{TORCH}{part}{os.sep}" in file for part in ("_dynamo", "_inductor")):
             return "excused"
         if _is_library(file):

@@ -206,7 +206,7 @@ class Heart:
 
     def _gets_on(self, state: str, still: float) -> bool:
         """Whether nobody would say that it has stalled."""
-        limits = {"busy": LONGER * self._slowest, "idle": BEATS * self.each, "waits": 0.0}
+        limits = {"busy": LONGER * self._slowest, "idle": BEATS * self.each, "waits": 0.0, "asks": 0.0}
         return still < limits.get(state, math.inf)
 
     def _state(self, now: float) -> tuple[str, float]:
@@ -228,8 +228,8 @@ class Heart:
         if place != self._place:  # one that waited, and waits no longer, gets on
             self._place, self._placed = place, now
         idle, there = now - max(self._active, self._placed), now - max(self._since, self._placed)
-        if place == "waits":
-            return "waits", there
+        if place in ("waits", "asks"):
+            return place, there
         begins = evaluating and not self._evaluated  # what opens and compiles may take its time
         if idle > (PATIENCE if place == "saves" or begins else 1.5 * self.each) and place != "excused":
             return "idle", idle

@@ -99,6 +99,10 @@ class LocalRanks:
             self._output = Output(self.size, role=self._role, folder=self._log)
             self._board = SharedBoard(memory_file(), self.size)
             how: dict[str, Any] = {"timeout": self._timeout, "hang": self._hang, "role": self._role}
+            alone = (
+                self._group > 1 or self._expendable or not self._joined
+            )  # a worker's ranks have theirs to themselves
+            how["group"] = self._group if alone else self.size
             self._watch = RankWatch(self._board, self.size, self._output, self._stack, **how)
             try:
                 for rank, channel in enumerate(self._channels):
@@ -209,9 +213,11 @@ class LocalRanks:
             self.beside.watch()
 
     def _end_hung(self, ranks: set[int], verdict: Died) -> None:
-        """End those that hang, where the others go on without them; else raise what is known of them."""
+        """End those that hang, where the others go on without them; else, and where they have told the servers what may
+        be wrong, raise what is known of them."""
         peers = set().union(*(self._group_of(rank) for rank in ranks))
-        if not ranks <= set(self._expendable) or len(self.lost.keys() | peers) == self.size:
+        last = len(self.lost.keys() | peers) == self.size
+        if verdict.agreed is not None or last or not ranks <= set(self._expendable):
             raise verdict
         self._hung |= dict.fromkeys(ranks, verdict.headline)
         self._output.settle()

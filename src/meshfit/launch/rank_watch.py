@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection
+from typing import Any
 
 from meshfit.errors import Died, MeshfitError
 from meshfit.launch.heartbeat import SharedBoard, silence_of
@@ -18,7 +19,7 @@ from meshfit.launch.stalls import Stall, Stalls
 
 
 class RankWatch:
-    """``stack(rank)`` lets a rank print its stack, even one that hangs."""
+    """``stack(rank)`` lets a rank print its stack, even one that hangs. ``group``: see ``Stalls``."""
 
     def __init__(
         self,
@@ -30,12 +31,14 @@ class RankWatch:
         timeout: float,
         hang: float = math.inf,
         role: str = "rank",
+        group: int = 0,
     ):
         self._output, self._stack, self._timeout = output, stack, timeout
         self.notes: list[str] = []
         """What was found of ranks that went on."""
         self.silence = silence_of(timeout, hang)
-        self._stalls = Stalls(board, size, self._tell, note=self._note, role=role, silence=self.silence, hang=hang)
+        how: dict[str, Any] = {"note": self._note, "role": role, "silence": self.silence, "hang": hang, "group": group}
+        self._stalls = Stalls(board, size, self._tell, **how)
 
     @property
     def each(self) -> float:

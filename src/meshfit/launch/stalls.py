@@ -69,9 +69,11 @@ class Stall:
         return f"  where it is{last}, newest call last:\n{self.beat.stack.rstrip()}"
 
 
-def judge(heard: dict[int, tuple[Beat | None, float]], silence: float, *, together: bool = True) -> list[Stall]:
+def judge(
+    heard: dict[int, tuple[Beat | None, float]], silence: float, *, together: bool = True, group: int = 1
+) -> list[Stall]:
     """Which ranks have stalled. ``heard``: by rank, its last beat, and how many seconds ago it came; ``together``:
-    whether they wait for each other alone."""
+    whether they wait for each other alone; ``group``: else so many do, unless they ask a server."""
     unheard = [
         Stall(rank, kernel_state(beat) or "unheard", ago, beat)
         for rank, (beat, ago) in heard.items()
@@ -79,19 +81,25 @@ def judge(heard: dict[int, tuple[Beat | None, float]], silence: float, *, togeth
     ]
     beats = [beat for beat, _ in heard.values() if beat is not None and beat.state != "done"]
     idle = [Stall(b.rank, b.state, b.still, b) for b in beats if b.state == "idle" and b.still >= silence]
-    busy = [b for b in beats if b.state == "busy"]
     if not together:
-        long = [Stall(b.rank, b.state, b.still, b) for b in busy if b.still >= max(silence, LONGER * b.slowest)]
-        return sorted([*unheard, *idle, *long], key=lambda stall: stall.rank)
+        busy = [b for b in beats if b.state == "busy" and b.still >= max(silence, LONGER * b.slowest)]
+        groups = [[b for b in beats if b.rank // group == number] for number in {b.rank // group for b in beats}]
+        waits = [b for each in groups if len(each) == group > 1 and _all_wait(each, silence) for b in each]
+        found = [*unheard, *idle, *(Stall(b.rank, b.state, b.still, b) for b in [*busy, *waits])]
+        return sorted({stall.rank: stall for stall in found[::-1]}.values(), key=lambda stall: stall.rank)
     if unheard or idle:
         return sorted([*unheard, *idle], key=lambda stall: stall.rank)
     if not beats or len(beats) + sum(b is not None and b.state == "done" for b, _ in heard.values()) < len(heard):
         return []
+    busy = [b for b in beats if b.state == "busy"]
+    return [Stall(b.rank, b.state, b.still, b) for b in busy or beats] if _all_wait(beats, silence) else []
+
+
+def _all_wait(beats: list[Beat], silence: float) -> bool:
+    """For each other, or are busy for much longer than ever: none of them will go on."""
     if any(beat.state not in ("waits", "busy") or beat.still < silence for beat in beats):
-        return []
-    if any(b.still < LONGER * b.slowest for b in busy):
-        return []
-    return [Stall(b.rank, b.state, b.still, b) for b in busy or beats]
+        return False
+    return not any(b.state == "busy" and b.still < LONGER * b.slowest for b in beats)
 
 
 class Stalls:
@@ -107,11 +115,13 @@ class Stalls:
         hang: float = math.inf,
         note: Callable[[str], None] = lambda text: None,
         role: str = "rank",
+        group: int = 0,
     ):
         """``tell``: is given a rank that has stalled, and what to say of it; None with what is said of one that does
         no longer. ``hang``: seconds after which one that has stalled is hung. ``note``: is given what else is to be
-        said of them, while they go on."""
+        said of them, while they go on. ``group``: so many have collectives in common; 0: all."""
         self.board, self.size, self.tell, self.silence, self.role = board, size, tell, silence, role
+        self.group = group or size
         self.hang = hang
         self.hung: list[Stall] = []
         """Found at the last look, and at the one before."""
@@ -163,16 +173,18 @@ class Stalls:
             del self._told[rank]
 
     def compare(self, *, gone: Collection[int] = (), last: bool = False) -> None:
-        """Hold the ranks against each other, if it is time to, or for the ``last`` time: note those that are slow, and
-        find replicas that differ. Not where some are gone."""
+        """Hold the ranks against each other, if it is time to, or for the ``last`` time: find those that call different
+        collectives, and where they work together note those that are slow, and find replicas that differ."""
         now = time.monotonic()
-        if gone or not self.together or (now - self._compared < COMPARED and not last):
+        if (gone and self.together) or (now - self._compared < COMPARED and not last):
             return
         self._compared = now
-        seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
+        seen = {rank: live for rank in range(self.size) if rank not in gone and (live := self.seen(rank)) is not None}
         before, self._wrong = self._wrong, self._mismatch(seen, ended=last)
         if self._wrong is not None and (last or self._wrong == before):
             self.different_calls = _different(self._wrong, seen, *out_of_order(self._wrong, seen, self.role))
+        if not self.together:
+            return
         found = {one.rank: one for one in stragglers(seen, self._slow)}
         for rank, one in found.items():
             if rank in self._suspects and rank not in self._slow:
@@ -228,8 +240,6 @@ class Stalls:
     def mismatch(self, failure: str, trace: str = "") -> Died | None:
         """Where ranks have called different collectives, whatever came of it. Those that are gone by now have told
         theirs before."""
-        if not self.together:
-            return None
         seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
         wrong = self._mismatch(seen)
         if wrong is None or wrong != self._mismatch(seen):  # once may have been read while it was written
@@ -239,13 +249,15 @@ class Stalls:
 
     def _mismatch(self, seen: dict[int, Seen], *, ended: bool = False) -> CollectiveMismatch | None:
         """The first collective that is not the same on all ranks, as far back as each has kept its own."""
-        found = mismatch({rank: live.collectives for rank, live in seen.items()}, self.role, ended=ended)
-        if found is None:
-            return None
-        with suppress(Exception):  # the store may be gone
-            longer = {rank: history(self.board.live(rank, WHOLE)) for rank in seen}
-            found = mismatch(longer, self.role, ended=ended) or found
-        return found
+        for first in range(0, self.size, self.group):
+            ranks = [rank for rank in range(first, first + self.group) if rank in seen]
+            found = mismatch({rank: seen[rank].collectives for rank in ranks}, self.role, ended=ended)
+            if found is not None:
+                with suppress(Exception):  # the store may be gone
+                    longer = {rank: history(self.board.live(rank, WHOLE)) for rank in ranks}
+                    found = mismatch(longer, self.role, ended=ended) or found
+                return found
+        return None
 
     def seen(self, rank: int) -> Seen | None:
         """What a rank is at, by its own last word."""
@@ -270,7 +282,10 @@ class Stalls:
             fresh = beat is not None and (before is None or beat.number != before.number)
             self._heard[rank] = (beat, now if fresh else at)
         return judge(
-            {rank: (beat, now - at) for rank, (beat, at) in self._heard.items()}, self.silence, together=self.together
+            {rank: (beat, now - at) for rank, (beat, at) in self._heard.items()},
+            self.silence,
+            together=self.together,
+            group=self.group,
         )
 
     def _up_to_date(self, rank: int, beat: Beat | None) -> Beat | None:

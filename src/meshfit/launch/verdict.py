@@ -35,7 +35,8 @@ def verdict(stalls: "Sequence[Stall]", heard: Heard, seen: Mapping[int, Seen], *
         headline = f"{names} {'hangs' if len(causes) == 1 else 'hang'}{_step(first)}"
         advice = ADVICE[causes[0].why]
     else:
-        headline, advice = f"all ranks wait for each other{_step(first)}", ADVICE["waits"]
+        who = "all ranks" if len(stalls) == len(heard) else _ranks([stall.rank for stall in stalls], role)
+        headline, advice = f"{who} wait for each other{_step(first)}", ADVICE["waits"]
     lines = [headline] if wrong is None else wrong.lines
     for stall in causes[:MOST_RANKS]:
         lines.append(f"{stall.says(role)}{_at(stall.beat, seen.get(stall.rank))}")
