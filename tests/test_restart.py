@@ -367,3 +367,30 @@ def test_nothing_of_a_run_outlives_its_caller(tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(below, timeout=15)  # 5 s on a machine that is not busy
     assert len(below) >= 5, below
     assert not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+class Leaves(torch.optim.SGD):
+    """In its 20th step, once."""
+
+    def __init__(self, params: Any, mark: Path):
+        super().__init__(params, lr=1e-2)
+        self.mark, self.steps = mark, 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 20 and not self.mark.exists():
+            self.mark.touch()
+            sys.exit(0)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("plan", ["server=1 data=2", "server=1 data=2 staleness=2"])
+def test_an_optimizer_that_leaves_in_a_server_loses_no_step(plan: str, tmp_path: Path) -> None:
+    """It ended the thread of one worker, whose gradient was never applied. Nor is a step that no rank came to report
+    missing in the history, where workers step apart."""
+    asked: dict[str, Any] = {"steps": 40, "plan": plan, "checkpoint": 5, "scheduler": None}
+    run = fit(tmp_path / "run", optimizer=lambda params: Leaves(params, tmp_path / "mark"), **asked)
+    whole = fit(steps=40, optimizer=lambda params: Leaves(params, tmp_path), plan=plan, scheduler=None)
+    assert len([note for note in run.notes if note.startswith("restarted from step ")]) == 1, run.notes
+    assert [step.step for step in run.history] == list(range(1, 41))
+    assert run.history[-1].samples == whole.history[-1].samples

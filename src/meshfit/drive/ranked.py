@@ -81,9 +81,10 @@ class Ranked(Training):
         """The steps, each once, from ranks that are started again when they fail: see restart.py. Those that may have
         been wrong are told again."""
         tries, furthest = Tries(tries_of(self.job)), 0
+        told: deque[int] = deque(maxlen=10 * LATE_STEPS)
         while True:
             try:
-                for step in self._received(graceful, after=furthest):
+                for step in self._received(graceful, told, furthest):
                     furthest = max(furthest, step.step)
                     yield replace(step, seconds=step.seconds + self._earlier) if self._earlier else step
                 assert self.outcome is not None
@@ -96,7 +97,7 @@ class Ranked(Training):
                     raise
                 self._again(tries, error)
                 if (last := last_right(error)) is not None and last < furthest:
-                    furthest = last
+                    furthest, told = last, deque((step for step in told if step <= last), told.maxlen)
                     self.taken_back += 1
             graceful.begun = False
 
@@ -126,9 +127,10 @@ class Ranked(Training):
         told = f"meshfit: {error if error is not None else CAME_BACK}\nmeshfit: started again from {place}{on}"
         print(f"{told}{tries.so_far}", file=sys.stderr, flush=True)
 
-    def _received(self, graceful: GracefulStop, after: int = 0) -> Generator[Step, None, None]:
-        """What ranks report; of steps up to ``after`` the caller has heard already."""
-        seen: deque[int] = deque(maxlen=10 * LATE_STEPS)
+    def _received(self, graceful: GracefulStop, told: deque[int], furthest: int) -> Generator[Step, None, None]:
+        """What ranks report. ``told``: the steps that the caller has heard of last, and ``furthest`` of all when these
+        ranks began: what ranks before them did not come to report is made, and told, again."""
+        known = furthest - 10 * LATE_STEPS  # up to there the caller has heard of all
         weights: dict[str, Tensor] = {}
         code = [each for phase in self.job.phases for each in phase.objective.code]
         untouched = Untouched(self.model, self.job.optimizer, *code, *self.job.data.code)
@@ -147,9 +149,9 @@ class Ranked(Training):
                 else:
                     self._look_for_more()
                     for step in message.steps if isinstance(message, Late) else message:
-                        dropped = (self._stop and self._lockstep) or step.step <= after
-                        if not dropped and not (isinstance(message, Late) and step.step in seen):
-                            seen.append(step.step)
+                        again = (step.step <= furthest or isinstance(message, Late)) and step.step in told
+                        if not (self._stop and self._lockstep) and step.step > known and not again:
+                            told.append(step.step)
                             yield step
                             untouched.check()
                         if self._lockstep:

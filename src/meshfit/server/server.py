@@ -138,8 +138,8 @@ class Server:
                     self._refuse(wire, error)
                 if client is not None:
                     self.drop(client, str(error))
-            except Exception as error:  # an optimizer that raises, say: no step can follow
-                self._fail(error)
+            except (Exception, SystemExit) as error:  # of an optimizer, say: no step can follow
+                self._fail(error if isinstance(error, Exception) else RuntimeError(f"left by sys.exit({error})"))
 
     def _work_for(self, client: Client) -> None:
         into = None if client.wire.local else view(client.memory.up)  # a gradient that is shared is there already
