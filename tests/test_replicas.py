@@ -17,10 +17,11 @@ from torch import nn
 import meshfit
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.files import open_files
-from meshfit.drive.restart import put_suspects_aside
+from meshfit.drive.restart import last_right, put_suspects_aside
 from meshfit.errors import Died
 from meshfit.launch.compare import ReplicaDifference, Replicas, stragglers
 from meshfit.live import Digest, Live, Seen, StepTimes, read
+from meshfit.plan import Plan
 from meshfit.run.replicas import mixed, total
 from tests.command import TORCHRUN, run
 from tests.few import more
@@ -173,10 +174,10 @@ def test_checkpoints_of_after_the_last_agreement_are_put_aside(tmp_path: Path) -
     files = open_files(tmp_path / "run" / "checkpoints")
     before = [each.step for each in manifest.complete(files)]
     error = Died("rank 1 holds other weights")
-    put_suspects_aside(files, error)
+    put_suspects_aside(files, last_right(error, Plan()))
     assert [each.step for each in manifest.complete(files)] == before == [6, 4, 2]
     error.agreed = 4
-    put_suspects_aside(files, error)
+    put_suspects_aside(files, last_right(error, Plan()))
     assert [each.step for each in manifest.complete(files)] == [4, 2]
     assert len(list((tmp_path / "run" / "checkpoints").glob("suspect-*"))) == 1
 

@@ -1,10 +1,13 @@
 """Ranks that die, raise or leave are started again from the newest checkpoint. Real processes, really killed."""
 
+import contextlib
+import functools
 import json
 import os
 import re
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +23,7 @@ import torch.nn.functional as F
 from meshfit.checkpoint import CheckpointError
 from meshfit.checkpoint.manifest import Manifest
 from meshfit.drive import work
-from meshfit.drive.restart import Tries
+from meshfit.drive.restart import Tries, last_right
 from meshfit.errors import Died, MeshfitError, PlanError, RankError
 from meshfit.launch.devices import find
 from meshfit.launch.heartbeat import step_under_way
@@ -235,6 +238,17 @@ def test_refusals_are_final(error: MeshfitError) -> None:
 # Devices that go and come
 
 
+def test_steps_of_a_server_that_missed_a_worker_are_told_again() -> None:
+    error = RankError("rank 0 raised ValueError")
+    synchronous, apart = Plan(server=1, data=2), Plan(server=1, data=2, staleness=2)
+    assert [last_right(error, plan) for plan in (synchronous, apart)] == [None, None]  # not in a step
+    error.step = 7
+    assert [last_right(error, plan) for plan in (synchronous, apart, Plan(data=2))] == [6, None, None]
+    died = Died("replicas differ")
+    died.step, died.agreed = 9, 3
+    assert [last_right(died, plan) for plan in (synchronous, apart, Plan(data=2))] == [3, 3, 3]
+
+
 def test_fewer_devices_change_data_and_shard_alone() -> None:
     fitted = {
         ("data=8", 5): "data=5",
@@ -394,3 +408,37 @@ def test_an_optimizer_that_leaves_in_a_server_loses_no_step(plan: str, tmp_path:
     assert len([note for note in run.notes if note.startswith("restarted from step ")]) == 1, run.notes
     assert [step.step for step in run.history] == list(range(1, 41))
     assert run.history[-1].samples == whole.history[-1].samples
+
+
+def leave_slowly() -> None:
+    """The server hears of it a second before the caller does."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as end:
+            if "server" in str(end.getpeername()):
+                end.shutdown(socket.SHUT_RDWR)
+    time.sleep(1.0)
+    sys.exit(0)
+
+
+def test_steps_without_a_worker_that_left_do_not_count(tmp_path: Path) -> None:
+    """The others stepped on, and saved, before it was known that it had not died of something that they may survive."""
+
+    def loss(mark: Path, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        if step_under_way() == 8 and torch.is_grad_enabled():
+            with contextlib.suppress(FileExistsError):
+                mark.touch(exist_ok=False)
+                leave_slowly()
+        return F.mse_loss(outputs, targets)
+
+    asked: dict[str, Any] = {"steps": 40, "plan": "server=1 data=2", "ema": None}
+    run = fit(tmp_path / "run", loss=functools.partial(loss, tmp_path / "mark"), checkpoint=5, keep=9, **asked)
+    whole = fit(loss=functools.partial(loss, tmp_path), **asked)
+    (said,) = [note for note in run.notes if note.startswith("restarted from step ")]
+    assert re.fullmatch(
+        r"restarted from step 5: rank \d left at step 8 with exit code 0 before its work was done", said
+    )
+    assert list((tmp_path / "run" / "checkpoints").glob("suspect-*-step-10"))
+    assert [step.loss for step in run.history] == [step.loss for step in whole.history]
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(run)[name], tensor)

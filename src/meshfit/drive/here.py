@@ -15,12 +15,12 @@ from meshfit.checkpoint.pretrained import write_weights
 from meshfit.checkpoint.resume import checkpoints_of
 from meshfit.comm.objects import broadcast_object
 from meshfit.drive.out_of_memory import note_memory
-from meshfit.drive.restart import put_suspects_aside
+from meshfit.drive.restart import last_right, put_suspects_aside
 from meshfit.drive.training import Training
 from meshfit.drive.untouched import TrainedParameters
 from meshfit.drive.work import Tap, driven, outcome_of
 from meshfit.errors import MeshfitError, out_of_memory
-from meshfit.job import Job
+from meshfit.job import Job, plan_of
 from meshfit.launch import heap
 from meshfit.launch.devices import Devices
 from meshfit.launch.torchrun_watch import watched
@@ -98,7 +98,7 @@ class Here(Training):
             yield
         except MeshfitError as error:
             if self.job.checkpoint is not None and self.folder is not None:
-                put_suspects_aside(checkpoints_of(self.job, self.folder), error)
+                put_suspects_aside(checkpoints_of(self.job, self.folder), last_right(error, plan_of(self.job)))
             raise
 
     def _keep_parts(self, run: Run) -> None:

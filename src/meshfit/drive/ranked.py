@@ -95,21 +95,22 @@ class Ranked(Training):
             except MeshfitError as error:
                 if graceful.asked(but=CAME_BACK) or self._stop:
                     raise
-                self._again(tries, error)
-                if (last := last_right(error)) is not None and last < furthest:
+                last = last_right(error, plan_of(self.job))
+                self._again(tries, error, last)
+                if last is not None and last < furthest:
                     furthest, told = last, deque((step for step in told if step <= last), told.maxlen)
                     self.taken_back += 1
             graceful.begun = False
 
-    def _again(self, tries: Tries, error: MeshfitError | None) -> None:
+    def _again(self, tries: Tries, error: MeshfitError | None, last: int | None = None) -> None:
         """Get ready for other ranks, and say so; raises where there are to be none. Without an error: on more
-        devices."""
+        devices. ``last``: see ``last_right``."""
         out, folder, before = self.job.out, self.folder, plan_of(self.job)
         if error is not None and (not tries.most or out is None or folder is None):
             raise error
         assert out is not None
         assert folder is not None
-        put_suspects_aside(checkpoints_of(self.job, folder), error)
+        put_suspects_aside(checkpoints_of(self.job, folder), last)
         newest = next(iter(manifest.complete(checkpoints_of(self.job, folder))), None)
         if error is not None:
             tries.failed(error, newest)

@@ -13,6 +13,7 @@ from meshfit.checkpoint import manifest
 from meshfit.checkpoint.files import Files
 from meshfit.errors import CheckpointError, Died, JobError, MeshfitError, NonFiniteError, PlanError, RankError
 from meshfit.job import Job
+from meshfit.plan import Plan
 
 MOST = 3  # restarts in a row without progress
 FINAL = (CheckpointError, JobError, NonFiniteError, PlanError)
@@ -76,19 +77,20 @@ def _with(error: MeshfitError, *facts: str) -> MeshfitError:
     return said
 
 
-def put_suspects_aside(files: Files, error: MeshfitError | None) -> None:
-    """Checkpoints of after the last step that is known to be right."""
-    if (last := last_right(error)) is None:
-        return
-    for found in list(manifest.complete(files)):
-        if found.step > last:
+def put_suspects_aside(files: Files, last: int | None) -> None:
+    """Checkpoints of after the ``last`` step that is known to be right."""
+    for found in list(manifest.complete(files)) if last is not None else ():
+        if last is not None and found.step > last:
             with suppress(FileNotFoundError):  # another rank has seen to it
                 files.move(found.name, f"suspect-{found.name}")
 
 
-def last_right(error: MeshfitError | None) -> int | None:
-    """The last step that is known to be right, where later ones may be wrong: see ``Died.agreed``."""
-    return error.agreed if isinstance(error, Died) else None
+def last_right(error: MeshfitError | None, plan: Plan) -> int | None:
+    """The last step that is known to be right, where later ones may be wrong: see ``Died.agreed``. Of the workers of a
+    synchronous server one that leaves or raises is missed before it is known why: steps may have been without it."""
+    if isinstance(error, Died) and error.agreed is not None:
+        return error.agreed
+    return error.step - 1 if error is not None and error.step and plan.server and not plan.staleness else None
 
 
 def goes_on(job: Job, newest: manifest.Manifest | None) -> Job:
