@@ -93,25 +93,30 @@ def test_a_parameter_has_a_gradient_if_any_rank_used_it() -> None:
 
 
 class Held(nn.Module):
-    """It holds nothing of the second, as of an expert that is another rank's."""
+    """Of the others these ranks hold one and none, as of an expert that is another rank's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(3, 1), nn.Parameter(torch.empty(0, 3))
+        self.one, self.mine, self.theirs = nn.Linear(3, 1), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(x).sum()
+    def forward(self, x: torch.Tensor, chosen: bool = False) -> torch.Tensor:
+        return self.one(x).sum() + (self.mine.sum() if chosen else 0.0)
 
 
 @distributed(world=2)
-def test_nobody_asks_for_the_gradient_of_what_another_rank_holds() -> None:
+def test_nobody_asks_whether_others_reached_what_it_does_not_hold() -> None:
     model = Held()
-    exchange = exchange_of(model)
-    exchange.arm(StepScalars())
-    model(torch.ones(1, 3)).backward()
-    with patch.object(torch.Tensor, "__setitem__", side_effect=AssertionError("a flag was written")):
-        exchange.finish()
-    assert model.one.weight.grad is not None
+    exchange, asked, tolist = exchange_of(model), [], torch.Tensor.tolist
+    for chosen, asks in (({0, 1}, ()), ({1}, (0,)), (set(), (0, 1))):
+        exchange.arm(StepScalars())
+        model(torch.ones(1, 3), dist.get_rank() in chosen).backward()
+        asked.clear()
+        with patch.object(torch.Tensor, "tolist", lambda tensor: (asked.append(tensor.numel()), tolist(tensor))[1]):
+            exchange.finish()
+        assert len(asked) == (2 if dist.get_rank() in asks else 1)  # for the numbers of the step, too
+        assert (model.mine.grad is not None) == bool(chosen)
+        assert model.theirs.grad is None
+        exchange.clear()
 
 
 @distributed(world=2)

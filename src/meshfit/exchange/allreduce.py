@@ -148,9 +148,10 @@ class AllReduce:
         self._armed = False
         if self.group is None:
             return self._alone
-        missing = [i for i, p in enumerate(self.parameters) if self._lacks(p)] if self._behind else []
-        if missing:
-            self._reached_flags[upload(missing, self._reached_flags.device)] = 0.0
+        unreached = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached] if self._behind else []
+        if unreached:
+            self._reached_flags.index_fill_(0, upload(unreached, self._reached_flags.device), 0.0)
+        asks = any(self.parameters[i].numel() for i in unreached)  # of others' experts there is nothing here
         for bucket in self._buckets[self._next :]:
             bucket.waiting = 0  # what it still waits for was reached in an earlier pass, or not at all
         self._launch()
@@ -158,9 +159,9 @@ class AllReduce:
             assert bucket.work is not None
             bucket.work.wait()
             current().arrived(bucket.began)
-        reached = self._reached_flags.tolist() if missing else []  # the host waits: see [Note: unused parameters]
-        for i in missing:
-            if not reached[i]:
+        reached = self._reached_flags.tolist() if asks else []  # the host waits: see [Note: unused parameters]
+        for i in unreached:
+            if not (self.parameters[i].numel() and reached[i]):
                 self.parameters[i].grad = None
         loss, count, stop, *rest = self.numbers.tolist() if self.numbers.is_cpu else self.numbers
         return StepScalars(loss, count, stop, rest[: self.degree], rest[self.degree :])
@@ -168,10 +169,6 @@ class AllReduce:
     @property
     def _behind(self) -> bool:
         return len(self._reached) < len(self.parameters)
-
-    def _lacks(self, parameter: nn.Parameter) -> bool:
-        """Whether it was not reached. Of what another rank holds, as its experts, this one has no element."""
-        return bool(parameter.numel()) and id(parameter) not in self._reached
 
     @property
     def gradients(self) -> list[Tensor]:
