@@ -79,8 +79,10 @@ def _with(error: MeshfitError, *facts: str) -> MeshfitError:
 
 def put_suspects_aside(files: Files, last: int | None) -> None:
     """Checkpoints of after the ``last`` step that is known to be right."""
-    for found in list(manifest.complete(files)) if last is not None else ():
-        if last is not None and found.step > last:
+    if last is None:
+        return
+    for found in list(manifest.complete(files)):
+        if found.step > last:
             with suppress(FileNotFoundError):  # another rank has seen to it
                 files.move(found.name, f"suspect-{found.name}")
 

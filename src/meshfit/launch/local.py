@@ -99,10 +99,8 @@ class LocalRanks:
             self._output = Output(self.size, role=self._role, folder=self._log)
             self._board = SharedBoard(memory_file(), self.size)
             how: dict[str, Any] = {"timeout": self._timeout, "hang": self._hang, "role": self._role}
-            alone = (
-                self._group > 1 or self._expendable or not self._joined
-            )  # a worker's ranks have theirs to themselves
-            how["group"] = self._group if alone else self.size
+            served = self._group > 1 or self._expendable or not self._joined  # each worker is alone with its ranks
+            how["group"] = self._group if served else self.size
             self._watch = RankWatch(self._board, self.size, self._output, self._stack, **how)
             try:
                 for rank, channel in enumerate(self._channels):

@@ -59,7 +59,7 @@ def watched(rank: int, size: int, timeout: float, hang: float = math.inf) -> Ite
     heart.start()
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
         failure = f"rank {rank} raised {_headline(error)}"
         named = stalls.mismatch(failure) or (stalls.blame(failure, timeout) if timed_out(error) else None)
         if named is not None:
