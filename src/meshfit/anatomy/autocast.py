@@ -55,6 +55,8 @@ class RoundedSizes:
         self._halves: set[int] = set()  # storages
         self._full: set[int] = set()  # ... of fp32 numbers, as far as the forward is concerned
         self._takes: dict[int, bool] = {}  # node -> whether its operation takes halves; others take both
+        self._makes: dict[int, bool] = {}  # node -> whether its operation makes halves
+        self._cast: set[int] = set()  # storages of which there is a copy that products share
 
     def book(self, op: Any, node: int | None, taken: Iterable[Tensor], made: list[Tensor]) -> None:
         """``op`` has made ``made`` out of ``taken``; ``node``: autograd's, if it recorded it."""
@@ -70,6 +72,19 @@ class RoundedSizes:
             made = made[:1] if op in LIKE_THEIR_INPUT else made
             made = made if numbers and all(numbers) else []
         self._halves |= {key for t in made if t.dtype == torch.float32 and (key := storage_id(t)) not in given}
+        if node is not None:
+            self._makes[node] = low or bool(made) and op not in self._in_fp32
+
+    def cast(self, op: Any, tensor: Tensor, size: int) -> int:
+        """Bytes read and written to cast ``tensor`` to the precision that ``op`` computes in; backward casts the
+        gradient back."""
+        key, low = storage_id(tensor), has_flops(op)
+        if tensor.dtype != torch.float32 or not (low or op in self._in_fp32) or low == (key in self._halves):
+            return 0
+        if low and self._shared and key in self._cast:
+            return 0
+        self._cast.add(key)
+        return size + size // 2
 
     def save(self, tensor: Tensor) -> None:
         """Autograd saves it."""
@@ -80,12 +95,18 @@ class RoundedSizes:
         """Of memory that has ``size`` bytes in the forward."""
         return size // 2 if key in self._halves else size
 
-    def gradient(self, op: Any, tensor: Tensor, size: int) -> int:
-        """Bytes of the gradient of what ``op`` takes or makes; with that of the copy, where it takes a copy."""
-        half, low = storage_id(tensor) in self._halves, has_flops(op)
-        if tensor.dtype != torch.float32 or not (low or op in self._in_fp32):
-            return self.size(storage_id(tensor), size)
-        return size + size // 2 if low != half else size // 2 if low else size
+    def gradient_of(self, node: int, size: int) -> int:
+        """Of a gradient that the backward of ``node`` reads or writes."""
+        return size // 2 if self._makes.get(node) else size
+
+    def gradient(self, op: Any, tensor: Tensor, size: int) -> tuple[int, int]:
+        """Bytes of the gradient of what ``op`` takes or makes, in the precision that ``op`` computes in, and of the
+        tensor's own gradient where that is another one, cast from the first."""
+        key, low = storage_id(tensor), has_flops(op)
+        own = self.size(key, size)
+        if tensor.dtype != torch.float32 or not (low or op in self._in_fp32) or low == (key in self._halves):
+            return own, 0
+        return (size // 2 if low else size), own
 
     def kept(self, key: int, size: int, saves: Iterable[tuple[int, E]]) -> Iterator[tuple[E, int]]:
         """What is kept of memory that was saved, by (node, event): the event, and bytes."""

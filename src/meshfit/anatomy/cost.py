@@ -33,7 +33,7 @@ from torch.utils import checkpoint
 from meshfit.anatomy import kernels
 from meshfit.anatomy.autocast import RoundedSizes
 from meshfit.anatomy.flops import backward_flops, forward_flops, has_flops, known_as, tensors
-from meshfit.anatomy.operations import LOOKUPS, Operation, backward_of, merged, operation_of
+from meshfit.anatomy.operations import LOOKUPS, Operation, Streaming, backward_of, merged, operation_of
 from meshfit.anatomy.running import EMPTY, Operations, bytes_of, has_storage, is_view, weak_storage, worth_keeping
 from meshfit.anatomy.trace import EventCost, StorageUse
 from meshfit.torch_private.autograd import (
@@ -263,6 +263,8 @@ class Meter:
         recorded = self._function is None and torch.is_grad_enabled() and any(map(self._needs, taken))
         if self._rounded is not None and (op in EMPTY or not view):
             strided = [[t for t in some if has_storage(t)] for some in (taken, tensors(out))]
+            if self._precision:
+                self._list_casts(self._rounded, op, strided[0])
             self._rounded.book(op, self._node() if recorded else None, *strided)
         if self._precision and (not view or op is aten.empty_like):
             operation = operation_of(op, func, args, kwargs, out, self._precision, self._size_of)
@@ -286,29 +288,54 @@ class Meter:
             backward = backward_flops(op, args, out, flops, self._needs) + again
             self._backward.append((self._node(), self._event, backward))
 
-    def _size_of(self, tensor: Tensor) -> int:
-        """Bytes that an operation reads or writes of it: halves in backward, where its gradients are."""
+    def _list_casts(self, rounded: RoundedSizes, op: Any, taken: list[Tensor]) -> None:
+        """What autocast copies for an operation; weights are cast once a forward, and counted apart."""
+        for tensor in taken:
+            if tensor.requires_grad and storage_id(tensor) in self._known:
+                continue
+            if moved := rounded.cast(op, tensor, bytes_of(tensor)):
+                self._ahead.setdefault(self._event, []).append(Streaming(moved))
+                if self._needs(tensor) and torch.is_grad_enabled():
+                    self._back.setdefault(self._event, []).append(Streaming(moved))
+
+    def _size_of(self, tensor: Tensor, node: int | None = None) -> int:
+        """Bytes that an operation reads or writes of it; ``node``: in that one's backward."""
         size = bytes_of(tensor)
         if self._rounded is None or tensor.dtype != torch.float32:
             return size
-        return size // 2 if self._returning else self._rounded.size(storage_id(tensor), size)
+        key = storage_id(tensor)
+        if node is None or key in self._storages or key in self._known:
+            return self._rounded.size(key, size)
+        return self._rounded.gradient_of(node, size)
 
     def _list_backward(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         """One operation of backward, with the event that made its node."""
         op, node = known_as(packet_of(func)), current_node()
         if node is None or (is_view(func) and op is not aten.empty_like):
             return
-        operation = operation_of(op, func, args, kwargs, out, self._precision, self._size_of)
+        number = sequence_number(node)
+        size = lambda tensor: self._size_of(tensor, number)
+        operation = operation_of(op, func, args, kwargs, out, self._precision, size)
         if operation is not None:
-            at = bisect_right(self._begins, sequence_number(node), key=lambda begin: begin[0]) - 1
+            at = bisect_right(self._begins, number, key=lambda begin: begin[0]) - 1
             self._back.setdefault(self._begins[at][1] if at >= 0 else None, []).append(operation)
 
     def _pass(self, op: Any, taken: list[Tensor], made: list[Tensor]) -> None:
-        """Backward will have the gradients of what an operation made and took, but for parameters, at the same time."""
-        floats = [t for t in (*taken, *made) if t.is_floating_point() and has_storage(t)]
-        there = [t for t in floats if storage_id(t) not in self._known]
-        sizes = [bytes_of(t) if self._rounded is None else self._rounded.gradient(op, t, bytes_of(t)) for t in there]
-        self._passed[self._event] = max(self._passed.get(self._event, 0), sum(sizes))
+        """What backward adds to what is kept, at one operation: while it runs, the gradients of what it made and took,
+        but for parameters; then, under autocast, those of what it took twice, as they are cast to the precision of
+        their tensors, when the copies that it saved are gone."""
+        running = cast = 0
+        for tensor in (*taken, *made):
+            key = storage_id(tensor) if tensor.is_floating_point() and has_storage(tensor) else None
+            if key is None or key in self._known:
+                continue
+            size = bytes_of(tensor)
+            own, copy = (size, 0) if self._rounded is None else self._rounded.gradient(op, tensor, size)
+            running += own
+            if any(tensor is one for one in taken):
+                saved = any(node == self._node() for node, _ in self._saved.get(key, ()))
+                cast += own + copy - (own if saved and copy else 0)
+        self._passed[self._event] = max(self._passed.get(self._event, 0), running, cast)
 
     def _note(self, taken: list[Tensor], made: list[Tensor], flops: int, dear: bool) -> None:
         """Which memory an operation has read, made or changed."""

@@ -35,8 +35,10 @@ aten = torch.ops.aten
 
 BYTES = {"fp4": 0.5, "fp8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
+LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward, aten.nll_loss2d_forward}
 """They read the rows that they return, not the table."""
+SCATTERS = {aten.nll_loss_backward, aten.nll_loss2d_backward}
+"""They write zeros and, for each row, one number: what they take is hardly read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,5 +283,5 @@ def _streaming(
     if not made:
         return None
     written = sum(map(size, made))
-    read = sum(min(size(t), written) if op in LOOKUPS else size(t) for t in taken)
+    read = 0 if op in SCATTERS else sum(min(size(t), written) if op in LOOKUPS else size(t) for t in taken)
     return Streaming(float(read + written))

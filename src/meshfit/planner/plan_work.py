@@ -17,7 +17,8 @@ from meshfit.planner.work import StageWork, StepWork
 from meshfit.schedule.actions import stages_of, usual_chunks
 
 ROUNDING = 3
-"""Bytes that are read and written for each byte of a copy of weights in half precision: fp32 in, a half out."""
+"""Bytes that are read and written for each byte of a copy of weights in half precision: fp32 in, a half out; in
+backward the gradient of the copy in, one in fp32 out."""
 
 KERNELS_OF_UPDATE = 20
 
@@ -70,16 +71,17 @@ def _stage(plan: Plan, costing: Costing, chunks: int) -> StageWork:
     each = lambda name: tuple(
         _share(op, chunks) for op in merged(op for event in events for op in getattr(event.cost, name))
     )
-    forward = each("forward")
+    forward, backward = each("forward"), each("backward")
     if rounded := costing.total.held.get("rounded", 0):
-        forward += (Streaming(ROUNDING * rounded / chunks, sum(event.cost.rounded > 0 for event in events)),)
+        casts = Streaming(ROUNDING * rounded / chunks, sum(event.cost.rounded > 0 for event in events))
+        forward, backward = (*forward, casts), (*backward, casts)
     count = 1 / (plan.microbatches * chunks)
     calls = (
         replace(call, count=call.count * count)
         for call in costing.total.collectives
         if call.name != "send" and not call.once and call.phase != "step"
     )
-    return StageWork(forward, each("backward"), each("again"), calls=tuple(calls))
+    return StageWork(forward, backward, each("again"), calls=tuple(calls))
 
 
 def _share(operation: Operation, chunks: int) -> Operation:
