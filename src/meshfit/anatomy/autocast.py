@@ -73,7 +73,7 @@ class RoundedSizes:
             made = made if numbers and all(numbers) else []
         self._halves |= {key for t in made if t.dtype == torch.float32 and (key := storage_id(t)) not in given}
         if node is not None:
-            self._makes[node] = low or bool(made) and op not in self._in_fp32
+            self._makes[node] = low or (bool(made) and op not in self._in_fp32)
 
     def cast(self, op: Any, tensor: Tensor, size: int) -> int:
         """Bytes read and written to cast ``tensor`` to the precision that ``op`` computes in; backward casts the
