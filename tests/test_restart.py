@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from meshfit.checkpoint import CheckpointError
 from meshfit.checkpoint.manifest import Manifest
-from meshfit.drive import work
+from meshfit.drive import feed
 from meshfit.drive.restart import Tries, last_right
 from meshfit.errors import Died, MeshfitError, PlanError, RankError
 from meshfit.events import current
@@ -317,12 +317,36 @@ def test_no_step_before_a_checkpoint_is_missing(tmp_path: Path) -> None:
     inner = failing(kill_me, tmp_path / "run", once=True)
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        work.FEED_SECONDS = 1000.0  # in the rank
+        feed.FEED_SECONDS = 1000.0  # in the rank
         return inner(outputs, targets)
 
     run = fit(tmp_path / "run", steps=12, plan="data=2", checkpoint=5, loss=loss)
     assert any(note.startswith("restarted from step 5") for note in run.notes), run.notes
     assert [step.step for step in run.history] == list(range(1, 13))
+
+
+def test_no_step_of_a_worker_that_fails_is_missing(tmp_path: Path) -> None:
+    """Asynchronous workers report their own steps. Of one that raised, those that a checkpoint of another holds."""
+    mark = tmp_path / "mark"
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        feed.FEED_SECONDS = 1000.0  # in the rank
+        if current().rank == 1 and step_under_way() > 12 and torch.is_grad_enabled() and not mark.exists():
+            until = time.monotonic() + 60
+            while not list(tmp_path.glob("run/checkpoints/*-step-5/manifest.json")) and time.monotonic() < until:
+                time.sleep(0.005)
+            mark.touch()
+            raise ValueError("once")
+        return F.mse_loss(outputs, targets)
+
+    asked: dict[str, Any] = {"steps": 40, "plan": "server=1 data=2 staleness=2"}
+    run, whole = fit(tmp_path / "run", loss=loss, checkpoint=5, **asked), fit(**asked)
+    assert any(note.startswith("restarted from step ") for note in run.notes), run.notes
+    assert [step.step for step in run.history] == list(range(1, 41))
+    seen = [step.samples for step in run.history]
+    assert sorted(set(seen)) == seen
+    assert seen[-1] == whole.history[-1].samples
+    assert all(step.loss > 0 and step.grad_norm > 0 and step.taken for step in run.history)
 
 
 def test_a_device_on_which_ranks_die_again_is_left_out(tmp_path: Path) -> None:

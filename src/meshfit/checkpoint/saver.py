@@ -62,7 +62,7 @@ class Saver:
         self.newest: str | None = None
         """The last checkpoint that this run wrote and that is on disk; known to the first rank."""
         self.before: Callable[[], None] = lambda: None
-        """Called before each save, with what must be known once there is a checkpoint."""
+        """Called before each checkpoint is written: for what must be known once there is one."""
         self.seconds: dict[str, float] = {}
         """Of the last save: blocked, of that copy; write, complete."""
         self._lock: Lock | None = None
@@ -151,13 +151,13 @@ class Saver:
         """Save ``run`` as it is now; the name of the folder. ``wait``: until it is on disk, and raise if it is not."""
         began = time.perf_counter()
         self.begin(run)
-        self.before()
         assert self._ranks is not None
         assert self._due is not None
         self._join()
         self._raise()
         with run.coordination.whole():
             part = self._part(run, metrics)
+        self.before()
         self._written, self._ended = Future[None](), threading.Event()
         if not wait:
             self._thread = threading.Thread(target=self._write, args=(part,), name="meshfit-checkpoint", daemon=True)

@@ -3,7 +3,6 @@
 import secrets
 import sys
 import time
-from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,11 +18,12 @@ from meshfit.checkpoint.files import open_files
 from meshfit.checkpoint.graceful_stop import GracefulStop, leave, word_of
 from meshfit.checkpoint.resume import checkpoints_of, put_events_aside
 from meshfit.drive.elastic import CAME_BACK, Elastic
+from meshfit.drive.feed import Begun, Heard, Late, WholeTensor
 from meshfit.drive.out_of_memory import with_memory
 from meshfit.drive.restart import Tries, goes_on, last_right, put_suspects_aside, tries_of
 from meshfit.drive.training import Training
 from meshfit.drive.untouched import Untouched
-from meshfit.drive.work import LATE_STEPS, Begun, Late, Outcome, Silent, Tap, WholeTensor, Work
+from meshfit.drive.work import Outcome, Silent, Tap, Work
 from meshfit.errors import JobError, MeshfitError, RankError
 from meshfit.job import NO_EVALUATION, Job, plan_of
 from meshfit.launch import key as keys
@@ -80,12 +80,11 @@ class Ranked(Training):
     def _survived(self, graceful: GracefulStop) -> Generator[Step, None, None]:
         """The steps, each once, from ranks that are started again when they fail: see restart.py. Those that may have
         been wrong are told again."""
-        tries, furthest = Tries(tries_of(self.job)), 0
-        told: deque[int] = deque(maxlen=10 * LATE_STEPS)
+        tries, heard = Tries(tries_of(self.job)), Heard()
         while True:
+            heard.begin()
             try:
-                for step in self._received(graceful, told, furthest):
-                    furthest = max(furthest, step.step)
+                for step in self._received(graceful, heard):
                     yield replace(step, seconds=step.seconds + self._earlier) if self._earlier else step
                 assert self.outcome is not None
                 self.outcome = replace(self.outcome, seconds=self.outcome.seconds + self._earlier)
@@ -97,8 +96,8 @@ class Ranked(Training):
                     raise
                 last = last_right(error, plan_of(self.job))
                 self._again(tries, error, last)
-                if last is not None and last < furthest:
-                    furthest, told = last, deque((step for step in told if step <= last), told.maxlen)
+                if last is not None and last < heard.furthest:
+                    heard.take_back(last)
                     self.taken_back += 1
             graceful.begun = False
 
@@ -128,10 +127,8 @@ class Ranked(Training):
         told = f"meshfit: {error if error is not None else CAME_BACK}\nmeshfit: started again from {place}{on}"
         print(f"{told}{tries.so_far}", file=sys.stderr, flush=True)
 
-    def _received(self, graceful: GracefulStop, told: deque[int], furthest: int) -> Generator[Step, None, None]:
-        """What ranks report. ``told``: the steps that the caller has heard of last, and ``furthest`` of all when these
-        ranks began: what ranks before them did not come to report is made, and told, again."""
-        known = furthest - 10 * LATE_STEPS  # up to there the caller has heard of all
+    def _received(self, graceful: GracefulStop, heard: Heard) -> Generator[Step, None, None]:
+        """What ranks report, each step once."""
         weights: dict[str, Tensor] = {}
         code = [each for phase in self.job.phases for each in phase.objective.code]
         untouched = Untouched(self.model, self.job.optimizer, *code, *self.job.data.code)
@@ -149,10 +146,9 @@ class Ranked(Training):
                     untouched.weights_came()  # steps of other workers may follow
                 else:
                     self._look_for_more()
-                    for step in message.steps if isinstance(message, Late) else message:
-                        again = (step.step <= furthest or isinstance(message, Late)) and step.step in told
-                        if not (self._stop and self._lockstep) and step.step > known and not again:
-                            told.append(step.step)
+                    late = isinstance(message, Late)
+                    for step in message.steps if late else message:
+                        if not (self._stop and self._lockstep) and heard.first(step.step, late=late):
                             yield step
                             untouched.check()
                         if self._lockstep:

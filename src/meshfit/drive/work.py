@@ -1,10 +1,9 @@
 """What each rank does in a training: it trains, and the one that reports sends its steps to the caller."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from meshfit.checkpoint.graceful_stop import heard_in_rank
 from meshfit.checkpoint.parts import Parts
 from meshfit.checkpoint.resume import saved
 from meshfit.comm.objects import all_gather_object
+from meshfit.drive.feed import Begun, Feed, WholeTensor
 from meshfit.drive.out_of_memory import accounted
 from meshfit.errors import NonFiniteError
 from meshfit.job import Job
@@ -24,9 +24,6 @@ from meshfit.loop import train
 from meshfit.observe.rank import observed
 from meshfit.run import Run
 from meshfit.step import Step
-
-LATE_STEPS = 200  # that may be missing when the rank that reports is killed
-FEED_SECONDS = 0.1  # how often ranks report steps, and look for a stop, when nobody is waited for after each step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +126,8 @@ def driven(
     if tap is not None:
         tap(run)
     alone = run.coordination.alone  # then it is left after the step, and no other rank hears of it
-    with saved(run, folder, feed.flush if feed is not None else lambda: None) as save, observed(run), accounted(run):
+    before = (lambda: None) if feed is None else partial(feed.complete, run)
+    with saved(run, folder, before) as save, observed(run), accounted(run):
         begun()
         for step in train(run, (lambda: False) if alone else stop):
             if feed is not None:
@@ -167,87 +165,3 @@ def _skipped(bad: list[str]) -> list[str]:
     more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
     said = "; ".join(" ".join(why.split()) for why in bad[:5])
     return [f"data: {len(bad)} bad sample{'s were' if len(bad) > 1 else ' was'} skipped: {said}{more}"]
-
-
-# Steps, as ranks report them
-
-
-@dataclass(frozen=True)
-class Begun:
-    """What a rank says before its first step."""
-
-    notes: list[str]
-    last_step: int | None
-
-
-@dataclass(frozen=True)
-class WholeTensor:
-    """A trained parameter or buffer."""
-
-    name: str
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
-class Late:
-    """The last steps of a leader that was lost, from the next one; most were reported before."""
-
-    steps: list[Step]
-
-
-class Feed:
-    """Reports steps to the caller, and hears whether it asks to stop. In lockstep each step is sent at once and
-    answered; else a few are sent at a time, and none waits for an answer."""
-
-    def __init__(self, channel: Channel, lockstep: bool):
-        self.channel, self.lockstep = channel, lockstep
-        self.held: list[Step] = []
-        self.aside: deque[Step] = deque(maxlen=LATE_STEPS)
-        """Steps that the leader is to report, and may not have."""
-        self.sent = self._looked = time.perf_counter()
-        self._unanswered = 0
-        self._stopped = False
-
-    def add(self, step: Step, run: Run) -> None:
-        self.late(run)
-        if not run.coordination.reports:
-            if run.coordination.missed is not None:
-                self.aside.append(step)
-            return
-        self.held.append(step)
-        if self.lockstep:
-            self.flush()
-        elif step.valid or time.perf_counter() - self.sent > FEED_SECONDS:
-            self.flush(sum(1 for _ in takewhile(lambda each: each.reading.ready, self.held)))
-
-    def late(self, run: Run) -> None:
-        """As the new leader, send the steps that the one before may not have sent."""
-        missed = run.coordination.missed
-        if run.coordination.reports and missed is not None and self.aside:
-            self.flush()
-            steps = [replace(step, valid=missed.get(step.step, step.valid)) for step in self.aside]
-            self.channel.send(Late(steps))
-            self._unanswered += len(steps)
-            self.aside.clear()
-
-    def flush(self, count: int | None = None) -> None:
-        """Send the first ``count`` of the steps that are held; None: all, also those whose loss must be waited for."""
-        if some := self.held[:count]:
-            self.channel.send(some)
-            self._unanswered += len(some)
-            self.held, self.sent = self.held[len(some) :], time.perf_counter()
-
-    def stopped(self) -> bool:
-        """Whether the caller has asked to stop. In lockstep this waits for its answers to the steps sent so far."""
-        if self.lockstep:
-            while self._unanswered:
-                self._hear()
-                self._unanswered -= 1
-        elif (now := time.perf_counter()) - self._looked > FEED_SECONDS:
-            self._looked = now
-            while not self._stopped and self.channel.poll():
-                self._hear()
-        return self._stopped
-
-    def _hear(self) -> None:
-        self._stopped |= self.channel.recv() == "stop"

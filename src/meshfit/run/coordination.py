@@ -21,6 +21,7 @@ from meshfit.exchange.local import Local, Outer
 from meshfit.exchange.protocol import Exchange
 from meshfit.job import Job
 from meshfit.run.phase_parts import make_exchange, make_update
+from meshfit.step import Step
 
 if TYPE_CHECKING:
     from meshfit.run.run import Run
@@ -100,6 +101,10 @@ class Coordination:
     def whole(self) -> AbstractContextManager[None]:
         """Around what reads the state of a checkpoint: within it, this world holds all of it."""
         return nullcontext()
+
+    def unreported(self) -> list[Step]:
+        """Steps in what ``whole`` gave last that other ranks took, and may not come to report."""
+        return []
 
     def resumed(self) -> None:
         """A checkpoint was loaded."""

@@ -6,8 +6,13 @@ updates between the weights it was computed with and those it is applied to, is 
 
 No worker is more than ``staleness`` of its own steps ahead of the slowest: it gets its next weights when that one has
 caught up. The first server keeps clocks and tickets; the others step when a worker says so.
+
+Each worker reports its own steps, a few at a time. The first server remembers the last of all, so that those of a
+worker that dies before it has reported them are known to who saves: no step before a checkpoint is missing.
 """
 
+import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from meshfit.events import current
@@ -20,6 +25,9 @@ if TYPE_CHECKING:
     from meshfit.server.server import Server
 
 
+REMEMBERED = 1000  # steps
+
+
 class AsynchronousCoordinator:
     def __init__(self, server: "Server"):
         self.server, self.keeper, self.settings = server, server.keeper, server.settings
@@ -27,6 +35,8 @@ class AsynchronousCoordinator:
         self.clocks = Clocks(self.settings.staleness)
         self.expected = set(range(self.settings.workers))
         """Workers that must have come before the first batch is given out."""
+        self.recent_steps: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
+        """The last ones, as who took them would report them."""
 
     @property
     def finished(self) -> bool:
@@ -95,11 +105,14 @@ class AsynchronousCoordinator:
         current().step = server.version + 1
         late, size = server.version - push.message.version, self.settings.batch_size
         ticks = (server.samples + push.words["samples"]) // size - server.samples // size
+        told = {key: push.words[key] for key in ("epoch", "last", "values")} | {"loss": message.words["loss"]}
+        told |= {"lr": self.keeper.update.learning_rate}
         self.keeper.load(push.gradients)
         client.push = None
         self.clocks.advance(client.id)
         self.tickets.done(client.id)
         server.step([push], [push], message.words, late=late, ticks=int(ticks))
+        self.recent_steps.append(told | client.record.result | {"at": time.perf_counter()})
         server.lock.notify_all()
         return True
 

@@ -48,6 +48,7 @@ from meshfit.server.worker import ServerUpdate, Worker
 from meshfit.server.worker_group import WorkerGroup
 from meshfit.server.worker_world import own_world
 from meshfit.server.workers import Workers
+from meshfit.step import Reading, Step
 
 
 def worker_run(job: Job, world: World, secret: bytes, *, folder: Path | None) -> Run:
@@ -111,6 +112,8 @@ class ServerCoordination(Coordination):
         self._workers, self._batch = Workers(), batch
         self._loaders: dict[tuple[int, int], Loader] = {}
         self._last: Batch | None = None
+        self._reported = 0
+        """The last step of those that ``unreported`` gave."""
 
     @property
     def alone(self) -> bool:
@@ -215,6 +218,7 @@ class ServerCoordination(Coordination):
             batch = next(coming)
             due = (self.exchange.share, epoch, index + 1)
             self.exchange.samples = sum(part.samples for part in batch.microbatches)
+            self.exchange.epoch, self.exchange.last = batch.epoch, batch.last
             self.run.position.hand_out(batch, self.run.step)
             self._seed(stream_seed(loader.rank, ticket, self.run.job.seed))
             if isinstance(self.exchange, Worker):
@@ -296,6 +300,20 @@ class ServerCoordination(Coordination):
 
     def whole(self) -> AbstractContextManager[None]:
         return self._state.fetched(self.loader((0, 1)))
+
+    def unreported(self) -> list[Step]:
+        logged, known = self.run.phases[0].schedule.loss.logged, self._reported
+        said = [each for each in self._state.recent_steps if each["step"] > known]
+        self._reported = max((each["step"] for each in said), default=known)
+        return [
+            Step(
+                **{key: each[key] for key in ("step", "epoch", "last", "lr", "staleness")},
+                samples=int(each["seen"]),
+                seconds=each["at"] - self.run.started,
+                reading=Reading(each["loss"], each["norm"], each["taken"], named=logged(each["values"])),
+            )
+            for each in said
+        ]
 
     def resumed(self) -> None:
         """The servers have loaded it too, and theirs counts."""

@@ -39,7 +39,8 @@ WORDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "join": {"job": lambda value: value is ABSENT or isinstance(value, dict)},
     "push": {"loss": number, "count": number, "stop": number, "broken": number, "samples": count}
     | {"values": lambda value: isinstance(value, list) and all(map(number, value))}
-    | {"ticket": lambda value: value is None or whole(value), "members": workers, "round": text, "reached": bits},
+    | {"ticket": lambda value: value is None or whole(value), "members": workers, "round": text, "reached": bits}
+    | {"epoch": whole, "last": flag},
     "meet": {"round": text, "number": whole, "said": text},
     "agree": {"summed": workers},
     "step": {"loss": number, "correction": number, "norm": number, "pull": lambda value: isinstance(value, bool)},

@@ -337,11 +337,12 @@ class Server:
             updated = self.keeper.step(reached, **scalars, staleness=late, usual=self.usual_staleness, ticks=ticks)
             if updated.taken:
                 self.keeper.statistics.merge([push.statistics for push in summed])
-            result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": late, "step": number}
-            for push in answered:
-                push.client.record.applied, push.client.record.result = push.message.sequence, result
             self.version = number
             self.samples += sum(push.words["samples"] for push in summed)
+            result = {"norm": float(updated.norm), "taken": bool(updated.taken), "staleness": late, "step": number}
+            result |= {"seen": self.samples}
+            for push in answered:
+                push.client.record.applied, push.client.record.result = push.message.sequence, result
             self.staleness[late] += 1
             if self.settings.every and self.version % self.settings.every == 0:
                 assert self.settings.folder is not None
@@ -378,7 +379,8 @@ class Server:
         """The folder in which the one who asks, and nobody else, finds all that is kept here, as it is now."""
         assert self.settings.folder is not None
         folder = self.settings.folder / f"asked{client.id}"
-        write(folder, self.version, *self._state())
+        tensors, facts = self._state()
+        write(folder, self.version, tensors, facts | {"recent_steps": list(self.coordinator.recent_steps)})
         return str(folder)
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:

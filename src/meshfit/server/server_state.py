@@ -22,6 +22,8 @@ class ServerState:
         self.run, self.worker, self.update, self.parcels = run, worker, update, parcels
         self._scheduled = 0
         """Steps that the scheduler has been taken through."""
+        self.recent_steps: list[dict[str, Any]] = []
+        """The last that workers had taken, when the servers were last asked, and whoever took them may not report."""
 
     @contextmanager
     def fetched(self, own: Loader) -> Iterator[None]:
@@ -30,6 +32,7 @@ class ServerState:
         run = self.run
         now, every = (run.step, run.samples, run.position), self.worker.state()
         named, average = dict(run.model.named_parameters()), self.update.average
+        self.recent_steps = every[0][1]["recent_steps"]
         for tensors, facts in every:
             for name, held in facts["keeper"]["state"].items():
                 if name in named:

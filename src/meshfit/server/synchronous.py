@@ -45,6 +45,9 @@ class Round:
 
 
 class SynchronousCoordinator:
+    recent_steps = ()
+    """Known to the leader, who reports them all."""
+
     def __init__(self, server: "Server"):
         self.server, self.keeper, self.settings = server, server.keeper, server.settings
         self.round: Round | None = None

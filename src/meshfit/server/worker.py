@@ -64,6 +64,8 @@ class Worker:
         """Bytes that went up and came down, so far."""
         self.samples = 0.0
         """Of this worker in the batch under way."""
+        self.epoch, self.last = 0, False
+        """Of that batch, and whether it ends one."""
         self.norm: Tensor | None = None
         """Of the gradients of all workers, as summed, after ``finish``."""
         self.staleness = 0
@@ -150,7 +152,7 @@ class Worker:
         own = self._own
         words: dict[str, Any] = {"loss": float(own.loss), "count": float(own.count), "stop": float(own.stop)}
         words |= {"broken": float(own.broken[0]), "values": [float(value) for value in own.values]}
-        words |= {"samples": float(self.samples)}
+        words |= {"samples": float(self.samples), "epoch": self.epoch, "last": self.last}
         words |= {"ticket": self.ticket, "members": self.members, "round": self._round}
         self.at_work = False
         self.sequence += 1
@@ -209,7 +211,7 @@ class Worker:
         self._pushed = False
         first = answers[0].words
         self._take_place(first)
-        self.staleness, self.taken, self.seen = first["staleness"], first["step"], first["samples"]
+        self.staleness, self.taken, self.seen = first["staleness"], first["step"], first["seen"]
         for connection in self.connections:
             connection.settle(first["taken"])
         return Updated(first["norm"], first["taken"])

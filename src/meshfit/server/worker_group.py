@@ -67,6 +67,8 @@ class WorkerGroup:
         self.worker: Worker | None = None
         self.samples, self.values = 0.0, 0
         """Of this rank in the batch under way; how many numbers are summed beside the loss."""
+        self.epoch, self.last = 0, False
+        """Of that batch, and whether it ends one."""
         self.norm: Tensor | None = None
         """Of the gradients of all workers, as summed, after ``finish``."""
         self.moved = {"push": 0, "pull": 0}
@@ -246,7 +248,7 @@ class WorkerGroup:
             for name, view in self._ups.items() if self.whole.compressed else ():
                 worker.named[name].grad = view
             worker.reach(name for name, flag in zip(names, flags.tolist(), strict=False) if flag)
-            worker.samples = float(flags[-1])
+            worker.samples, worker.epoch, worker.last = float(flags[-1]), self.epoch, self.last
             worker.arm(replace(scalars, broken=[broken]))
             sums = worker.finish()
             assert worker.norm is not None
