@@ -5,44 +5,52 @@ blocks) all use it, each around the wrappers before it; ``unwrap`` removes all o
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_found: WeakKeyDictionary[nn.Module, tuple[Any, list[Around]]] = WeakKeyDictionary()
-"""The forward that a module instance had before it was wrapped (None: its class's), and its wrappers, from the inside
-out."""
+
+@dataclass(slots=True)
+class _Wrapped:
+    """Kept by the module: wrappers hold it, and kept anywhere else they would hold it for ever."""
+
+    forward: Any
+    """What the module instance had before (None: its class's)."""
+    wraps: list[Around] = field(default_factory=list)
+    """From the inside out."""
 
 
 def wrap(module: nn.Module, around: Around, *, innermost: bool = False) -> None:
     """Let ``around(forward)`` replace ``module.forward``; ``innermost``: inside all other wrappers."""
-    found, wraps = _found.setdefault(module, (module.__dict__.get("forward"), []))
+    own = vars(module)
+    held = own.setdefault("_wrapped", _Wrapped(own.get("forward")))
     if not innermost:
-        wraps.append(around)
-        module.__dict__["forward"] = around(module.forward)
+        held.wraps.append(around)
+        own["forward"] = around(module.forward)
         return
-    wraps.insert(0, around)
-    forward = MethodType(type(module).forward, module) if found is None else found
-    for each in wraps:
+    held.wraps.insert(0, around)
+    forward = MethodType(type(module).forward, module) if held.forward is None else held.forward
+    for each in held.wraps:
         forward = each(forward)
-    module.__dict__["forward"] = forward
+    own["forward"] = forward
 
 
 def unwrap(model: nn.Module) -> None:
     """Give every module of ``model`` its own forward again."""
     for module in model.modules():
-        if module not in _found:
+        if not is_wrapped(module):
             continue
-        found, _ = _found.pop(module)
-        if found is None:
-            del module.__dict__["forward"]
+        own = vars(module)
+        held = own.pop("_wrapped")
+        if held.forward is None:
+            del own["forward"]
         else:
-            module.__dict__["forward"] = found
+            own["forward"] = held.forward
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    return module in _found
+    return "_wrapped" in vars(module)

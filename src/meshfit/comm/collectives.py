@@ -114,7 +114,8 @@ class _Transit:
 
     def __init__(self, sent: Sequence[int], taken: Sequence[int], group: Group):
         self.sent, self.taken, self.group = sent, taken, group
-        self.wait: Callable[[], object] = lambda: None
+        self.under_way: Callable[[], object] | None = None
+        """What waits for them. It holds what comes, whose node holds this: a cycle that Python cannot see."""
         self.gradients: Callable[[], Tensor] | None = None
         """What waits for those that are on their way back."""
 
@@ -127,7 +128,7 @@ class Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, anchor: Tensor, way: _Transit) -> Tensor:
         ctx.way = way
-        found, way.wait = way.group.start_all_to_all(rows, way.sent, way.taken)
+        found, way.under_way = way.group.start_all_to_all(rows, way.sent, way.taken)
         return found
 
     @staticmethod
@@ -139,7 +140,9 @@ class Sent(torch.autograd.Function):
 class Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, coming: Tensor, way: _Transit) -> Tensor:
-        way.wait()
+        wait, way.under_way = way.under_way, None
+        assert wait is not None
+        wait()
         ctx.way = way
         ctx.save_for_backward(coming.new_empty(0))  # a block that is computed again comes at least this far
         return coming.view_as(coming)

@@ -381,7 +381,7 @@ class SavedBytes(saved_tensors_hooks):
         if storage_id(storage) not in self._known:
             self._counted[storage_id(storage)] = storage.nbytes()
             self._held.append(storage)  # its number must not be given away meanwhile
-        return x
+        return x.detach()  # a result's node would hold itself
 
     @property
     def bytes(self) -> int:
