@@ -64,6 +64,7 @@ def cells() -> list[Cell]:
         found += [Cell(f"expert={n}", "mixture")] if n != 3 else []  # it has four experts
         found += [Cell(f"branch={n}", "ensemble")] if n < 4 else []  # and that three members
     found += [Cell("expert=2", "mixtral-balanced"), Cell("data=2", "mixtral-balanced"), Cell("expert=2", "deepseek")]
+    found += [Cell(f"context=2 attention={word}") for word in ("gather", "ulysses")]
     compiled = ("data=2 compile=whole", "shard=2 compile=block", "pipeline=2 microbatches=4 compile=block")
     compiled += ("tensor=2 sequence=whole compile=block", "tensor=2 sequence=split compile=block")
     compiled += ("context=2 compile=block",)

@@ -1,4 +1,4 @@
-"""Does the host wait for the GPU in a training step? And does every evaluation make new communicators?
+"""Does the host wait for the GPU in a training step? Do evaluations make communicators, do steps leave memory taken?
 
     python benchmarks/syncs.py                          # needs a GPU; one is enough
     python benchmarks/syncs.py --only "expert,offload"  # cases whose line has one of these in it
@@ -10,13 +10,15 @@ steps in the middle of an epoch, when all is warm, it counts two ways how often 
     warned     by ``torch.cuda.set_sync_debug_mode``: .item(), blocking copies, nonzero, with the line of meshfit's code
     traced     cudaStreamSynchronize, cudaDeviceSynchronize and cudaEventSynchronize in the profiler's trace of two more
 
-Then it evaluates ten times, and counts process groups, and NCCL's communicators by its own log, before and after.
+Then it evaluates ten times, with eighty steps between, and counts process groups, NCCL's communicators by its own log,
+and bytes that torch has allocated on the GPU, after the first evaluation and after the last.
 
-A case may wait as often as ``REASONS`` says, where it also says why. Exits with 0 if no case waits more often and none
-makes communicators, 1 otherwise, 4 if there is no GPU: then nothing was run.
+A case may wait as often as ``REASONS`` says, where it also says why. Exits with 0 if no case waits more often, none
+makes communicators and none holds more than before, 1 otherwise, 4 if there is no GPU: then nothing was run.
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -39,6 +41,8 @@ from meshfit.plan import DEGREES
 CASE_SECONDS = 60.0
 WARM_UP, COUNTED, EVALUATE_EVERY, EVALUATIONS = 3, 2, 8, 10
 SAMPLES, BATCH = 160, 8
+MORE = 64 * 2**10
+"""Bytes that may be allocated beyond what was after the first evaluation: whatever is under way just then."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 SOURCE = str(Path(__file__).parents[1] / "src")
 
@@ -95,7 +99,8 @@ CASES = (
     Case("shard=2 offload=parameters"),
     Case("tensor=2 sequence=whole"),
     Case("tensor=2 sequence=split precision=bf16", clip=1.0),
-    Case("context=2"),
+    Case("context=2 attention=gather"),
+    Case("context=2 attention=ulysses"),
     Case("expert=2", model="mixture"),
     Case("expert=2 precision=bf16", model="mixture"),
     Case("branch=2", model="ensemble"),
@@ -163,13 +168,15 @@ def counted(case: Case, evaluations: int, known: dict[str, Any], world: Any) -> 
         with traced() if cuda else _nothing() as where:
             unread += [next(steps) for _ in range(COUNTED)]
         result["traced"] = where
-        made = []
+        made, held = [], []
         for _ in range(1 + evaluations):
             while not (step := next(steps)).valid:
                 pass
             made.append(communicators())
+            gc.collect()
+            held.append(torch.cuda.memory_allocated() if cuda else 0)
         result["loss"] = step.loss
-    return {**result, "communicators": [made[0], made[-1]]}
+    return {**result, "communicators": [made[0], made[-1]], "held": [held[0], held[-1]]}
 
 
 @contextmanager
@@ -249,9 +256,15 @@ def shown(case: Case, answers: list[dict[str, Any]]) -> tuple[str, bool]:
     allowed, why = case.reason
     most = {kind: max(len(said[kind]) for said in answers) for kind in ("warned", "traced")}
     before, after = (max(said["communicators"][i] for said in answers) for i in (0, 1))
-    good = max(most.values()) <= allowed and before == after
+    more = max(said["held"][1] - said["held"][0] for said in answers)
+    verdicts = {
+        "NEW COMMUNICATORS": before != after,
+        f"HOLDS {more / 2**10:.0f} KiB MORE": more > MORE,
+        "WAITS": max(most.values()) > allowed,
+    }
+    good = not any(verdicts.values())
     line = f"{case.ranks} ranks  {case!s:<58} {most['warned']:3d} {most['traced']:3d}   {before:3d} {after:3d}  "
-    line += "ok" if good else "WAITS" if before == after else "NEW COMMUNICATORS"
+    line += ", ".join(word for word, so in verdicts.items() if so) or "ok"
     if good and max(most.values()):
         line += f" ({why})"
     for kind in ("warned", "traced"):

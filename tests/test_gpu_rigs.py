@@ -45,11 +45,12 @@ def test_every_axis_is_looked_at_for_waits() -> None:
     assert all(plan.devices == case.ranks for plan, case in zip(plans, syncs.CASES, strict=True))
     assert all(any(getattr(plan, axis) > 1 for plan in plans) for axis in DEGREES)
     assert {plan.zero for plan in plans if plan.shard > 1} == {1, 2, 3}
-    waits = {"warned": ["exchange/allreduce.py:1"], "traced": [], "communicators": [2, 2], "loss": 1.0}
+    waits = {"warned": ["exchange/allreduce.py:1"], "traced": [], "communicators": [2, 2], "held": [5, 9], "loss": 1.0}
     fine = {**waits, "warned": []}
     assert syncs.shown(syncs.CASES[0], [fine, fine])[1]
     assert not syncs.shown(syncs.CASES[0], [fine, waits])[1]
     assert not syncs.shown(syncs.CASES[0], [fine, {**fine, "communicators": [2, 3]}])[1]
+    assert not syncs.shown(syncs.CASES[0], [fine, {**fine, "held": [5, 5 + 2**20]}])[1]
 
 
 def test_a_rank_alone_receives_what_ranks_like_it_would_send() -> None:
