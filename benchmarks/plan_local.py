@@ -2,6 +2,7 @@
 
     python benchmarks/plan_local.py            # 20 combinations of model and plan
     python benchmarks/plan_local.py --only "512 wide"      # those whose names say so
+    python benchmarks/plan_local.py --shape 768x6          # another model instead: width and depth
 
 Predicts each combination, trains it for some steps, and prints both: seconds of a step, bytes of weights, gradients and
 optimizer state on the first rank, and whether the plan that is predicted to be the fastest of two ranks is within 10 %
@@ -72,7 +73,12 @@ def job(build: Callable[[], nn.Module], plan: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
+    parser.add_argument("--shape", help="width x depth of a model instead of the four")
     options = parser.parse_args()
+    models = MODELS
+    if options.shape:
+        width, depth = map(int, options.shape.split("x"))
+        models = {f"{width} wide, {depth} deep": lambda: perceptron(width, depth)}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MESHFIT_CACHE"] = str(Path(folder, "cache"))
         print(f"calibrated in {calibrate():.1f} s, then in {calibrate():.1f} s: {Cluster.detect(2)}\n")
@@ -80,7 +86,7 @@ def main() -> None:
         print(
             f"{'model':20}{'plan':28}{'predicted':>11}{'+-':>6}{'measured':>11}{'error':>8}   state{'error':>8}  items"
         )
-        for name, build in ((name, build) for name, build in MODELS.items() if options.only in name):
+        for name, build in ((name, build) for name, build in models.items() if options.only in name):
             two: list[tuple[float, float]] = []
             for plan in PLANS:
                 both, measured, told, held = one(build, plan, Path(folder, "run"))

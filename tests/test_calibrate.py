@@ -124,7 +124,10 @@ def test_what_was_measured_is_what_is_detected(tmp_path: Path, monkeypatch: pyte
 
 
 def test_few_rows_on_a_cpu_are_not_filled_up() -> None:
-    """A microbatch of 16 rows takes a quarter of one of 64."""
-    timing = Timing(replace(guessed(2).accelerator, launch=0.0))
-    few, many = (timing(MatrixProduct(rows, 1024, 256, precision="fp32")) for rows in (16, 64))
-    assert many == pytest.approx(4 * few)
+    """A microbatch of 16 rows takes a quarter of the arithmetic of one of 64, and packs as many weights."""
+    device = replace(guessed(2).accelerator, launch=0.0)
+    of = lambda packs, rows: Timing(replace(device, packs=packs))(MatrixProduct(rows, 1024, 256, precision="fp32"))
+    assert of(0.0, 64) == pytest.approx(4 * of(0.0, 16))
+    packing = 2.0 * 4 * 1024 * 256 / (device.bandwidth * device.streamed)
+    assert of(2.0, 16) - of(0.0, 16) == pytest.approx(packing, rel=0.1)
+    assert of(2.0, 64) < 4 * of(2.0, 16)

@@ -100,7 +100,9 @@ def test_a_traced_model_takes_as_long_as_the_described_one(
     layers, hidden, heads, ffn, vocab = LARGE
     kinds: dict[str, Any] = {"gated": True, "bias": False, "dropout": False, "tied": False}
     model = Decoder(layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocab=vocab, **kinds)
-    described = StepModel(H100, MESHFIT)(step_work(model, Degrees(length=4096, batch=batch, **degrees), MESHFIT))
+    described = StepModel(H100, MESHFIT)(
+        step_work(model, Degrees(length=4096, batch=batch, attention="torch", **degrees), MESHFIT)
+    )
     found = large(Plan.parse(f"{plan} precision=bf16"), batch)
     assert found.seconds == pytest.approx(described.seconds, rel=0.15)
     assert sum(found.items.values()) == pytest.approx(found.seconds)
@@ -123,7 +125,9 @@ def test_a_rank_of_a_tensor_group_has_its_share_of_each_product(degree: int) -> 
     kinds: dict[str, Any] = {"gated": True, "bias": False, "dropout": False, "tied": False}
     model = Decoder(layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocab=vocab, **kinds)
     software = replace(MESHFIT, fp32_gradients=False)
-    described = step_work(model, Degrees(length=32, batch=3, microbatch=3, tensor=degree), software).stages[0]
+    described = step_work(
+        model, Degrees(length=32, batch=3, microbatch=3, tensor=degree, attention="torch"), software
+    ).stages[0]
     assert products(found.work.stages[0].forward) == products(described.forward)
     assert products(found.work.stages[0].backward) == products(described.backward)
     said = [call for call in found.collectives if call.axis == "tensor" and call.phase == "forward"]

@@ -61,7 +61,7 @@ class MatrixProduct:
     @property
     def bytes(self) -> float:
         one = BYTES[self.precision]
-        out = 8 if self.accumulate else 2
+        out = 8 if self.accumulate else max(2, one)
         each = one * self.k * (self.m + self.n) + out * self.m * self.n
         return float(each * self.batch * self.count)
 
@@ -77,7 +77,8 @@ class FusedAttention:
     width: int
     value_width: int = 0
     causal: bool = True
-    kernel: str = "flash2"
+    kernel: str = "torch"
+    """Of ``planner.operations.KERNELS``; torch: what scaled_dot_product_attention takes on the device."""
     backward: bool = False
     count: int = 1
 
@@ -266,7 +267,7 @@ def _attention(func: Any, args: tuple, *, backward: bool) -> FusedAttention:
     names = [argument.name for argument in schema_of(func).arguments]
     causal = bool(dict(zip(names, args, strict=False)).get("is_causal", False))
     batch, heads, length, width = query.shape
-    return FusedAttention(batch, heads, length, key.shape[2], width, value.shape[3], causal, "flash2", backward)
+    return FusedAttention(batch, heads, length, key.shape[2], width, value.shape[3], causal, backward=backward)
 
 
 def _ragged(args: tuple) -> FusedAttention:

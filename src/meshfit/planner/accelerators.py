@@ -48,6 +48,10 @@ class Accelerator:
     streamed: float = 0.85
     """Share of ``bandwidth`` that element-wise kernels reach."""
 
+    packs: float = 0.0
+    """How often what a product reads and writes passes through memory before and after its arithmetic: CPUs copy
+    operands into the order of their registers. 0: while it computes (GPUs)."""
+
     units: int = 100
     """Streaming multiprocessors (compute units, cores): matrix products run in waves of as many tiles."""
 

@@ -30,8 +30,8 @@ from meshfit.planner.collectives import REACHED, START
 from meshfit.planner.detect import guessed, on_gpus
 from meshfit.planner.operations import Timing
 
-SHAPES = ((64, 1024, 256), (64, 512, 2048), (1024, 256, 64), (512, 512, 512))
-"""m, n and k of forward and backward of small layers."""
+SHAPES = ((64, 1024, 256), (64, 512, 2048), (512, 512, 512))
+"""Rows, outputs and inputs of layers, whose three products are measured on CPUs: forward, and both of backward."""
 LARGE = ((4096, 4096, 4096), (8192, 8192, 4096))
 SMALL, BIG = 1 << 10, 1 << 22
 """Elements of the two messages."""
@@ -70,7 +70,7 @@ def fitted(base: Cluster, every: Sequence[Mapping[str, Sequence[float]]]) -> Clu
         accelerator = replace(accelerator, reached={"fp32": 1.0}, fastest=1.0, units=1, rates={"fp32": 1e9})
         timing = Timing(replace(accelerator, bandwidth=1e18, launch=0.0))
         slower = [
-            timing(MatrixProduct(*shape, precision="fp32")) / own
+            sum(timing(MatrixProduct(*each, precision="fp32")) for each in products(*shape)) / own
             for shape, own in zip(SHAPES, took["fp32"], strict=True)
         ]
         accelerator = replace(accelerator, rates={"fp32": 1e9 * median(slower)})
@@ -100,6 +100,11 @@ def slowed(cluster: Cluster, times: float) -> Cluster:
     return replace(cluster, accelerator=replace(device, launch=device.launch * times))
 
 
+def products(rows: int, outputs: int, inputs: int) -> tuple[tuple[int, int, int], ...]:
+    """m, n and k of a layer's three products."""
+    return (rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows)
+
+
 GPU = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COPIED = 2.0 * (1 << 24)
 """Bytes read and written by a copy; 16 times as many on GPUs."""
@@ -122,8 +127,10 @@ class Measurement:
         for word, dtype in kinds.items():
             found[word] = []
             for m, n, k in shapes:
-                a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
-                found[word].append(_mean(world, lambda a=a, b=b: a @ b))
+                a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
+                back = torch.randn(m, n, device=device, dtype=dtype)
+                work = (lambda a=a, b=b: a @ b.T) if gpu else (lambda a=a, b=b, c=back: (a @ b.T, c @ b, c.T @ a))
+                found[word].append(_mean(world, work))
         source = torch.zeros(int(COPIED / 2) * (16 if gpu else 1), dtype=torch.uint8, device=device)
         target, few = torch.empty_like(source), torch.zeros(8, device=device)
         found["copy"] = [_mean(world, lambda: target.copy_(source))]

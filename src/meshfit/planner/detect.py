@@ -82,6 +82,7 @@ def guessed(devices: int | None = None, kind: str | None = None, here: int | Non
         tile=(16, 32),  # of registers: products of a few rows are not filled up
         fill=16.0,
         launch=2e-6,
+        packs=2.0,
     )
     shared = Link(kind="memory", bandwidth=5e9, latency=50e-6, domain=ranks)
     far = Link(kind="network", bandwidth=1.25e9, latency=NETWORK_LATENCY, domain=0)

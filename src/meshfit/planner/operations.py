@@ -3,7 +3,8 @@
 
 A product runs in waves of tiles, one tile a unit: 129 tiles on 128 units take two waves, half of them idle. Each tile
 pays for filling its pipeline, as much as ``fill`` more elements of k. The library takes the tile (or splits k) so that
-the product is done soonest. Products whose rows are no multiple of 16 bytes cannot use the tensor cores' wide loads.
+the product is done soonest. Products whose rows are no multiple of 16 bytes cannot use the tensor cores' wide loads. CPUs pack what they multiply
+(``packs``), and nothing hides that.
 """
 
 from collections.abc import Iterable
@@ -33,6 +34,9 @@ KERNELS = {
 generation of device. flash1: FlashAttention's paper for A100, an estimate for later ones; flash2: 190 of 312 TFLOP/s on
 A100, 370 of 989 on H100 (the papers of FlashAttention-2 and -3), an estimate for Blackwell; cudnn: 600 of 989 on H100
 (FlashAttention-3's paper), on B200 SimuMax's table (which counts the masked half, too)."""
+
+KERNELS["torch"] = {8: KERNELS["flash2"][8], 9: KERNELS["cudnn"][9], 10: KERNELS["cudnn"][10]}
+"""What torch takes for 16 bits: cuDNN's from Hopper on (seen with torch 2.11 on an H200)."""
 
 
 class Timing:
@@ -83,6 +87,8 @@ class Timing:
                 best = min(best, waves * each + again)
         best = max(best, p.flops / p.count / device.sustained(p.precision))
         moved = p.bytes / p.count / self._streamed
+        if device.packs:
+            return p.count * (best + device.packs * moved + device.launch)
         added = 4.0 * p.m * p.n * p.batch / self._streamed if p.accumulate else 0.0  # half of it hides
         return p.count * (max(best + added, moved) + device.launch)
 

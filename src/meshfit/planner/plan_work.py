@@ -20,6 +20,9 @@ ROUNDING = 3
 """Bytes that are read and written for each byte of a copy of weights in half precision: fp32 in, a half out; in
 backward the gradient of the copy in, one in fp32 out."""
 
+SUMMING = 3
+"""Passes over a gradient that is added to others: of microbatches, or to the buffer that ranks sum."""
+
 KERNELS_OF_UPDATE = 20
 
 
@@ -75,6 +78,9 @@ def _stage(plan: Plan, costing: Costing, chunks: int) -> StageWork:
     if rounded := costing.total.held.get("rounded", 0):
         casts = Streaming(ROUNDING * rounded / chunks, sum(event.cost.rounded > 0 for event in events))
         forward, backward = (*forward, casts), (*backward, casts)
+    if plan.microbatches > 1 or plan.devices > 1:
+        trained = [p for p in costing.trace.parameters.values() if p.trained]
+        backward = (*backward, Streaming(SUMMING * sum(p.grad_bytes for p in trained) / chunks, len(trained) // chunks))
     count = 1 / (plan.microbatches * chunks)
     calls = (
         replace(call, count=call.count * count)
