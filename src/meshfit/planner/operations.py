@@ -3,8 +3,8 @@
 
 A product runs in waves of tiles, one tile a unit: 129 tiles on 128 units take two waves, half of them idle. Each tile
 pays for filling its pipeline, as much as ``fill`` more elements of k. The library takes the tile (or splits k) so that
-the product is done soonest. Products whose rows are no multiple of 16 bytes cannot use the tensor cores' wide loads. CPUs pack what they multiply
-(``packs``), and nothing hides that.
+the product is done soonest. Products whose rows are no multiple of 16 bytes cannot use the tensor cores' wide loads.
+CPUs pack what they multiply (``packs``), and nothing hides that.
 """
 
 from collections.abc import Iterable
