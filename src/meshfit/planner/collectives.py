@@ -71,6 +71,6 @@ def _reached(link: Link, name: str) -> float:
 
 
 def beside(computing: float, hidden: float, kind: str) -> float:
-    """Seconds of ``computing`` with ``hidden`` seconds of collectives beside it. While they run they take units from it;
-    what does not fit beside it is waited for."""
+    """Seconds of ``computing`` with ``hidden`` seconds of collectives beside it: while they run they take units,
+    and what does not fit is waited for."""
     return max(computing + SLOWED.get(kind, 0.1) * hidden, hidden)
