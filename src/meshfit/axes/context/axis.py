@@ -113,6 +113,7 @@ def context_cost(trace: Trace, plan: ContextPlan, *, microbatches: int = 1, half
                 flops=event.cost.flops // plan.degree,
                 flops_backward=event.cost.flops_backward // plan.degree,
                 kept=less(event.cost.kept),
+                passed=event.cost.passed // plan.degree,
                 uses=tuple(replace(use, bytes=less(use.bytes)) for use in event.cost.uses),
             ),
         )
