@@ -125,7 +125,10 @@ def _remedy(
 ) -> list[str]:
     """The change that costs least time, of those of fewest words, among those that are predicted to fit."""
     plan, batch = plan_of(job), _batch(job)
-    limit = _limit(predictor, sum(told.values()), said, held)
+    there = sum(told.values())
+    if held and not held.get("optimizer"):  # the first step: its state is not there yet
+        there -= told.get("optimizer", 0.0)
+    limit = _limit(predictor, there, said, held)
     least = (inf, plan)
     for changes in (_changes(plan, job, model), _changes(plan, job, model, twice=True)):
         fits: list[tuple[float, float, Plan]] = []
