@@ -28,6 +28,7 @@ from meshfit.launch import warm
 from meshfit.launch.channel import encode, memory_file
 from meshfit.launch.devices import Devices
 from meshfit.launch.heartbeat import SharedBoard
+from meshfit.launch.importing import refuse_in_import
 from meshfit.launch.output import Output
 from meshfit.launch.rank import Left, Raised, Returned, Start, Work
 from meshfit.launch.rank_watch import RankWatch, at_step, death
@@ -92,6 +93,7 @@ class LocalRanks:
         self._folder: str | None = None  # where ranks meet; known once they have been forked
 
     def __enter__(self) -> Self:
+        refuse_in_import()
         warm.warm()  # imports torch while we pickle
         with encode(self.work, what="the job", inside="job.") as work:
             self._run, self._channels = warm.fork(self.size, _installed(work.modules))

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Self
 from meshfit.errors import MeshfitError, out_of_memory
 from meshfit.launch.channel import Channel, encode
 from meshfit.launch.heartbeat import SILENCE, Heart, SharedBoard, step_under_way
+from meshfit.launch.importing import importing_job
 from meshfit.launch.speech import Speech
 from meshfit.launch.stalls import timed_out
 from meshfit.launch.world import World, connect, disconnect
@@ -123,7 +124,8 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         os.environ.update(start.environ)
         sys.path[:], sys.argv[:] = start.path, start.argv
         start.speech.adopt()
-        work: Work = channel.recv()
+        with importing_job():
+            work: Work = channel.recv()
         world = replace(start.world, folder=start.world.folder or folder)
         connect(world if start.joined else replace(world, size=1), folder=folder, timeout=start.timeout)
         value = work(world, channel)
