@@ -20,7 +20,7 @@ from meshfit.checkpoint.resume import checkpoints_of, put_events_aside
 from meshfit.drive.elastic import CAME_BACK, Elastic
 from meshfit.drive.feed import Begun, Heard, Late, WholeTensor
 from meshfit.drive.out_of_memory import with_memory
-from meshfit.drive.restart import Tries, goes_on, last_right, put_suspects_aside, tries_of
+from meshfit.drive.restart import Tries, last_right, put_suspects_aside, tries_of
 from meshfit.drive.training import Training
 from meshfit.drive.untouched import Untouched
 from meshfit.drive.work import Outcome, Silent, Tap, Work
@@ -113,7 +113,7 @@ class Ranked(Training):
         newest = next(iter(manifest.complete(checkpoints_of(self.job, folder))), None)
         if error is not None:
             tries.failed(error, newest)
-        job = goes_on(self.job, newest)
+        job = self.job if newest is None else replace(self.job, resume=True)
         if self.elastic is not None:
             job = self.elastic.after(tries.failures, job) if error is not None else self.elastic.fitted(job)
             self._check(job)

@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import sys
-import sysconfig
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -27,11 +26,13 @@ from meshfit.errors import Died, RankError
 from meshfit.launch import warm
 from meshfit.launch.channel import encode, memory_file
 from meshfit.launch.devices import Devices
+from meshfit.launch.frames import interrupted
 from meshfit.launch.heartbeat import SharedBoard
-from meshfit.launch.output import Output
+from meshfit.launch.output import KEPT_LINES, Output
 from meshfit.launch.rank import Left, Raised, Returned, Start, Work
-from meshfit.launch.rank_watch import RankWatch, at_step, death
+from meshfit.launch.stalls import Stall, Stalls
 from meshfit.launch.system import oom_kills
+from meshfit.launch.verdict import death
 from meshfit.launch.world import World
 
 ALL_GONE = 10.0  # seconds in which a killed process ends, whatever memory the kernel has to take back
@@ -94,20 +95,26 @@ class LocalRanks:
     def __enter__(self) -> Self:
         warm.warm()  # imports torch while we pickle
         with encode(self.work, what="the job", inside="job.") as work:
-            self._run, self._channels = warm.fork(self.size, _installed(work.modules))
+            self._run, self._channels = warm.fork(self.size, work.modules)
             self._open = set(range(self.size))
             self._output = Output(self.size, role=self._role, folder=self._log)
             self._board = SharedBoard(memory_file(), self.size)
-            how: dict[str, Any] = {"timeout": self._timeout, "hang": self._hang, "role": self._role}
             served = self._group > 1 or self._expendable or not self._joined  # each worker is alone with its ranks
-            how["group"] = self._group if served else self.size
-            self._watch = RankWatch(self._board, self.size, self._output, self._stack, **how)
+            self._stalls = Stalls(
+                self._board,
+                self.size,
+                self._tell,
+                timeout=self._timeout,
+                hang=self._hang,
+                role=self._role,
+                group=self._group if served else self.size,
+            )
             try:
                 for rank, channel in enumerate(self._channels):
                     with suppress(ConnectionError), self._output.ends(rank) as ends:  # messages() tells why
                         channel.send_fds(*ends, self._board.fd)
                         world = World(rank, self.size, self._devices.device(rank), self._meet)
-                        channel.send(Start(world, self._timeout, self._joined, self._watch.silence))
+                        channel.send(Start(world, self._timeout, self._joined, self._stalls.silence))
                         channel.send_encoded(work)
                 self._output.start()
             except BaseException:
@@ -130,7 +137,7 @@ class LocalRanks:
             channels = {self._channels[rank].fileno(): rank for rank in self._open}
             others = [] if self.beside is None else self.beside.fds
             left = math.inf if timeout is None else quiet + timeout - time.monotonic()
-            patience = min(self._watch.each, left if suspect is None else until - time.monotonic())
+            patience = min(self._stalls.each, left if suspect is None else until - time.monotonic())
             dead = self._dead
             ready = wait([self._run.fileno(), *channels, *others], 0 if dead else max(0.0, patience))
             quiet = time.monotonic() if ready else quiet
@@ -163,12 +170,13 @@ class LocalRanks:
                     raise
                 if suspect is not None and suspect[0] in self._group_of(rank):
                     suspect = None
-        if not self.lost:
-            self._watch.compare(last=True)
+        if not self.lost and (wrong := self._stalls.compare(last=True)) is not None:
+            raise wrong
 
     def _lose(self, rank: int) -> None:
         """Go on without a rank that died, and end those of its worker group; ``Died`` where others cannot go on."""
-        step = self._step_of(rank)
+        live = self._stalls.seen(rank)
+        step = self._left.get(rank, 0 if live is None else live.step)  # that it was in when it was last heard from
         headline, fact = death(f"{self._role} {rank}", code := self._exited[rank], step)
         peers = self._group_of(rank)
         if rank in self._hung:
@@ -176,15 +184,13 @@ class LocalRanks:
         elif rank in self._ending:
             headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
         elif rank not in self._expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
-            if code == -signal.SIGABRT:  # NCCL ends a process that has waited too long for another
-                self._watch.blame(headline, self._exited.keys())
-            error = Died(headline, fact, *self._printed(rank))
-            if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
-                error = Died(f"{headline}: the machine ran out of memory", *error.facts[1:])
-                error.out_of_memory = True
-            else:
-                self._watch.mismatch(headline)
-            raise at_step(step, error, rank)
+            full = code == -signal.SIGKILL and oom_kills() > self._oom_kills
+            if not full:
+                self._raise_cause(headline, waited=code == -signal.SIGABRT)  # as NCCL ends one that has waited too long
+            said = (f"{headline}: the machine ran out of memory",) if full else (headline, fact)
+            error = Died(*said, *self._printed(rank), step=step)
+            error.out_of_memory, error.rank = full, rank
+            raise error
         self.lost[rank] = headline
         self._gone_beside(rank)
         self._open.discard(rank)
@@ -197,16 +203,16 @@ class LocalRanks:
         if self.beside is not None:
             self.beside.gone(rank // self._group)
 
-    def _step_of(self, rank: int) -> int:
-        """That a rank was in when it was last heard from; 0: in none."""
-        return self._left.get(rank, self._watch.step_of(rank))
-
     def watch(self) -> None:
         """Report those that have stalled; now and then, and of those beside too."""
         if self._folder:  # else they are not there yet
             gone = self._exited.keys() | self._returned.keys() | self._hung.keys()
-            if hung := self._watch.look(gone, together=self._joined and self.beside is None):
-                self._end_hung({stall.rank for stall in hung}, self._watch.verdict(hung, gone))
+            self._stalls.together = self._joined and self.beside is None
+            hung = self._stalls.look(gone)
+            if (wrong := self._stalls.compare(gone)) is not None:
+                raise wrong
+            if hung:
+                self._end_hung({stall.rank for stall in hung}, self._stalls.verdict(hung, gone))
         if self.beside is not None:
             self.beside.watch()
 
@@ -245,7 +251,7 @@ class LocalRanks:
     @property
     def notes(self) -> list[str]:
         """What became of those that did not stay, here and beside, in words."""
-        return [*self._watch.notes, *self.lost.values(), *([] if self.beside is None else self.beside.notes)]
+        return [*self._stalls.notes, *self.lost.values(), *([] if self.beside is None else self.beside.notes)]
 
     @property
     def folder(self) -> str:
@@ -322,16 +328,31 @@ class LocalRanks:
     def _fail(self, rank: int, raised: Raised) -> NoReturn:
         failure = f"{self._role} {rank} {raised.did}"
         if not raised.out_of_memory:
-            self._watch.mismatch(failure, raised.trace)
-        if raised.peer_gone:
-            self._watch.blame(failure, self._exited.keys())
+            self._raise_cause(failure, raised.trace, waited=raised.peer_gone)
         if raised.error is not None:
-            raise at_step(raised.step, raised.error)
-        facts = [f"in step {raised.step}"] if raised.step else []
-        facts += self._printed(rank)
-        error = RankError(failure, *facts, trace=raised.trace)
+            raised.error.step = raised.step
+            raise raised.error
+        step = f"in step {raised.step}" if raised.step else ""
+        error = RankError(failure, step, *self._printed(rank), trace=raised.trace, step=raised.step)
         error.out_of_memory, error.held = raised.out_of_memory, raised.held
-        raise at_step(raised.step, error)
+        raise error
+
+    def _raise_cause(self, failure: str, trace: str = "", *, waited: bool) -> None:
+        """On behalf of the ranks of which a failure is a consequence, if that is known."""
+        if (cause := self._stalls.cause(failure, trace, waited=waited, gone=self._exited.keys())) is not None:
+            raise cause
+
+    def _tell(self, text: str, stall: Stall | None) -> None:
+        """Say what was found of ranks, on stderr; of one that has stalled also in its log, and have its stack."""
+        self._output.settle()
+        if stall is None or self._stalls.hang > self._stalls.silence:  # else the verdict says all of it in a moment
+            print(f"meshfit: {text}", file=sys.stderr, flush=True)
+        if stall is None:
+            return
+        self._output.note(stall.rank, f"meshfit: {text}")
+        if stall.why == "unheard":  # its threads cannot speak; the kernel can interrupt it
+            self._stack(stall.rank)
+            self._stalls.stacks[stall.rank] = interrupted(self._output.last(stall.rank, KEPT_LINES))
 
     def _printed(self, rank: int) -> list[str]:
         """The last lines that a rank wrote, for an error about it."""
@@ -373,10 +394,3 @@ class LocalRanks:
             except RankError:  # the kernel has killed them with the template
                 return True
         return True
-
-
-def _installed(modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of installed packages. The user's own may change between two runs: ranks import them afresh."""
-    homes = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib"))
-    files = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in modules)
-    return tuple(name for name, file in files if file and file.startswith(homes))

@@ -1,9 +1,9 @@
 """Process groups: collectives over several tensors at once, noted as they are called; worlds, stores and timeouts."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
+
+from meshfit.patches import replaced
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """``all_gather_into_tensor`` until torch 2.12."""
@@ -20,31 +22,31 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 COLLECTIVES = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "reduce": "reduce",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "send",
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "reduce": ("reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "alltoall": ("all_to_all", 1),
+    "barrier": ("barrier", -1),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
 }
-"""Methods of process groups, and what each does."""
+"""Methods of process groups: what each does, and which argument is what this rank gives."""
 
 
 def all_gather_rows(
@@ -156,59 +158,35 @@ def telling(group: dist.ProcessGroup, number: int) -> Callable[[], list[int]]:
     return heard
 
 
-CALLS = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "reduce": ("reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "alltoall": ("all_to_all", 1),
-    "barrier": ("barrier", -1),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-}
-"""Methods of process groups: what each does, and which argument is what this rank gives."""
-
-
 @contextmanager
 def noted(note: Callable[[str, str, str, str], None]) -> Iterator[None]:
     """Within it ``note(group, ranks, op, tensor)`` is called before each collective of this process, whoever calls it
     from Python: of gloo, of NCCL, or of another backend."""
     members: dict[str, str] = {}
 
-    def noting(op: str, given: int, real: Any) -> Any:
+    def noting(op: str, given: int, before: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             name = group.group_name
             ranks = members.get(name)
             if ranks is None:
                 ranks = members[name] = _listed(dist.get_process_group_ranks(group)) if dist.is_initialized() else ""
             note(name, ranks, op, _described(op, args, given))
-            return real(group, *args, **kwargs)
+            return before(group, *args, **kwargs)
 
         return call
 
-    found = {name: vars(dist.ProcessGroup)[name] for name in CALLS if name in vars(dist.ProcessGroup)}
-    for name, real in found.items():
-        setattr(dist.ProcessGroup, name, noting(*CALLS[name], real))
-    try:
+    with replaced_methods(lambda method: partial(noting, *COLLECTIVES[method])):
         yield
-    finally:
-        for name, real in found.items():
-            setattr(dist.ProcessGroup, name, real)
+
+
+@contextmanager
+def replaced_methods(make: Callable[[str], Callable[[Callable[..., Any]], Callable[..., Any]]]) -> Iterator[None]:
+    """Within it ``make(method)(before)`` is called in place of each of the ``COLLECTIVES``, in all threads."""
+    with ExitStack() as stack:
+        for method in COLLECTIVES:
+            if (real := vars(dist.ProcessGroup).get(method)) is not None:
+                stack.enter_context(replaced(dist.ProcessGroup, method, make(method), everywhere=True, real=real))
+        yield
 
 
 def _described(op: str, args: tuple[Any, ...], given: int) -> str:
