@@ -36,6 +36,14 @@ from meshfit.units import in_seconds
 GIVEN_UP = 60.0  # seconds after which those who wait in a collective have surely given up
 NO_EVALUATION = dict.fromkeys(("valid", "valid_step", "metrics", "best", "keep_best", "patience"))
 """Arguments of a job that does not evaluate."""
+NEEDS = (
+    (("best", "keep_best", "patience", "metrics", "valid_step"), "valid", "data to evaluate on", ""),
+    (("keep_best", "preemption"), "checkpoint", "how often to save", 'checkpoint="10 minutes", say'),
+    (("checkpoint", "resume"), "out", "the run's folder", 'out="runs/one", say'),
+    (("partial",), "weights", "the files that the model starts from", ""),
+    (("patience",), "best", "the metric to watch", 'best="-loss", say'),
+)
+"""Arguments, and another one that they mean nothing without."""
 
 
 @dataclass(frozen=True)
@@ -100,30 +108,25 @@ class Job:
             check_metric(name, metric)
         for phase in self.phases:
             stated(phase.objective)  # refuses a loss that is not one number
-        for name in ("best", "keep_best", "patience", "metrics", "valid_step"):
-            if getattr(self, name) and self.valid is None:
-                raise JobError(f"{name}= needs valid=, data to evaluate on")
+        Readers.of(self.workers)
+        Cadence.of(self.checkpoint)  # refuses what it cannot parse
+        if self.preemption is not None:
+            check_notice(self.preemption)
+        self._check_needs()
         known = ["loss", *(self.metrics or {})]
         logs = self.step is not None or self.valid_step is not None  # it may be a value that these log
         for name in ("best", "keep_best"):
             asked = getattr(self, name)
             if asked and not logs and not any(measures(m, asked.lstrip("-")) for m in known):
                 raise JobError(f"{name}={asked!r} is not measured", did_you_mean(asked, ["-loss", *known[1:]]))
-        Readers.of(self.workers)
-        Cadence.of(self.checkpoint)  # refuses what it cannot parse
-        if self.keep_best and self.checkpoint is None:
-            raise JobError("keep_best= needs checkpoint=, how often to save", 'checkpoint="10 minutes", say')
-        for name in ("checkpoint", "resume"):
-            if self.out is None and (self.checkpoint is not None if name == "checkpoint" else self.resume is True):
-                raise JobError(f"{name}= needs out=, the run's folder", 'out="runs/one", say')
-        if self.preemption is not None:
-            check_notice(self.preemption)
-            if self.checkpoint is None:
-                raise JobError("preemption= needs checkpoint=, how often to save", 'checkpoint="10 minutes", say')
-        if self.partial and self.weights is None:
-            raise JobError("partial= needs weights=, the files that the model starts from")
-        if self.patience and not self.best:
-            raise JobError("patience= needs best=, the metric to watch", 'best="-loss", say')
+
+    def _check_needs(self) -> None:
+        for names, other, meaning, remedy in NEEDS:
+            for name in names:
+                asked = getattr(self, name)
+                asked = asked is True if name == "resume" else asked  # from a path it needs none
+                if asked and getattr(self, other) is None:
+                    raise JobError(f"{name}= needs {other}=, {meaning}", remedy)
 
     @property
     def grace_seconds(self) -> float:

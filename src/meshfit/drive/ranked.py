@@ -4,7 +4,7 @@ import secrets
 import sys
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -64,12 +64,9 @@ class Ranked(Training):
         """When the first ranks began to train, and for how long these or others had by the time that the present ones
         did."""
 
-    def _steps(self) -> Generator[Step, None, None]:
+    def _steps(self, graceful: GracefulStop) -> Generator[Step, None, None]:
         try:
-            with self._graceful() as graceful:
-                yield from self._survived(graceful)
-            assert self.outcome is not None
-            graceful.end(self.outcome.ended_by)
+            yield from self._survived(graceful)
         except RankError as error:
             if error.out_of_memory:
                 raise with_memory(self.job, self.model, error) from None
@@ -211,17 +208,11 @@ class Joined(Ranked):
         super().__init__(job, lockstep, tap)
         self.said.append(f"joined the run at {job.join}: {plan}")
 
-    @contextmanager
-    def _ranks(self) -> Iterator[Any]:
-        from meshfit.launch.local import LocalRanks
-
+    def _ranks(self) -> AbstractContextManager[Any]:
         assert isinstance(self.job.devices, Devices)
         count = self.job.devices.count or 1
         work = Work(self.job, self._lockstep, None, self._tap, partial(joined_run, key=self.key))
-        how: dict[str, Any] = {"devices": self.job.devices, "timeout": self.job.timeout}
-        how["hang"] = self.job.hang_seconds
-        with LocalRanks(work, size=count, joined=False, expendable=range(count), **how) as ranks:
-            yield ranks
+        return started(self.job, work, size=count, joined=False, expendable=range(count))
 
 
 @contextmanager
@@ -230,17 +221,16 @@ def started(job: Job, work: Work | Silent, **how: Any) -> Iterator[Any]:
     from meshfit.launch.local import LocalRanks
 
     assert isinstance(job.devices, Devices)
-    how |= {"size": plan_of(job).devices, "devices": job.devices}
-    how |= {"timeout": job.timeout, "hang": job.hang_seconds}
+    how = {"size": plan_of(job).devices, "timeout": job.timeout, "hang": job.hang_seconds} | how
     with ExitStack() as stack:
         try:
-            ranks = stack.enter_context(LocalRanks(work, **how))
+            ranks = stack.enter_context(LocalRanks(work, devices=job.devices, **how))
         except JobError:
             if isinstance(job.model, nn.Module):
                 raise
             other = job.model if isinstance(work.job.model, nn.Module) else job.build()
             work = replace(work, job=replace(work.job, model=other))
-            ranks = stack.enter_context(LocalRanks(work, **how))
+            ranks = stack.enter_context(LocalRanks(work, devices=job.devices, **how))
         yield ranks
 
 

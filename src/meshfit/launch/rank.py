@@ -68,9 +68,7 @@ class Raised:
     trace: str
     error: MeshfitError | None
     peer_gone: bool
-    """Probably no more than a consequence of what another rank met."""
-    timed_out: bool = False
-    """It waited for another rank, too long: the other one is the cause."""
+    """It has lost a connection, or waited too long: probably another rank is the cause."""
     step: int = 0
     """In which it was; 0: in none."""
     out_of_memory: bool = False
@@ -87,10 +85,9 @@ class Raised:
         trace = "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
         headline = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         gone = isinstance(error, RuntimeError) and any(words in str(error) for words in (*PEER_GONE, MISMATCH))
-        late = timed_out(error)
-        full, held = out_of_memory(error), getattr(error, "held", {})
         own = error if isinstance(error, MeshfitError) else None
-        return cls(headline, trace, own, gone or late, late, step_under_way(), full, dict(held))
+        held = dict(getattr(error, "held", {}))
+        return cls(headline, trace, own, gone or timed_out(error), step_under_way(), out_of_memory(error), held)
 
 
 @dataclass(frozen=True, slots=True)

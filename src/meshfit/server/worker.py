@@ -12,7 +12,6 @@ started again, and every batch is still computed once.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,8 +59,6 @@ class Worker:
         self.asynchronous, self.device = staleness != 0, torch.device(device)
         self.named = dict(model.named_parameters())
         self.parameters = [p for p in self.named.values() if p.requires_grad]
-        self.moved: Counter[str] = Counter()
-        """Bytes that went up and came down, so far."""
         self.samples = 0.0
         """Of this worker in the batch under way."""
         self.epoch, self.last = 0, False
@@ -91,11 +88,10 @@ class Worker:
         self._reached: set[Tensor] = set()
         self._payload = Payload.of(model, servers=len(addresses), compress=compress)
         self._hooks = [p.register_post_accumulate_grad_hook(self._reached.add) for p in self.parameters]
-        how: dict[str, Any] = {"worker": id, "device": self.device, "compress": compress, "moved": self.moved}
-        lots = zip(addresses, shares(model, len(addresses)), strict=True)
+        how: dict[str, Any] = {"worker": id, "device": self.device, "compress": compress}
         self.connections = [
-            ServerConnection(address, secret, lot, {} if i else running_statistics(model), **how)
-            for i, (address, lot) in enumerate(lots)
+            ServerConnection(address, secret, owned, {} if i else running_statistics(model), **how)
+            for i, (address, owned) in enumerate(zip(addresses, shares(model, len(addresses)), strict=True))
         ]
         try:
             for connection in self.connections:
@@ -270,7 +266,7 @@ class Worker:
         """Send to all, then receive from all."""
         connections = self.connections if connections is None else connections
         for connection, request in zip(connections, words, strict=True):
-            connection.send(kind, self.sequence, request, push=kind == "push")
+            connection.send(kind, self.sequence, request)
         return [self._answer(connection) for connection in connections]
 
     def _answer(self, connection: ServerConnection) -> Message:

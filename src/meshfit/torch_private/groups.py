@@ -53,47 +53,44 @@ def all_gather_rows(
     wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False
 ) -> list[dist.Work]:
     """Every rank's part of several rows, of any dtypes, in one call. What to wait for, if ``async_op``."""
-    wholes, parts = [row.view(torch.uint8) for row in wholes], [row.view(torch.uint8) for row in parts]
-    if len(wholes) == 1 or not _takes_several(group, wholes[0]):
-        one = zip(wholes, parts, strict=True)
-        return _begun(async_op, *(all_gather_single(w, p, group=group, async_op=async_op) for w, p in one))
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return _begun(async_op, group.allgather_into_tensor_coalesced(wholes, parts, options))
+    rows = [row.view(torch.uint8) for row in wholes], [row.view(torch.uint8) for row in parts]
+    return _issued(all_gather_single, "allgather_into_tensor_coalesced", AllgatherOptions(), rows, group, async_op)
 
 
 def reduce_scatter_rows(
     parts: list[Tensor], rows: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False
 ) -> list[dist.Work]:
     """This rank's part of the sum of several rows, of one dtype; likewise."""
-    if len(rows) == 1 or not _takes_several(group, rows[0]):
-        one = zip(parts, rows, strict=True)
-        return _begun(async_op, *(reduce_scatter_single(p, r, group=group, async_op=async_op) for p, r in one))
-    options = ReduceScatterOptions()
-    options.asyncOp = async_op
-    return _begun(async_op, group.reduce_scatter_tensor_coalesced(parts, rows, options))
+    several, options = "reduce_scatter_tensor_coalesced", ReduceScatterOptions()
+    return _issued(reduce_scatter_single, several, options, (parts, rows), group, async_op)
 
 
 def all_reduce_rows(rows: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False) -> list[dist.Work]:
     """The sums of several rows, of one dtype; likewise."""
-    if len(rows) == 1 or not _takes_several(group, rows[0]):
-        return _begun(async_op, *(dist.all_reduce(row, group=group, async_op=async_op) for row in rows))
-    options = AllreduceCoalescedOptions()
-    options.asyncOp = async_op
-    return _begun(async_op, group.allreduce_coalesced(rows, options))
+    return _issued(dist.all_reduce, "allreduce_coalesced", AllreduceCoalescedOptions(), (rows,), group, async_op)
 
 
-def _takes_several(group: dist.ProcessGroup, row: Tensor) -> bool:
-    """Not gloo with tensors of GPUs: torch 2.11 then ends the process."""
-    return row.is_cpu or group._get_backend(row.device).name() != "gloo"
-
-
-def _begun(async_op: bool, *works: dist.Work | None) -> list[dist.Work]:
-    """As torch's own functions: handles, or on GPUs what comes next in this stream waits."""
-    begun = [work for work in works if work is not None]
+def _issued(
+    single: Callable[..., dist.Work | None],
+    several: str,
+    options: Any,
+    rows: tuple[list[Tensor], ...],
+    group: dist.ProcessGroup,
+    async_op: bool,
+) -> list[dist.Work]:
+    """The method ``several`` of the group, where it takes more than one row, else ``single`` of each. Not gloo with
+    tensors of GPUs: torch 2.11 then ends the process. As torch's own functions: handles, or on GPUs what comes next in
+    this stream waits."""
+    first = rows[-1][0]
+    if len(rows[-1]) > 1 and (first.is_cpu or group._get_backend(first.device).name() != "gloo"):
+        options.asyncOp = async_op
+        issued = [getattr(group, several)(*rows, options)]
+    else:
+        issued = [single(*each, group=group, async_op=async_op) for each in zip(*rows, strict=True)]
+    works = [work for work in issued if work is not None]
     if async_op:
-        return begun
-    for work in begun:
+        return works
+    for work in works:
         work.wait()
     return []
 
