@@ -29,16 +29,16 @@ class Generators:
 
     def __init__(self, *devices: torch.device):
         self._devices = [device for device in dict.fromkeys(devices) if device.type in ("cuda", "mps")]
-        self._torch, self._places = self._states(), places()
-        self._others: tuple[Any, Any] = np.random.get_state(), random.getstate()
+        self._torch = self._states()
+        self._numpy, self._python = _numpy_state(), random.getstate()
 
     def restore(self) -> None:
         cpu, *own = self._torch
         torch.set_rng_state(cpu)
         for device, state in zip(self._devices, own, strict=True):
             set_state_of(device, state)
-        np.random.set_state(self._others[0])
-        random.setstate(self._others[1])
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
 
     def _states(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(state for device in self._devices if (state := state_of(device)) is not None)]
@@ -51,15 +51,23 @@ class Generators:
     @property
     def moved_others(self) -> bool:
         """Whether NumPy's or Python's have been drawn from since."""
-        return places() != self._places
+        return places() != (_place(self._numpy), self._python)
 
 
 def places() -> tuple[Any, ...]:
     """Where NumPy's and Python's stand: another value after any draw, also that of the second of two normal numbers."""
-    numpy = np.random.get_state(legacy=False)
-    assert isinstance(numpy, dict)
+    return _place(_numpy_state()), random.getstate()
+
+
+def _numpy_state() -> dict[str, Any]:
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    return state
+
+
+def _place(numpy: dict[str, Any]) -> tuple[Any, ...]:
     inner = [value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy["state"].values()]
-    return inner, numpy["has_gauss"], random.getstate()
+    return inner, numpy["has_gauss"]
 
 
 def seed(number: int, device: torch.device) -> None:

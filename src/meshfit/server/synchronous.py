@@ -180,7 +180,7 @@ class SynchronousCoordinator:
         current().step = self.server.version + 1
         with current().span("sum"):
             for i, push in enumerate(pushes):
-                (self.keeper.add if i else self.keeper.load)(push.gradients)
+                self.keeper.load(push.gradients, add=i > 0)
         sent = [push.words for push in pushes]
         losses = [words["loss"] for words in sent]
         broken = {push.client.id: push.words["broken"] for push in pushes}
