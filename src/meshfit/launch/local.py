@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
@@ -51,38 +52,37 @@ class Beside(Protocol):
     def gone(self, worker: int) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class LocalRanks:
     """``size`` processes, each running ``work(world, channel)``. Use it as a context."""
 
-    def __init__(
-        self,
-        work: Work,
-        *,
-        size: int,
-        devices: Devices,
-        timeout: float = 600.0,
-        hang: float = math.inf,
-        role: str = "rank",
-        folder: str = "",
-        joined: bool = True,
-        expendable: Collection[int] = (),
-        group: int = 1,
-        log: Path | None = None,
-    ):
-        """``timeout``: seconds after which a collective that waits for another rank is an error; ``hang``: after which
-        a rank that stands still in a step is ended. ``role``: what they
-        are called; ``folder``: where they meet, if not in one of their own; ``joined``: in one process group.
-        ``expendable``: those whose death leaves the others at work, while there is one; ``group``: ranks of a worker
-        group, which end together. ``log``: a folder for what they print."""
-        self.size = size
+    work: Work
+    _: KW_ONLY
+    size: int
+    devices: Devices
+    timeout: float = 600.0
+    """Seconds after which a collective that waits for another rank is an error."""
+    hang: float = math.inf
+    """Seconds after which a rank that stands still in a step is ended."""
+    role: str = "rank"
+    """What they are called."""
+    meet: str = ""
+    """Where they meet, if not in a folder of their own."""
+    joined: bool = True
+    """Whether they are in one process group."""
+    expendable: Collection[int] = ()
+    """Those whose death leaves the others at work, while there is one."""
+    group: int = 1
+    """Ranks of a worker group, which end together."""
+    log: Path | None = None
+    """A folder for what they print."""
+
+    def __post_init__(self) -> None:
         self.beside: Beside | None = None
         self.lost: dict[int, str] = {}
         """Of the expendable: how they died."""
-        self._role, self._meet, self._joined, self._expendable, self._group = role, folder, joined, expendable, group
         self._ending: dict[int, int] = {}
         """Of the expendable: whose death ends them."""
-        self.work, self._devices, self._timeout, self._log = work, devices, timeout, log
-        self._hang = hang
         self._hung: dict[int, str] = {}
         """Of the expendable: why they were ended."""
         self._returned: dict[int, Any] = {}
@@ -90,31 +90,31 @@ class LocalRanks:
         self._left: dict[int, int] = {}
         """Of those that left by sys.exit: the step in which they did."""
         self._oom_kills = oom_kills()
-        self._folder: str | None = None  # where ranks meet; known once they have been forked
+        self._folder = ""  # where ranks meet; known once they have been forked
 
     def __enter__(self) -> Self:
         warm.warm()  # imports torch while we pickle
         with encode(self.work, what="the job", inside="job.") as work:
             self._run, self._channels = warm.fork(self.size, work.modules)
             self._open = set(range(self.size))
-            self._output = Output(self.size, role=self._role, folder=self._log)
+            self._output = Output(self.size, role=self.role, folder=self.log)
             self._board = SharedBoard(memory_file(), self.size)
-            served = self._group > 1 or self._expendable or not self._joined  # each worker is alone with its ranks
+            served = self.group > 1 or self.expendable or not self.joined  # each worker is alone with its ranks
             self._stalls = Stalls(
                 self._board,
                 self.size,
                 self._tell,
-                timeout=self._timeout,
-                hang=self._hang,
-                role=self._role,
-                group=self._group if served else self.size,
+                timeout=self.timeout,
+                hang=self.hang,
+                role=self.role,
+                group=self.group if served else self.size,
             )
             try:
                 for rank, channel in enumerate(self._channels):
                     with suppress(ConnectionError), self._output.ends(rank) as ends:  # messages() tells why
                         channel.send_fds(*ends, self._board.fd)
-                        world = World(rank, self.size, self._devices.device(rank), self._meet)
-                        channel.send(Start(world, self._timeout, self._joined, self._stalls.silence))
+                        world = World(rank, self.size, self.devices.device(rank), self.meet)
+                        channel.send(Start(world, self.timeout, self.joined, self._stalls.silence))
                         channel.send_encoded(work)
                 self._output.start()
             except BaseException:
@@ -150,7 +150,7 @@ class LocalRanks:
             if suspect and time.monotonic() >= until and not dead:
                 self._fail(*suspect)
             if not ready and not dead and not suspect and timeout is not None and time.monotonic() >= quiet + timeout:
-                raise TimeoutError(f"no {self._role} has sent anything for {timeout} s")
+                raise TimeoutError(f"no {self.role} has sent anything for {timeout} s")
             for rank in dead.union(rank for fd, rank in channels.items() if fd in ready):
                 for message in self._heard(rank):
                     if not isinstance(message, Raised):
@@ -177,13 +177,13 @@ class LocalRanks:
         """Go on without a rank that died, and end those of its worker group; ``Died`` where others cannot go on."""
         live = self._stalls.seen(rank)
         step = self._left.get(rank, 0 if live is None else live.step)  # that it was in when it was last heard from
-        headline, fact = death(f"{self._role} {rank}", code := self._exited[rank], step)
+        headline, fact = death(f"{self.role} {rank}", code := self._exited[rank], step)
         peers = self._group_of(rank)
         if rank in self._hung:
             headline = self._hung[rank]
         elif rank in self._ending:
-            headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
-        elif rank not in self._expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
+            headline = f"{self.role} {rank} ended with {self.role} {self._ending[rank]}, of the same worker"
+        elif rank not in self.expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
             full = code == -signal.SIGKILL and oom_kills() > self._oom_kills
             if not full:
                 self._raise_cause(headline, waited=code == -signal.SIGABRT)  # as NCCL ends one that has waited too long
@@ -201,13 +201,13 @@ class LocalRanks:
 
     def _gone_beside(self, rank: int) -> None:
         if self.beside is not None:
-            self.beside.gone(rank // self._group)
+            self.beside.gone(rank // self.group)
 
     def watch(self) -> None:
         """Report those that have stalled; now and then, and of those beside too."""
         if self._folder:  # else they are not there yet
             gone = self._exited.keys() | self._returned.keys() | self._hung.keys()
-            self._stalls.together = self._joined and self.beside is None
+            self._stalls.together = self.joined and self.beside is None
             hung = self._stalls.look(gone)
             if (wrong := self._stalls.compare(gone)) is not None:
                 raise wrong
@@ -221,7 +221,7 @@ class LocalRanks:
         be wrong, raise what is known of them."""
         peers = set().union(*(self._group_of(rank) for rank in ranks))
         last = len(self.lost.keys() | peers) == self.size
-        if verdict.agreed is not None or last or not ranks <= set(self._expendable):
+        if verdict.agreed is not None or last or not ranks <= set(self.expendable):
             raise verdict
         self._hung |= dict.fromkeys(ranks, verdict.headline)
         self._output.settle()
@@ -231,8 +231,8 @@ class LocalRanks:
 
     def _group_of(self, rank: int) -> set[int]:
         """Those that end together with it, itself too."""
-        first = rank // self._group * self._group
-        return set(range(first, first + self._group))
+        first = rank // self.group * self.group
+        return set(range(first, first + self.group))
 
     @property
     def _dead(self) -> set[int]:
@@ -276,7 +276,7 @@ class LocalRanks:
         """Let every rank print its Python stack on stderr, even one that hangs."""
         for rank in range(self.size):
             self._output.settle()
-            print(f"\n{self._role} {rank}:", file=sys.stderr)
+            print(f"\n{self.role} {rank}:", file=sys.stderr)
             self._stack(rank)
 
     def _stack(self, rank: int) -> None:
@@ -317,7 +317,7 @@ class LocalRanks:
         try:
             word, *facts = self._run.recv()
         except (EOFError, ConnectionError):
-            kind = Died if self._role == "rank" else RankError  # servers are started again with the ranks
+            kind = Died if self.role == "rank" else RankError  # servers are started again with the ranks
             raise kind("the process that ranks are forked from has ended", "what it said last is on stderr") from None
         if word == "forked":
             (self._folder,) = facts
@@ -326,7 +326,7 @@ class LocalRanks:
         return word
 
     def _fail(self, rank: int, raised: Raised) -> NoReturn:
-        failure = f"{self._role} {rank} {raised.did}"
+        failure = f"{self.role} {rank} {raised.did}"
         if not raised.out_of_memory:
             self._raise_cause(failure, raised.trace, waited=raised.peer_gone)
         if raised.error is not None:

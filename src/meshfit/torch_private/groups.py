@@ -136,23 +136,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def told(group: dist.ProcessGroup, number: int) -> list[int]:
-    """What each rank of ``group`` says. Straight to its backend for CPUs: no device waits, and no meter counts it."""
-    return telling(group, number)()
-
-
-def telling(group: dist.ProcessGroup, number: int) -> Callable[[], list[int]]:
-    """The same, to be waited for later."""
+def gather_number(group: dist.ProcessGroup, number: int) -> Callable[[], list[int]]:
+    """What waits for the numbers of all ranks of ``group``. Straight to its backend for CPUs: no device waits, and no
+    meter counts it."""
     mine = torch.tensor([number])
     every = [torch.empty_like(mine) for _ in range(group.size())]
     backend: Any = group._get_backend(torch.device("cpu"))
     work = backend.allgather([every], [mine])
 
-    def heard() -> list[int]:
+    def wait() -> list[int]:
         work.wait()
         return [int(each) for each in every]
 
-    return heard
+    return wait
 
 
 @contextmanager
