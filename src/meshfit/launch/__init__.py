@@ -13,11 +13,12 @@
     key.py        the key of a run that workers of other hosts may join
     arena.py      a message as bytes, its large tensors in memory that all ranks share
 
-Who watches whom. A rank writes what it is at (``live.py``: step, phase, collectives, times, digests), and a thread of it
-every few seconds how it gets on (``heartbeat.py``, where: ``frames.py``), into memory that the caller reads, or under
-torchrun into the store. ``Stalls`` (``stalls.py``) reads both, and finds who has stalled, is slow (``compare.py``), holds
-other weights, or calls other collectives (``verdict.py``, which says it). ``LocalRanks`` looks, or under torchrun the
-first two ranks (``torchrun_watch.py``); whether ranks are then started again is for ``drive/restart.py``.
+Who watches whom. A rank writes what it is at (``live.py``: step, phase, collectives, times, digests), and a thread of
+it every few seconds how it gets on (``heartbeat.py``; where it stands: ``frames.py``), into memory that the caller
+reads, or under torchrun into the store. ``Stalls`` (``stalls.py``) reads both, and finds who has stalled, is slow or
+holds other weights (``compare.py``), or calls other collectives (``verdict.py``, which says all of it). ``LocalRanks``
+looks, or under torchrun the first two ranks (``torchrun_watch.py``). Whether ranks are then started again:
+``drive/restart.py``.
 
 Nothing is imported here, so that ``warm.warm()`` can run before torch is imported.
 """
