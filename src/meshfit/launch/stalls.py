@@ -19,7 +19,7 @@ from meshfit.errors import Died, RankError
 from meshfit.launch.compare import Replicas, Straggler, stragglers
 from meshfit.launch.heartbeat import BEATS, LONGER, UNKNOWN, Beat, SharedBoard, StoreBoard, parsed, silence_of
 from meshfit.launch.verdict import IN_ORDER, CollectiveMismatch, differs, kernel_state, mismatch, verdict, waiting
-from meshfit.live import WHOLE, Seen, history, read
+from meshfit.live import Seen, history, read
 
 COMPARED = 0.5  # seconds from one comparison of ranks to the next
 LAST_WORDS = 5.0  # seconds that ranks have for them, at the end
@@ -279,7 +279,7 @@ class Stalls:
             found = mismatch({rank: seen[rank].collectives for rank in ranks}, self.role, ended=ended)
             if found is not None:
                 with suppress(Exception):  # the store may be gone
-                    longer = {rank: history(self.board.live(rank, WHOLE)) for rank in ranks}
+                    longer = {rank: history(self.board.live(rank)) for rank in ranks}
                     found = mismatch(longer, self.role, ended=ended) or found
                 return found
         return None
