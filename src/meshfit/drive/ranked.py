@@ -18,7 +18,7 @@ from meshfit.checkpoint.files import open_files
 from meshfit.checkpoint.graceful_stop import GracefulStop, leave, word_of
 from meshfit.checkpoint.resume import checkpoints_of, put_events_aside
 from meshfit.drive.elastic import CAME_BACK, Elastic
-from meshfit.drive.feed import Begun, Heard, Late, WholeTensor
+from meshfit.drive.feed import Begun, Late, ReportedSteps, WholeTensor
 from meshfit.drive.out_of_memory import with_memory
 from meshfit.drive.restart import Tries, last_right, put_suspects_aside, tries_of
 from meshfit.drive.training import Training
@@ -77,11 +77,11 @@ class Ranked(Training):
     def _survived(self, graceful: GracefulStop) -> Generator[Step, None, None]:
         """The steps, each once, from ranks that are started again when they fail: see restart.py. Those that may have
         been wrong are told again."""
-        tries, heard = Tries(tries_of(self.job)), Heard()
+        tries, reported = Tries(tries_of(self.job)), ReportedSteps()
         while True:
-            heard.begin()
+            reported.begin()
             try:
-                for step in self._received(graceful, heard):
+                for step in self._received(graceful, reported):
                     yield replace(step, seconds=step.seconds + self._earlier) if self._earlier else step
                 assert self.outcome is not None
                 self.outcome = replace(self.outcome, seconds=self.outcome.seconds + self._earlier)
@@ -93,8 +93,8 @@ class Ranked(Training):
                     raise
                 last = last_right(error, plan_of(self.job))
                 self._again(tries, error, last)
-                if last is not None and last < heard.furthest:
-                    heard.take_back(last)
+                if last is not None and last < reported.furthest:
+                    reported.take_back(last)
                     self.taken_back += 1
             graceful.begun = False
 
@@ -124,7 +124,7 @@ class Ranked(Training):
         told = f"meshfit: {error if error is not None else CAME_BACK}\nmeshfit: started again from {place}{on}"
         print(f"{told}{tries.so_far}", file=sys.stderr, flush=True)
 
-    def _received(self, graceful: GracefulStop, heard: Heard) -> Generator[Step, None, None]:
+    def _received(self, graceful: GracefulStop, reported: ReportedSteps) -> Generator[Step, None, None]:
         """What ranks report, each step once."""
         weights: dict[str, Tensor] = {}
         code = [each for phase in self.job.phases for each in phase.objective.code]
@@ -145,7 +145,7 @@ class Ranked(Training):
                     self._look_for_more()
                     late = isinstance(message, Late)
                     for step in message.steps if late else message:
-                        if not (self._stop and self._lockstep) and heard.first(step.step, late=late):
+                        if not (self._stop and self._lockstep) and reported.is_new(step.step, late=late):
                             yield step
                             untouched.check()
                         if self._lockstep:

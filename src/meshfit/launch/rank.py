@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Self
 from meshfit.errors import MeshfitError, out_of_memory
 from meshfit.launch.channel import Channel, encode
 from meshfit.launch.heartbeat import SILENCE, Heart, SharedBoard, step_under_way
-from meshfit.launch.speech import Speech
+from meshfit.launch.logging_settings import LoggingSettings
 from meshfit.launch.stalls import timed_out
 from meshfit.launch.world import World, connect, disconnect
 
@@ -52,7 +52,7 @@ class Start:
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    speech: Speech = field(default_factory=Speech)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         os.environ.clear()
         os.environ.update(start.environ)
         sys.path[:], sys.argv[:] = start.path, start.argv
-        start.speech.adopt()
+        start.logging.apply()
         work: Work = channel.recv()
         world = replace(start.world, folder=start.world.folder or folder)
         connect(world if start.joined else replace(world, size=1), folder=folder, timeout=start.timeout)

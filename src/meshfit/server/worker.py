@@ -34,6 +34,7 @@ from meshfit.server.wire import ConnectionLost, Message
 if TYPE_CHECKING:
     from meshfit.server.worker_group import WorkerGroup
 
+PATIENCE = 60.0  # seconds for a server to be there again
 BETWEEN_SECONDS = 0.002  # two looks at servers that are about to step
 
 
@@ -51,11 +52,9 @@ class Worker:
         staleness: float = 0,
         compress: str = "none",
         timeout: float = 600.0,
-        patience: float = 60.0,
     ):
-        """``timeout``: seconds without a word of a server that is to answer, be it that it waits for others;
-        ``patience``: for a server to be there again."""
-        self.id, self.timeout, self.patience = id, timeout, patience
+        """``timeout``: seconds without a word of a server that is to answer, be it that it waits for others."""
+        self.id, self.timeout = id, timeout
         self.asynchronous, self.device = staleness != 0, torch.device(device)
         self.named = dict(model.named_parameters())
         self.parameters = [p for p in self.named.values() if p.requires_grad]
@@ -95,7 +94,7 @@ class Worker:
         ]
         try:
             for connection in self.connections:
-                connection.connect(patience)
+                connection.connect(PATIENCE)
                 connection.clear()
             self._ask_place()
         except BaseException:
@@ -286,11 +285,11 @@ class Worker:
     def _reconnect(self, connection: ServerConnection) -> None:
         """Reach a server again. One that was started anew is where its snapshot was: so are then all, and we."""
         try:
-            if not connection.connect(self.patience):
+            if not connection.connect(PATIENCE):
                 return
             for other in self.connections:
                 if other is not connection:
-                    other.connect(self.patience)
+                    other.connect(PATIENCE)
         except ConnectionLost as error:
             raise RankError(str(error), f"worker {self.id} was at step {self.version}") from None
         self._start_over()
