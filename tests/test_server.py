@@ -274,15 +274,15 @@ def test_a_push_that_is_sent_twice_is_applied_once() -> None:
     work, (connection,) = Work(training, worker, model), worker.connections
     told: dict[str, Any] = {}
     plain_send = connection.send
-    connection.send = lambda kind, sequence, words=None, **how: (
-        told.update({kind: words})
-        or plain_send(  # type: ignore[method-assign]
-            kind, sequence, words, **how
-        )
-    )
+
+    def send(kind: str, sequence: int, words: dict[str, Any] | None = None) -> None:
+        told[kind] = words
+        plain_send(kind, sequence, words)
+
+    connection.send = send
     for _ in work.steps():
         for kind, answer in (("push", "reply"), ("step", "weights"), ("push", "reply"), ("step", "weights")):
-            plain_send(kind, worker.sequence, told[kind], push=kind == "push")
+            plain_send(kind, worker.sequence, told[kind])
             assert connection.recv(5).kind == answer
     same(model, by_hand(training, 4)[2])
     worker.remove()
