@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshfit.torch_private.kernels import aten
-from meshfit.torch_private.operators import is_overload, packet_of
+from meshfit.torch_private.operators import OpOverload, packet_of
 from meshfit.torch_private.trees import tree_leaves, tree_map
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -87,7 +87,7 @@ class RecordedOp:
 
     @property
     def empty(self) -> bool:
-        return is_overload(self.func) and packet_of(self.func) in EMPTY
+        return isinstance(self.func, OpOverload) and packet_of(self.func) in EMPTY
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from meshfit.deferred.program import CPU, META, BuildProgram, Draws, RecordedOp,
 from meshfit.errors import in_short
 from meshfit.torch_private.kernels import aten
 from meshfit.torch_private.modules import own_buffers, own_parameters
-from meshfit.torch_private.operators import TorchDispatchMode, is_overload, packet_of, schema_of, without_torch_function
+from meshfit.torch_private.operators import OpOverload, TorchDispatchMode, packet_of, schema_of, without_torch_function
 from meshfit.torch_private.tensors import holders, storage_id, version
 from meshfit.torch_private.trees import tree_leaves, tree_map
 
@@ -132,7 +132,7 @@ class BuildRecorder(TorchDispatchMode):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and self.knows(t)]
         read = [self.view(t).storage for t in given]
         overwritten = set()
-        if not is_overload(func) or packet_of(func) in OVERWRITE:
+        if not isinstance(func, OpOverload) or packet_of(func) in OVERWRITE:
             overwritten = {s for s in whole if read.count(s) == 1}
         op = RecordedOp(
             func,

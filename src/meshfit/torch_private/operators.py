@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["TorchDispatchMode"]  # documented, but only in this place
 
 OpOverload = torch._ops.OpOverload
+"""An operation, and not a function that calls some."""
 
 
 def schema_of(op: Any) -> Any:
@@ -25,11 +26,6 @@ def packet_of(overload: Any) -> Any:
 def qualified_name(packet: Any) -> str:
     """``aten::mm`` of ``aten.mm``."""
     return packet._qualified_op_name
-
-
-def is_overload(func: Any) -> bool:
-    """Whether it is an operation, not a function that calls some."""
-    return isinstance(func, torch._ops.OpOverload)
 
 
 def is_composite(overload: Any) -> bool:
