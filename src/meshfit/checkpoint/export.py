@@ -3,7 +3,9 @@ parts or tensor by tensor, whatever the size of the model. Tied weights are ther
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -71,44 +73,34 @@ def write(
     one = folder.above()[1].endswith(".safetensors")
     if one:
         folder, name = folder.above()
-    groups = shards({name: prod(shape) * kind.itemsize for name, (kind, shape) in cast.items()}, shard)
-    groups = [list(cast)] if one else groups
+    sizes_of = {name: prod(shape) * kind.itemsize for name, (kind, shape) in cast.items()}
+    groups = [list(cast)] if one else shards(sizes_of, shard)
     files = [name if one else f"{stem}.safetensors"]
     if len(groups) > 1:
         files = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    failed: Exception | None = None
+    for names in groups:
+        names.sort(key=lambda name: -cast[name][0].itemsize)  # so each is aligned
+    streams = [(part.to(_as(part.dtype, dtype)) for name in names for part in chunks(name)) for names in groups]
     try:
         if here:
-            _prepare(folder, [*files, INDEX], overwrite)
-    except (CheckpointError, OSError) as error:
-        failed = error
-    for file, names in zip(files, groups, strict=True):
-        names.sort(key=lambda name: -cast[name][0].itemsize)
-        metadata = {"format": "pt"} | ({AS_IS: "as is"} if as_is else {})
-        metadata |= {name: kept for name, kept in (ties or {}).items() if kept in names}
-        each = (chunk.to(_as(chunk.dtype, dtype)) for name in names for chunk in chunks(name))
-        try:
-            if here and failed is None:
+            if not overwrite:
+                _refuse_taken(folder, [*files, INDEX])
+            for file, names, stream in zip(files, groups, streams, strict=True):
+                metadata = {"format": "pt"} | ({AS_IS: "as is"} if as_is else {})
+                metadata |= {name: kept for name, kept in (ties or {}).items() if kept in names}
                 begin, _ = header({name: cast[name] for name in names}, metadata)
-                folder.put(file, _bytes(begin, each))
-        except (CheckpointError, OSError) as error:
-            failed = error
-        for _ in each:  # other ranks wait
-            pass
-    if failed is not None:
-        raise failed
+                folder.put(file, _bytes(begin, stream))
+    finally:
+        deque(chain.from_iterable(streams), maxlen=0)  # whoever writes needs the parts of all ranks
     if here and len(groups) > 1:
-        total = sum(prod(shape) * kind.itemsize for kind, shape in cast.values())
         index = {name: file for file, names in zip(files, groups, strict=True) for name in names}
-        content = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
+        content = {"metadata": {"total_size": sum(sizes_of.values())}, "weight_map": index}
         files = [*files, f"{stem}.safetensors.index.json"]
-        folder.put(files[-1], [content.encode()])
+        folder.put(files[-1], [(json.dumps(content, indent=2) + "\n").encode()])
     return [folder.where(file) for file in files]
 
 
-def _prepare(folder: Files, files: list[str], overwrite: bool) -> None:
-    if overwrite:  # a run's own folder
-        return
+def _refuse_taken(folder: Files, files: list[str]) -> None:
     folder.make()
     taken = next((folder.where(file) for file in files if folder.size(file) >= 0), None)
     if taken is not None:
