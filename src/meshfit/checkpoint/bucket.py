@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from meshfit.checkpoint.files import Files, joined
-from meshfit.checkpoint.lease import Lease
+from meshfit.checkpoint.lock import Lease
 from meshfit.data.remote import over_http, without_secrets
 from meshfit.errors import JobError
 

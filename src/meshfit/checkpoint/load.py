@@ -18,14 +18,22 @@ from meshfit.checkpoint import manifest, plain
 from meshfit.checkpoint.box import sizes, whole
 from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.manifest import Manifest, Skipped, Stored
-from meshfit.checkpoint.pieces import ShardLayout, layout_of, uncut
+from meshfit.checkpoint.pieces import ShardLayout, layout_of
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.read import OnDisk, Wanted, fill_all
-from meshfit.checkpoint.state import KERNELS, buffers, canonical, kind_of, nested, set_random_states, short_kind
+from meshfit.checkpoint.state import (
+    KERNELS,
+    buffers,
+    canonical,
+    held_by,
+    kind_of,
+    nested,
+    set_random_states,
+    short_kind,
+)
 from meshfit.data.loader import Position
 from meshfit.data.order import stream_seed
 from meshfit.errors import CheckpointError, Damaged, MeshfitError
-from meshfit.quantised import states_of
 
 if TYPE_CHECKING:
     from meshfit.run import Run

@@ -33,7 +33,7 @@ from meshfit.data import tree
 from meshfit.data.draw import Key, SampleRandom
 from meshfit.data.order import order
 from meshfit.data.seeding import CodeGenerators, exclusive
-from meshfit.data.source import BadFile, BadSample, DerivedSource, DifferentShapes, Source, spread, stage
+from meshfit.data.source import BadSample, DerivedSource, DifferentShapes, Source, spread, stage
 from meshfit.data.transform import Transform
 from meshfit.errors import DataError
 
@@ -378,12 +378,6 @@ def within(bad: list[str], samples: int, most: float, error: Exception | None = 
             *(text.replace("\n", " ") for text in bad[:5]),
             "mend the data, or allow more: .on_bad('skip', most=0.05)",
         ) from error
-
-
-def within_files(lost: list[BadFile], files: int, most: float) -> None:
-    """Refuse a file that cannot be read; where bad ones are skipped, more than one and than a share of ``most``."""
-    if not most or len(lost) == files or len(lost) > max(1, int(most * files)):
-        raise lost[-1]
 
 
 def _of_a_sample(error: Exception) -> bool:

@@ -189,10 +189,7 @@ class SampleStream:
         """Whether its first samples draw random numbers."""
         with exclusive():
             samples = iter(self.start())
-            self.generators.search_again()
-            before = self.generators.mark()
-            list(islice(samples, 4))
-            return self.generators.search_again() or self.generators.mark() != before
+            return self.generators.watch(lambda: list(islice(samples, 4)))[1]
 
     def few(self, most: int = 16) -> Any:
         """A batch of the first samples, to try things on."""
