@@ -88,6 +88,10 @@ class MixedSource(Source):
         return " + ".join(parts) + (f", seed {self.seed}" if self.seed else "")
 
     @property
+    def left_out(self) -> list[str]:
+        return [why for source in self.sources for why in source.left_out]
+
+    @property
     def skipped(self) -> list[str]:
         return [why for source in self.sources for why in source.skipped]
 
