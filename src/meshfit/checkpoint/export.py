@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.arguments import check_text
@@ -34,7 +35,7 @@ def export(
     kind: str = "model",
     dtype: torch.dtype | None = None,
     shard: int = SHARD,
-    told: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> list[Path | str]:
     """Write the weights at ``source`` to ``target``: a file if it is called .safetensors, else a folder in Hugging
     Face's layout. ``dtype``: cast floating point to it. The files that were written; nothing is overwritten."""
@@ -45,7 +46,7 @@ def export(
         for box in slabs(whole(stored.shape), AT_ONCE // stored.dtype.itemsize):
             room: Tensor = torch.empty(sizes(box), dtype=stored.dtype)
             tensors.fill(room, box, stored)
-            told(room.numel() * room.dtype.itemsize)
+            progress(room.numel() * room.dtype.itemsize)
             yield room
 
     described = {key: (each.dtype, each.shape) for key, each in tensors.stored.items()}
@@ -65,8 +66,8 @@ def write(
     overwrite: bool = False,
     here: bool = True,
 ) -> list[Path | str]:
-    """Tensors, each given by ``chunks`` in parts along its first dim. Where ranks put them together all call this with
-    the same ones, and one of them writes ``here``: if it cannot, the others still come to the end."""
+    """Write tensors, each given by ``chunks`` in parts along its first dim. Where ranks put them together all call this
+    with the same ones, and one of them writes ``here``: if it cannot, the others still come to the end."""
     cast = {name: (_as(kind, dtype), shape) for name, (kind, shape) in described.items()}
     check_text("target", target)
     folder, name = open_files(target), ""
@@ -91,7 +92,8 @@ def write(
                 begin, _ = header({name: cast[name] for name in names}, metadata)
                 folder.put(file, _bytes(begin, stream))
     finally:
-        deque(chain.from_iterable(streams), maxlen=0)  # whoever writes needs the parts of all ranks
+        if dist.is_initialized():  # whoever writes needs the parts of all ranks, which all go through all of them
+            deque(chain.from_iterable(streams), maxlen=0)
     if here and len(groups) > 1:
         index = {name: file for file, names in zip(files, groups, strict=True) for name in names}
         content = {"metadata": {"total_size": sum(sizes_of.values())}, "weight_map": index}

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from math import prod
 from pathlib import Path
@@ -52,17 +52,18 @@ class Saver:
         keep: int = 2,
         keep_best: str | None = None,
         block: int = manifest.BLOCK,
+        before: Callable[[], None] = lambda: None,
+        damaged: Collection[str] = (),
     ):
         """``every``: see ``Cadence.of``. ``keep``: complete checkpoints that stay, the oldest go. ``keep_best``: a
-        metric by which the best one stays, too, and a new best is saved at once."""
+        metric by which the best one stays, too, and a new best is saved at once. ``before``: called before each
+        checkpoint is written, for what must be known once there is one. ``damaged``: checkpoints that could not be
+        loaded, although they are complete."""
         self.files, self.cadence = open_files(folder), Cadence.of(every)
         self.keep, self.block = Keep(newest=keep, best=keep_best), block
-        self.damaged: set[str] = set()
-        """Checkpoints that could not be loaded, although they are complete."""
+        self.before, self.damaged = before, damaged
         self.newest: str | None = None
         """The last checkpoint that this run wrote and that is on disk; known to the first rank."""
-        self.before: Callable[[], None] = lambda: None
-        """Called before each checkpoint is written: for what must be known once there is one."""
         self.seconds: dict[str, float] = {}
         """Of the last save: blocked, of that copy; write, complete."""
         self._lock: Lock | None = None

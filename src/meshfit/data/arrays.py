@@ -122,16 +122,16 @@ def arrays(
     return Arrays(made[0] if len(made) == 1 else made).on_bad(on_bad)
 
 
-def raw(blob: Blob, dtype: Any, row: tuple[int, ...], offset: int = 0) -> Rows:
+def raw(blob: Blob, dtype: Any, row: tuple[int, ...]) -> Rows:
     """A binary file of rows and nothing else."""
     width = math.prod(row) * np.dtype(dtype).itemsize
-    rows, left = divmod(blob.size - offset, width)
+    rows, left = divmod(blob.size, width)
     if left:
         raise DataError(
             f"{blob.name} is no whole number of rows of {row} {np.dtype(dtype)}",
-            f"{blob.size - offset} bytes = {rows} rows of {width} and {left} more",
+            f"{blob.size} bytes = {rows} rows of {width} and {left} more",
         )
-    return Rows(blob, dtype, (rows, *row), offset)
+    return Rows(blob, dtype, (rows, *row))
 
 
 def npy(blob: Blob) -> Rows:

@@ -99,9 +99,7 @@ class FileStore(ABC):
 
     def _clean(self, text: str) -> "list[str]":
         """``text`` in lines, without anything secret."""
-        parts = urlsplit(self.root)
-        for secret in (*_secrets(self.storage), parts.password, parts.query):
-            text = text.replace(secret, "***") if secret else text
+        text = without_secrets_of(text, self.root, self.storage)
         lines = [line.strip()[:300] for line in text.partition("Debug source")[0].splitlines() if line.strip()]
         return lines[:4]
 
@@ -310,6 +308,14 @@ def without_secrets(url: str) -> str:
     user = f"{parts.username}:***@" if parts.password else f"{parts.username}@" if parts.username else ""
     mark = "?***" if parts.query else ""
     return f"{parts.scheme}://{user}{host}{port}{parts.path}{mark}"
+
+
+def without_secrets_of(text: str, url: str, storage: Mapping[str, Any]) -> str:
+    """``text`` without the secrets that a URL or its options hold."""
+    parts = urlsplit(url)
+    for secret in (*_secrets(storage), parts.password, parts.query):
+        text = text.replace(secret, "***") if secret else text
+    return text
 
 
 def folders_of(url: Url) -> list[str]:
