@@ -25,7 +25,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -45,7 +45,7 @@ PATIENCE = 2.0  # seconds that an address may take to answer
 MOST = 1 << 16  # bytes of an answer
 HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}
 """Without which Google's and Azure's do not answer; others do not mind them."""
-TOKEN = {"X-aws-ec2-metadata-token-ttl-seconds": "300"}
+TOKEN = "X-aws-ec2-metadata-token"
 
 
 class GracefulStop:
@@ -219,30 +219,26 @@ def check_notice(notice: str | Path) -> None:
         )
 
 
-def noticed(notice: str) -> bool:
+def noticed(notice: str, headers: Mapping[str, str] = HEADERS) -> bool:
     """Whether the notice is there. ``OSError``: it could not be looked at."""
     if not re.match(r"https?://", notice, re.IGNORECASE):
         return Path(notice).exists()
     try:
-        return _says_so(_asked(notice, HEADERS))
+        return _says_so(_asked(notice, headers))
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return False
-        if error.code == 401:  # AWS, where a token is asked for
-            base = urlsplit(notice)
-            token = _asked(f"{base.scheme}://{base.netloc}/latest/api/token", TOKEN, method="PUT").strip()
-            try:
-                return _says_so(_asked(notice, HEADERS | {"X-aws-ec2-metadata-token": token}))
-            except urllib.error.HTTPError as again:
-                if again.code == 404:
-                    return False
-                raise
-        raise
+        if error.code != 401 or TOKEN in headers:
+            raise
+        base = urlsplit(notice)  # AWS, where a token is asked for
+        lasts = {f"{TOKEN}-ttl-seconds": "300"}
+        token = _asked(f"{base.scheme}://{base.netloc}/latest/api/token", lasts, method="PUT").strip()
+        return noticed(notice, {**headers, TOKEN: token})
 
 
-def _asked(url: str, headers: dict[str, str], method: str = "GET") -> str:
+def _asked(url: str, headers: Mapping[str, str], method: str = "GET") -> str:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a machine's own address is behind no proxy
-    request = urllib.request.Request(url, headers=headers, method=method)
+    request = urllib.request.Request(url, headers=dict(headers), method=method)
     with direct.open(request, timeout=PATIENCE) as answer:
         return answer.read(MOST).decode(errors="replace")
 

@@ -23,7 +23,6 @@ from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.read import OnDisk, Wanted, fill_all
 from meshfit.checkpoint.state import (
     KERNELS,
-    buffers,
     canonical,
     held_by,
     kind_of,
@@ -287,7 +286,7 @@ class Loading:
             return
         facts = plain.decode(held)
         weights: dict[str, Tensor] = {}
-        for name, tensor in {**self.parameters, **{name: buffer for _, name, buffer in buffers(model)}}.items():
+        for name, tensor in named_state(model).items():
             stored, layout = self.found.tensors.get(f"best/{name}"), layout_of(self.run.placed, tensor)
             if stored is not None and stored.shape == layout.shape:
                 weights[name] = self._fresh(f"best/{name}", tensor.device, layout, tensor.detach())

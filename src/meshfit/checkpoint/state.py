@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_build import tied
+from meshfit.axes.buffers.watch import named_state
 from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.pieces import ShardLayout, layout_of, uncut
@@ -73,8 +74,7 @@ def items_of(run: "Run") -> list[Item]:
                 moment = cut and value.shape == p.shape  # laid out as its parameter
                 found += _items(f"optimizer/{key}/{name}", layouts[name] if moment else uncut(value), value, first=own)
     if run.best is not None and run.best.weights:
-        held = {**parameters, **{name: buffer for _, name, buffer in buffers(run.model)}}
-        for name, tensor in held.items():
+        for name, tensor in named_state(run.model).items():
             found += _items(f"best/{name}", layout_of(run.placed, tensor), run.best.weights[name], first=True)
     for kind, state in random_states(run).items():
         found += _items(f"random/rank{run.world.rank}/{kind}", uncut(state), state)
@@ -114,6 +114,12 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     }
     for name, buffer in model.named_buffers():
         yield "extra" if name in extra else "model", name, buffer
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Those of a state dict, tied weights once."""
+    kept = {name: buffer for kind, name, buffer in buffers(model) if kind == "model"}
+    return {**dict(model.named_parameters()), **kept}
 
 
 def _items(key: str, layout: ShardLayout, mine: Tensor, *, first: bool = False) -> list[Item]:

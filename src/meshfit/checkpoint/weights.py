@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.outside import alike, open_weights
 from meshfit.checkpoint.read import Tensors
-from meshfit.checkpoint.state import buffers
+from meshfit.checkpoint.state import saved_tensors
 from meshfit.deferred import TensorSource, put_off, unrecorded
 from meshfit.errors import CheckpointError
 from meshfit.hugging_face import Conversion, FileNames, file_names, has_adapters, is_adapter, names_in_files
@@ -88,8 +88,7 @@ class Fitting:
     def __init__(self, model: nn.Module):
         self.model = model
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        kept = {name: buffer for kind, name, buffer in buffers(model) if kind == "model"}
-        self.held: dict[str, Tensor] = {**dict(model.named_parameters()), **kept}
+        self.held = saved_tensors(model)
         tied: dict[Tensor, list[str]] = {}
         for name, p in parameters.items():
             tied.setdefault(p, []).append(name)
