@@ -12,7 +12,7 @@ from torch import nn
 from meshfit.arguments import check_arguments
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.cadence import Cadence
-from meshfit.checkpoint.preemption import check as check_notice
+from meshfit.checkpoint.graceful_stop import check_notice
 from meshfit.checkpoint.weights import load_weights
 from meshfit.data.datasets import Recipe, sample_count
 from meshfit.data.reading import Readers

@@ -123,8 +123,8 @@ def verify(
     for each in skipped if every else ():
         console.print(f"{each.name}  [red]{each.why}")
     for each in found if every else found[:1]:
-        with _progress(each.name, each.nbytes) as told:
-            wrong = verify_bytes(each, told)
+        with _progress(each.name, each.nbytes) as progress:
+            wrong = verify_bytes(each, progress)
         bad += bool(wrong)
         console.print(f"{each.name}  " + ("[green]intact" if not wrong else "[red]damaged"), highlight=False)
         for line in wrong:
@@ -136,8 +136,8 @@ def verify(
 def diff(a: Where, b: Where, most: Annotated[int, typer.Option(help="Tensors to show.")] = 20) -> None:
     """What differs between two checkpoints: exit code 0 if nothing, 1 if something."""
     one, other = manifest.newest(a), manifest.newest(b)
-    with _progress("compared", one.nbytes + other.nbytes) as told:
-        found = list(differences(one, other, told))
+    with _progress("compared", one.nbytes + other.nbytes) as progress:
+        found = list(differences(one, other, progress))
     if not found:
         console.print("no difference", style="green")
         raise typer.Exit(0)
@@ -166,8 +166,8 @@ def export(
         raise JobError(f"--dtype {dtype} is not known", f"known: {', '.join(dtypes)}")
     total = sum(each.nbytes for each in open_weights(source, what)[0].stored.values())
     cast = None if dtype is None else dtypes[dtype]
-    with _progress("exported", total) as told:
-        written = export(source, target, kind=what, dtype=cast, shard=round(shard * 1e9), told=told)
+    with _progress("exported", total) as progress:
+        written = export(source, target, kind=what, dtype=cast, shard=round(shard * 1e9), progress=progress)
     for path in written:
         above, name = open_files(path).above()
         console.print(f"{path}  {size(above.size(name))}", highlight=False)
@@ -197,8 +197,8 @@ def prune(
     lock = files.lock()
     lock.take()
     try:
-        with _progress(whole[0].name, whole[0].nbytes) as told:
-            wrong = verify_bytes(whole[0], told)
+        with _progress(whole[0].name, whole[0].nbytes) as progress:
+            wrong = verify_bytes(whole[0], progress)
         if wrong:
             raise CheckpointError(f"{whole[0]} is damaged", *wrong[:3], "nothing was removed")
         for gone in remove_old(files, stay):
