@@ -30,7 +30,7 @@ MOST = 256
 PLAIN = (
     "meshfit.anatomy.operations",
     "meshfit.anatomy.trace",
-    "meshfit.axes.context.find",
+    "meshfit.axes.context.plan",
     "meshfit.axes.context.span",
     "meshfit.axes.tensor.region",
     "meshfit.comm.group",

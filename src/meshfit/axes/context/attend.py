@@ -25,7 +25,7 @@ from meshfit.axes.context.causal import causal_in_parts
 from meshfit.axes.context.piece import Piece, attended, rule, wholes
 from meshfit.axes.context.saved import noted
 from meshfit.axes.context.span import SplitDim
-from meshfit.axes.tensor.column import in_autocast
+from meshfit.axes.tensor.functions import in_autocast
 from meshfit.comm.collectives import all_to_all
 from meshfit.comm.draws import own_draws
 from meshfit.comm.group import Group

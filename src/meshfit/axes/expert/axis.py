@@ -24,13 +24,11 @@ from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.trace import EventCost, Trace
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.counted import float_bytes, growth
-from meshfit.axes.cut_parameters import CutParameters
-from meshfit.axes.expert.load import Load
+from meshfit.axes.cut_parameters import CutParameters, Undo
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.expert.spread import spread
-from meshfit.axes.expert.travel import HEADER, Travel
+from meshfit.axes.expert.travel import HEADER, Load, Travel
 from meshfit.axes.mesh import OWN_EXPERT
-from meshfit.axes.tensor.cut import Undo
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.axes.tensors import check_ties
 from meshfit.comm.group import RankGroup

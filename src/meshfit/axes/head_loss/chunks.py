@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.axes.tensor import vocabulary_loss
+from meshfit.axes.tensor.functions import cross_entropy
 from meshfit.comm.group import Group
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Chunks:
             how = {"weight": self.weight, "ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
             if self.group is None:
                 return F.cross_entropy(logits, target, reduction="none", **how)
-            return vocabulary_loss.cross_entropy(logits, target, self.group, reduction="none", **how)
+            return cross_entropy(logits, target, self.group, reduction="none", **how)
 
     def counts(self, target: Tensor) -> Tensor:
         """What a mean is over."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.head_loss.chunks import Autocast, Chunks, HeldGradients, chunked_cross_entropy
 from meshfit.axes.spec import Spec, SplitTensor, name_of
-from meshfit.axes.tensor.vocabulary import POINTWISE, SlicedTensor, local_of
+from meshfit.axes.tensor.sliced import POINTWISE, SlicedTensor, local_of
 from meshfit.comm.group import Group
 from meshfit.torch_private.trees import tree_leaves
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.copies import converted, sharing
-from meshfit.anatomy.record_build import tied
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.check import Reference, check, reference, undrawn
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import SEQUENCE, Region, joined
 from meshfit.axes.tensor.twin import blocks_of
 from meshfit.axes.tensor.watch import Observed
+from meshfit.axes.tensors import shared_names
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup, Traffic
 
@@ -79,9 +79,7 @@ class Between:
 
     def _modules(self, widths: set[int]) -> dict[str, bool]:
         """Their paths, and whether they draw random numbers."""
-        ties = tied(self.model)
-        shared = {*ties, *ties.values()}
-        held = self._held()
+        shared, held = shared_names(self.model), self._held()
         found: dict[str, bool] = {}
         known: dict[Any, bool | None] = {}
         for path, module in self.model.named_modules():

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from meshfit.anatomy.copies import study
-from meshfit.anatomy.record_build import tied
 from meshfit.axes.prove import Refused, forgotten
 from meshfit.axes.tensor.between import Between, counted, foretold
 from meshfit.axes.tensor.check import check, reference
@@ -29,6 +28,7 @@ from meshfit.axes.tensor.region import VOCABULARY, Patch, Region, TensorPlan, jo
 from meshfit.axes.tensor.twin import is_number, kinds_of
 from meshfit.axes.tensor.vocabulary_claim import candidates, of_vocabulary, verify
 from meshfit.axes.tensor.watch import watch
+from meshfit.axes.tensors import shared_names
 from meshfit.comm.group import Traffic
 from meshfit.launch import heap
 from meshfit.torch_private.trees import tree_leaves
@@ -64,8 +64,7 @@ class _Planner:
         self.kinds = kinds_of(self.model)
         self.modules = dict(self.model.named_modules())
         self.parameters = dict(self.model.named_parameters())
-        ties = tied(self.model)
-        self.tied = {*ties, *ties.values()}
+        self.tied = shared_names(self.model)
         self.notes: list[str] = []
         self.first: dict[Any, Region] = {}
         """Of each kind, the one that is checked."""
@@ -80,7 +79,7 @@ class _Planner:
             self.model, self.run, found.paths, kinds=self.kinds, heads=found.heads, counted=found.tensors
         )
         vocabulary, why = of_vocabulary(self.model, found, seen, self.degree)
-        apart = [joined(r.module, path) for r in vocabulary for path in (*r.lookups, *r.slices)]
+        apart = [path for region in vocabulary for path in region.inner]
         split, notes = find(self.model, seen, self.kinds, self.degree, apart)
         self.notes += notes
         made = Claims(self.model, seen, self.degree)

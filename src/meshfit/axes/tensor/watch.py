@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.calls import watched_calls
 from meshfit.anatomy.dataflow import Arguments
 from meshfit.axes.prove import tensors_of
 from meshfit.axes.tensor.check import ObservedCall, alias
-from meshfit.axes.tensor.vocabulary import SlicedTensor
+from meshfit.axes.tensor.sliced import SlicedTensor
 from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.errors import JobError
 from meshfit.torch_private.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -102,16 +103,8 @@ def watch(
             return SlicedTensor.of(out, groups[path])  # type: ignore[arg-type]
         return out
 
-    hooks = []
-    for path, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True))
-        hooks.append(module.register_forward_hook(lambda m, a, k, o, p=path: after(p, m, a, k, o), with_kwargs=True))
-    try:
-        with torch.enable_grad(), Uses(model, counted, under_way) as met:
-            loss = run(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watched_calls(model, before, after), torch.enable_grad(), Uses(model, counted, under_way) as met:
+        loss = run(model)
     if not given:
         raise JobError(
             "the objective never calls the model itself, so there is nothing to split over devices",

@@ -1,7 +1,8 @@
-"""Logits that no rank holds whole: a slice of the classes on each, which shows the shape of all of them.
+"""Tensors that no rank holds whole, which show the shape of the whole: logits, of which each rank has a slice of the
+classes, and activations, of which it has some rows (sequence=split).
 
 The head of a model is cut by its output channels and returns a ``SlicedTensor``. What keeps the classes apart (other
-types and shapes, scaling, tanh) is done to the slice. ``F.cross_entropy`` is computed from slices: see vocabulary_loss.
+types and shapes, scaling, tanh) is done to the slice. ``F.cross_entropy`` is computed from slices: see functions.py.
 Whatever else reads it gets the whole, gathered from all ranks: exact, differentiable, and a collective, so that all
 ranks have to come by. ``whole_output`` does that for what leaves a step.
 """
@@ -15,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.axes.spec import Spec, SplitTensor, changes, name_of
-from meshfit.axes.tensor.column import Entrance
+from meshfit.axes.tensor.functions import Entrance, cross_entropy
 from meshfit.axes.tensor.region import SEQUENCE
-from meshfit.axes.tensor.vocabulary_loss import cross_entropy
 from meshfit.comm import collectives
 from meshfit.comm.collectives import even
 from meshfit.comm.group import Group
