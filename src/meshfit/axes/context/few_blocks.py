@@ -19,7 +19,7 @@ from meshfit.anatomy.calls import watched_calls
 from meshfit.anatomy.copies import replaced
 from meshfit.axes.context.find import Step
 from meshfit.axes.spec import name_of
-from meshfit.axes.tensor.twin import blocks_of, kinds_of
+from meshfit.axes.tensor.kinds import blocks_of, kinds_of
 from meshfit.torch_private.modules import emptied
 from meshfit.torch_private.trees import tree_leaves
 
@@ -83,13 +83,13 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        said = name_of(func), *map(_said, tree_leaves((args, kwargs)))
+        call = name_of(func), *map(_kind, tree_leaves((args, kwargs)))
         for calls in self.within:
-            calls.append(said)
+            calls.append(call)
         return func(*args, **kwargs)
 
 
-def _said(x: Any) -> Any:
+def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return tuple(x.shape), x.dtype
     return x if isinstance(x, int | float | str | bool | torch.dtype) else type(x)

@@ -4,8 +4,8 @@ Found by trying, once, on one rank and a few samples: of the first modules that 
 those that are not of samples, the one from which least is kept for backward. A rank is imagined (shapes are right,
 numbers are not). A second beginning, a decoder's embedding say, is added if that keeps still less.
 
-Text is tried in short pieces: what is done to positions does not depend on how many there are, and what ranks say to
-each other grows evenly with them.
+Text is tried in short pieces: what is done to positions does not depend on how many there are, and traffic grows evenly
+with them.
 """
 
 import copy
@@ -101,16 +101,16 @@ def _enough(model: nn.Module, step: Step, batch: Any, length: int) -> int:
 
 
 def _lengthened(plan: ContextPlan, model: nn.Module, step: Step, batch: Any, length: int) -> ContextPlan:
-    """What ranks say, for sequences as long as the data's: from what they say for short and shorter ones."""
+    """``plan`` with the traffic of sequences as long as the data's, from that of short and of shorter ones."""
     less = length // 2
     shorter = some(shortened(batch, less), plan.samples)
-    _, said = _tried(model, step, shorter, plan, backward=True)
-    if [each.op for each in said] != [each.op for each in plan.traffic]:
+    _, lesser = _tried(model, step, shorter, plan, backward=True)
+    if [each.op for each in lesser] != [each.op for each in plan.traffic]:
         return replace(plan, length=length)
     more = length_of(batch) - length
     traffic = tuple(
         replace(one, elements=one.elements + (one.elements - other.elements) * more // (length - less))
-        for one, other in zip(plan.traffic, said, strict=True)
+        for one, other in zip(plan.traffic, lesser, strict=True)
     )
     return replace(plan, length=length, traffic=traffic)
 

@@ -23,8 +23,8 @@ from meshfit.axes.expert.grouped import linears
 from meshfit.axes.expert.mixture import ExpertPlan, Mixture
 from meshfit.axes.expert.spread import roles
 from meshfit.axes.prove import Given, Refused
+from meshfit.axes.tensor.kinds import kinds_of
 from meshfit.axes.tensor.region import Cut, even_ranges
-from meshfit.axes.tensor.twin import kinds_of
 from meshfit.axes.tensor.watch import Uses
 from meshfit.axes.tensors import shared_names
 from meshfit.torch_private.modules import has_forward_hooks, own_modules

@@ -74,9 +74,9 @@ class Travel:
         coming = HostCopy(every)
 
         def send(rows: Tensor, meanwhile: Callable[[], None]) -> Journey:
-            heard = coming.tolist()
-            self._heard(heard)
-            counts = [theirs[HEADER:] for theirs in heard]
+            numbers = coming.tolist()
+            self._kind_of_rows(numbers)
+            counts = [theirs[HEADER:] for theirs in numbers]
             sent = sum(counts[self.group.rank])
             own = every[:, HEADER + self.own.start : HEADER + self.own.stop]
             return Journey(self, rows if sent == len(rows) else rows[:sent], counts, counts, own, meanwhile)
@@ -88,7 +88,7 @@ class Travel:
     ) -> "Journey | None":
         """``rows`` lie by expert, ``counts`` for each, which the host knows. None: there is nothing to be sent."""
         every = self.group.exchange([*self._header(rows), *counts, *calls])
-        kind = self._heard(every)
+        kind = self._kind_of_rows(every)
         if kind is None:
             return None
         if rows is None:
@@ -100,7 +100,7 @@ class Travel:
         kind = (-1, -1) if rows is None else (DTYPES.index(rows.dtype), rows.shape[1])
         return self.number, int(batchnorm.counted()), *kind
 
-    def _heard(self, every: list[list[int]]) -> tuple[int, int] | None:
+    def _kind_of_rows(self, every: list[list[int]]) -> tuple[int, int] | None:
         """Dtype and width of the rows of all ranks; None where nobody has any."""
         if any(theirs[0] != self.number for theirs in every):
             raise RankError(

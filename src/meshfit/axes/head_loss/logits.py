@@ -34,7 +34,7 @@ class Head:
         self.path, self.layer = path, layer
         self.held: ReferenceType[HeldGradients] | None = None
         """Gradients of its weight that wait for their backward."""
-        self._said = False
+        self._warned = False
 
     def around(self, forward: Forward) -> Forward:
         """For its forward: logits that wait for their loss."""
@@ -52,12 +52,12 @@ class Head:
 
     def read_by(self, name: str) -> None:
         """Logits were computed whole, for the function ``name``."""
-        if not self._said:
+        if not self._warned:
             logger = logging.getLogger("meshfit")
             logger.warning(
                 "recompute=loss: all logits of %s were computed at once, because %s reads them", self.path, name
             )
-        self._said = True
+        self._warned = True
 
 
 class PendingLogits(SlicedTensor):

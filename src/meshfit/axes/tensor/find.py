@@ -19,7 +19,6 @@ from meshfit.anatomy.pairs import Pairs, find_pairs
 from meshfit.anatomy.shares import divisors
 from meshfit.axes.tensor.explain import as_degrees, numberless
 from meshfit.axes.tensor.region import joined
-from meshfit.axes.tensor.twin import blocks_of
 from meshfit.axes.tensor.watch import Observed
 from meshfit.errors import in_short
 from meshfit.torch_private.trees import tree_leaves, tree_map
@@ -34,22 +33,19 @@ WORTH_A_LOOK = 0.01
 """Share of the parameters that lies around blocks, below which it is not looked at."""
 
 
-def find(
-    model: nn.Module, seen: Observed, kinds: dict[str, int], degree: int, apart: Collection[str] = ()
-) -> tuple[Pairs, list[str]]:
+def find(model: nn.Module, seen: Observed, degree: int, apart: Collection[str] = ()) -> tuple[Pairs, list[str]]:
     """What can be split, and notes. Modules at ``apart`` are known already."""
     total = sum(p.numel() for p in model.parameters())
     if total <= SMALL:
         split = find_pairs(model, seen.inputs, degree=degree, copies=True, limits=False)
         return split, other_degrees(model, seen.inputs, split, "")
-    alike = {path: (kinds[path], seen.shapes.get(path)) for path in kinds}
     found: list[tuple[str, Pairs]] = []
     """By the path of the module in which they were found."""
     gathered, whole = list[str](), list[str]()
     why: dict[str, str] = {}
     notes: list[str] = []
     stand_ins: dict[str, nn.Module] = {path: StandIn(seen.outputs[path]) for path in apart if path in seen.outputs}
-    for paths in blocks_of(model, alike, seen.times).values():
+    for paths in seen.blocks():
         rep = next(path for path in paths if path in seen.calls)
         stand_ins |= {path: StandIn(seen.outputs[rep]) for path in paths}
         try:

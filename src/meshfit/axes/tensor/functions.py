@@ -238,6 +238,12 @@ def cross_entropy(
     return (total / counts.sum() if reduction == "mean" else total).to(dtype)
 
 
+def loss_denominator(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What the mean of a cross entropy is over: the targets that are not ignored, each by the weight of its class."""
+    kept = target != ignore_index
+    return kept.sum() if weight is None else (weight[torch.where(kept, target, 0)] * kept).sum()
+
+
 def check_range(index: Tensor, size: int, message: str) -> None:
     """Raise ``IndexError`` with the first of ``index`` that is not from 0 to ``size``. On a GPU, which is not waited
     for, an assertion fails instead; on meta there is nothing to look at."""

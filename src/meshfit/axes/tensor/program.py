@@ -70,9 +70,9 @@ class _Digest(TorchDispatchMode):
             self._number(tensor, made=True)
         self._given = len(self._numbers)
 
-    def add(self, said: str, shapeless: str | None = None) -> None:
-        self.shaped.update(said.encode())
-        self.shapeless.update((said if shapeless is None else shapeless).encode())
+    def add(self, operation: str, shapeless: str | None = None) -> None:
+        self.shaped.update(operation.encode())
+        self.shapeless.update((operation if shapeless is None else shapeless).encode())
 
     def entered(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plans change what modules take and return: the same operations outside of one are another program."""
@@ -92,15 +92,15 @@ class _Digest(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves, spec = tree_flatten((args, kwargs))
         name = f"{self._named(func)} {torch.is_grad_enabled()}"
-        said, read = [name, self._named(spec)], [name]
+        operation, read = [name, self._named(spec)], [name]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 number = self._number(leaf)
                 read.append(str(number))
-                said.append(f"{number} {leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.storage_offset()}")
+                operation.append(f"{number} {leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.storage_offset()}")
             elif not isinstance(leaf, torch.device | torch.Generator):
-                said.append(repr(leaf))
-        self.add("|".join(said), "" if self._is_of_table(func, args) else "|".join(read))
+                operation.append(repr(leaf))
+        self.add("|".join(operation), "" if self._is_of_table(func, args) else "|".join(read))
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             moved = [_to_meta(leaf) for leaf in leaves]
             if any(new is not old for new, old in zip(moved, leaves, strict=True)):

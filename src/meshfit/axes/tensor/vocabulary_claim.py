@@ -94,8 +94,8 @@ def of_vocabulary(
 
 
 def _gathered(seen: Observed, path: str) -> bool:
-    said = seen.said.get(path, ())
-    return not said or any(each.op == "all_gather" for each in said)
+    traffic = seen.traffic.get(path, ())
+    return not traffic or any(each.op == "all_gather" for each in traffic)
 
 
 def _holds(model: nn.Module, path: str, parameter: int) -> bool:
@@ -118,7 +118,7 @@ def _region(
     for path in heads:
         shape, trained = seen.shapes[path][0]
         traffic += [Traffic("all_reduce", True, prod(shape), shape)] * (seen.times[path] if trained else 0)
-        traffic += seen.said[path]
+        traffic += seen.traffic[path]
     return Region(
         module=home,
         kind="tied" if lookups and heads else "head" if heads else "embedding",
