@@ -17,8 +17,8 @@ from meshfit.anatomy.samples import at_samples
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.context.piece import guarded
 from meshfit.axes.shard.units import traced
-from meshfit.axes.tensor.axis import tensor_cost
 from meshfit.axes.tensor.cache import planned
+from meshfit.axes.tensor.cost import tensor_cost
 from meshfit.axes.tensor.cut import cut
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup

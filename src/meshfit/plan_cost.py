@@ -17,8 +17,8 @@ from torch import nn
 
 from meshfit.anatomy.probe_optimizer import StateBytes, needs_whole, state_bytes
 from meshfit.anatomy.trace import Parameter, Trace
-from meshfit.axes.context.find import ContextPlan, begin
 from meshfit.axes.context.piece import guarded
+from meshfit.axes.context.plan import ContextPlan, begin
 from meshfit.axes.data import batchnorm
 from meshfit.axes.offload.optimizer import offload_cost
 from meshfit.axes.order import ORDER

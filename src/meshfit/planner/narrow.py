@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.context.find import ContextPlan
+from meshfit.axes.context.plan import ContextPlan
 from meshfit.axes.tensor.region import Cut, Region, TensorPlan, joined
 from meshfit.comm.group import Traffic
 from meshfit.data import tree

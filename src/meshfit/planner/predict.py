@@ -30,7 +30,7 @@ from meshfit.anatomy.samples import Unlike, at_samples
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.compile.axis import compilable
 from meshfit.axes.compile.saved import Kept, after_compile, kept_by_compiled
-from meshfit.axes.context.find import ContextPlan
+from meshfit.axes.context.plan import ContextPlan
 from meshfit.axes.find import Study
 from meshfit.axes.kept import kept_path, read_kept, write_kept
 from meshfit.axes.order import ORDER

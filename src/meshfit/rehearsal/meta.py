@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from meshfit.axes import place
-from meshfit.axes.tensor import cut, vocabulary_loss
 from meshfit.comm.transport import Transport
 from meshfit.nonfinite import NonFiniteWatch
 from meshfit.patches import replaced
@@ -44,8 +43,6 @@ def without_values() -> Iterator[None]:
             stack.enter_context(replaced(torch, name, _equal, everywhere=True))
         for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(replaced(torch, name, _on_host, everywhere=True))
-        for owner, name in ((cut, "_in_range"), (vocabulary_loss, "_in_bounds")):
-            stack.enter_context(replaced(vars(owner), name, lambda before: _looked_away, everywhere=True))
         copies = partial(replaced, torch.Tensor, "copy_", everywhere=True, real=torch.Tensor.copy_)
         stack.enter_context(copies(_kept))
         for name in ("announce", "receive_layouts", "_warm_up"):
