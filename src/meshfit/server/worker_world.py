@@ -6,12 +6,11 @@ and where gradients are compared; for all else the worker group is the world.
 
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import product
 
 import torch.distributed as dist
 
 from meshfit.launch.world import World
-from meshfit.plan import DEGREES, Plan
+from meshfit.plan import Plan
 from meshfit.torch_private.groups import become_world
 
 Group = dist.ProcessGroup | None
@@ -41,13 +40,9 @@ def own_world(plan: Plan, world: World, *, timeout: float) -> tuple[World, Group
     peers = line(lambda rank: rank % size)
     batch: Group = peers if plan.in_step else None
     if plan.in_step and plan.shares > plan.data:
-        axes = [axis for axis in DEGREES if axis != "data"]
-        places = list(product(*(range(getattr(plan, axis)) for axis in axes)))
-        same = [
-            tuple(at for axis, at in zip(axes, place, strict=True) if axis not in ("shard", "expert"))
-            for place in places
-        ]
-        batch = line(lambda rank: same[rank % size])
+        places = plan.worker.places
+        same = lambda place: tuple(at for axis, at in place.items() if axis not in ("shard", "expert"))
+        batch = line(lambda rank: same(places[rank % size]))
     own_group = line(lambda rank: rank // size)
     become_world(own_group, peers, *([batch] if batch not in (None, peers) else []))
     return own, peers, batch
