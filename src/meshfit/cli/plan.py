@@ -160,7 +160,7 @@ def _answer(
     if found.best is None:
         raise SystemExit(1)
     best = found.best
-    if picture is not None and best.work is not None:
+    if picture is not None:
         picture.write_text(foreseen(best.plan, best.work, best.items, predictor.steps))
 
 
@@ -279,7 +279,7 @@ def _largest(console: Console, subject: Planned, cluster: Cluster, what: str, as
     if as_json:
         print(json_format.dumps(about | ({} if found is None else {"plan": str(found.plan)})))
     elif found is not None:
-        console.print(f"{said}: {found.plan}, {in_words(found.seconds)} a step, {size(found.used[1])}")
+        console.print(f"{said}: {found.plan}, {in_words(found.seconds)} a step, {size(found.memory.device[1])}")
     if found is None:
         console.print("nothing fits")
         raise SystemExit(1)

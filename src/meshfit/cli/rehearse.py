@@ -15,7 +15,7 @@ from meshfit.planner.cluster import Cluster
 from meshfit.planner.hf_config import decoder_of
 from meshfit.planner.narrow import narrow_config
 from meshfit.planner.sizes import DecoderPredictor
-from meshfit.rehearsal.memory import StageMemory, too_large
+from meshfit.rehearsal.memory import too_large
 from meshfit.rehearsal.places import Places
 from meshfit.rehearsal.problems import Problem, ranged
 from meshfit.rehearse import Rehearsal, rehearse_job
@@ -59,12 +59,11 @@ def rehearse_config(config: Path, length: int, batch: int, plan: str | None, on:
     asked = {"model": lambda: built(small), "data": {"input_ids": ids, "labels": ids}, "plan": plan or "auto", **how}
     cluster = Cluster.of(on)
     found = rehearse_job(Job(**asked).training(), cluster)
-    most = DecoderPredictor(decoder, cluster, length).memory(found.plan, batch)
-    memory = StageMemory(most.rank, 0, {kind: round(count) for kind, count in most.held.items()})
+    memory = DecoderPredictor(decoder, cluster, length).memory(found.plan, batch)
     problems = list(found.problems)
     if why := too_large(memory, cluster):
-        ranks = tuple(Places(found.plan).stage(most.rank))
-        problems.append(Problem(f"stage {most.rank} does not fit: {ranged(ranks)}", (why,), ranks))
+        ranks = tuple(Places(found.plan).stage(memory.stage))
+        problems.append(Problem(f"stage {memory.stage} does not fit: {ranged(ranks)}", (why,), ranks))
     note = f"ranks run a model {factor} times narrower, on {ids.shape[1]} tokens; memory is that of {config}"
     found = replace(found, memory=[memory], problems=problems, notes=[note, *found.notes])
     show(found)
@@ -101,9 +100,9 @@ def _memory(found: Rehearsal, places: Places) -> Any:
         name = f"stage {each.stage}" if found.plan.pipeline > 1 else "each rank"
         name += f", branch {each.branch}" if found.plan.branch > 1 else ""
         kinds = [each.held.get(kind, 0) for kind in KINDS]
-        other = each.bytes - sum(kinds)
-        style = "[red]" if each.bytes > limit else ""
-        table.add_row(name, ranged(ranks), *map(size, kinds), size(other), f"{style}{size(each.bytes)}")
+        least = each.device[0]
+        style = "[red]" if least > limit else ""
+        table.add_row(name, ranged(ranks), *map(size, kinds), size(least - sum(kinds)), f"{style}{size(least)}")
     return table
 
 

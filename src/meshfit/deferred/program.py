@@ -152,8 +152,8 @@ class BuildProgram:
     def draws(self) -> bool:
         return any(op.generator is not None for op, _ in self.ops)
 
-    def run(self, told: Callable[[], None] = lambda: None) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Each wanted storage, as soon as nothing touches it any more. ``told`` is called between operations."""
+    def run(self, progress: Callable[[], None] = lambda: None) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        """Each wanted storage, as soon as nothing touches it any more. ``progress`` is called between operations."""
         last: dict[int, int] = {}
         for i, (op, live) in enumerate(self.ops):
             if live:
@@ -165,7 +165,7 @@ class BuildProgram:
         generators = _Replayed(self.ops)
         untouched = [storage for storage in self.wanted if storage not in last]
         for i, (op, live) in enumerate(self.ops):
-            told()
+            progress()
             with torch.no_grad(), generators.around(op):
                 self._do(op, memory if live else {}, generators)
             for storage in ends[i]:

@@ -74,7 +74,7 @@ def explained(job: Job, model: nn.Module, said: str, held: Mapping[str, int]) ->
             assert isinstance(job.devices, Devices)
             cluster = Cluster.detect(plan.devices, job.devices.kind)
             predictor = auto.predictor_of(job, cluster, "cuda" if job.devices.kind == "cuda" else "cpu", model)
-            told = dict(predictor.memory_of(plan, _batch(job)))
+            told = dict(predictor.memory(plan, _batch(job)).held)
             lines = _table(told, held)
             return [*about, *lines, *_remedy(predictor, job, model, told, said, held)]
     except Exception as error:  # of the model's own code on meta, or memory again
@@ -130,7 +130,7 @@ def _remedy(
         fits: list[tuple[float, float, Plan]] = []
         for other in changes:
             try:
-                needs = sum(predictor.memory_of(other, batch).values())
+                needs = predictor.memory(other, batch).allocated
             except PlanError:  # refused for this model
                 continue
             least = min(least, (needs, other), key=lambda pair: pair[0])

@@ -7,8 +7,7 @@ from meshfit.observe.reading import RecordedSpan
 from meshfit.observe.svg import document, lane, legend
 from meshfit.observe.timeline import GAP, LANE, LEFT, RIGHT, TOP, WIDTH, axis
 from meshfit.plan import Plan
-from meshfit.planner.step import StepModel
-from meshfit.planner.work import StepWork
+from meshfit.planner.step import StepModel, StepWork
 from meshfit.schedule.actions import SPANS
 from meshfit.units import seconds
 

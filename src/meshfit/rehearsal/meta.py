@@ -1,6 +1,6 @@
 """A rank's program on tensors without values: shapes and dtypes go through all of it, numbers through none.
 
-Whoever asks such a tensor for a number is told one. Weights stay without values, messages say what they hold and hold
+A number read from such a tensor is one. Weights stay without values, messages say what they hold and hold
 nothing, and nobody looks whether a loss is finite or an index in range. torch ignores autocast there, so that
 activations travel in fp32. What decides by values (which expert takes a token, a loop that runs until something
 converges) cannot be rehearsed so.
@@ -35,8 +35,8 @@ def without_values() -> Iterator[None]:
         "__index__": lambda tensor: 1,
     }
     with ExitStack() as stack:
-        for name, told in numbers.items():
-            make = partial(_told, told)
+        for name, answer in numbers.items():
+            make = partial(_answering, answer)
             real = getattr(torch.Tensor, name)
             stack.enter_context(replaced(torch.Tensor, name, make, everywhere=True, real=real))
         for name in ("allclose", "equal"):
@@ -56,9 +56,9 @@ def _number(tensor: Tensor) -> Any:
     return torch.ones((), dtype=tensor.dtype).item()
 
 
-def _told(told: Callable[[Tensor], Any], before: Callable[..., Any]) -> Callable[..., Any]:
+def _answering(answer: Callable[[Tensor], Any], before: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return told(tensor) if tensor.is_meta else before(tensor, *args, **kwargs)
+        return answer(tensor) if tensor.is_meta else before(tensor, *args, **kwargs)
 
     return call
 

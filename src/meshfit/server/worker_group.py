@@ -14,7 +14,6 @@ so all ranks have the same batch, the same weights, and repeat a batch together.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import product
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from meshfit.exchange.protocol import RepeatBatch, StepScalars
 from meshfit.exchange.server_cost import BROADCAST, Payload, worker_group
 from meshfit.exchange.update import Updated
 from meshfit.launch.world import World
-from meshfit.plan import DEGREES, Plan
+from meshfit.plan import Plan
 from meshfit.server.shared_memory import SharedMemory
 from meshfit.server.shared_model import SharedPart, hand_out, receive
 from meshfit.server.snapshot import put_down
@@ -339,13 +338,9 @@ def own_world(plan: Plan, world: World, *, timeout: float) -> tuple[World, Group
     peers = line(lambda rank: rank % size)
     batch: Group = peers if plan.in_step else None
     if plan.in_step and plan.shares > plan.data:
-        axes = [axis for axis in DEGREES if axis != "data"]
-        places = list(product(*(range(getattr(plan, axis)) for axis in axes)))
-        same = [
-            tuple(at for axis, at in zip(axes, place, strict=True) if axis not in ("shard", "expert"))
-            for place in places
-        ]
-        batch = line(lambda rank: same[rank % size])
+        places = plan.worker.places
+        same = lambda place: tuple(at for axis, at in place.items() if axis not in ("shard", "expert"))
+        batch = line(lambda rank: same(places[rank % size]))
     own_group = line(lambda rank: rank // size)
     become_world(own_group, peers, *([batch] if batch not in (None, peers) else []))
     return own, peers, batch

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.operations import MatrixProduct, Operation
+from meshfit.anatomy.recompute import recomputed_blocks
 from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.trace import EventCost, Trace
 from meshfit.axes.axis import Axis, Splits
