@@ -289,14 +289,14 @@ def watch_gathers(run: Run) -> Callable[[], int]:
     shards, most = run.placed.shards, 0
     if shards is None or shards.zero < 3:
         return lambda: 0
-    start = shards._start
+    start = shards._start_gather
 
     def watched(unit: Any) -> None:
         nonlocal most
         start(unit)
         most = max(most, size_of(rows_of(run)))
 
-    shards._start = watched
+    shards._start_gather = watched
     return lambda: most
 
 
@@ -304,14 +304,15 @@ def watch_backwards(run: Run) -> Callable[[], int]:
     shards, most = run.placed.shards, 0
     if shards is None:
         return lambda: 0
-    on_return = shards.on_return
+    exchange = shards.exchange
+    returned = exchange.returned
 
     def watched(*args: Any) -> None:
         nonlocal most
         most = max(most, size_of(gradients(run)))
-        on_return(*args)
+        returned(*args)
 
-    shards.on_return = watched
+    exchange.returned = watched
     return lambda: most
 
 

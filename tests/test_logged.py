@@ -18,6 +18,7 @@ PLANS = (
     "data=2 microbatches=2",
     "shard=2",
     "shard=2 zero=1",
+    "offload=parameters",
     "tensor=2",
     "pipeline=2",
     "server=1 data=2",

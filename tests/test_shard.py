@@ -251,8 +251,8 @@ def test_each_unit_travels_in_one_call_and_a_tied_one_once_a_pass() -> None:
     shards._gather = lambda flats, rows: (gathered.append(len(flats)), plain(flats, rows))[1]
     (tied,) = (unit for unit in shards.units if unit.stays)
     times = []
-    start = shards._start
-    shards._start = lambda unit: (times.append(unit) if not unit.unsharded else None, start(unit))[1]
+    start = shards._start_gather
+    shards._start_gather = lambda unit: (times.append(unit) if not unit.unsharded else None, start(unit))[1]
     for _ in range(2):
         gathered.clear()
         times.clear()
@@ -306,13 +306,13 @@ def test_held_is_what_there_is(plan: str) -> None:
         assert shards is not None
         flats, most = [flat for unit in shards.units for flat in unit.flats], []
         summed: list[int] = [0]
-        returned = exchange._returned
-        shards.on_return = lambda *given, returned=returned, exchange=exchange, summed=summed: (
+        returned = exchange.returned
+        exchange.returned = lambda *given, returned=returned, exchange=exchange, summed=summed: (
             returned(*given),
             summed.append(sum(storages(exchange._sums.values()).values())),
         )
-        plain = shards._fetch
-        shards._saved._fetch = shards._fetch = lambda unit, plain=plain, flats=flats, most=most: (
+        plain = shards._unshard
+        shards._saved._unshard = shards._unshard = lambda unit, plain=plain, flats=flats, most=most: (
             plain(unit),
             most.append(sum(storages(flat.whole for flat in flats).values())),
         )

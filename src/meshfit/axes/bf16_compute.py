@@ -30,9 +30,10 @@ from meshfit.anatomy.copies import copied
 from meshfit.anatomy.record_watch import line_of
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied
+from meshfit.axes.shard.open_unit import ParameterPlaces, places_of
 from meshfit.data import tree
 from meshfit.errors import PlanError, in_short
-from meshfit.torch_private.modules import RunningNorm, own_parameters, refresh_flat_weights
+from meshfit.torch_private.modules import RunningNorm, own_parameters
 from meshfit.torch_private.tensors import call_a_parameter, version
 
 if TYPE_CHECKING:
@@ -140,8 +141,7 @@ class Bf16Compute(Applied):
         self._placed = placed
         self._casts: list[Any] = []
         self._parameters: list[nn.Parameter] = []
-        self._holders: list[list[tuple[dict[str, Any], str]]] = []
-        self._recurrent: list[nn.Module] = []
+        self._places = ParameterPlaces([])
         self._copies: list[Tensor] | None = None
         """While they are in the place of the parameters."""
         self._looked = False
@@ -152,13 +152,8 @@ class Bf16Compute(Applied):
         sharded = {} if shards is None else shards.place
         self._casts = with_casts(model, sharded)
         self._parameters = [p for p in rounded(model).values() if p not in sharded]
-        places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {p: [] for p in self._parameters}
-        for module in model.modules():
-            for name, p in own_parameters(module).items():
-                if p in places:
-                    places[p].append((own_parameters(module), name))
-        self._holders = list(places.values())
-        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+        places = places_of(model)
+        self._places = ParameterPlaces([places[p] for p in self._parameters])
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -167,7 +162,7 @@ class Bf16Compute(Applied):
         copies = [p.to(DTYPE) for p in self._parameters]
         for copy in copies:
             call_a_parameter(copy)
-        self._replace(self._parameters, copies)
+        self._places.replace(self._parameters, copies)
         self._copies = copies
         versions = [version(copy) for copy in copies]
         try:
@@ -184,7 +179,7 @@ class Bf16Compute(Applied):
             ) from error
         finally:
             self._copies = None
-            self._replace(copies, self._parameters)
+            self._places.replace(copies, self._parameters)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -207,14 +202,6 @@ class Bf16Compute(Applied):
                 "what was changed was a copy in bf16, made for this step",
                 "precision=bf16 (autocast) takes the model as it is",
             )
-
-    def _replace(self, old: list[Any], new: list[Any]) -> None:
-        for holders, was, tensor in zip(self._holders, old, new, strict=True):
-            for held, name in holders:
-                if held[name] is was:
-                    held[name] = tensor
-        for module in self._recurrent:
-            refresh_flat_weights(module)
 
     def close(self) -> None:
         for cast in self._casts:

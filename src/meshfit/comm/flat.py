@@ -151,12 +151,15 @@ class Flat(FlatLayout):
             foreach_zero_(missing)
         return row
 
-    def add(self, gradients: list[Tensor | None], row: Tensor) -> Tensor:
-        """``row`` with gradients added to it."""
+    def add(self, gradients: list[Tensor | None], row: Tensor) -> None:
+        """Add gradients to ``row``."""
         for view, g in zip(self.views(row), gradients, strict=True):
             if g is not None:
                 view.add_(g)
-        return row
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """A row of gradients."""
+        return torch.zeros(self.padded, dtype=self.grad_dtype, device=device)
 
 
 class Lane:

@@ -1,9 +1,8 @@
 """How gradients become weights.
 
 allreduce   gradients are summed over the ranks while backward runs; every rank steps its own optimizer
-across      the same for a model that is spread over ranks which work on the same samples
 scatter     each gradient is summed to the rank that owns that part of the weights
-separate    some gradients are summed over fewer ranks than the rest
+across      either, for a model that is spread over ranks which work on the same samples
 local       every rank steps for itself; weights are averaged now and then
 update      the step itself: norm, clipping, what to do with a NaN, optimizer, schedule, averaged weights
 """

@@ -32,11 +32,10 @@ from meshfit.comm.flat import FlatLayout, aligned
 from meshfit.cost import CollectiveCall, Cost, tallied
 from meshfit.errors import JobError
 from meshfit.events import current
-from meshfit.exchange.protocol import StepScalars
+from meshfit.exchange.update import STEP_SCALARS, StepScalars
 from meshfit.torch_private.tensors import grad_dtype
 from meshfit.transfer import together, upload
 
-STEP_SCALARS = 3  # loss, count, stop; then a slot a rank for broken losses, and those of values to log
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first sum starts early
 
@@ -125,9 +124,7 @@ class AllReduce:
         if self.group is None:
             self._alone = own
             return
-        flags: list[Tensor | float] = [0.0] * self.degree
-        (flags[self.rank],) = own.broken
-        numbers = [own.loss, own.count, own.stop, *flags, *own.values]
+        numbers = own.of_rank(self.rank, self.degree).numbers
         self.numbers.copy_(together(numbers, self.numbers.device, torch.float64))
         self._next, self._armed = 0, True
         for bucket in self._buckets:
@@ -148,7 +145,9 @@ class AllReduce:
         self._armed = False
         if self.group is None:
             return self._alone
-        unreached = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached] if self._behind else []
+        unreached = []
+        if len(self._reached) < len(self.parameters):
+            unreached = [i for i, p in enumerate(self.parameters) if id(p) not in self._reached]
         if unreached:
             self._reached_flags.index_fill_(0, upload(unreached, self._reached_flags.device), 0.0)
         asks = any(self.parameters[i].numel() for i in unreached)  # of others' experts there is nothing here
@@ -163,12 +162,7 @@ class AllReduce:
         for i in unreached:
             if not (self.parameters[i].numel() and reached[i]):
                 self.parameters[i].grad = None
-        loss, count, stop, *rest = self.numbers.tolist() if self.numbers.is_cpu else self.numbers
-        return StepScalars(loss, count, stop, rest[: self.degree], rest[self.degree :])
-
-    @property
-    def _behind(self) -> bool:
-        return len(self._reached) < len(self.parameters)
+        return StepScalars.from_numbers(self.numbers, self.degree)
 
     @property
     def gradients(self) -> list[Tensor]:

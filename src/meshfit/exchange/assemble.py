@@ -13,7 +13,6 @@ from meshfit.errors import PlanError
 from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.exchange.scatter import Scatter
-from meshfit.exchange.separate import Separate
 from meshfit.optimizers import Optimizers
 from meshfit.plan import Plan
 
@@ -38,15 +37,13 @@ def exchange_of(placed: Placed, values: int = 0) -> AllReduce | Scatter | Across
             copies=mesh.over(*(word for word in SUMMING if word != "shard")),
             accumulate=plan.zero == 1 and plan.microbatches > 1,
             mixed=placed.staged is not None,
-            values=values,
         )
-    if over:
-        inner = Separate(inner, [AllReduce(some, mesh.over(*words), device) for words, some in sorted(over.items())])
+    experts = [AllReduce(some, mesh.over(*words), device) for words, some in sorted(over.items())]
     layers = list(placed.layers.values())
     if not any(layer.spreads for layer in layers):
-        assert not isinstance(inner, Separate)
+        assert not experts
         return inner
-    return Across(inner, layers, placed.model, device, loss_replicas=plan.tensor * plan.branch)
+    return Across(inner, layers, placed.model, device, experts=experts, loss_replicas=plan.tensor * plan.branch)
 
 
 def _refuse_trained(plan: Plan, model: nn.Module, unsharded: list[nn.Parameter]) -> None:

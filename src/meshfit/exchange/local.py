@@ -18,7 +18,7 @@ each rank has come to since.
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from meshfit.cost import CollectiveCall, Cost
 from meshfit.errors import PlanError
 from meshfit.events import current
 from meshfit.exchange.allreduce import split_buckets
-from meshfit.exchange.protocol import StepScalars
+from meshfit.exchange.update import StepScalars
 from meshfit.torch_private.kernels import foreach_copy_
 
 NUMBERS = 2  # count, stop: at the end of the last bucket
@@ -141,13 +141,12 @@ class Local:
         count = float(own.count)  # the host waits: a rank whose targets are all left out must not step
         self._count += count
         self._stop = max(self._stop, stop)
-        flags: list[Tensor | float] = [0.0] * self.degree
-        (flags[self.rank],) = own.broken
         if not count:
             for p in self.parameters:
                 p.grad = None
             loss, count = 0.0, 1.0
-        return StepScalars(loss, count, stop if self.group is None else self._stopping, flags, own.values)
+        stop = stop if self.group is None else self._stopping
+        return replace(own.of_rank(self.rank, self.degree), loss=loss, count=count, stop=stop)
 
     @property
     def gradients(self) -> list[Tensor]:

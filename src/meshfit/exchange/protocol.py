@@ -1,25 +1,11 @@
 """What loop and schedules ask of an exchange: all-reduce, scatter, local steps, or a worker of model servers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, slots=True)
-class StepScalars:
-    """What travels with the gradients of a step, of one rank or summed over ranks: on GPUs tensors, which the host does
-    not wait for."""
-
-    loss: Tensor | float = 0.0
-    count: Tensor | float = 0.0
-    """What the loss is a mean over."""
-    stop: Tensor | float = 0.0
-    broken: Sequence[Tensor | float] = (0.0,)
-    """One flag a rank: its loss was not finite."""
-    values: Sequence[Tensor | float] = ()
-    """What a step logs."""
+from meshfit.exchange.update import StepScalars
 
 
 class Exchange(Protocol):

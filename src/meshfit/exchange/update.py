@@ -1,4 +1,4 @@
-"""The step: from summed gradients to new weights.
+"""The step: from summed gradients to new weights; and the scalars that ranks sum beside gradients.
 
 In order: the true global norm, the factor (loss scale, true count, clipping) in one multiplication, the
 decision whether the step counts, the optimizer, the schedule, the averaged weights. All ranks hold the same
@@ -11,20 +11,66 @@ host reads what happened one step later, before the next update. The schedule go
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfit.axes.offload.optimizer import Offloads
 from meshfit.axes.precision import LossScale
+from meshfit.events import current
 from meshfit.optimizers import Optimizers, needs_closure
 from meshfit.step import Reading
 from meshfit.torch_private.kernels import foreach_lerp_, foreach_mul_, foreach_norm
 from meshfit.torch_private.optimizers import FUSED_OPTIMIZERS, takes_loss_scale
 from meshfit.torch_private.tensors import grad_dtype
-from meshfit.transfer import wide
+from meshfit.transfer import together, wide
+
+STEP_SCALARS = 3  # loss, count, stop; then a slot a rank for broken losses, and those of values to log
+
+
+@dataclass(frozen=True, slots=True)
+class StepScalars:
+    """What travels with the gradients of a step, of one rank or summed over ranks: on GPUs tensors, which the host does
+    not wait for."""
+
+    loss: Tensor | float = 0.0
+    count: Tensor | float = 0.0
+    """What the loss is a mean over."""
+    stop: Tensor | float = 0.0
+    broken: Sequence[Tensor | float] = (0.0,)
+    """One flag a rank: its loss was not finite."""
+    values: Sequence[Tensor | float] = ()
+    """What a step logs."""
+
+    def of_rank(self, rank: int, degree: int) -> Self:
+        """Those of one of ``degree`` ranks, to be summed: its flag in a slot of its own."""
+        (flag,) = self.broken
+        return replace(self, broken=[flag if r == rank else 0.0 for r in range(degree)])
+
+    @property
+    def numbers(self) -> list[Tensor | float]:
+        return [self.loss, self.count, self.stop, *self.broken, *self.values]
+
+    @classmethod
+    def from_numbers(cls, numbers: Tensor, degree: int) -> Self:
+        """The inverse, with ``degree`` flags."""
+        loss, count, stop, *rest = numbers.tolist() if numbers.is_cpu else numbers.unbind()
+        return cls(loss, count, stop, rest[:degree], rest[degree:])
+
+
+def sum_scalars(
+    own: StepScalars, more: Sequence[Tensor | float], group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[StepScalars, Tensor]:
+    """This rank's scalars, and ``more`` numbers, summed over ``group`` in one small all_reduce."""
+    numbers = together([*own.numbers, *more], device, torch.float64)
+    if group is not None:
+        current().moved("all_reduce", numbers.nbytes)
+        dist.all_reduce(numbers, group=group)
+    scalars, others = numbers.split([len(own.numbers), len(more)])
+    return StepScalars.from_numbers(scalars, len(own.broken)), others
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,6 @@ class LossSum:
 
     def logged(self, sums: Sequence[Tensor | float]) -> dict[str, Tensor | float]:
         """The values of the batch by name, from what was summed over all ranks."""
-        sums = sums[: 2 * len(self._names)]  # an exchange that several phases share has room for more
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return dict(zip(self._names, (_mean(total, count) for total, count in pairs), strict=True))
 

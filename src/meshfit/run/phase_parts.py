@@ -86,9 +86,7 @@ def _rounding(run: "Run") -> RoundedStep:
 
 
 def make_exchange(run: "Run", phase: TrainedPhase) -> AllReduce | Scatter | Across:
-    logged = [len(_names(run, each.over) or ()) for each in run.phases]
-    values = max(logged) if run.placed.shards is not None else logged[run.phases.index(phase)]
-    return exchange_of(run.placed, 2 * values)
+    return exchange_of(run.placed, 2 * len(_names(run, phase.over) or ()))
 
 
 def make_schedule(run: "Run", phase: TrainedPhase, scale: LossScale | None) -> Passes | Pipelined:

@@ -39,9 +39,9 @@ from meshfit.axes.mesh import SCATTER_SHARD
 from meshfit.axes.pipeline.cut import Split
 from meshfit.axes.pipeline.stages import Pipeline, part_of_trace, pipeline_of
 from meshfit.axes.precision import DTYPES
-from meshfit.axes.shard.cost import rows_of, shard_cost
+from meshfit.axes.shard.cost import FlatCost, rows_of, shard_cost
 from meshfit.axes.shard.gather import Shards
-from meshfit.axes.shard.open_unit import OpenUnit
+from meshfit.axes.shard.open_unit import OpenUnit, Place, places_of
 from meshfit.axes.shard.units import ROUNDED, Unit, units
 from meshfit.axes.tensors import buffers_to, parameters_to
 from meshfit.comm.flat import Flat
@@ -49,7 +49,7 @@ from meshfit.cost import Cost
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
 from meshfit.schedule.actions import stages_of
-from meshfit.torch_private.modules import has_forward_hooks, own_parameters
+from meshfit.torch_private.modules import has_forward_hooks
 
 if TYPE_CHECKING:
     from meshfit.axes.find import Study
@@ -97,29 +97,19 @@ class Shard:
         """Cut ``model`` in place. It may lie in host memory: only parts of it go to the device. ``peers``: the ranks
         that run the same modules on other samples, in ``group`` and in others; ``scatter``: see ``Shards``."""
         rank = 0 if group is None else dist.get_rank(group)
-        places: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
-        named = dict(model.named_parameters())
-        names = {id(p): name for name, p in named.items()}
-        for module in model.modules():
-            for name, parameter in own_parameters(module).items():
-                if parameter is not None:
-                    places[names[id(parameter)]].append((module, name))
-        opened = []
+        named, places, opened = dict(model.named_parameters()), places_of(model), []
         ordered_units = sorted(self.units, key=lambda unit: unit.entrances != ("",))
         for index, unit in enumerate(ordered_units):
-            kinds: dict[Any, list[str]] = defaultdict(list)
+            kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
             for name in unit.parameters:
                 if (p := named[name]).is_floating_point() or p.is_complex():
-                    gathered = self._gathered_as(p, places[name]) if name in unit.rounded else p.dtype
-                    kinds[p.dtype, p.requires_grad, gathered, unit.row(name)].append(name)
-            flats, ordered = [], []
-            for (_, _, gathered, _), together in kinds.items():
-                flats.append(self._flat([named[name] for name in together], rank, gathered, device))
-                ordered += [places[name] for name in together]
-            recurrent = {m for each in ordered for m, _ in each if isinstance(m, nn.RNNBase)}
+                    gathered = self._gathered_as(p, places[p]) if name in unit.rounded else p.dtype
+                    kinds[p.dtype, p.requires_grad, gathered, unit.row(name)].append(p)
+            flats = [self._flat(alike, rank, gathered, device) for (_, _, gathered, _), alike in kinds.items()]
+            ordered = [places[p] for flat in flats for p in flat.parameters]
             by_autocast = not self.computes and any(flat.gathered != flat.dtype for flat in flats)
             low = self.gathered if by_autocast else None
-            opened.append(OpenUnit(index, flats, ordered, list(recurrent), stays=unit.stays, gather_dtype=low))
+            opened.append(OpenUnit(index, flats, ordered, stays=unit.stays, gather_dtype=low))
         shards = Shards(opened, zero=self.zero, group=group, device=device, peers=peers, scatter=scatter)
         for unit, open_unit in zip(ordered_units, opened, strict=True):
             entrances = [model.get_submodule(path) for path in unit.entrances if path]
@@ -133,7 +123,8 @@ class Shard:
                 wrap(module, shards.around(open_unit, rounds=rounds))
                 if has_forward_hooks(module):
                     shards.around_hooks(module, open_unit)
-        _rest_to(model, device, set(shards.place))
+        buffers_to(model, device)
+        parameters_to(model, device, shards.place)  # those that are not cut
         return shards
 
     def cost(
@@ -148,36 +139,27 @@ class Shard:
         """On the first rank, a step. ``ahead``: units are gathered ahead of their use, as on GPUs. ``accumulate``:
         whole gradients are summed over microbatches, as in a pipeline. In the trace that is returned, parameters are
         what the optimizer steps."""
-        return shard_cost(
-            trace,
-            self.units,
-            degree=self.degree,
-            copies=copies,
-            zero=self.zero,
-            microbatches=microbatches,
-            gathered=None if self.gathered is None else self.gathered.itemsize,
-            ahead=ahead,
-            host=self.home == "host",
-            accumulate=accumulate or (self.zero == 1 and microbatches > 1),
-        )
+        return shard_cost(self, trace, copies=copies, microbatches=microbatches, ahead=ahead, accumulate=accumulate)
+
+    def rows(self, trace: Trace, unit: Unit) -> list[FlatCost]:
+        """What ``unit`` is gathered and scattered as."""
+        return rows_of(trace, unit, self.degree, None if self.gathered is None else self.gathered.itemsize)
 
     def gathered_bytes(self, trace: Trace) -> dict[str, tuple[int, int]]:
         """By parameter: the number of its unit, and bytes of that, gathered. Not of units that stay."""
-        itemsize = None if self.gathered is None else self.gathered.itemsize
         return {
-            name: (number, sum(row.whole for row in rows_of(trace, unit, self.degree, itemsize)))
+            name: (number, sum(row.whole for row in self.rows(trace, unit)))
             for number, unit in enumerate(self.units)
             for name in (unit.parameters if unit.entrances != ("",) and not unit.stays else ())
         }
 
     def slices(self, trace: Trace) -> dict[str, list[tuple[int, int]]]:
         """By parameter: the elements, in memory order, that each rank owns."""
-        itemsize = None if self.gathered is None else self.gathered.itemsize
-        rows = [row for unit in self.units for row in rows_of(trace, unit, self.degree, itemsize)]
+        rows = [row for unit in self.units for row in self.rows(trace, unit)]
         by_rank = [{name: each for row in rows for name, each in row.slices(r).items()} for r in range(self.degree)]
         return {name: [one[name] for one in by_rank] for name in by_rank[0]}
 
-    def _gathered_as(self, p: nn.Parameter, places: list[tuple[nn.Module, str]]) -> torch.dtype:
+    def _gathered_as(self, p: nn.Parameter, places: list[Place]) -> torch.dtype:
         rounded = self.computes or all(
             any(type(module).forward is kind.forward for kind in ROUNDED) for module, _ in places
         )
@@ -322,9 +304,3 @@ def _units_in_stage(pipe: Pipeline, split: Split, found: BranchPlan, stage: int,
     part = replace(part_of_trace(trace, stages, mine), parameters={n: found.trace.parameters[n] for n in names})
     tied = {*pipe.tied(trace, found.stages), *(name for name, ranks in own.items() if len(ranks) > 1)}
     return units_of_part(part, tied, trunk=[name for name in names if name not in own])
-
-
-def _rest_to(model: nn.Module, device: torch.device, cut: set[nn.Parameter]) -> None:
-    """Move buffers, and the parameters that are not cut, to the device."""
-    buffers_to(model, device)
-    parameters_to(model, device, cut)

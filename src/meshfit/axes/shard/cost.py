@@ -2,9 +2,12 @@
 done with numbers."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +15,9 @@ from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.shard.units import Unit, entrance_of
 from meshfit.comm.flat import part_of, starts_of
 from meshfit.cost import CollectiveCall, Cost, tallied
+
+if TYPE_CHECKING:
+    from meshfit.axes.shard.axis import Shard
 
 STEP_SCALARS = 4  # summed with the gradients: loss, count, stop, squared norm; then two slots a rank, one a parameter
 LOOKUPS = ("Embedding", "EmbeddingBag", "embedding", "embedding_bag")
@@ -78,7 +84,7 @@ def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list
         p = trace.parameters[name]
         if not p.dtype.startswith(CUT):
             continue
-        elements = _elements(p.shape)
+        elements = prod(p.shape)
         size = p.bytes // max(1, elements)
         as_gathered = gathered if gathered and name in unit.rounded and p.dtype == "float32" else size
         kinds.setdefault((p.dtype, p.trained, as_gathered, unit.row(name), p.stepped or p.dtype), {})[name] = elements
@@ -90,30 +96,16 @@ def rows_of(trace: Trace, unit: Unit, degree: int, gathered: int | None) -> list
 
 
 def shard_cost(
-    trace: Trace,
-    units: tuple[Unit, ...],
-    *,
-    degree: int,
-    copies: int,
-    zero: int,
-    microbatches: int,
-    gathered: int | None,
-    ahead: bool,
-    host: bool,
-    accumulate: bool,
+    shard: "Shard", trace: Trace, *, copies: int, microbatches: int, ahead: bool, accumulate: bool
 ) -> tuple[Trace, Cost]:
     """See ``Shard.cost``."""
-    rows = {unit: rows_of(trace, unit, degree, gathered) for unit in units}
+    units, degree, zero, host = shard.units, shard.degree, shard.zero, shard.home == "host"
+    once = accumulate or (zero == 1 and microbatches > 1)
+    rows = {unit: shard.rows(trace, unit) for unit in units}
     every = [row for many in rows.values() for row in many]
     uses = uses_of(trace, units)
     used = Counter(use.unit for use in uses if use.returns)
     fetched = Counter(units) if zero < 3 else gathers(trace, uses, microbatches)
-    scattered = {
-        unit: (1 if accumulate else microbatches * (used[unit] if zero == 3 and not unit.stays else 1))
-        if degree > 1
-        else 0
-        for unit in units
-    }
     uncut = sum(p.bytes for p in trace.parameters.values() if not p.dtype.startswith(CUT))
     parts = {
         "weights": sum(row.bytes for row in every),
@@ -126,66 +118,53 @@ def shard_cost(
         within = [0 if host or row.gathered != row.itemsize else row.bytes for row in every]
         held["weights"] += sum(row.whole for row in every) - sum(within)
     # Whole gradients wait for later microbatches, or for further uses of their unit in this one.
-    waiting = units if accumulate else [unit for unit in units if used[unit] > 1 and (zero < 3 or unit.stays)]
+    waiting = units if once else [unit for unit in units if used[unit] > 1 and (zero < 3 or unit.stays)]
     held["gradients"] += sum(row.gradients for unit in waiting for row in rows[unit] if row.trained)
-    calls = _traffic(rows, fetched, scattered, degree, copies, host, ahead=ahead, whole=zero < 3, once=accumulate)
+    calls: list[CollectiveCall] = []
+    for unit, many in rows.items():
+        scatters = 1 if once else microbatches * (used[unit] if zero == 3 and not unit.stays else 1)
+        calls += _scattered(many, scatters if degree > 1 else 0, degree, copies, once=once)
+        gathered = {"ahead": ahead, "once": zero < 3}
+        if degree > 1:
+            calls += _gathered("all_gather", sum(row.whole for row in many), fetched[unit], degree, "shard", **gathered)
+        if host:
+            size = sum(row.bytes for row in many)
+            calls += _gathered("host_to_device", size, fetched[unit], degree, "offload", **gathered)
+    if host:
+        size = parts["gradients"]
+        calls.append(CollectiveCall("device_to_host", size, axis="offload", hidden="backward", once=True))
+    if degree * copies > 1:
+        size = 8 * (STEP_SCALARS + 2 * degree * copies + sum(len(row.sizes) for row in every if row.trained))
+        how = {"axis": "step", "dtype": "float64", "phase": "step", "once": True}
+        calls.append(CollectiveCall("all_reduce", size, degree * copies, **how))
     own = {name: stop for row in every for name, (_, stop) in row.slices(0).items()} if degree > 1 else {}
     cut = {
-        name: replace(p, shape=(own[name],), bytes=p.bytes // max(1, _elements(p.shape)) * own[name])
+        name: replace(p, shape=(own[name],), bytes=p.bytes // max(1, prod(p.shape)) * own[name])
         for name, p in trace.parameters.items()
         if name in own
     }
-    cost = Cost(held=held, host=parts if host else {}, collectives=calls)
+    cost = Cost(held=held, host=parts if host else {}, collectives=tallied(call for call in calls if call.bytes))
     return replace(trace, parameters={**trace.parameters, **cut}), cost
 
 
-def _traffic(
-    rows: dict[Unit, list[FlatCost]],
-    fetched: Counter[Unit],
-    scattered: dict[Unit, int],
-    degree: int,
-    copies: int,
-    host: bool,
-    *,
-    ahead: bool,
-    whole: bool,
-    once: bool,
-) -> tuple[CollectiveCall, ...]:
-    """Of a step: how often each unit is gathered and scattered is given. ``whole``: units are gathered once, all before
-    the first forward; ``once``: gradients are scattered once a step."""
-    trained = [row for many in rows.values() for row in many if row.trained]
-    runs: list[CollectiveCall] = []
-    beside = "forward" if ahead else ""
+def _scattered(rows: list[FlatCost], times: int, degree: int, copies: int, *, once: bool) -> Iterator[CollectiveCall]:
+    """Of a unit's gradients, by dtype; ``once``: a step."""
+    for dtype in dict.fromkeys(row.grad_dtype for row in rows):
+        size = sum(row.gradients for row in rows if row.trained and row.grad_dtype == dtype)
+        how = {"dtype": str(dtype).removeprefix("torch."), "phase": "backward", "hidden": "backward"}
+        yield CollectiveCall("reduce_scatter", size, degree, count=times, axis="shard", once=once, **how)
+        if copies > 1:
+            yield CollectiveCall("all_reduce", size // degree, copies, axis="data", once=True, **how)
 
-    def gathered(name: str, size: int, times: int, axis: str) -> None:
-        """A unit that is gathered twice a microbatch is gathered in forward and in backward."""
-        back = 0 if whole else times // 2
-        how = {"degree": degree, "axis": axis}
-        runs.append(CollectiveCall(name, size, count=times - back, hidden=beside, once=whole, **how))
-        hidden = "backward" if ahead else ""
-        runs.append(CollectiveCall(name, size, count=back, phase="backward", hidden=hidden, **how))
 
-    for unit, many in rows.items():
-        for dtype in dict.fromkeys(row.grad_dtype for row in many):
-            size = sum(row.gradients for row in many if row.trained and row.grad_dtype == dtype)
-            named = str(dtype).removeprefix("torch.")
-            summed = CollectiveCall("reduce_scatter", size, degree, axis="shard", dtype=named, phase="backward")
-            runs.append(replace(summed, count=scattered[unit], hidden="backward", once=once))
-            if copies > 1:
-                own = {"name": "all_reduce", "bytes": size // degree, "degree": copies, "axis": "data"}
-                runs.append(replace(summed, hidden="backward", once=True, **own))
-        if degree > 1:
-            gathered("all_gather", sum(row.whole for row in many), fetched[unit], "shard")
-    how = {"dtype": "float64", "phase": "step", "once": True}
-    if degree * copies > 1:
-        size = 8 * (STEP_SCALARS + 2 * degree * copies + sum(len(row.sizes) for row in trained))
-        runs.append(CollectiveCall("all_reduce", size, degree * copies, axis="step", **how))
-    if host:
-        for unit, times in fetched.items():
-            gathered("host_to_device", sum(r.bytes for r in rows[unit]), times, "offload")
-        size = sum(row.grad_bytes for row in trained)
-        runs.append(CollectiveCall("device_to_host", size, axis="offload", hidden="backward", once=True))
-    return tallied(run for run in runs if run.bytes)
+def _gathered(
+    name: str, size: int, times: int, degree: int, axis: str, *, ahead: bool, once: bool
+) -> Iterator[CollectiveCall]:
+    """Of a unit's weights: in forward and, unless all are gathered ``once``, in backward."""
+    back = 0 if once else times // 2
+    for phase, count, lasts in (("forward", times - back, once), ("backward", back, False)):
+        how = {"axis": axis, "phase": phase, "hidden": phase if ahead else "", "once": lasts}
+        yield CollectiveCall(name, size, degree, count=count, **how)
 
 
 @dataclass(slots=True)
@@ -221,7 +200,7 @@ def uses_of(trace: Trace, units: tuple[Unit, ...]) -> list[Use]:
 
 
 def gathers(trace: Trace, uses: list[Use], microbatches: int) -> Counter[Unit]:
-    """How often each unit is gathered in a step with zero=3: see ``Shards._fetch``."""
+    """How often each unit is gathered in a step with zero=3: see ``Shards._unshard``."""
     frozen = {use.unit for use in uses if any(not trace.parameters[name].trained for name in use.unit.parameters)}
     count: Counter[Unit] = Counter()
     here: set[Unit] = set()
@@ -263,10 +242,3 @@ def _most(units: tuple[Unit, ...], wholes: dict[Unit, int], ahead: bool) -> int:
     others = [wholes[unit] for unit in units if unit.entrances != ("",) and not unit.stays]
     pairs = [a + b for a, b in pairwise(others)] if ahead else []
     return always + max([*others, *pairs], default=0)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

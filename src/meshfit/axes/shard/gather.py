@@ -1,7 +1,7 @@
-"""Units of a sharded model at run time: gathered when a call needs them, dropped after it.
+"""Units of a sharded model at run time: gathered (unsharded) when a call needs them, dropped (resharded) after it.
 
 While a unit is open, its modules hold whole tensors in place of the parameters: outputs of ``Gather``, whose backward
-is given the whole gradients and hands them to the exchange. Autograd itself thus knows when a unit's gradients are
+is given the whole gradients and passes them to the exchange. Autograd itself thus knows when a unit's gradients are
 complete, however often it was called, and whatever its calls take or return.
 
 What runs in backward by code of the user's own (a checkpoint, an ``autograd.Function`` that computes something again)
@@ -15,7 +15,7 @@ gathered next, so that it is started ahead. With zero=1 and 2 all units are gath
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshfit.axes.axis import Applied
 from meshfit.axes.shard.lockstep import GATHER, SCATTER, Lockstep, Meeting
-from meshfit.axes.shard.open_unit import Again, Edge, Gather, OpenUnit, Saved
+from meshfit.axes.shard.open_unit import Again, Edge, Gather, OpenUnit, SavedWeights
 from meshfit.axes.shard.rounding import SharedCopies
 from meshfit.comm.flat import Flat, Lane
 from meshfit.errors import PlanError
@@ -33,6 +33,20 @@ from meshfit.torch_private.autograd import in_backward
 from meshfit.torch_private.groups import all_gather_rows
 from meshfit.torch_private.modules import unwrap_call, wrap_call
 from meshfit.torch_private.tensors import call_a_parameter, storage_id, version
+
+
+class GradientExchange(Protocol):
+    """What is told of gradients: exchange/scatter.py."""
+
+    def begin_pass(self) -> None:
+        """Before a forward that will have a backward."""
+
+    def returned(self, unit: OpenUnit, gradients: tuple[Tensor | None, ...], again: bool) -> None:
+        """Backward is done with a use of a unit: the whole gradients of its trained parameters. ``again``: a use within
+        backward, by a reentrant checkpoint."""
+
+    def serve(self, unit: OpenUnit) -> None:
+        """Take part in a scatter of a unit's gradients that other ranks want."""
 
 
 class Shards(Applied):
@@ -54,31 +68,26 @@ class Shards(Applied):
         again, over a communicator where gradients do not wait for gathers, nor gathers for them."""
         self.units, self.zero, self.group, self.device = units, zero, group, device
         self.scatter_group = group if scatter is None else scatter
-        self._lane = Lane(group, device)
+        self.exchange: GradientExchange | None = None
+        """None: nothing trains."""
+        self.place = {p: (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.parameters)}
+        """The row that each parameter is cut in, and which of its parameters it is."""
+        self.used: list[OpenUnit] = []
+        """Units as this pass used them: backward will come back from each."""
         self.lockstep = Lockstep(group if peers is None else peers, self._serve, ahead=device.type == "cuda")
         """Gathers are started ahead on GPUs, where they run beside what the rank computes."""
         self.running = False
         """Whether a forward is under way."""
-        self._widened: list[tuple[OpenUnit, torch.dtype | None]] = []
-        self._copies = SharedCopies()
-        """Units that a pass without training gathered as they are, and what they are gathered as otherwise."""
         self._first, self._trial = True, False
         """No pass is over yet, and it is looked at more closely; what runs is not one, and may fail."""
-        self.used: list[OpenUnit] = []
-        """Units as this pass used them: backward will come back from each."""
-        self.on_pass: Callable[[], None] | None = None
-        """Called before a forward that will have a backward."""
-        self.on_return: Callable[[OpenUnit, tuple[Tensor | None, ...], bool], None]
-        """Given the whole gradients of a unit's trained parameters, once for each use of it; and whether it was used in
-        backward, by a reentrant checkpoint."""
-        self.on_serve: Callable[[OpenUnit], None]
-        """Take part in a scatter of a unit's gradients that other ranks want."""
+        self._lane = Lane(group, device)
+        self._saved = SavedWeights(self._unshard)
         self._anchor = torch.empty(0, requires_grad=True)
         """What autograd sees the whole parameters come from."""
+        self._copies = SharedCopies()
+        self._widened: list[tuple[OpenUnit, torch.dtype | None]] = []
+        """Units that a pass without training gathered as they are, and what they are gathered as otherwise."""
         self._hooked: list[nn.Module] = []
-        self._saved = Saved(self._fetch)
-        self.place = {p: (flat, i) for unit in units for flat in unit.flats for i, p in enumerate(flat.parameters)}
-        """The row that each parameter is cut in, and which of its parameters it is."""
 
     # Forward
 
@@ -86,24 +95,24 @@ class Shards(Applied):
     def inside(self) -> Iterator[None]:
         """Around whatever runs the model."""
         assert not self.running
-        trains = torch.is_grad_enabled() and self.on_pass is not None
-        self._trial = torch.is_grad_enabled() and not trains
+        exchange = self.exchange if torch.is_grad_enabled() else None
+        self._trial = torch.is_grad_enabled() and exchange is None
         while self._widened:
             self._gather_as(*self._widened.pop())
-        if trains and self.on_pass is not None:
-            self.on_pass()
+        if exchange is not None:
+            exchange.begin_pass()
         elif self.zero == 3:
             self.lockstep.begin("evaluate")
         if self.zero < 3:
             for unit in self.units:  # all at once: they stay, and each is waited for where it is needed
-                self._start(unit)
+                self._start_gather(unit)
         watched = self._saved.watched() if self.zero == 3 else nullcontext()
         self.running = True
         try:
             with watched, self.open(self.units[0]):
                 yield
             self._first &= self._trial
-            if not trains:
+            if exchange is None:
                 self.lockstep.end()
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -147,20 +156,20 @@ class Shards(Applied):
         if unit.open or not unit.flats:
             yield
             return
-        self._fetch(unit)
+        self._unshard(unit)
         unit.open += 1
         try:
             tensors = self._tensors(unit)
             unit.put(tensors)
-            versions = _versions(tensors)
+            versions = [*map(version, tensors)]
             yield
         finally:
             unit.open -= 1
             unit.close()
-        for p, tensor in zip((p for flat in unit.flats for p in flat.parameters), tensors, strict=True):
+        for p, tensor in zip(unit.parameters, tensors, strict=True):
             if tensor.requires_grad and not p.requires_grad:  # the forward has asked for it: see phases.py
                 p.requires_grad_(True)
-        changed = versions != _versions(tensors)
+        changed = versions != [*map(version, tensors)]
         if changed or (self._first and not self._trial):
             self._check(unit, changed)
 
@@ -181,16 +190,16 @@ class Shards(Applied):
     def _widen(self, unit: OpenUnit) -> None:
         """Gather an open unit as it is, now and, in training, from now on: it is used where autocast does not round
         it. Trials and evaluations may run without autocast: what they need is not what training needs."""
-        if self.on_pass is None or not torch.is_grad_enabled():
+        if self.exchange is None or not torch.is_grad_enabled():
             self._widened.append((unit, unit.gather_dtype))
         self._gather_as(unit, None)
-        self._fetch(unit)
+        self._unshard(unit)
         unit.put(self._tensors(unit))
 
     def _gather_as(self, unit: OpenUnit, dtype: torch.dtype | None) -> None:
         """From its next gather on ``dtype`` for what autocast rounds."""
         if unit.prefetch is not None:
-            self._wait(unit)
+            self._wait_for_gather(unit)
         unit.gather_dtype, unit.unsharded = dtype, False
         for flat in unit.flats:
             if flat.rounds:
@@ -223,54 +232,56 @@ class Shards(Applied):
 
     # Gathering
 
-    def _fetch(self, unit: OpenUnit) -> None:
+    def _unshard(self, unit: OpenUnit) -> None:
         """Have all of a unit here."""
         if unit.unsharded or not unit.flats:
             return
         if self.zero == 3:
             for other in self.units[1:]:  # the whole's own are few, and needed everywhere
                 if other.unsharded and not other.open and not (other.stays and self.running):
-                    self.drop(other)
+                    self.reshard(other)
         with torch.inference_mode(False):
             if self.zero == 3 and unit.prefetch is None:
                 self.lockstep.turn(GATHER, unit.index)
-            self._start(unit)
-            self._wait(unit)
+            self._start_gather(unit)
+            self._wait_for_gather(unit)
             following = self.lockstep.following() if self.zero == 3 else None
             if following is not None and not self.units[following].unsharded and self.units[following].prefetch is None:
                 self.lockstep.turn(GATHER, following)
-                self._start(self.units[following])
+                self._start_gather(self.units[following])
 
     def _serve(self, meeting: Meeting) -> None:
         """Take part in a collective that other ranks want."""
         unit = self.units[meeting.unit]
         if meeting.kind == SCATTER:
-            self.on_serve(unit)
+            assert self.exchange is not None
+            self.exchange.serve(unit)
             return
         with torch.inference_mode(False):
             if not unit.unsharded and unit.prefetch is None:
-                self._start(unit)
-                self.drop(unit)
+                self._start_gather(unit)
+                self.reshard(unit)
                 return
             with self._lane.beside():  # it is needed here as it is
                 rows = [torch.empty(flat.padded, dtype=flat.gathered, device=self.device) for flat in unit.flats]
                 for work in self._gather(unit.flats, rows):
                     work.wait()
 
-    def _start(self, unit: OpenUnit) -> None:
+    def _start_gather(self, unit: OpenUnit) -> None:
         if unit.unsharded or unit.prefetch is not None or not unit.flats:
             return
         with self._lane.beside():
-            flats = [flat for flat in unit.flats if not self._is_whole(flat)]
-            for flat in flats:
-                if flat.whole is None:
+            for flat in unit.flats:
+                if self._is_whole(flat):
+                    flat.whole = flat.mine
+                elif flat.whole is None:
                     flat.whole = torch.empty(flat.padded, dtype=flat.gathered, device=self.device)
-            works = self._gather(flats, [flat.whole for flat in flats if flat.whole is not None])
-            unit.prefetch = works, self._lane.event()
+            rows = {flat: flat.whole for flat in unit.flats if flat.whole is not None and flat.whole is not flat.mine}
+            unit.prefetch = self._gather([*rows], [*rows.values()]), self._lane.event()
         for flat in unit.flats:
             self._saved.know(unit, flat)
 
-    def _wait(self, unit: OpenUnit) -> None:
+    def _wait_for_gather(self, unit: OpenUnit) -> None:
         works, event = unit.prefetch
         with current().waiting("gather") if works else nullcontext():
             for work in works:
@@ -279,12 +290,9 @@ class Shards(Applied):
         unit.prefetch, unit.unsharded = None, True
 
     def _is_whole(self, flat: Flat) -> bool:
-        """Whether this rank's part is all of it, as it is gathered; it then stands for the whole."""
-        source = flat.mine
-        if self.group is not None or source.dtype != flat.gathered or source.device.type != self.device.type:
-            return False
-        flat.whole = source
-        return True
+        """Whether this rank's part is all of it, as it is gathered."""
+        mine = flat.mine
+        return self.group is None and mine.dtype == flat.gathered and mine.device.type == self.device.type
 
     def _gather(self, flats: list[Flat], rows: list[Tensor]) -> list[Any]:
         sources = []
@@ -299,19 +307,26 @@ class Shards(Applied):
             current().moved("all_gather", sum(row.nbytes for row in rows))
         return self._lane.gather(rows, sources)
 
-    def drop(self, unit: OpenUnit) -> None:
+    def reshard(self, unit: OpenUnit) -> None:
         if unit.prefetch is not None:
-            self._wait(unit)
+            self._wait_for_gather(unit)
         unit.unsharded = False
         for flat in unit.flats:
             self._saved.forget(flat)
             flat.whole = None
 
+    def forget_uses(self) -> None:
+        """No backward comes back from them any more."""
+        for unit in self.used:
+            unit.pending_backward = 0
+            unit.uses.clear()
+        self.used.clear()
+
     def settle(self) -> None:
         """Before the weights at rest change: wait for gathers that nothing waited for."""
         for unit in self.units:
             if unit.prefetch is not None:
-                self._wait(unit)
+                self._wait_for_gather(unit)
 
     def changed(self) -> None:
         """The weights at rest are not what they were: what is gathered is out of date."""
@@ -319,7 +334,7 @@ class Shards(Applied):
         self.settle()
         for unit in self.units:
             if self.zero == 3:
-                self.drop(unit)
+                self.reshard(unit)
             unit.unsharded = False
 
     # Whole tensors, for whoever saves or compares them
@@ -356,17 +371,16 @@ class Shards(Applied):
         for module in self._hooked:
             unwrap_call(module)
         for unit in self.units:
-            self._start(unit)
+            self._start_gather(unit)
             if unit.flats:
-                self._wait(unit)
+                self._wait_for_gather(unit)
             for flat in unit.flats:
                 for p in flat.parameters:
                     p.grad = None
-                row = self._exact(flat)
-                flat.restore(row, torch.device("cpu"))
+                flat.restore(self._exact(flat), torch.device("cpu"))
             if self.zero == 3:
-                self.drop(unit)
-            unit.refresh()
+                self.reshard(unit)
+            unit.in_modules.refresh()
 
     def _exact(self, flat: Flat) -> Tensor:
         """A flat's row in its own dtype."""
@@ -379,11 +393,6 @@ class Shards(Applied):
             return row.copy_(mine)
         all_gather_rows([row], [mine], self.group)
         return row
-
-
-def _versions(tensors: list[Tensor]) -> list[int]:
-    """How often each was changed; in inference mode torch does not count."""
-    return [] if torch.is_inference_mode_enabled() else [version(tensor) for tensor in tensors]
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:

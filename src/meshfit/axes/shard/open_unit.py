@@ -7,7 +7,7 @@ place (which unit, where in its row), and gather the unit again when backward as
 a weight is never stale, whatever is done to the outputs of a block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +25,51 @@ if TYPE_CHECKING:
     from meshfit.axes.shard.gather import Shards
 
 
+Place = tuple[nn.Module, str]
+"""A module, and the name by which it holds a parameter."""
+
+
+def places_of(model: nn.Module) -> dict[nn.Parameter, list[Place]]:
+    """Every place of each parameter."""
+    found: dict[nn.Parameter, list[Place]] = {}
+    for module in model.modules():
+        for name, p in own_parameters(module).items():
+            if p is not None:
+                found.setdefault(p, []).append((module, name))
+    return found
+
+
+class ParameterPlaces:
+    """The places of some parameters, at which other tensors can stand for a while."""
+
+    def __init__(self, places: Sequence[Sequence[Place]]):
+        self._holders = [[(own_parameters(module), name) for module, name in each] for each in places]
+        holders = dict.fromkeys(module for each in places for module, _ in each)
+        self._recurrent = [module for module in holders if isinstance(module, nn.RNNBase)]
+
+    def replace(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        """Put ``new`` in the place of ``old``, but not of what code around put there itself, as
+        ``torch.func.functional_call`` does."""
+        for holders, was, tensor in zip(self._holders, old, new, strict=True):
+            for held, name in holders:
+                if held[name] is was:
+                    held[name] = tensor
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recurrent layers keep a list of their weights beside."""
+        for module in self._recurrent:
+            refresh_flat_weights(module)
+
+
 @dataclass(eq=False)
 class OpenUnit:
     """Parameters that are gathered together."""
 
     index: int
     flats: list[Flat]
-    places: list[list[tuple[nn.Module, str]]]
+    places: list[list[Place]]
     """Where each parameter stands, in the order of the flats."""
-
-    recurrent: list[nn.Module] = field(default_factory=list)
-    """Of its modules, those that keep a list of their weights beside: nn.LSTM and its kin."""
 
     stays: bool = False
     """While a forward runs: see units.py."""
@@ -55,35 +89,20 @@ class OpenUnit:
     """What the weights that autocast rounds are gathered as; None: as they are."""
 
     def __post_init__(self) -> None:
-        self._holders = [[(own_parameters(module), name) for module, name in places] for places in self.places]
-
-    @property
-    def trained(self) -> list[Flat]:
-        return [flat for flat in self.flats if flat.trained]
+        self.parameters = [p for flat in self.flats for p in flat.parameters]
+        self.trained = [flat for flat in self.flats if flat.trained]
+        self.in_modules = ParameterPlaces(self.places)
 
     def put(self, tensors: list[Tensor]) -> None:
-        """Let the modules hold ``tensors`` as their parameters, but for those that code around put there itself, as
-        ``torch.func.functional_call`` does."""
-        self._replace(self.held or [p for flat in self.flats for p in flat.parameters], tensors)
+        """Let the modules hold ``tensors`` as their parameters."""
+        self.in_modules.replace(self.held or self.parameters, tensors)
         self.held = tensors
 
     def close(self) -> None:
         """Let the modules hold the parameters themselves."""
         if self.held:
-            self._replace(self.held, [p for flat in self.flats for p in flat.parameters])
+            self.in_modules.replace(self.held, self.parameters)
             self.held = []
-
-    def _replace(self, old: list[Tensor], new: list[Tensor]) -> None:
-        for holders, was, tensor in zip(self._holders, old, new, strict=True):
-            for held, name in holders:
-                if held[name] is was:
-                    held[name] = tensor
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Recurrent layers keep a list of their weights beside."""
-        for module in self.recurrent:
-            refresh_flat_weights(module)
 
 
 # What autograd sees
@@ -101,11 +120,11 @@ class _SavedWeight:
     offset: int
 
 
-class Saved:
-    """Notes on the weights that autograd saves; ``fetch`` gathers a unit."""
+class SavedWeights:
+    """Notes on the weights that autograd saves; ``unshard`` gathers a unit."""
 
-    def __init__(self, fetch: Callable[[OpenUnit], None]):
-        self._fetch = fetch
+    def __init__(self, unshard: Callable[[OpenUnit], None]):
+        self._unshard = unshard
         self._storages: dict[int, tuple[OpenUnit, Flat]] = {}
         """Of gathered rows."""
 
@@ -139,7 +158,7 @@ class Saved:
         return None
 
     def _fetched(self, packed: _SavedWeight) -> Tensor:
-        self._fetch(packed.unit)
+        self._unshard(packed.unit)
         assert packed.flat.whole is not None
         return packed.flat.whole.as_strided(packed.size, packed.stride, packed.offset).to(packed.dtype)
 
@@ -165,8 +184,8 @@ class Gather(torch.autograd.Function):
         unit.pending_backward -= 1
         if ctx in unit.uses:
             unit.uses.remove(ctx)
-        shards.on_return(unit, gradients, False)
-        _drop_if_done(shards, unit)
+        shards.exchange.returned(unit, gradients, False)
+        _reshard_if_done(shards, unit)
         return None, None, None
 
 
@@ -185,8 +204,8 @@ class Again(torch.autograd.Function):
         shards, unit = ctx.shards, ctx.unit
         if not will_run(ctx.all):
             return None, None, None, *(gradients * (ctx.given // len(gradients)))
-        shards.on_return(unit, gradients, True)
-        _drop_if_done(shards, unit)
+        shards.exchange.returned(unit, gradients, True)
+        _reshard_if_done(shards, unit)
         return (None,) * (3 + ctx.given)
 
 
@@ -204,6 +223,6 @@ def _whole(unit: OpenUnit) -> tuple[Tensor, ...]:
     return tuple(view for flat in unit.trained for view in flat.views(flat.whole))  # type: ignore[arg-type]
 
 
-def _drop_if_done(shards: "Shards", unit: OpenUnit) -> None:
+def _reshard_if_done(shards: "Shards", unit: OpenUnit) -> None:
     if shards.zero == 3 and not unit.open and unit.pending_backward <= 0 and len(unit.trained) == len(unit.flats):
-        shards.drop(unit)
+        shards.reshard(unit)
