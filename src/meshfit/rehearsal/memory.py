@@ -16,7 +16,7 @@ from meshfit.data import tree
 from meshfit.data.datasets import open_source
 from meshfit.errors import PlanError
 from meshfit.job import Job, plan_of
-from meshfit.observe.foreseen import foreseen
+from meshfit.observe.predicted import predicted_picture
 from meshfit.plan_cost import cost, stage_traffic
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.memory import CONTEXT, SLACK
@@ -102,4 +102,4 @@ def timeline(job: Job, model: nn.Module, found: Mapping[str, Any], cluster: Clus
     assert isinstance(job.batch_size, int)
     work, _ = work_of(plan, trace, job.make_optimizer(model), found, job.batch_size)
     steps = StepModel(cluster, MESHFIT)
-    return foreseen(plan, work, steps(work).items, steps)
+    return predicted_picture(plan, work, steps(work).items, steps)
