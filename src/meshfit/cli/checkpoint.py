@@ -29,14 +29,19 @@ from meshfit.errors import CheckpointError, JobError, NoCheckpoint
 from meshfit.observe.columns import columns
 from meshfit.units import size
 
-app = typer.Typer(help="List, show, verify, compare, export and prune checkpoints.", no_args_is_help=True)
+checkpoint = typer.Typer(
+    help="List, show, verify, compare, export and prune checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
 Where = Annotated[str, typer.Argument(help="A run's folder, a folder of checkpoints, or one.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 console = Console()
 
 
-@app.command("list")
+@checkpoint.command("list")
 def list_(where: Where, json: Json = False) -> None:
     """Every checkpoint in a folder, newest first, and those that are not complete."""
     files, found, skipped = _found(where)
@@ -68,7 +73,7 @@ def _about(found: Manifest) -> dict[str, object]:
     return {**{key: found.body[key] for key in keys}, "bytes": found.nbytes}
 
 
-@app.command()
+@checkpoint.command()
 def show(
     where: Where,
     tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor, too.")] = False,
@@ -110,7 +115,7 @@ def show(
         console.print(listed)
 
 
-@app.command()
+@checkpoint.command()
 def verify(
     where: Where, every: Annotated[bool, typer.Option("--all", help="All, not the newest alone.")] = False
 ) -> None:
@@ -132,7 +137,7 @@ def verify(
     raise typer.Exit(1 if bad else 0)
 
 
-@app.command()
+@checkpoint.command()
 def diff(a: Where, b: Where, most: Annotated[int, typer.Option(help="Tensors to show.")] = 20) -> None:
     """What differs between two checkpoints: exit code 0 if nothing, 1 if something."""
     one, other = manifest.newest(a), manifest.newest(b)
@@ -150,7 +155,7 @@ def diff(a: Where, b: Where, most: Annotated[int, typer.Option(help="Tensors to 
     raise typer.Exit(1)
 
 
-@app.command()
+@checkpoint.command()
 def export(
     source: Annotated[str, typer.Argument(help="A checkpoint, or weights that others wrote.", show_default=False)],
     target: Annotated[str, typer.Argument(help="A .safetensors file, or a folder.", show_default=False)],
@@ -173,7 +178,7 @@ def export(
         console.print(f"{path}  {size(above.size(name))}", highlight=False)
 
 
-@app.command()
+@checkpoint.command()
 def prune(
     where: Where,
     keep: Annotated[int, typer.Option(help="Complete checkpoints that stay.")] = 2,

@@ -14,6 +14,8 @@ from meshfit.data import tree
 from meshfit.data.datasets import SampleStream, open_source
 from meshfit.errors import PlanError
 from meshfit.launch.devices import Devices
+from meshfit.observe.reading import RecordedSpan
+from meshfit.observe.svg import lanes_picture
 from meshfit.optimizers import Optimizers
 from meshfit.patches import unprinted
 from meshfit.plan import Plan
@@ -21,12 +23,16 @@ from meshfit.plan_cost import cost, microbatch, traced_stages
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.plan_work import work_of
 from meshfit.planner.software import MESHFIT
-from meshfit.planner.step import StepModel
+from meshfit.planner.step import StepModel, StepWork
+from meshfit.schedule.actions import SPANS
+from meshfit.units import seconds
 
 if TYPE_CHECKING:
     from meshfit.drive import Training
 
 SAMPLES = 4
+DRAWN = 48
+"""Microbatches of a step that are drawn, or three a rank if that is more."""
 
 
 def predict(training: "Training") -> dict[str, Any]:
@@ -88,3 +94,26 @@ def _seconds(
     loudest = max(said, key=lambda calls: sum(call.bytes * call.count for call in calls))
     waited = steps.waited_by_axis(loudest, time.items["collectives"])
     return {"seconds": time.seconds, "items": time.items, "waited": waited, "cluster": cluster.to_dict()}
+
+
+def predicted_picture(plan: Plan, work: StepWork, items: Mapping[str, float], steps: StepModel) -> str:
+    """An SVG of a step: a lane a rank of the pipeline; forward and backward, then what is waited for, and the update.
+    ``items``: seconds of the step, see ``StepTime``."""
+    drawn = min(work.microbatches, max(DRAWN, 3 * work.ranks))
+    timed = steps.timeline(work, drawn)
+    waits, update = items.get("collectives", 0.0), items.get("update", 0.0)
+    inside = sum(e[1] + e[3] for e in steps.stages(work)) / work.ranks * work.microbatches
+    after = max(0.0, waits - inside)
+    end = timed.end + after + update
+    rows = []
+    for rank, actions in enumerate(timed.spans):
+        spans = [
+            RecordedSpan(SPANS[t.action.kind], 1, t.start, t.end - t.start, {"microbatch": t.action.microbatch})
+            for t in actions
+        ]
+        spans += [RecordedSpan("exchange", 1, timed.end, after), RecordedSpan("update", 1, timed.end + after, update)]
+        label = f"pipeline {rank}" if work.ranks > 1 else "every rank"
+        rows.append((label, [span for span in spans if span.seconds]))
+    part = f", {drawn} of its {work.microbatches} microbatches" if drawn < work.microbatches else ""
+    heading = f"{plan} · predicted: {seconds(sum(items.values()))} a step{part}"
+    return lanes_picture(heading, rows, 0.0, end, ruler=steps.software.slack)  # slack is over everything

@@ -13,7 +13,7 @@ from meshfit.data import tree
 from meshfit.data.datasets import open_source
 from meshfit.errors import PlanError
 from meshfit.job import Job, plan_of
-from meshfit.observe.foreseen import foreseen
+from meshfit.observe.predicted import predicted_picture
 from meshfit.plan_cost import cost, microbatch, traced_stages
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.plan_work import work_of
@@ -79,4 +79,4 @@ def timeline(job: Job, model: nn.Module, found: Mapping[str, Any], cluster: Clus
     trace = _traced(job, model, operations=True)
     work, _ = work_of(plan, trace, job.make_optimizer(model), found, job.batch_size)
     steps = StepModel(cluster, MESHFIT)
-    return foreseen(plan, work, steps(work).items, steps)
+    return predicted_picture(plan, work, steps(work).items, steps)
