@@ -402,9 +402,9 @@ def test_tickets_are_each_done_once() -> None:
     assert [tickets.take(0), tickets.take(1), tickets.take(0)] == [0, 1, 0]
     tickets.done(0)
     tickets.give_back(1)
-    again = Tickets.of(tickets.facts())
+    again = Tickets(**tickets.facts())
     assert tickets.take(1) == 1
-    killed = Tickets.of(tickets.facts())  # while a worker had one
+    killed = Tickets(**tickets.facts())  # while a worker had one
     tickets.give_back(1)
     for each in (tickets, again, killed):
         assert [each.take(2), each.take(0), each.take(5), each.take(6)] == [1, 2, 3, None]

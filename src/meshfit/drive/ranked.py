@@ -165,28 +165,27 @@ class Ranked(Training):
         if self.elastic.grown(self.job) and word_of(self.folder) is None:
             leave(self.folder, CAME_BACK)
 
-    @contextmanager
-    def _ranks(self) -> Iterator[Any]:
+    def _ranks(self) -> AbstractContextManager[Any]:
         """Started, each at its ``Work``; model servers beside them, if the plan has any."""
-        job, plan, folder = self.job, plan_of(self.job), self.folder
-        if self.deferred is None:
-            job = replace(job, model=self.model)
-        work = Work(job, self._lockstep, folder, self._tap, partial(Run, folder=folder))
-        if not plan.server:
-            with started(self.job, work, log=folder) as ranks:
-                yield ranks
-            return
+        job = replace(self.job, model=self.model) if self.deferred is None else self.job
+        if plan_of(job).server:
+            return self._served(job)
+        make = partial(Run, folder=self.folder)
+        return started(self.job, Work(job, self._lockstep, self.folder, self._tap, make), log=self.folder)
+
+    @contextmanager
+    def _served(self, job: Job) -> Iterator[Any]:
         from meshfit.server.launch import Servers
 
+        plan, folder = plan_of(job), self.folder
         key = None if job.listen is None else join.announced(job.listen)
         secret = secrets.token_bytes(32)  # by which the processes of this run know each other
-        work = replace(work, make=partial(worker_run, secret=secret, folder=folder))
+        work = Work(job, self._lockstep, folder, self._tap, partial(worker_run, secret=secret, folder=folder))
         expendable = [w * plan.worker_size + i for w in serve.expendable(job) for i in range(plan.worker_size)]
         with started(self.job, work, log=folder, expendable=expendable, group=plan.worker_size) as ranks:
             serving = serve.ServerProcess(ranks.work.job, secret, folder, key)
-            with Servers(
-                serving, count=plan.server, folder=ranks.folder, hang=job.hang_seconds, log=folder
-            ) as ranks.beside:
+            how: dict[str, Any] = {"hang": job.hang_seconds, "log": folder}
+            with Servers(serving, count=plan.server, folder=ranks.folder, **how) as ranks.beside:
                 yield ranks
 
 

@@ -111,17 +111,14 @@ def check(*, independent: bool = False, devices: int | None = None, environ: Map
     several |= "MASTER_ADDR" in environ and "JOB_COMPLETION_INDEX" in environ
     if several:
         missing = [name for name in WORLD if name not in environ]
+        are = "are" if len(missing) > 1 else "is"
         raise JobError(
-            f"this process is said to be one of several, but {' and '.join(missing)} {_are(missing)} not set",
+            f"this process is said to be one of several, but {' and '.join(missing)} {are} not set",
             f"{_values(environ, (*WORLD, 'JOB_COMPLETION_INDEX'))}: the ranks cannot find each other",
             f"torchrun sets all of it: {_torchrun(number(environ, 'WORLD_SIZE') or 2, 1, devices, 'HOST')}",
             "with HOST the first of the hosts",
             f"or unset {' '.join(has)} to train here alone",
         )
-
-
-def _are(names: list[str]) -> str:
-    return "are" if len(names) > 1 else "is"
 
 
 def _values(environ: Mapping[str, str], names: tuple[str, ...]) -> str:

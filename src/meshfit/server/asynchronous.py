@@ -74,7 +74,8 @@ class Tickets:
         """Nothing left to take, and nothing under way."""
         return self.total is not None and self.next >= self.total and not self.returned and not self.out
 
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, Any]:
+        """From which others like these can be made, where what was under way is given out again."""
         return {"total": self.total, "next": self.next, "returned": sorted([*self.returned, *self.out.values()])}
 
     @classmethod
@@ -82,10 +83,6 @@ class Tickets:
         """From ``first`` on, without those that are ``applied``."""
         upto = max(applied, default=first - 1) + 1
         return cls(total, upto, [ticket for ticket in range(first, upto) if ticket not in applied])
-
-    @classmethod
-    def of(cls, facts: dict) -> "Tickets":
-        return cls(facts["total"], facts["next"], list(facts["returned"]))
 
 
 @dataclass
@@ -201,4 +198,4 @@ class AsynchronousCoordinator:
         return {"tickets": self.tickets.facts()}
 
     def restore(self, facts: dict[str, Any]) -> None:
-        self.tickets, self.server.expected = Tickets.of(facts["tickets"]), set()
+        self.tickets, self.server.expected = Tickets(**facts["tickets"]), set()

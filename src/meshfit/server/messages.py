@@ -49,17 +49,12 @@ WORDS: dict[str, dict[str, Callable[[Any], bool]]] = {
 }
 
 
-def check_from(worker: int, message: Message) -> None:
-    """``WireError`` unless the message is this worker's, and has the words of its kind."""
-    if message.worker != worker:
+def check(message: Message, worker: int | None = None) -> None:
+    """``WireError`` unless the message has the words of its kind, and is of ``worker``, once that is known."""
+    if worker is not None and message.worker != worker:
         raise WireError(f"worker {worker} speaks as worker {message.worker}")
-    if message.payload and message.kind != "push":
+    if worker is not None and message.payload and message.kind != "push":
         raise WireError(f"a {message.kind!r} with a payload that was not due")
-    check(message)
-
-
-def check(message: Message) -> None:
-    """``WireError`` unless the message has the words of its kind."""
     for word, right in WORDS.get(message.kind, {}).items():
         value = message.words.get(word, ABSENT)
         if not right(value):

@@ -30,7 +30,7 @@ from meshfit.server.asynchronous import AsynchronousCoordinator
 from meshfit.server.client import Client, ClientRecord, Push, ReadWriteLock
 from meshfit.server.join import Invitation
 from meshfit.server.keeper import Keeper
-from meshfit.server.messages import check, check_from
+from meshfit.server.messages import check
 from meshfit.server.settings import ServerSettings, gone_mark
 from meshfit.server.shared_memory import SharedMemory, view
 from meshfit.server.snapshot import SnapshotWriter, newest, write
@@ -125,7 +125,7 @@ class Server:
                 turn.enter_context(client.record.turn)
                 self._admit(client, hello.words)
                 into = None if wire.local else view(client.memory.up)  # a gradient that is shared is there already
-                while self._answer(client, wire.recv(into, check=partial(check_from, client.id))):
+                while self._answer(client, wire.recv(into, check=partial(check, worker=client.id))):
                     client.heard = time.monotonic()
                 self.drop(client, "")
             except (ConnectionLost, TimeoutError, WireError) as error:
