@@ -112,7 +112,7 @@ def test_a_hugging_face_data_set_itself(data: Any):
         hf_dataset(gap, columns="maybe").fetch(np.arange(3))
     assert hf_dataset(gap, columns="maybe", fill=-1).fetch(np.arange(3)).tolist() == [1, -1, 3]
     datasets = pytest.importorskip("datasets")
-    large = datasets.Dataset.from_dict({"id": [1, 2**63]}, datasets.Features({"id": datasets.Value("uint64")}))
+    large = datasets.Dataset.from_dict({"id": np.array([1, 2**63], np.uint64)})
     with pytest.raises(meshfit.DataError, match=r"'id' of .* holds 9223372036854775808, above what int64 holds"):
         hf_dataset(large, columns="id").fetch(np.arange(2))
     plain = Recipe.of(data.select_columns(["label", "mat"])).source()  # as fit(data=...) takes it, by its own samples
