@@ -111,6 +111,10 @@ def test_a_hugging_face_data_set_itself(data: Any):
     with pytest.raises(meshfit.data.BadSample, match=r"row 1 of the Dataset .* has no value in column 'maybe'"):
         hf_dataset(gap, columns="maybe").fetch(np.arange(3))
     assert hf_dataset(gap, columns="maybe", fill=-1).fetch(np.arange(3)).tolist() == [1, -1, 3]
+    datasets = pytest.importorskip("datasets")
+    large = datasets.Dataset.from_dict({"id": np.array([1, 2**63], np.uint64)})
+    with pytest.raises(meshfit.DataError, match=r"'id' of .* holds 9223372036854775808, above what int64 holds"):
+        hf_dataset(large, columns="id").fetch(np.arange(2))
     plain = Recipe.of(data.select_columns(["label", "mat"])).source()  # as fit(data=...) takes it, by its own samples
     assert isinstance(plain, Source)
     assert plain.fetch(IDS)["label"].tolist() == IDS.tolist()

@@ -174,6 +174,14 @@ def test_tokens_are_rows_of_inputs_and_targets(tmp_path: Path, dtype: str):
     assert whole.fetch(np.array([0])).shape == (1, 17)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", ">u2", "<u8", "int32"])
+def test_tokens_of_other_types(tmp_path: Path, dtype: str) -> None:
+    np.save(tmp_path / "x.npy", np.arange(200).astype(dtype))
+    x, y = meshfit.data.tokens(tmp_path / "x.npy", length=7).fetch(np.array([1, 0]))
+    assert x.tolist() == [list(range(7, 14)), list(range(7))]
+    assert y.tolist() == [list(range(8, 15)), list(range(1, 8))]
+
+
 def test_text_is_tokenised_once_and_packed(tmp_path: Path):
     words = "Before we proceed any further, hear me speak. " * 30
     (tmp_path / "a.txt").write_text(words)

@@ -1,5 +1,5 @@
 """The CPU's side: source (where samples are) -> transform -> order (which come next) -> loader (this rank's share, on
-its device). Randomness follows the sample, never the worker: DESIGN rule 7.
+its device). Random numbers are keyed by the sample, never by the worker that reads it.
 
     import meshfit
     from meshfit.data import transform

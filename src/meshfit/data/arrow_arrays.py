@@ -108,7 +108,12 @@ def named(column: str, kind: Any, file: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, NotImplementedError, TypeError, ValueError, OverflowError) as error:
+    except OverflowError as error:
+        raise DataError(
+            f"column {column!r} of {file} holds {error}, above what int64 holds",
+            "store it as bytes or words, or leave it out with columns=",
+        ) from error
+    except (pa.ArrowException, NotImplementedError, TypeError, ValueError) as error:
         raise DataError(
             f"column {column!r} of {file} is {kind}, which is no tensor",
             str(error).split("\n")[0][:200],
@@ -202,6 +207,8 @@ def _numbers(array: Any) -> NDArray[Any]:
 
     if pa.types.is_boolean(array.type) or pa.types.is_floating(array.type) or pa.types.is_integer(array.type):
         values = array.to_numpy(zero_copy_only=False)
+        if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
+            raise OverflowError(values.max())
         return values if values.dtype != object else values.astype(np.float64)
     raise TypeError(f"{array.type} is not numbers")
 

@@ -342,7 +342,7 @@ class Skipping(DerivedSource):
 
     def _add(self, i: int, error: Exception) -> None:
         self.bad[i] = str(error) if isinstance(error, BadSample) else f"{self.name_of(i)}: {error!r}"
-        within(list(self.bad.values()), len(self), self.most, error)
+        check_bad_share(list(self.bad.values()), len(self), self.most, error)
 
     @property
     def skipped(self) -> list[str]:
@@ -369,7 +369,7 @@ def _shape(x: Any) -> tuple[int, ...] | None:
     return tuple(x.shape) if isinstance(x, Tensor) else None
 
 
-def within(bad: list[str], samples: int, most: float, error: Exception | None = None) -> None:
+def check_bad_share(bad: list[str], samples: int, most: float, error: Exception | None = None) -> None:
     """Refuse more than a share of ``most`` bad ones of ``samples``."""
     allowed = max(1, int(most * samples))
     if len(bad) > allowed:

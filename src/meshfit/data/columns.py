@@ -236,11 +236,6 @@ class ColumnWriter:
     def _add(self, column: str, array: Any, file: str) -> None:
         with named(column, array.type, file):
             kind, values, offsets = flat(array)
-        if kind["dtype"] == "<u8" and values.size and values.max() > np.iinfo(np.int64).max:
-            raise DataError(
-                f"column {column!r} of {file} holds {values.max()}, above what int64 holds",
-                "store it as bytes or words, or leave it out with columns=",
-            )
         known = self.kinds.setdefault(column, {**kind, "file": str(len(self.kinds))})
         first = self.first.setdefault(column, file)
         if known["dtype"] != kind["dtype"]:

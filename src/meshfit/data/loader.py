@@ -27,7 +27,7 @@ from meshfit.data.draw import Key
 from meshfit.data.order import Ids, share
 from meshfit.data.reading import ReaderChoice, check_repeatable, decide, pool_of
 from meshfit.data.ring import Ring
-from meshfit.data.source import Source, StageTimer, handed, spread, stage
+from meshfit.data.source import Source, StageTimer, model_input, spread, stage
 from meshfit.errors import DataError
 
 
@@ -280,7 +280,7 @@ class Loader:
             content = tree.to_device(part.content, self.device)
             content = self.source.finish(content, ids, Key(self.seed, batch.epoch))
             name_of = lambda i, ids=ids: self.source.name_of(int(ids[i]))
-            parts.append(replace(part, content=handed(content, name_of)))
+            parts.append(replace(part, content=model_input(content, name_of)))
         return replace(batch, microbatches=parts)
 
     def _pinned(self, content: Any) -> Any:

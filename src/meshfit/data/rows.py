@@ -35,22 +35,25 @@ def names_in(asked: Asked, known: Sequence[str], fields: Sequence[str] = ()) -> 
     """The columns, and ``fields`` of them, that ``asked`` needs; an unknown one is refused."""
     if asked is None:
         return list(known)
-    if isinstance(asked, str):
-        if asked not in known and asked not in fields:
-            raise DataError(f"there is no column {asked!r}", did_you_mean(asked, [*known, *fields]))
-        return [asked]
-    if isinstance(asked, Mapping | tuple | list):
-        inner = asked.values() if isinstance(asked, Mapping) else asked
-        return list(dict.fromkeys(name for part in inner for name in names_in(part, known, fields)))
-    raise DataError(f"columns={asked!r} is not understood", 'write ("image", "label"), say')
+    names = list(dict.fromkeys(_names(asked)))
+    for name in names:
+        if name not in known and name not in fields:
+            raise DataError(f"there is no column {name!r}", did_you_mean(name, [*known, *fields]))
+    return names
 
 
 def fields_in(asked: Asked, known: Sequence[str]) -> list[str]:
     """The names "a.b" in ``asked`` of which ``known`` holds "a"."""
+    names = [] if asked is None else _names(asked)
+    return [name for name in names if name not in known and root_of(name, known)]
+
+
+def _names(asked: Asked) -> list[str]:
     if isinstance(asked, str):
-        return [asked] if asked not in known and root_of(asked, known) else []
-    inner = asked.values() if isinstance(asked, Mapping) else asked if isinstance(asked, tuple | list) else ()
-    return [name for part in inner for name in fields_in(part, known)]
+        return [asked]
+    if not isinstance(asked, Mapping | tuple | list):
+        raise DataError(f"columns={asked!r} is not understood", 'write ("image", "label"), say')
+    return [name for part in (asked.values() if isinstance(asked, Mapping) else asked) for name in _names(part)]
 
 
 def shaped(asked: Asked, columns: Mapping[str, Any]) -> Any:

@@ -140,7 +140,7 @@ class Source(Dataset, ABC):
             raise DataError("data= holds no sample")
         expect_one_shape(self)
         ids = spread(len(self), most)
-        return handed(self.fetch(ids), lambda i: self.name_of(int(ids[i])))
+        return model_input(self.fetch(ids), lambda i: self.name_of(int(ids[i])))
 
     def name_of(self, i: int) -> str:
         """Where sample ``i`` is, for people: a file, a row, a key."""
@@ -313,7 +313,7 @@ def spread(count: int, most: int) -> NDArray[np.int64]:
     return np.arange(most, dtype=np.int64) * (count - 1) // max(1, most - 1)
 
 
-def handed(content: Any, name_of: Callable[[int], str] = "sample {}".format) -> Any:
+def model_input(content: Any, name_of: Callable[[int], str] = "sample {}".format) -> Any:
     """What the model gets: words as lists; images of different sizes make no batch. The i-th sample is called
     ``name_of(i)``."""
 

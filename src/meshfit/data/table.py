@@ -20,7 +20,7 @@ from meshfit.data import tree
 from meshfit.data.arrow_arrays import Fill, chosen, held, named
 from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
-from meshfit.data.chain import SKIPPED, within
+from meshfit.data.chain import SKIPPED, check_bad_share
 from meshfit.data.columns import Columns, ColumnWriter, different
 from meshfit.data.order import WINDOW, by_part, part_of
 from meshfit.data.rows import Asked, ColumnSource, known_names, names_in
@@ -64,7 +64,7 @@ class Table(FileTable):
                     batches = file.batches(wanted, self.fill, writer.bad if self.skips else None)
                     if (error := writer.try_file(file.name, batches)) is not None:
                         lost.append(error)
-                        within_files(lost, len(self.files), self.skips)
+                        check_lost_files(lost, len(self.files), self.skips)
                 writer.bad += [str(error).replace("\n", ":") for error in lost]
                 writer.close()
 
@@ -74,7 +74,7 @@ class Table(FileTable):
             key = f"5 {how} {tag_of([file.blob for file in self.files])} {wanted}{skips}"
             self._columns = held = Columns(self.cache.folder(key, convert))
             names_in(self.asked, held.names)
-            within(held.bad, held.rows + len(held.bad), self.skips)
+            check_bad_share(held.bad, held.rows + len(held.bad), self.skips)
         return self._columns
 
     def without_unconverted(self, most: float) -> Source:
@@ -122,7 +122,7 @@ class RowGroups(FileTable):
                 metadata = metadata_of(file)
             except BadFile as error:
                 self.lost.append(error)
-                within_files(self.lost, len(files), skips)
+                check_lost_files(self.lost, len(files), skips)
                 continue
             self._add_types(file, metadata.schema.to_arrow_schema())
             for i in range(metadata.num_row_groups):
@@ -255,7 +255,7 @@ def _joined(parts: list[Any]) -> Any:
     return torch.cat(parts)
 
 
-def within_files(lost: list[BadFile], files: int, most: float) -> None:
+def check_lost_files(lost: list[BadFile], files: int, most: float) -> None:
     """Refuse a file that cannot be read; where bad ones are skipped, more than one and than a share of ``most``."""
     if not most or len(lost) == files or len(lost) > max(1, int(most * files)):
         raise lost[-1]

@@ -54,8 +54,8 @@ class Tokens(Source):
         rows = np.empty((len(ids), self.length + 1), self.dtype)
         for file, at, inner in by_part(self.firsts, ids):
             rows[at] = self.files[file].gather(inner)
-        signed = {2: np.int16, 4: np.int32}.get(rows.dtype.itemsize, np.int64)
-        return torch.from_numpy(rows.view(signed) if rows.dtype.kind == "u" else rows.astype(np.int64))
+        signed = {"uint16": np.int16, "uint32": np.int32}.get(rows.dtype.name)
+        return torch.from_numpy(rows.astype(np.int64) if signed is None else rows.view(signed))
 
     def name_of(self, i: int) -> str:
         file, row = part_of(self.firsts, i)
