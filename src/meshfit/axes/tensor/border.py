@@ -11,7 +11,7 @@ code reads the shapes of the whole, and returns the rank's rows of the sum. What
 same for each row: axes/compile/parts.py tries that before anything is compiled.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeGuard
@@ -320,7 +320,7 @@ PRODUCTS |= {"addmm", "baddbmm", "addmv"}
 BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "addmv": 0}
 """Where products take something to add."""
 
-WITHOUT_BIAS: dict[str, Callable[..., Tensor]] = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv}
+WITHOUT_BIAS: Mapping[str, Callable[..., Tensor]] = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv}
 """The same without."""
 
 
