@@ -60,8 +60,11 @@ def cut(model: nn.Module, region: Region, group: Group, stream: Stream) -> list[
     alone = len(products) == len(entered) and not region.raw and not region.sources
     border = Border(group, stream if region.draws else None, products, alone=alone)
 
-    def put(path: str, run: Any, *given: Any) -> None:
-        wrap(home.get_submodule(path), lambda forward: partial(run, forward, *given))
+    def put(path: str, run: Forward, *given: Any) -> None:
+        def around(forward: Forward) -> Forward:  # no partial: compiled code would not be the same for two of them
+            return lambda *args, **kwargs: run(forward, *given, *args, **kwargs)
+
+        wrap(home.get_submodule(path), around)
 
     for path in region.heads:
         put(path, _local_heads, home.get_submodule(path))
