@@ -352,9 +352,6 @@ class _Objective:
 
 def _same_modes(skeleton: nn.Module, part: nn.Module) -> None:
     """Recordings are made in the modes that the modules are in."""
-    for module, other in zip(_modules(skeleton), _modules(part), strict=True):
+    both = (model.named_modules(remove_duplicate=False) for model in (skeleton, part))
+    for (_, module), (_, other) in zip(*both, strict=True):
         module.training = other.training
-
-
-def _modules(model: nn.Module) -> Iterable[nn.Module]:
-    return (module for _, module in model.named_modules(remove_duplicate=False))

@@ -98,7 +98,8 @@ class CausalParts(torch.autograd.Function):
             for held, part in zip(to_others, of_keys, strict=True):
                 held.narrow(-2, *keys).copy_(part)
         del every
-        sent = [_start_scatter(x, call.span, call.group) for x in to_others]
+        span, places = call.span, (call.span.places,) if call.span.zigzag else ()
+        sent = [collectives.start("reduce_scatter", x, call.group, span.dim, span.counts, *places) for x in to_others]
         of_q, *own = backward(grad, q, k, v, out, total, own_state, causal=True)
         if of_rows:
             wide = of_q.to(torch.promote_types(of_q.dtype, torch.float32))
@@ -117,8 +118,3 @@ def _add(out: Tensor, total: Tensor, part: Tensor, part_total: Tensor) -> None:
     both = torch.logaddexp(total, part_total)
     out.mul_((total - both).exp()).add_(part * (part_total - both).exp())
     total.copy_(both)
-
-
-def _start_scatter(x: Tensor, span: SplitDim, group: Group) -> Any:
-    places = (span.places,) if span.zigzag else ()
-    return collectives.start("reduce_scatter", x, group, span.dim, span.counts, *places)

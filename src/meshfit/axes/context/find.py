@@ -217,8 +217,9 @@ def _shapes(model: nn.Module, step: Step, batch: Any, plan: ContextPlan) -> dict
 
     def look(path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         made = out[0] if isinstance(out, tuple | list) and out else out
-        whole = isinstance(made, Tensor) and not isinstance(made, Piece)
-        if whole and made.requires_grad and made.is_floating_point():
+        if not isinstance(made, Tensor) or isinstance(made, Piece):
+            return
+        if made.requires_grad and made.is_floating_point():
             seen.setdefault(path, tuple(made.shape))
 
     with watched_calls(model, after=look):

@@ -22,7 +22,8 @@ def product(func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
         return NotImplemented
     dims = max(a.dim(), b.dim())
     at_a, at_b = (x.span.dim - x.dim() if isinstance(x, Piece) else 0 for x in (a, b))
-    if isinstance(a, Piece) and isinstance(b, Piece) and (at_a, at_b) == (-1, -2) and _alike(a, b):
+    both = isinstance(a, Piece) and isinstance(b, Piece)
+    if both and (at_a, at_b) == (-1, -2) and a.span.at(0) == b.span.at(0):
         return all_reduce(func(a.local, b.local), a.group)  # each rank has some of the terms
     if at_a == -2:  # rows: of what they meet, all
         with noted(b):
@@ -32,10 +33,6 @@ def product(func: Any, a: Any, b: Any, **kwargs: Any) -> Any:
     if at_a == -1 or at_b in (-1, -2):
         return NotImplemented
     return _batched(func, a, b, dims)
-
-
-def _alike(a: Piece, b: Piece) -> bool:
-    return a.span.at(0) == b.span.at(0)
 
 
 def _batched(func: Any, a: Any, b: Any, dims: int) -> Any:

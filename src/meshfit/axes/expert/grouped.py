@@ -27,7 +27,9 @@ class Grouped:
         self.forward, self.always = forward, always
         plain = all(map(linears, experts))
         found = linears(experts[0]) if plain else {}
-        self._layers = [(layer, [_at(expert, path) for expert in experts]) for path, layer in found.items()]
+        self._layers: list[tuple[nn.Linear, list[Any]]] = [
+            (layer, [expert.get_submodule(path) for expert in experts]) for path, layer in found.items()
+        ]
 
     def fits(self, rows: Tensor) -> bool:
         """Whether it would pay."""
@@ -92,7 +94,3 @@ def linears(expert: nn.Module) -> dict[str, nn.Linear]:
     plain = all(id(p) in own for p in expert.parameters()) and "" not in found and not list(expert.buffers())
     plain = plain and not any(map(has_forward_hooks, expert.modules()))
     return found if plain and not any("forward" in vars(layer) for layer in found.values()) else {}
-
-
-def _at(expert: nn.Module, path: str) -> Any:
-    return expert.get_submodule(path)

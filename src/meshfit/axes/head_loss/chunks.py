@@ -101,7 +101,10 @@ class Chunks:
         rows, weight, bias = given[0].detach(), given[1].detach(), given[2]
         dtype = self.of_head.of_product(weight.dtype)  # rounded once, not for each chunk
         size, losses = chunk_rows(len(rows), rows.shape[1], weight.shape[0]), []
-        found = [_zeros(x) if want and x is not None else None for x, want in zip(given, wants, strict=True)]
+        found = [
+            torch.zeros_like(x, dtype=_wide(x.dtype)) if want and x is not None else None
+            for x, want in zip(given, wants, strict=True)
+        ]
         with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
             own = weight.to(dtype).requires_grad_(wants[1])
             own_bias = None if bias is None else bias.detach().to(dtype).requires_grad_(wants[2])
@@ -119,11 +122,6 @@ class Chunks:
                         to.add_(term)
         made = [x if x is None or like is None else x.to(like.dtype) for x, like in zip(found, given, strict=True)]
         return torch.cat(losses) if losses else rows.new_zeros(0, dtype=torch.float32), made
-
-
-def _zeros(x: Tensor) -> Tensor:
-    """To sum in."""
-    return torch.zeros_like(x, dtype=_wide(x.dtype))
 
 
 def _itself(tensor: Tensor) -> Tensor:

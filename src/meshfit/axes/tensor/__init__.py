@@ -3,7 +3,7 @@
 What runs in a step
 
     border            where tensors enter and leave a region
-    functions         autograd functions: products that are cut by output channels, cross entropy of cut logits
+    functions         products that are cut by output channels, cross entropy of cut logits, attention of some heads
     sliced            tensors of which each rank has a slice or some rows
 
 What is cut

@@ -11,7 +11,7 @@ code reads the shapes of the whole, and returns the rank's rows of the sum. What
 same for each row: axes/compile/parts.py tries that before anything is compiled.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeGuard
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.axes.forward import Around
 from meshfit.axes.head_loss.logits import PendingLogits
 from meshfit.axes.spec import SplitTensor, whole_output
 from meshfit.axes.tensor.functions import Entrance, check_range, in_autocast, product_weights
@@ -43,6 +44,12 @@ trying: ThreadValue[str] = ThreadValue("tensor.plain", "")
 
 def is_plain() -> bool:
     return torch.compiler.is_compiling() or trying.get() == "plain"
+
+
+def running(run: Forward, *given: Any) -> Around:
+    """Run ``run(forward, *given, ...)`` in place of a forward. The function is no partial: a compiler takes each of
+    those for another, and would compile a block anew for each of its like."""
+    return lambda forward: lambda *args, **kwargs: run(forward, *given, *args, **kwargs)
 
 
 class Border:
@@ -320,7 +327,7 @@ PRODUCTS |= {"addmm", "baddbmm", "addmv"}
 BIAS = {"linear": 2, "addmm": 0, "baddbmm": 0, "addmv": 0}
 """Where products take something to add."""
 
-WITHOUT_BIAS: dict[str, Callable[..., Tensor]] = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv}
+WITHOUT_BIAS: Mapping[str, Callable[..., Tensor]] = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv}
 """The same without."""
 
 

@@ -6,6 +6,7 @@ Weights that no layer holds are met at the border of the lowest module around th
 
 from collections.abc import Iterator
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import nn
@@ -175,6 +176,5 @@ def merged(home: str, claims: list[Region]) -> Region:
     rest = len(home) + 1 if home else 0
     within = [each.renamed(home, lambda name, at=each.module: joined(at, name)[rest:]) for each in claims]
     lists = ("cuts", "enters", "leaves", "raw", "sources", "partial", "patches", "heads")
-    return Region(
-        module=home, kind=claims[0].kind, **{name: tuple(x for r in within for x in getattr(r, name)) for name in lists}
-    )
+    parts: dict[str, Any] = {name: tuple(x for r in within for x in getattr(r, name)) for name in lists}
+    return Region(module=home, kind=claims[0].kind, **parts)

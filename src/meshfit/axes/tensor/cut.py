@@ -8,16 +8,14 @@ import copy
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_build import tied
 from meshfit.axes.cut_parameters import CutParameters, Undo
 from meshfit.axes.forward import wrap
-from meshfit.axes.tensor.border import Border, Forward
-from meshfit.axes.tensor.functions import is_product
+from meshfit.axes.tensor.border import Border, Forward, running
+from meshfit.axes.tensor.functions import is_product, local_heads
 from meshfit.axes.tensor.region import Region, TensorPlan, joined
 from meshfit.axes.tensors import check_ties
 from meshfit.comm.draws import Stream
@@ -60,11 +58,11 @@ def cut(model: nn.Module, region: Region, group: Group, stream: Stream) -> list[
     alone = len(products) == len(entered) and not region.raw and not region.sources
     border = Border(group, stream if region.draws else None, products, alone=alone)
 
-    def put(path: str, run: Any, *given: Any) -> None:
-        wrap(home.get_submodule(path), lambda forward: partial(run, forward, *given))
+    def put(path: str, run: Forward, *given: Any) -> None:
+        wrap(home.get_submodule(path), running(run, *given))
 
     for path in region.heads:
-        put(path, _local_heads, home.get_submodule(path))
+        put(path, local_heads, home.get_submodule(path))
     for path in region.lookups:
         module: Any = home.get_submodule(path)
         size = module.weight.shape[0]
@@ -127,45 +125,3 @@ def untraceable(model: nn.Module, region: Region) -> list[str]:
     biases = all(each.bias in ("", joined(each.module, "bias")) and each.dim == -1 for each in region.leaves)
     fits = plain and biases and not (region.draws or region.raw or region.sources or region.heads)
     return [] if fits else [region.module]
-
-
-def _local_heads(
-    whole: Forward,
-    module: nn.MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, None]:
-    """The forward of ``nn.MultiheadAttention`` with as many heads as the weights have; torch's asserts all of them."""
-    batched = query.dim() == 3
-    inputs = [x if batched else x.unsqueeze(0 if module.batch_first else 1) for x in (query, key, value)]
-    inputs = [x if module.batch_first else x.transpose(0, 1) for x in inputs]
-    weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-    if module.in_proj_weight is not None:
-        weights = list(module.in_proj_weight.chunk(3))
-    biases = [None] * 3 if module.in_proj_bias is None else list(module.in_proj_bias.chunk(3))
-    projected = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
-    q, k, v = (x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for x in projected)
-    mask = _mask(attn_mask, key_padding_mask, q)
-    out = F.scaled_dot_product_attention(q, k, v, mask, module.dropout if module.training else 0.0)
-    out = F.linear(out.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
-    out = out if module.batch_first else out.transpose(0, 1)
-    return out if batched else out.squeeze(0 if module.batch_first else 1), None
-
-
-def _mask(attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-    """Both masks as one to be added; each says True, or minus infinity, where nothing is to be seen."""
-    total = None
-    for mask in (attention, None if padding is None else padding.view(-1, 1, 1, padding.shape[-1])):
-        if mask is None:
-            continue
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, float("-inf"))
-        mask = mask.to(q.dtype)
-        total = mask if total is None else total + mask
-    return total

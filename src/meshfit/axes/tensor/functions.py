@@ -1,5 +1,5 @@
-"""Autograd functions of a step under tensor=: products with weights that are cut by output channels, and the cross
-entropy of logits that are cut by classes.
+"""What a rank computes of its share in a step under tensor=: products with weights that are cut by output channels, the
+cross entropy of logits that are cut by classes, nn.MultiheadAttention of some of the heads.
 
 Products: the gradient of their input is summed over the ranks while the gradients of their weights are computed.
 Autograd runs what is ready in the reverse order of forward, so what is put between two nodes there runs between them:
@@ -289,3 +289,48 @@ class _CrossEntropy(torch.autograd.Function):
         if own is not None and smooth is not None:
             out.addcmul_(smooth[:, None], own, value=-1)
         return out.to(logits.dtype), None, None, None, None
+
+
+# Attention
+
+
+def local_heads(
+    whole: Callable[..., Any],
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, None]:
+    """The forward of ``nn.MultiheadAttention`` with as many heads as the weights have; torch's asserts all of them."""
+    batched = query.dim() == 3
+    inputs = [x if batched else x.unsqueeze(0 if module.batch_first else 1) for x in (query, key, value)]
+    inputs = [x if module.batch_first else x.transpose(0, 1) for x in inputs]
+    weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    if module.in_proj_weight is not None:
+        weights = list(module.in_proj_weight.chunk(3))
+    biases = [None] * 3 if module.in_proj_bias is None else list(module.in_proj_bias.chunk(3))
+    projected = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+    q, k, v = (x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for x in projected)
+    mask = _mask(attn_mask, key_padding_mask, q)
+    out = F.scaled_dot_product_attention(q, k, v, mask, module.dropout if module.training else 0.0)
+    out = F.linear(out.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
+    out = out if module.batch_first else out.transpose(0, 1)
+    return out if batched else out.squeeze(0 if module.batch_first else 1), None
+
+
+def _mask(attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+    """Both masks as one to be added; each says True, or minus infinity, where nothing is to be seen."""
+    total = None
+    for mask in (attention, None if padding is None else padding.view(-1, 1, 1, padding.shape[-1])):
+        if mask is None:
+            continue
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, float("-inf"))
+        mask = mask.to(q.dtype)
+        total = mask if total is None else total + mask
+    return total

@@ -86,7 +86,10 @@ class _Planner:
         pairs, layers = [], [layer for layer in made.of_layers(split) if not self._read_elsewhere(layer)]
         for pair in split.pairs:
             try:
-                pairs.append(self._read_inside(made.of_pair(pair)))
+                claim = made.of_pair(pair)
+                if name := self._read_elsewhere(claim):
+                    raise Refused(f"{name} is read outside of {claim.module or 'the model'} too")
+                pairs.append(claim)
             except Refused as refused:
                 self.notes.append(f"{pair.module or 'the model'}: {pair.kind or 'pair'} refused: {refused}")
         self._choose_first(pairs + layers)
@@ -120,11 +123,6 @@ class _Planner:
         """A parameter that is cut and that code outside of the region's module reads too: it would see a share."""
         names = [joined(claim.module, each.name) for each in claim.cuts]
         return next((name for name in names if claim.module not in self.seen.readers.get(name, (claim.module,))), "")
-
-    def _read_inside(self, claim: Region) -> Region:
-        if name := self._read_elsewhere(claim):
-            raise Refused(f"{name} is read outside of {claim.module or 'the model'} too")
-        return claim
 
     def _choose_first(self, claims: list[Region]) -> None:
         """One claim of each kind, on a module whose call was kept."""

@@ -136,7 +136,30 @@ class SlicedTensor(SplitTensor):
 
     def pointwise(self, func: Any, args: Any, kwargs: Any) -> "SlicedTensor | None":
         """What a function of each element by itself makes of it; None: what it needs is not here."""
-        return _pointwise(func, args, kwargs, self)
+        shape = shape_of(self)
+
+        def fits(x: Any) -> bool:
+            if isinstance(x, SlicedTensor):
+                return x.group is self.group and x.at == self.at and shape_of(x) == shape
+            return not isinstance(x, Tensor) or x.dim() < -self.at or x.shape[self.at] == 1 or of_rows(x)
+
+        def of_rows(x: Tensor) -> bool:
+            return bool(self.length) and x.shape[self.at] == self.length
+
+        def own(x: Any) -> Any:
+            if isinstance(x, SlicedTensor):
+                return local_of(x)
+            if isinstance(x, Tensor) and x.dim() >= -self.at and of_rows(x):
+                return collectives.split(x, SEQUENCE, even(self.length, self.group.size), self.group)
+            if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+                return collectives.copy(x, self.group)  # each rank has part of its gradient
+            return x
+
+        if not all(fits(x) for x in tree_leaves((args, kwargs))):
+            return None
+        args, kwargs = tree_map(own, (args, kwargs))
+        made = func(*args, **kwargs)
+        return self.like(made) if isinstance(made, Tensor) else None
 
     def cross_entropy(self, target: Tensor, **how: Any) -> Tensor:
         """Of these logits."""
@@ -223,33 +246,6 @@ def _kept(func: Any, name: str, args: Any, kwargs: Any, given: list[SlicedTensor
     if name in SHAPES and first.at == -1:
         return SHAPES[name](first, *args[1:], **kwargs)
     return None
-
-
-def _pointwise(func: Any, args: Any, kwargs: Any, first: SlicedTensor) -> SlicedTensor | None:
-    shape = shape_of(first)
-
-    def fits(x: Any) -> bool:
-        if isinstance(x, SlicedTensor):
-            return x.group is first.group and x.at == first.at and shape_of(x) == shape
-        return not isinstance(x, Tensor) or x.dim() < -first.at or x.shape[first.at] == 1 or of_rows(x)
-
-    def of_rows(x: Tensor) -> bool:
-        return bool(first.length) and x.shape[first.at] == first.length
-
-    def own(x: Any) -> Any:
-        if isinstance(x, SlicedTensor):
-            return local_of(x)
-        if isinstance(x, Tensor) and x.dim() >= -first.at and of_rows(x):
-            return collectives.split(x, SEQUENCE, even(first.length, first.group.size), first.group)
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            return collectives.copy(x, first.group)  # each rank has part of its gradient
-        return x
-
-    if not all(fits(x) for x in tree_leaves((args, kwargs))):
-        return None
-    args, kwargs = tree_map(own, (args, kwargs))
-    made = func(*args, **kwargs)
-    return first.like(made) if isinstance(made, Tensor) else None
 
 
 def _loss(
