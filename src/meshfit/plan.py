@@ -180,10 +180,9 @@ class Plan:
         ):
             if not right:
                 raise PlanError(f"{key}={getattr(self, key)} is not possible", hint)
-        usual = {field.name: field.default for field in fields(self)}
         example = {"staleness": "server=1 staleness=4", "exchange": "exchange=local", "server": "server=1"}
         for key, other in NEEDS.items():
-            if getattr(self, key) == usual[key] or getattr(self, other) != usual[other]:
+            if getattr(self, key) == USUAL[key] or getattr(self, other) != USUAL[other]:
                 continue
             lacks = {"pipeline": "pipeline=1 is one stage", "shard": "shard=1 cuts nothing"}
             lacks |= {axis: f"{axis}=1 splits nothing" for axis in ("tensor", "context")}
@@ -237,7 +236,7 @@ class Plan:
             raise PlanError(
                 f"plan={text!r} is not a plan", f'write plan="data={text}", say' if text else 'write "data=4"'
             )
-        known = [field.name for field in fields(cls)]
+        known = list(USUAL)
         given: dict[str, float | str] = {}
         for word, own in words_of(text):
             key, equals, value = own.partition("=")
@@ -249,22 +248,21 @@ class Plan:
             if not equals or not value:
                 raise PlanError(
                     f"{word!r} in the plan has no value",
-                    f"write {key}={2 if key in DEGREES else getattr(cls(), key)}, say",
+                    f"write {key}={2 if key in DEGREES else USUAL[key]}, say",
                 )
             if key in given:
                 raise PlanError(f"the plan names {key} twice", f"{key}={given[key]} and {word}")
             given[key] = value
             if key == "staleness" and value == "inf":
                 given[key] = math.inf
-            elif isinstance(getattr(cls(), key), int):
+            elif isinstance(USUAL[key], int):
                 if not value.isdecimal():
                     raise PlanError(f"{word} is not a number", f"{key} counts from 1: {key}=2, say")
                 given[key] = int(value)
         return cls(**given)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        default = type(self)()
-        words = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+        words = [word for word, usual in USUAL.items() if getattr(self, word) != usual]
         if not any(word in DEGREES for word in words):
             words.insert(0, "data")
         return " ".join(f"{word}={getattr(self, word)}" for word in words)
@@ -340,11 +338,13 @@ class Plan:
         return self.exchange == "allreduce" and not self.staleness
 
 
+USUAL: dict[str, Any] = {field.name: field.default for field in fields(Plan)}
+
+
 def completed(plan: "Plan | str", words: Mapping[str, Any]) -> "Plan | str":
     """``plan`` with these words, where it does not say them itself."""
     if isinstance(plan, Plan):
-        usual = {field.name: field.default for field in fields(plan)}
-        return replace(plan, **{k: v for k, v in words.items() if getattr(plan, k) == usual[k]})
+        return replace(plan, **{k: v for k, v in words.items() if getattr(plan, k) == USUAL[k]})
     return " ".join([plan, *(f"{k}={v}" for k, v in words.items() if f"{k}=" not in plan)])
 
 

@@ -261,7 +261,7 @@ def traced_stages(
     assert staged.trace is not None
     if not splitting:
         return staged.trace, None
-    parts = {"split": found.get("tensor"), "sequence": found.get("context")}
+    parts: dict[str, Any] = {"split": found.get("tensor"), "sequence": found.get("context")}
     return staged.trace, stage_traffic(staged, valued(), objective, content, **parts)
 
 

@@ -293,14 +293,9 @@ class _Flow:
             facts.append(f"{name} is written in the forward and used {len(calls)} times, last at {line or 'its end'}")
         for event in self._gradients()[:3]:
             facts.append(f"{event.name} at {event.line or event.inside or 'the top'} needs all that it looks back on")
-        if self.changed:
-            lines = dict.fromkeys(
-                f"{event.name} at {event.line or event.inside or 'the top'}"
-                for event in self.trace.events
-                if event.mutates and not self.idle[event.index]
-            )
-            facts += [f"{line} changes in place what others still read" for line in list(lines)[:3]]
-        return facts
+        changing = (event for event in self.trace.events if event.mutates and not self.idle[event.index])
+        lines = dict.fromkeys(f"{event.name} at {event.line or event.inside or 'the top'}" for event in changing)
+        return [*facts, *(f"{line} changes in place what others still read" for line in list(lines)[:3])]
 
     def depth(self, place: int) -> int:
         """Modules that a cut at ``place`` would part."""

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,28 +80,15 @@ class RecordedOp:
     """Of those it changes, whole."""
     generator: int | None = None
     """Which generator it draws from."""
-    before: "_Seed | _Back | None" = None
-    """What was done to that generator just before."""
+    before: Tensor | int | None = None
+    """What was done to that generator just before: it was put into this state of its own, or back to where it was
+    after so many draws."""
     drawn: int = 0
     """How many draws of that generator there were, with this one."""
 
     @property
     def empty(self) -> bool:
         return isinstance(self.func, OpOverload) and packet_of(self.func) in EMPTY
-
-
-@dataclass(frozen=True, slots=True)
-class _Seed:
-    """A generator was put into a state of its own."""
-
-    state: Tensor = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Back:
-    """A generator was put back to where it was after so many draws."""
-
-    drawn: int
 
 
 class Draws:
@@ -113,11 +100,11 @@ class Draws:
         self.known: dict[bytes, int] = {}
         self.last = b""
 
-    def draw(self) -> tuple[_Seed | _Back | None, int]:
+    def draw(self) -> tuple[Tensor | int | None, int]:
+        """``before`` and ``drawn`` of an operation."""
         state = self.generator.get_state()
-        now, before = state.numpy().tobytes(), None
-        if now != self.last:
-            before = _Back(self.known[now]) if now in self.known else _Seed(state)
+        now = state.numpy().tobytes()
+        before = None if now == self.last else self.known.get(now, state)
         self.count += 1
         torch.empty(1).uniform_(generator=self.generator)
         self.last = self.generator.get_state().numpy().tobytes()
@@ -214,7 +201,7 @@ class _Replayed:
 
     def __init__(self, ops: list[tuple[RecordedOp, bool]]):
         self.own: dict[int, torch.Generator] = {}
-        self.back = {(op.generator, op.before.drawn) for op, _ in ops if isinstance(op.before, _Back)}
+        self.back = {(op.generator, op.before) for op, _ in ops if isinstance(op.before, int)}
         self.states: dict[tuple[int | None, int], Tensor] = {}
 
     def of(self, draws: Draws) -> torch.Generator:
@@ -226,10 +213,10 @@ class _Replayed:
             yield
             return
         mine, default = self.own.setdefault(op.generator, torch.Generator()), torch.default_generator
-        if isinstance(op.before, _Seed):
-            mine.set_state(op.before.state)
-        elif isinstance(op.before, _Back) and (op.generator, op.before.drawn) in self.states:
-            mine.set_state(self.states[op.generator, op.before.drawn])
+        if isinstance(op.before, Tensor):
+            mine.set_state(op.before)
+        elif isinstance(op.before, int) and (op.generator, op.before) in self.states:
+            mine.set_state(self.states[op.generator, op.before])
         if op.generator == id(default):
             found = default.get_state()
             default.set_state(mine.get_state())

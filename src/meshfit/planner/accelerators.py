@@ -111,7 +111,8 @@ def _nvidia(
     """``memory`` GiB; ``bandwidth`` TB/s; TFLOP/s of bf16 and fp16 (``half``), of fp32, and of fp4 with its share that
     is reached; ``fp8``: the share of twice ``half``; links in GB/s. ``fp16_alone``: neither bf16 nor tf32."""
     rates = {"fp16": half} if fp16_alone else {"fp16": half, "bf16": half, "tf32": half / 2}
-    rates["fp32"], shares = fp32, dict.fromkeys(("bf16", "fp16", "tf32"), reached)
+    rates["fp32"] = fp32
+    shares: dict[str, float] = dict.fromkeys(("bf16", "fp16", "tf32"), reached)
     if fp8:
         rates["fp8"], shares["fp8"] = 2 * half, fp8
     if fp4:
@@ -128,11 +129,14 @@ def _nvidia(
     )
 
 
-_SMALL = {"tile": (128, 128)}
-_V100 = {"units": 80, "reached": 0.80, "fp16_alone": True, "pcie": 16, "watts": 300, "nvlink": 150, **_SMALL}
-_A100 = {"units": 108, "fastest": 0.87, "reached": 0.80}
-_HOPPER = {"units": 132, "fastest": 0.80, "pcie": 64, "fp8": 0.62}
-_BLACKWELL = {"units": 148, "fastest": 0.78, "tile": (256, 256), "pcie": 64, "streamed": 0.67, "nvlink": 900}
+Shared = dict[str, Any]
+"""What devices of a generation have in common."""
+
+_SMALL: Shared = {"tile": (128, 128)}
+_V100: Shared = {"units": 80, "reached": 0.80, "fp16_alone": True, "pcie": 16, "watts": 300, "nvlink": 150, **_SMALL}
+_A100: Shared = {"units": 108, "fastest": 0.87, "reached": 0.80}
+_HOPPER: Shared = {"units": 132, "fastest": 0.80, "pcie": 64, "fp8": 0.62}
+_BLACKWELL: Shared = {"units": 148, "fastest": 0.78, "tile": (256, 256), "pcie": 64, "streamed": 0.67, "nvlink": 900}
 
 ACCELERATORS = {
     device.name: device
@@ -141,10 +145,10 @@ ACCELERATORS = {
         _nvidia("V100-32GB", 32, 0.9, 125, 15.7, **_V100),
         _nvidia("A100-40GB", 40, 1.555, 312, 19.5, watts=400, nvlink=300, **_A100),
         _nvidia("A100-80GB", 80, 2.039, 312, 19.5, watts=400, nvlink=300, **_A100),
-        _nvidia("A100-PCIe", 80, 1.935, 312, 19.5, watts=300, **(_A100 | {"reached": 0.75})),
+        _nvidia("A100-PCIe", 80, 1.935, 312, 19.5, watts=300, **dict(_A100, reached=0.75)),
         _nvidia("H100-SXM", 80, 3.35, 989, 67, reached=0.70, watts=700, nvlink=450, **_HOPPER),
-        _nvidia("H100-SXM-500W", 96, 2.4, 989, 67, reached=0.58, watts=500, nvlink=450, **(_HOPPER | {"fp8": 0.50})),
-        _nvidia("H100-PCIe", 80, 2.0, 756, 67, reached=0.55, watts=350, **(_HOPPER | {"units": 114})),
+        _nvidia("H100-SXM-500W", 96, 2.4, 989, 67, reached=0.58, watts=500, nvlink=450, **dict(_HOPPER, fp8=0.50)),
+        _nvidia("H100-PCIe", 80, 2.0, 756, 67, reached=0.55, watts=350, **dict(_HOPPER, units=114)),
         _nvidia("H200", 141, 4.8, 989, 67, reached=0.72, watts=700, nvlink=450, **_HOPPER),
         _nvidia("B200", 180, 8.0, 2250, 75, reached=0.50, fp8=0.50, fp4=(9000, 0.50), watts=1000, **_BLACKWELL),
         _nvidia("B300", 288, 8.0, 2250, 75, reached=0.60, fp8=0.60, fp4=(13500, 0.40), watts=1200, **_BLACKWELL),

@@ -6,6 +6,7 @@ For models that nobody here has the code of: a table of a paper, or a Hugging Fa
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from meshfit.schedule.actions import V_SHAPED, stages_of
 
@@ -180,10 +181,16 @@ def layers_of(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers * (i + 1) // stages - layers * i // stages for i in range(stages))
 
 
-def plain_layers(model: Decoder, first: int, count: int) -> int:
-    """Of ``count`` layers from ``first`` on, those with a plain feed-forward part."""
-    assert model.experts is not None
-    return max(0, min(first + count, model.experts.dense_layers) - first)
+StageKind = tuple[int, int, bool, bool]
+"""Of a stage: its layers with a plain feed-forward part, those with experts, and whether it is the first and last."""
+
+
+def stage_kinds(model: Decoder, counts: Sequence[int]) -> list[StageKind]:
+    """Of stages with so many layers each."""
+    dense = sum(counts) if model.experts is None else model.experts.dense_layers
+    plain = [max(0, min(end, dense) - end + count) for end, count in zip(accumulate(counts), counts, strict=True)]
+    last = len(counts) - 1
+    return [(n, counts[stage] - n, stage == 0, stage == last) for stage, n in enumerate(plain)]
 
 
 def active_parameters(model: Decoder) -> float:
@@ -195,9 +202,9 @@ def active_parameters(model: Decoder) -> float:
     return x.dense_layers * model.dense_parameters + (model.layers - x.dense_layers) * each + model.embedding
 
 
-def stage_parameters(model: Decoder, d: Degrees, key: tuple[int, int, bool, bool]) -> tuple[float, float]:
+def stage_parameters(model: Decoder, d: Degrees, kind: StageKind) -> tuple[float, float]:
     """That a device of such a stage computes with: those summed over data and context, and those of experts."""
-    plain, mixed, first, last = key
+    plain, mixed, first, last = kind
     whole = (plain * model.dense_parameters + mixed * model.shared_parameters) / d.tensor
     experts = mixed * model.expert_parameters / d.expert / (d.tensor if d.expert < d.tensor else 1)
     ends = first + (last and not (first and model.tied))
@@ -206,13 +213,9 @@ def stage_parameters(model: Decoder, d: Degrees, key: tuple[int, int, bool, bool
 
 def parameters_of(model: Decoder, d: Degrees, counts: Sequence[int], rank: int) -> tuple[float, float]:
     """Of all stages of a pipeline's rank."""
-    whole, experts = 0.0, 0.0
-    for stage in d.own_stages(rank):
-        plain = counts[stage] if model.experts is None else plain_layers(model, sum(counts[:stage]), counts[stage])
-        key = (plain, counts[stage] - plain, stage == 0, stage == len(counts) - 1)
-        more = stage_parameters(model, d, key)
-        whole, experts = whole + more[0], experts + more[1]
-    return whole, experts
+    kinds = stage_kinds(model, counts)
+    parts = [stage_parameters(model, d, kinds[stage]) for stage in d.own_stages(rank)]
+    return sum(whole for whole, _ in parts), sum(experts for _, experts in parts)
 
 
 def most_parameters(model: Decoder, d: Degrees, counts: Sequence[int]) -> tuple[float, float]:

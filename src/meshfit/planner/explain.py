@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshfit.plan import Plan
+from meshfit.plan import DEGREES, Plan
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.prediction import Prediction
 from meshfit.planner.search import Found
@@ -98,7 +98,7 @@ def line(about: Mapping[str, Any]) -> list[str]:
 def warnings(plan: Plan, cluster: Cluster) -> list[str]:
     """Axes that talk in every operation, and reach over the slow link."""
     found, stride = [], 1
-    for axis in ("tensor", "branch", "context", "expert", "shard"):  # from inner to outer: see axes/mesh.py
+    for axis in reversed(DEGREES[2:]):  # from inner to outer, but for pipeline and data
         degree = getattr(plan, axis)
         if degree > 1 and degree * stride > cluster.domain and (axis != "shard" or plan.zero == 3):
             found.append(

@@ -124,8 +124,6 @@ def layer_activations(model: Decoder, d: Degrees) -> float:
     """Bytes that one layer's operations save, nothing computed again: 16 bits each, masks one byte."""
     t, h, split = d.tensor, model.hidden, _split(d)
     norms = 8.0 * h / split  # inputs and results of two norms
-    if t > 1 and d.sequence:
-        norms = 8.0 * h / t
     masks = 2.0 * h / split if model.dropout else 0.0
     heads = max(1, model.heads // t)
     if (x := model.latent) is not None:

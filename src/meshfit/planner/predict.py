@@ -111,9 +111,12 @@ class TracedPredictor:
         """Seconds that ``__call__`` will not go below."""
         return self.steps.at_least(self._work(plan, batch))
 
-    @cached_property
+    @property
     def limits(self) -> Limits:
-        """What the model lets the axes be, as far as a trace tells."""
+        return self._once(self._limits, "limits")
+
+    def _limits(self) -> Limits:
+        """What the model lets the axes be, as far as a trace says."""
         trace = self._trace(Plan(precision="bf16"), SIZES[0])
         blocks = sum(len(block.paths) for block in trace.blocks if len(block.paths) > 1)
         heads = {op.heads for e in trace.events for op in e.cost.forward if isinstance(op, FusedAttention)}

@@ -13,10 +13,11 @@ from meshfit.planner.collectives import CollectiveCall
 from meshfit.planner.decoder import (
     Decoder,
     Degrees,
+    StageKind,
     active_parameters,
     layers_of,
     most_parameters,
-    plain_layers,
+    stage_kinds,
     stage_parameters,
 )
 from meshfit.planner.software import Software
@@ -37,19 +38,12 @@ class _Layer:
 def step_work(model: Decoder, d: Degrees, software: Software) -> StepWork:
     """The work of a step of ``model`` spread by ``d``."""
     counts = layers_of(model.layers, d.pipeline * d.chunks)
-    stages, first = [], 0
-    made: dict[tuple[int, int, bool, bool], StageWork] = {}
+    kinds = stage_kinds(model, counts)
     one = replace(d, batch=d.microbatch, data=1, pipeline=1, chunks=1, zero=0, shard=0, schedule="1f1b")
-    for stage, count in enumerate(counts):
-        plain = count if model.experts is None else plain_layers(model, first, count)
-        key = (plain, count - plain, stage == 0, stage == len(counts) - 1)
-        if key not in made:
-            made[key] = _stage(model, d, one, software, key)
-        stages.append(made[key])
-        first += count
+    made = {kind: _stage(model, d, one, software, kind) for kind in dict.fromkeys(kinds)}
     tokens, most = d.batch * d.length, most_parameters(model, d, counts)
     return StepWork(
-        stages=tuple(stages),
+        stages=tuple(made[kind] for kind in kinds),
         microbatches=d.microbatches,
         schedule=d.schedule,
         ranks=d.pipeline,
@@ -63,21 +57,21 @@ def step_work(model: Decoder, d: Degrees, software: Software) -> StepWork:
     )
 
 
-def _stage(model: Decoder, d: Degrees, one: Degrees, software: Software, key: tuple[int, int, bool, bool]) -> StageWork:
+def _stage(model: Decoder, d: Degrees, one: Degrees, software: Software, kind: StageKind) -> StageWork:
     """``one``: what ``d`` leaves a device, whatever there are beside it."""
-    plain, mixed, _, _ = key
+    plain, mixed, _, _ = kind
     calls: list[CollectiveCall] = []
     for sparse, count in ((False, plain), (True, mixed)):
         if count:
             calls += _layer_calls(model, one, software, sparse, count)
     if d.zero == 3:
-        whole, experts = stage_parameters(model, d, key)
+        whole, experts = stage_parameters(model, d, kind)
         calls += _gathered(d, whole, *d.cut_over)
         if not d.shard:
             calls += _gathered(d, experts, d.data * d.context * d.tensor // d.expert, d.expert)
     elif d.zero == 2 and d.shard:
-        calls += _gathered(d, stage_parameters(model, d, key)[0], *d.cut_over)[2:]
-    return StageWork(*_operations(model, one, software, key), 0.45, tuple(calls))
+        calls += _gathered(d, stage_parameters(model, d, kind)[0], *d.cut_over)[2:]
+    return StageWork(*_operations(model, one, software, kind), 0.45, tuple(calls))
 
 
 @lru_cache(maxsize=4096)
@@ -91,10 +85,10 @@ def _layer_calls(
 
 @lru_cache(maxsize=4096)
 def _operations(
-    model: Decoder, d: Degrees, software: Software, key: tuple[int, int, bool, bool]
+    model: Decoder, d: Degrees, software: Software, kind: StageKind
 ) -> tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]:
     """Of a stage's microbatch: forward, backward, computed again. Many plans have it in common."""
-    plain, mixed, first, last = key
+    plain, mixed, first, last = kind
     forward: list[Operation] = []
     backward: list[Operation] = []
     again: list[Operation] = []

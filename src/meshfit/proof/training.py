@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def train(job: Job, how: Variant) -> Trained:
         model.train()
     if how.perturbed:
         _perturb(model, how.perturbed)
-    training = begin(replace(job, model=model, optimizer=optimizer), lockstep=False, tap=Capture(how))
+    training = begin(replace(job, model=model, optimizer=optimizer), lockstep=False, tap=partial(capture, how))
     steps: list[Step] = list(training)
     assert training.outcome is not None
     return Trained([s.loss for s in steps], [s.grad_norm for s in steps], **training.outcome.captured)
@@ -94,50 +95,45 @@ class Quiet:
         return self.model
 
 
-@dataclass(frozen=True)
-class Capture:
-    """Keeps a run's first gradients, and its weights and state after the last step."""
+def capture(how: Variant, run: Run) -> None:
+    """Keep a run's first gradients, and its weights and state after the last step."""
+    before = _random_state(run.world.device)
+    named, shape = dict(run.model.named_parameters()), run.placed.shape
+    if how.backwards:
+        batches = run.batches
+        run.batches = lambda: map(_backwards, batches())  # type: ignore[method-assign]
+    hooks = ModuleHooks(run, keep=how.watched)
 
-    how: Variant
+    first: dict[str, Tensor] = {}
 
-    def __call__(self, run: Run) -> None:
-        before = _random_state(run.world.device)
-        named, shape = dict(run.model.named_parameters()), run.placed.shape
-        if self.how.backwards:
-            batches = run.batches
-            run.batches = lambda: map(_backwards, batches())  # type: ignore[method-assign]
-        hooks = ModuleHooks(run, keep=self.how.watched)
+    def gradients(correction: Tensor | float) -> None:
+        if run.step == 0:
+            run.captured["first_buffers"] = buffers(run.placed.tensors())
+            own = {name: p.grad for name, p in named.items() if p.requires_grad and p.grad is not None}
+            made = {name: {"": grad * correction} for name, grad in own.items()}
+            if (peers := run.coordination.peers) is not None:  # each worker has its own; the servers sum them
+                for each in made.values():
+                    dist.all_reduce(each[""], group=peers)
+            found = {name: each[""] for name, each in run.placed.wholes(made).items()}
+            first.update(found)  # phase by phase
+            run.captured["gradients"] = first
+            run.captured["order"] = hooks.order
+            if how.watched:
+                run.captured["modules"] = hooks.outputs(correction)
+            hooks.remove()
 
-        first: dict[str, Tensor] = {}
+    def buffers(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: whole[name] for name, b in shape.named_buffers() if b.is_floating_point()}
 
-        def gradients(correction: Tensor | float) -> None:
-            if run.step == 0:
-                run.captured["first_buffers"] = buffers(run.placed.tensors())
-                own = {name: p.grad for name, p in named.items() if p.requires_grad and p.grad is not None}
-                made = {name: {"": grad * correction} for name, grad in own.items()}
-                if (peers := run.coordination.peers) is not None:  # each worker has its own; the servers sum them
-                    for each in made.values():
-                        dist.all_reduce(each[""], group=peers)
-                found = {name: each[""] for name, each in run.placed.wholes(made).items()}
-                first.update(found)  # phase by phase
-                run.captured["gradients"] = first
-                run.captured["order"] = hooks.order
-                if self.how.watched:
-                    run.captured["modules"] = hooks.outputs(correction)
-                hooks.remove()
+    def captured() -> dict[str, Any]:
+        whole = run.placed.tensors()
+        weights = {name: whole[name] for name, _ in shape.named_parameters()}
+        optimizer = {(name, key): t for name, many in run.optimizer_state().items() for key, t in many.items()}
+        random = not torch.equal(before, _random_state(run.world.device))
+        return {"weights": weights, "buffers": buffers(whole), "optimizer": optimizer, "random": random}
 
-        def buffers(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: whole[name] for name, b in shape.named_buffers() if b.is_floating_point()}
-
-        def captured() -> dict[str, Any]:
-            whole = run.placed.tensors()
-            weights = {name: whole[name] for name, _ in shape.named_parameters()}
-            optimizer = {(name, key): t for name, many in run.optimizer_state().items() for key, t in many.items()}
-            random = not torch.equal(before, _random_state(run.world.device))
-            return {"weights": weights, "buffers": buffers(whole), "optimizer": optimizer, "random": random}
-
-        run.tap = gradients
-        run.at_end = lambda: run.captured.update(captured())
+    run.tap = gradients
+    run.at_end = lambda: run.captured.update(captured())
 
 
 def _random_state(device: torch.device) -> Tensor:
