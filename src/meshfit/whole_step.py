@@ -135,6 +135,7 @@ class WholeStep:
         row = torch.cat(parts).to(self.device) if parts else torch.empty(0, dtype=dtype, device=self.device)
         found, wait = self.group.start_all_to_all(row, *sizes)
         wait()
+        found = found.to(next(iter(self.boxes)).device)  # offload=parameters keeps them on the host
         targets = [target for some in wanted for target in some]
         for target, part in zip(targets, found.split([target.numel() for target in targets]), strict=True):
             target.copy_(part.view(target.shape))
