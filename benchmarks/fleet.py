@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.served import SECRET, Training, Work
+from meshfit.events import current
 from meshfit.server.settings import ServerSettings
 from meshfit.server.worker import Worker
 
@@ -212,8 +213,8 @@ def _work(
             "late": work.late,
             "again": worker.again,
             "weights": final,
-            "up": worker.moved["push"],
-            "down": worker.moved["pull"],
+            "up": current().traffic["push"][1],
+            "down": current().traffic["pull"][1],
             "broken": getattr(worker, "broken", 0),
         },
     )

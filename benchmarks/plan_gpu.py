@@ -108,7 +108,7 @@ def predicted(one: Configuration, cluster: Cluster) -> tuple[float, float]:
         model, batch = one.build(), one.samples(2)
     optimizer = make_optimizer(model.parameters())
     found = TracedPredictor(model, Objective(loss_of), batch, optimizer, cluster)(Plan.parse(one.plan), one.batch)
-    return found.seconds, sum(found.held.values())
+    return found.seconds, found.memory.allocated
 
 
 def measured(one: Configuration) -> tuple[float, float]:

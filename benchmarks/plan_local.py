@@ -29,7 +29,7 @@ from torch import nn
 
 import meshfit
 from meshfit import Cluster, Plan
-from meshfit.auto import predictor_of
+from meshfit.auto import looked_at, predictor_of
 from meshfit.job import Job
 from meshfit.observe.reading import read
 from meshfit.planner.calibrate import calibrated, save
@@ -126,7 +126,8 @@ def one(
 
     def predicted() -> Prediction:
         calibrate(settled.devices)
-        return predictor_of(Job(**asked), Cluster.detect(settled.devices), "cpu")(settled, BATCH)
+        job = Job(**asked)
+        return predictor_of(job, Cluster.detect(settled.devices), "cpu", looked_at(job))(settled, BATCH)
 
     before = predicted()
     place = out / plan.replace(" ", "_") / str(time.time_ns())

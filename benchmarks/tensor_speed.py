@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks look things up under the name benchmarks.tensor_speed
 
-from meshfit.axes.tensor.axis import split_model
+from meshfit.axes.tensor.cut import split_model
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.launch.devices import Devices
 from meshfit.launch.local import LocalRanks

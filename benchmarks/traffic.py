@@ -103,7 +103,8 @@ class Count:
         seen.__enter__()
 
         def moved() -> Counter[str]:
-            return seen.moved + Counter(getattr(run.exchange, "moved", {}))
+            served = {name: run.events.traffic.get(name, (0, 0))[1] for name in ("push", "pull")}
+            return seen.moved + Counter(served)
 
         def stepped(correction: Any) -> None:
             if not at:

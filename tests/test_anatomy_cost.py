@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.anatomy_live import LiveBytes, unpacked
 from benchmarks.zoo import ZOO, Case, mean_loss, take
-from meshfit.anatomy.again import after_recompute
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.flops import FORMULAS
+from meshfit.anatomy.recompute import after_recompute
 from meshfit.anatomy.trace import Event, EventCost, Trace, Value
 from tests.few import few
 

@@ -1,6 +1,7 @@
 """Plans with ``branch=``: parts that do not need each other run at once, and train like one device."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from benchmarks.zoo import Case
 from benchmarks.zoo_branches import BRANCHES
 from meshfit.anatomy.record import record
 from meshfit.axes.branch.assign import deal
-from meshfit.axes.branch.axis import Branch
+from meshfit.axes.branch.axis import deal_stages, find_branches
 from meshfit.axes.branch.flow import ALL, Flow
 from meshfit.axes.branch.groups import even
 from meshfit.axes.pipeline.stages import pipeline_of
-from meshfit.axes.tensor.axis import TensorAxis, inside_modules
+from meshfit.axes.tensor.axis import TensorAxis
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.errors import PlanError
@@ -386,12 +387,13 @@ def test_cost_is_what_runs(plan: str, names: tuple[str, ...]) -> None:
             job, run, batch, seen = counted_step(case, plan)
             model, content = case.build().train(), batch.microbatches[0].content
             split = split_of(job, model, content) if plan.tensor > 1 else None
-            branch = Branch(degree=2, atoms=tuple(TensorAxis().closed(split)) if split else ())
+            atoms = tuple(TensorAxis().closed(split)) if split else ()
             if plan.pipeline > 1:
-                staged = pipeline_of(plan).find(model, job.objective, content, device="cpu", deal=branch.deal)
+                dealing = partial(deal_stages, degree=2)
+                staged = pipeline_of(plan).find(model, job.objective, content, device="cpu", deal=dealing)
                 found = replace(staged.inner, cut=staged.cut)  # type: ignore[type-var]
             else:
-                found = branch.find(model, job.objective, content, device="cpu")
+                found = find_branches(model, job.objective, content, 2, atoms=atoms, device="cpu")
             optimizer = torch.optim.AdamW(model.parameters())
             said = cost(plan, found.trace, optimizer, found={"tensor": split, "branch": found}, place=run.mesh.place)
             assert (name, dict(seen.calls)) == (name, said.calls)
@@ -403,7 +405,7 @@ def test_cost_is_what_runs(plan: str, names: tuple[str, ...]) -> None:
 
 
 def split_of(job: Job, model: nn.Module, content: Any) -> TensorPlan:
-    return inside_modules(plan_tensor(model, lambda twin: job.objective(twin, content), 2, by_rows=False))
+    return plan_tensor(model, lambda twin: job.objective(twin, content), 2, by_rows=False).inside_modules()
 
 
 def test_checkpoints_go_over_to_other_plans(tmp_path: Any) -> None:

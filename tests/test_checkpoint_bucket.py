@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import meshfit
-from meshfit.checkpoint import CheckpointError, Saver, lease, newest, restore
+from meshfit.checkpoint import CheckpointError, Saver, lock, newest, restore
 from meshfit.checkpoint import bucket as buckets
 from meshfit.checkpoint.bucket import Bucket
 from meshfit.checkpoint.files import open_files
-from meshfit.checkpoint.lease import Lease
+from meshfit.checkpoint.lock import Lease
 from meshfit.checkpoint.read import verify
 from meshfit.observe import mirror
 from tests import traps
@@ -112,8 +112,8 @@ def test_a_large_object_is_uploaded_in_parts(bucket: Bucket) -> None:
 
 
 def test_the_lease(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEWED", 0.2)
-    monkeypatch.setattr(lease, "LOOK", 0.1)
+    monkeypatch.setattr(lock, "RENEWED", 0.2)
+    monkeypatch.setattr(lock, "LOOK", 0.1)
     held = Lease(bucket)
     held.take()
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} on "):
@@ -124,7 +124,7 @@ def test_the_lease(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket.write("lock", [json.dumps({**about, "pid": 2**22 - 1}).encode()])
     Lease(bucket).take()  # that process is gone
     bucket.write("lock", [json.dumps({**about, "machine": "another"}).encode()])
-    monkeypatch.setattr(lease, "STALE", 0.5)
+    monkeypatch.setattr(lock, "STALE", 0.5)
     other = Lease(bucket)
     other.take()  # nobody has renewed it for so long
     bucket.write("lock", [json.dumps({**about, "id": "another"}).encode()])

@@ -51,8 +51,10 @@ def test_one_file(run: Any, tmp_path: Path) -> None:
     load_model(fresh, path)  # safetensors' own: knows ties by the file's metadata
     assert_loaded(fresh, run.model)
     assert "head.weight" not in load_file(path)
+    read: list[int] = []
     with pytest.raises(CheckpointError, match="is there already"):
-        export(tmp_path / "run", tmp_path / "out.safetensors")
+        export(tmp_path / "run", tmp_path / "out.safetensors", progress=read.append)
+    assert not read
     (path,) = export(tmp_path / "run", tmp_path / "average.safetensors", kind="average")
     named = dict(zip((name for name, _ in run.model.named_parameters()), run.update.average.weights, strict=True))
     assert all(torch.equal(tensor, named[name]) for name, tensor in load_file(path).items())

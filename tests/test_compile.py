@@ -26,7 +26,7 @@ from meshfit.axes.find import as_number
 from meshfit.axes.forward import unwrap
 from meshfit.axes.shard.units import traced
 from meshfit.axes.spec import whole_output
-from meshfit.axes.tensor.vocabulary import SlicedTensor
+from meshfit.axes.tensor.sliced import SlicedTensor
 from meshfit.comm.group import RankGroup
 from meshfit.exchange import allreduce
 from meshfit.exchange.allreduce import AllReduce

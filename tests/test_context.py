@@ -23,6 +23,7 @@ MASK = torch.rand(SAMPLES, 1, LENGTH, LENGTH, generator=random) > 0.3
 MASK |= torch.eye(LENGTH, dtype=torch.bool)
 LABELS = torch.randint(0, WIDTH, (SAMPLES, LENGTH), generator=random)
 LABELS[:, ::3] = -100
+VOID = LABELS.masked_fill(LABELS < 0, 255)  # an index that no class has
 CLASSES = torch.rand(WIDTH, generator=random, dtype=torch.double)
 INDEX = torch.randint(0, WIDTH, (SAMPLES, LENGTH, 2), generator=random)
 
@@ -123,6 +124,7 @@ LOCAL: dict[str, Callable[[Tensor], Any]] = {
     "sums": lambda x: x.sum(1) + x.mean(dim=(0, 1)) + x.amax(-1).sum() + x.mean(),
     "tokens": lambda x: F.cross_entropy(x.view(-1, WIDTH), LABELS.view(-1)),
     "smooth tokens": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS, weight=CLASSES, label_smoothing=0.1),
+    "weighed tokens": lambda x: F.cross_entropy(x.transpose(1, 2), VOID, weight=CLASSES, ignore_index=255),
     "each token": lambda x: F.cross_entropy(x.flatten(0, 1), LABELS.flatten(), reduction="none"),
     "soft tokens": lambda x: F.cross_entropy(x.transpose(1, 2), x.softmax(-1).detach().transpose(1, 2)),
     "nll": lambda x: F.nll_loss(x.log_softmax(-1).flatten(0, 1), LABELS.flatten(), reduction="sum"),

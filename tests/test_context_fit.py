@@ -16,8 +16,8 @@ import meshfit
 from benchmarks import parity, zoo
 from meshfit.axes.context import find
 from meshfit.axes.context.axis import context_cost, plan_context
-from meshfit.axes.context.find import ContextPlan, begin
 from meshfit.axes.context.piece import RULES, Piece
+from meshfit.axes.context.plan import ContextPlan, begin
 from meshfit.axes.context.span import SplitDim
 from meshfit.axes.find import as_number
 from meshfit.axes.find import find as find_all

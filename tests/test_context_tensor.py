@@ -13,7 +13,7 @@ from benchmarks import parity
 from benchmarks.zoo import ZOO
 from meshfit.axes.context.find import SavedBytes
 from meshfit.axes.context.piece import Piece
-from meshfit.axes.tensor.vocabulary import SlicedTensor, local_of
+from meshfit.axes.tensor.sliced import SlicedTensor, local_of
 from meshfit.job import Job
 from meshfit.launch.world import World
 from meshfit.plan import Plan

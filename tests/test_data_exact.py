@@ -146,7 +146,9 @@ def test_mixtures_are_exact_every_epoch_and_every_source_is_seen_through():
     counts = np.zeros(107, int)
     for epoch in range(6):
         ids = np.arange(40)
-        which, inner = made.where(ids, epoch)
+        which, inner = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+        for k, at, mine in made.where(ids, epoch):
+            which[at], inner[at] = k, mine
         assert (which == 0).sum() == 30
         assert sorted(inner[which == 0].tolist()) == list(range(30))
         np.add.at(counts, inner + 100 * which, 1)
@@ -216,6 +218,18 @@ def test_a_run_stops_at_a_bad_sample_and_names_its_file(tmp_path: Path):
     (tmp_path / "p" / "a" / "003.jpg").unlink()
     with pytest.raises(BadSample, match=r"a/003\.jpg cannot be read"):
         source.fetch(np.array([3]))
+
+
+@pytest.mark.parametrize("url", ["p", "./p", "~/p", "../here/p/", "{}/p", "file://{}/p"])
+def test_classes_are_the_folders_below_however_the_path_is_written(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    pictures(here / "p", (), n=4)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(here))
+    source = meshfit.data.folder(url.format(here))
+    assert [int(source[i][1]) for i in range(4)] == [0, 0, 1, 1]
 
 
 def test_bad_samples_are_skipped_counted_and_the_same_on_resume(tmp_path: Path):

@@ -426,7 +426,7 @@ def test_rows_of_groups_without_a_value_are_skipped_too(tmp_path: Path):
     rows = {"x": np.arange(400.0), "y": [None if i == 30 else i for i in range(400)]}
     pq.write_table(pa.table(rows), tmp_path / "a.parquet", row_group_size=40)
     how: dict[str, Any] = {"columns": ("x", "y"), "cache": meshfit.data.Cache(tmp_path / "small", 1)}
-    with pytest.raises(meshfit.DataError, match=r"row 30 of .*a\.parquet has no value in 'y'"):
+    with pytest.raises(meshfit.DataError, match=r"row 30 of .*a\.parquet has no value in column 'y'"):
         meshfit.data.parquet(tmp_path / "a.parquet", **how).fetch(np.arange(29, 33))
     x, y = meshfit.data.parquet(tmp_path / "a.parquet", on_bad="skip", **how).fetch(np.array([31, 30, 29, 39, 40]))
     assert x.tolist() == y.tolist() == [31, 31, 29, 39, 40]  # the next stands in

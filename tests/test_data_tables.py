@@ -18,7 +18,7 @@ import meshfit
 from meshfit.data import Source
 from meshfit.data.datasets import Recipe
 from meshfit.data.loader import Loader
-from meshfit.data.rowgroups import RowGroups
+from meshfit.data.table import RowGroups
 from tests.test_data_exact import BATCH, N, played
 from tests.test_data_sources import PICTURES, encoded
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from meshfit.checkpoint.preemption import noticed
+from meshfit.checkpoint.graceful_stop import noticed
 from meshfit.errors import JobError
 from tests.command import Forked
 from tests.few import more

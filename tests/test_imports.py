@@ -42,12 +42,39 @@ def test_private_torch_is_in_its_file_alone(tree: Tree) -> None:
     assert private_torch(tree) == [], "give it a name in meshfit/torch_private/, with a test in test_torch_private.py"
 
 
+def imported(code: str) -> set[str]:
+    """The modules that a fresh Python has after ``code``."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    said = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr)); {code}"
+    done = subprocess.run([sys.executable, "-c", said], env=env, capture_output=True, text=True, check=True)
+    return set(done.stderr.splitlines())
+
+
 def test_importing_meshfit_leaves_the_compiler_alone() -> None:
     """It takes as long to import as torch does, and an import of torch's own may bring it in unseen."""
-    code = f"import sys, meshfit; print({COMPILER!r} in sys.modules)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    modules = imported("from meshfit import *")
+    assert {"torch", "meshfit.fit", "meshfit.verify"} <= modules
+    assert COMPILER not in modules
+
+
+def test_help_waits_for_no_torch() -> None:
+    modules = imported("import meshfit; sys.argv = ['meshfit', '--help']; from meshfit.cli import main; main()")
+    assert "meshfit.cli.verbs" in modules
+    assert not modules & {"torch", "numpy", "meshfit.cli.train"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import meshfit; assert meshfit.observe.track.Track is meshfit.observe.Track",
+        "from meshfit.result import Result; import meshfit; assert callable(meshfit.observe.track.Track)",
+        "import meshfit.fit; import meshfit; assert meshfit.fit.__name__ == 'fit' and callable(meshfit.verify)",
+        "from meshfit.evaluate import predict; import meshfit; assert predict is meshfit.predict",
+        "import meshfit; assert not hasattr(meshfit, 'nothing') and set(meshfit.__all__) <= set(dir(meshfit))",
+    ],
+)
+def test_public_names_are_what_they_are_whatever_is_imported_first(code: str) -> None:
+    assert "meshfit" in imported(code)
 
 
 def test_an_import_upward_or_sideways_is_found() -> None:

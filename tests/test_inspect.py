@@ -113,7 +113,7 @@ def test_a_script_for_machines(here: Path):
 
 
 def said(capsys: pytest.CaptureFixture[str], target: str, *specs: str, as_json: bool = False) -> str:
-    inspect(target, [], list(specs), 1, as_json)
+    inspect(target, None, list(specs), as_json)
     return capsys.readouterr().out
 
 
@@ -167,7 +167,7 @@ def test_a_hugging_face_configuration(here: Path, capsys: pytest.CaptureFixture[
 )
 def test_what_cannot_be_inspected(here: Path, target: str, specs: list[str], words: str):
     with pytest.raises(JobError) as error:
-        inspect(target, [], specs, 1, False)
+        inspect(target, None, specs)
     assert words in str(error.value)
 
 

@@ -1,5 +1,6 @@
 """LocalRanks are started, heard and ended: real processes, real signals."""
 
+import importlib
 import os
 import resource
 import signal
@@ -564,3 +565,29 @@ def test_a_distributed_test_that_hangs_is_cut(capfd):
         if "in body_that_hangs" in told:
             return
     pytest.fail(told)
+
+
+TRAINS_AT_TOP_LEVEL = """
+import os, torch, meshfit
+os.environ["DEPTH"] = str(int(os.environ["DEPTH"]) + 1)
+assert int(os.environ["DEPTH"]) < 3  # should it not be refused
+from torch import nn
+
+class Net(nn.Linear):
+    pass
+
+X = torch.randn(8, 4), torch.randn(8, 2)
+meshfit.fit(Net(4, 2), X, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, batch_size=8, steps=1, plan="data=2")
+"""
+
+
+def test_a_module_that_trains_when_it_is_imported_is_refused_in_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks import it again: each would start ranks, and these again."""
+    (tmp_path / "trains_at_top_level.py").write_text(TRAINS_AT_TOP_LEVEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("DEPTH", "0")
+    with pytest.raises(JobError, match="by a module that is being imported in a rank") as found:
+        importlib.import_module("trains_at_top_level")
+    assert f"at {tmp_path / 'trains_at_top_level.py'}, line 11" in found.value.facts

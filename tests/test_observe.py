@@ -22,8 +22,9 @@ from meshfit.observe.page_data import page_data, tiles
 from meshfit.observe.rank import tokens_of
 from meshfit.observe.reading import Reader, read
 from meshfit.observe.sampler import Sampler
+from meshfit.observe.svg import nice
 from meshfit.observe.tensorboard import Scalars
-from meshfit.observe.timeline import chrome_trace, drawn, nice, picture, windows
+from meshfit.observe.timeline import chrome_trace, drawn, picture, windows
 from tests.recorded import folder
 
 X, Y = torch.randn(64, 8), torch.randint(4, (64,))

@@ -17,8 +17,8 @@ from meshfit.anatomy.samples import at_samples
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.context.piece import guarded
 from meshfit.axes.shard.units import traced
-from meshfit.axes.tensor.axis import tensor_cost
 from meshfit.axes.tensor.cache import planned
+from meshfit.axes.tensor.cost import tensor_cost
 from meshfit.axes.tensor.cut import cut
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup
@@ -106,7 +106,7 @@ def test_a_traced_model_takes_as_long_as_the_described_one(
     found = large(Plan.parse(f"{plan} precision=bf16"), batch)
     assert found.seconds == pytest.approx(described.seconds, rel=0.15)
     assert sum(found.items.values()) == pytest.approx(found.seconds)
-    assert found.tokens == batch * 4096
+    assert found.work.tokens == batch * 4096
 
 
 def products(operations: tuple[Operation, ...]) -> Counter[Operation]:
@@ -120,7 +120,6 @@ def products(operations: tuple[Operation, ...]) -> Counter[Operation]:
 def test_a_rank_of_a_tensor_group_has_its_share_of_each_product(degree: int) -> None:
     sizes = (2, 64, 4, 160, 512)
     found = predictor(sizes, 32, device="cpu")(Plan.parse(f"tensor={degree} precision=bf16 sequence=whole"), 3)
-    assert found.work is not None
     layers, hidden, heads, ffn, vocab = sizes
     kinds: dict[str, Any] = {"gated": True, "bias": False, "dropout": False, "tied": False}
     model = Decoder(layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocab=vocab, **kinds)
@@ -176,7 +175,7 @@ def test_what_is_computed_again_is_the_forward_of_blocks(large: TracedPredictor)
     recomputed = sum(op.flops for op in stage.again if isinstance(op, MatrixProduct))
     assert recomputed == pytest.approx(layers * a_layer), "but for the last product, which nothing in backward needs"
     assert full.seconds > 1.15 * none.seconds
-    assert full.held["activations"] < 0.4 * none.held["activations"]
+    assert full.memory.held["activations"] < 0.4 * none.memory.held["activations"]
 
 
 def test_memory_by_phase(large: TracedPredictor) -> None:
@@ -187,7 +186,7 @@ def test_memory_by_phase(large: TracedPredictor) -> None:
     assert eight.kinds["start"]["weights"] == pytest.approx(weights / 8, rel=0.01)
     assert max(one.phases.values()) == one.phases["steady"]
     assert "optimizer" not in one.kinds["start"]
-    assert one.used[0] < one.used[1] < 80 * GIB
+    assert one.memory.device[0] < one.memory.device[1] < 80 * GIB
     assert one.fits
     assert not large(Plan.parse("data=8 precision=bf16"), 2048).fits
 
@@ -247,7 +246,7 @@ def test_a_narrow_stand_in_tells_what_trials_on_the_model_itself_would() -> None
     for one, other in zip(on_meta.work.stages, with_weights.work.stages, strict=True):
         assert (Counter(one.forward), Counter(one.backward)) == (Counter(other.forward), Counter(other.backward))
     assert Counter(on_meta.collectives) == Counter(with_weights.collectives)
-    assert on_meta.held == with_weights.held
+    assert on_meta.memory == with_weights.memory
     assert any(call.axis == "tensor" for call in on_meta.collectives)
 
 
@@ -269,7 +268,7 @@ def test_a_second_look_at_a_model_traces_nothing(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(predict, "traced", refused)
         again = look(deep(4, nn.ReLU))
-    assert (again.seconds, again.held, again.collectives) == (first.seconds, first.held, first.collectives)
+    assert (again.seconds, again.memory, again.collectives) == (first.seconds, first.memory, first.collectives)
     assert traces() == kept
     look(deep(4, nn.GELU))  # computes something else
     assert len(traces()) == 2 * len(kept)

@@ -23,10 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 from benchmarks import zoo
 from benchmarks.anatomy_live import LiveBytes
 from benchmarks.zoo import ZOO, Case, mean_loss, take
-from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.blocks import blocks
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.flops import FORMULAS
+from meshfit.anatomy.recompute import recomputed_blocks
 from meshfit.anatomy.record import record
 from meshfit.anatomy.running import worth_keeping
 from meshfit.anatomy.trace import Trace

@@ -59,6 +59,12 @@ def test_models_too_large_for_values_go_through_by_shape(plan: str, monkeypatch:
     assert "the plan would start" in capsys.readouterr().out
 
 
+def test_memory_is_predicted_where_context_splits_the_stages() -> None:
+    found = meshfit.rehearse(**llama(SMALL), plan="context=2 pipeline=2 microbatches=2", on="4xH100")
+    assert found.problems == []
+    assert [each.stage for each in found.memory] == [0, 1], found.notes
+
+
 @pytest.mark.more
 def test_a_config_alone_is_rehearsed(tmp_path: Path, capsys: Any) -> None:
     """Its ranks run a narrow model, memory is that of the wide one: too much for one card, not for another."""

@@ -18,6 +18,7 @@ from benchmarks.parity import distance
 from benchmarks.served import SECRET, Training, Work, join_batchnorms
 from meshfit.anatomy.probe_optimizer import state_bytes
 from meshfit.errors import PlanError, RankError
+from meshfit.events import Events
 from meshfit.exchange import server_cost
 from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.server_cost import Payload
@@ -273,15 +274,15 @@ def test_a_push_that_is_sent_twice_is_applied_once() -> None:
     work, (connection,) = Work(training, worker, model), worker.connections
     told: dict[str, Any] = {}
     plain_send = connection.send
-    connection.send = lambda kind, sequence, words=None, **how: (
-        told.update({kind: words})
-        or plain_send(  # type: ignore[method-assign]
-            kind, sequence, words, **how
-        )
-    )
+
+    def send(kind: str, sequence: int, words: dict[str, Any] | None = None) -> None:
+        told[kind] = words
+        plain_send(kind, sequence, words)
+
+    connection.send = send
     for _ in work.steps():
         for kind, answer in (("push", "reply"), ("step", "weights"), ("push", "reply"), ("step", "weights")):
-            plain_send(kind, worker.sequence, told[kind], push=kind == "push")
+            plain_send(kind, worker.sequence, told[kind])
             assert connection.recv(5).kind == answer
     same(model, by_hand(training, 4)[2])
     worker.remove()
@@ -313,18 +314,20 @@ def test_cost_is_what_moves(servers: int, compress: str) -> None:
         assert cost.host["weights"] == server.keeper.weights.nbytes
         server.close()
         return
+    events = Events()
     worker = Worker(model, addresses, SECRET, id=rank, compress=compress)
     work = Work(training, worker, model)
-    joined = worker.moved["pull"]
+    joined = events.traffic["pull"][1]
     for _ in work.steps():
         pass
     cost = server_cost.worker(Payload.of(model, servers=servers, compress=compress))
-    assert worker.moved["push"] == 5 * cost.moved["push"]
-    assert worker.moved["pull"] - joined == 5 * cost.moved["pull"]
+    assert events.traffic["push"][1] == 5 * cost.moved["push"]
+    assert events.traffic["pull"][1] - joined == 5 * cost.moved["pull"]
     size = sum(p.nbytes for p in model.parameters())
     assert cost.moved["pull"] < size * 1.1 + 500
     assert cost.moved["push"] < size * {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.26}[compress] * 1.1 + 500
     worker.remove()
+    events.close()
 
 
 @pytest.mark.parametrize("compress", ["fp16", "bf16", "int8"])

@@ -15,8 +15,8 @@ from torch import nn
 
 from benchmarks.fleet import Fleet, as_tensors, longest_pause, merged
 from benchmarks.served import SECRET, Training, Work
+from meshfit.server.asynchronous import Clocks, Tickets
 from meshfit.server.client import Client
-from meshfit.server.clocks import Clocks, Tickets
 from meshfit.server.server import Server
 from meshfit.server.settings import ServerSettings, gone_mark
 from meshfit.server.snapshot import common, newest, write

@@ -18,10 +18,12 @@ from torch import nn
 from benchmarks.zoo import ZOO, Case, mean_loss, seeded, train_alone, transformers, unpadded_text
 from meshfit.anatomy import trace
 from meshfit.anatomy.copies import study
+from meshfit.axes.cut_parameters import CutParameters
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor import plan as tensor_plan
-from meshfit.axes.tensor.axis import TensorSplit, split_model, tensor_cost
 from meshfit.axes.tensor.check import check, reference
+from meshfit.axes.tensor.cost import tensor_cost
+from meshfit.axes.tensor.cut import split_model
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import VOCABULARY, Cut, Region, TensorPlan
 from meshfit.axes.tensor.watch import watch
@@ -63,7 +65,7 @@ def plan_of(case: Case, degree: int) -> TensorPlan:
     return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), degree)
 
 
-def spread(model: nn.Module, plan: TensorPlan) -> TensorSplit:
+def spread(model: nn.Module, plan: TensorPlan) -> CutParameters:
     return split_model(model, plan, dist.group.WORLD)
 
 
@@ -88,7 +90,7 @@ def trained(case: Case, plan: TensorPlan) -> tuple[list[float], dict[str, Array]
     return losses, dict(model.state_dict()), model
 
 
-def whole_shapes(parameter: Array, parts: TensorSplit) -> list[torch.Size]:
+def whole_shapes(parameter: Array, parts: CutParameters) -> list[torch.Size]:
     return [parts.whole(parameter, parameter.data).shape]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshfit.axes.tensor.column import Entrance, is_product
+from meshfit.axes.tensor.functions import Entrance, is_product
 from meshfit.comm import collectives
 from meshfit.comm.group import CountingGroup, RankGroup, Wait
 from meshfit.passes.backward import input_gradients

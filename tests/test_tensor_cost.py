@@ -13,7 +13,8 @@ from benchmarks.zoo import ZOO, mean_loss
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.units import traced
-from meshfit.axes.tensor.axis import split_model, tensor_cost
+from meshfit.axes.tensor.cost import tensor_cost
+from meshfit.axes.tensor.cut import split_model
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.plan import Plan
 from tests.distributed import distributed

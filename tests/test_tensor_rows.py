@@ -13,11 +13,12 @@ from torch import nn
 
 import meshfit
 from benchmarks.zoo import ZOO, mean_loss
+from meshfit.axes.cut_parameters import CutParameters
 from meshfit.axes.tensor import plan as planning
-from meshfit.axes.tensor.axis import TensorSplit, split_model
+from meshfit.axes.tensor.cut import split_model
 from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.axes.tensor.region import TensorPlan
-from meshfit.axes.tensor.vocabulary import SlicedTensor
+from meshfit.axes.tensor.sliced import SlicedTensor
 from meshfit.comm import collectives
 from meshfit.comm.group import RankGroup
 from meshfit.errors import PlanError
@@ -37,12 +38,16 @@ def plan_of(name: str, degree: int = 2) -> TensorPlan:
         return plan_tensor(case.build(), lambda model: mean_loss(case, model, batch), degree, by_rows=True)
 
 
-def spread(model: nn.Module) -> TensorSplit:
+def by_rows(model: nn.Module) -> TensorPlan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = plan_tensor(model, lambda m: loss_of(m, text()), 2, by_rows=True)
     assert any(region.rows for region in plan.regions), plan.notes
-    return split_model(model, plan, dist.group.WORLD)
+    return plan
+
+
+def spread(model: nn.Module) -> CutParameters:
+    return split_model(model, by_rows(model), dist.group.WORLD)
 
 
 def cut_by_rows(plan: TensorPlan) -> set[str]:
@@ -89,9 +94,10 @@ def test_what_mixes_rows_sees_all_of_them() -> None:
     alone: Any = built()
     alone.blocks[1].second = Mixing()
     model = copy.deepcopy(alone)
-    parts = spread(model)
-    assert "blocks.0.second" in cut_by_rows(parts.plan)
-    assert "blocks.1.second" not in cut_by_rows(parts.plan)
+    plan = by_rows(model)
+    assert "blocks.0.second" in cut_by_rows(plan)
+    assert "blocks.1.second" not in cut_by_rows(plan)
+    parts = split_model(model, plan, dist.group.WORLD)
     loss, found = gradients(model, parts)
     exact, want = gradients(alone)
     assert abs(loss - exact) < 1e-5

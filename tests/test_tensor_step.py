@@ -12,10 +12,11 @@ from torch import Tensor as Array
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshfit.axes.cut_parameters import CutParameters
 from meshfit.axes.spec import whole_output
-from meshfit.axes.tensor.axis import TensorSplit, split_model
+from meshfit.axes.tensor.cut import split_model
 from meshfit.axes.tensor.plan import plan_tensor
-from meshfit.axes.tensor.vocabulary import SlicedTensor
+from meshfit.axes.tensor.sliced import SlicedTensor
 from tests import odd_blocks
 from tests.distributed import distributed
 
@@ -70,7 +71,7 @@ def built(drop: float = 0.0, tie: bool = True) -> nn.Module:
     return Model(drop, tie)
 
 
-def spread(model: nn.Module) -> TensorSplit:
+def spread(model: nn.Module) -> CutParameters:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = plan_tensor(model, lambda m: loss_of(m, text()), 2)
@@ -78,7 +79,7 @@ def spread(model: nn.Module) -> TensorSplit:
     return split_model(model, plan, dist.group.WORLD)
 
 
-def gradients(model: nn.Module, parts: TensorSplit | None = None, **auto: Any) -> tuple[float, dict[str, Array]]:
+def gradients(model: nn.Module, parts: CutParameters | None = None, **auto: Any) -> tuple[float, dict[str, Array]]:
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(auto)):
         loss = loss_of(model, text())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.axes.spec import whole_output
-from meshfit.axes.tensor.vocabulary import SlicedTensor
+from meshfit.axes.tensor.sliced import SlicedTensor
 from meshfit.comm.collectives import copy
 from meshfit.comm.group import ThreadGroup, in_threads
 

@@ -126,5 +126,5 @@ def test_the_first_rank_measures_searches_and_says_why(worlds):
     assert second["searched"] == (plan, said)
     assert "microbatches=2" in plan
     assert any("plans looked at" in line for line in said)
-    kept = next((folder.parent / "cache").glob("cluster-*-cpu.toml"))
+    kept = next((folder.parent / "cache").glob("cluster-*-cpu.json"))
     assert "measured" in kept.read_text()

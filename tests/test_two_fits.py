@@ -159,11 +159,8 @@ def test_nothing_is_left_of_two_at_once_nor_of_one_that_fails() -> None:
 def test_two_at_once_in_a_rank_are_refused() -> None:
     """Their collectives would meet each other's."""
     first, second = (turns.Turn(torch.device("cpu"), world=True) for _ in range(2))
-    first.begin()
-    try:
-        second.begin()  # in one thread they follow each other
-        second.end()
+    with first.under_way():
+        with second.under_way():  # in one thread they follow each other
+            pass
         with ThreadPoolExecutor(1) as pool, pytest.raises(JobError, match="two trainings at once"):
-            pool.submit(lambda: turns.Turn(torch.device("cpu"), world=True).begin()).result()
-    finally:
-        first.end()
+            pool.submit(lambda: turns.Turn(torch.device("cpu"), world=True).under_way().__enter__()).result()

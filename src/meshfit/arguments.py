@@ -48,9 +48,7 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
     ``MeshfitError`` ends in the caller's own line, not in ours: it says what to mend there."""
     parameters = inspect.signature(function).parameters
     known = list(parameters)
-    any_name = any(
-        each.kind is each.VAR_KEYWORD for each in parameters.values()
-    )  # it says itself what it does not take
+    any_name = any(each.kind is each.VAR_KEYWORD for each in parameters.values())  # then it refuses some by itself
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

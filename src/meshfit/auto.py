@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from meshfit.comm.objects import all_gather_object
 from meshfit.data import tree
 from meshfit.data.datasets import SampleStream, open_source, sample_count
 from meshfit.deferred import Unfollowable
-from meshfit.errors import JobError, PlanError
+from meshfit.errors import JobError, PlanError, in_short
 from meshfit.job import Job
 from meshfit.launch.devices import Devices, find
 from meshfit.launch.world import World, connect, ranks_here
@@ -30,7 +31,7 @@ from meshfit.planner.calibrate import Measurement, calibrated, fitted, save
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.detect import guessed, profile_path
 from meshfit.planner.explain import largest, reasons
-from meshfit.planner.predict import TracedPredictor
+from meshfit.planner.predict import TRIED, TracedPredictor
 from meshfit.planner.search import Allowed, search
 from meshfit.units import seconds as in_words
 from meshfit.units import size
@@ -44,8 +45,6 @@ MOST_BUILT = 1 << 28
 tensor=, context= and expert= are not tried."""
 
 UNPREDICTED = ("server", "exchange", "staleness", "every", "overlap", "compress", "late", "lost")
-TRIED = ("tensor", "context", "expert", "branch")
-"""Axes that take trials of the model to find: asked only where nothing else fits."""
 
 
 class NoForecast(JobError):
@@ -56,7 +55,7 @@ class NothingFits(PlanError):
     """No plan of a training is predicted to fit."""
 
 
-def predictor_of(job: Job, cluster: Cluster, device: str, model: nn.Module | None = None) -> TracedPredictor:
+def predictor_of(job: Job, cluster: Cluster, device: str, model: nn.Module) -> TracedPredictor:
     """For any plan of ``job``. ``NoForecast`` where its samples have no common shape."""
     source = open_source(job.data)
     if isinstance(source, SampleStream):
@@ -64,7 +63,6 @@ def predictor_of(job: Job, cluster: Cluster, device: str, model: nn.Module | Non
     few = source.few(SAMPLES)
     if tree.by_sample(few) is not None:
         raise NoForecast("its samples differ in size")
-    model = looked_at(job) if model is None else model
     return TracedPredictor(model, job.objective, few, job.make_optimizer(model), cluster, device=device)
 
 
@@ -105,23 +103,31 @@ def chosen(job: Job, world: World | None = None) -> tuple[Job, list[str]]:
     return (replace(job, plan=Plan.parse(plan)) if plan else job), said
 
 
+def _or_no_forecast(
+    find: Callable[["Choice"], tuple[Plan | None, list[str]]],
+) -> Callable[["Choice"], tuple[str, list[str]]]:
+    """The plan that ``find`` finds, as text; none, and why, where code of the model's fails on meta tensors."""
+
+    def found(choice: "Choice") -> tuple[str, list[str]]:
+        try:
+            with warnings.catch_warnings(), unprinted():
+                warnings.simplefilter("ignore")
+                plan, said = find(choice)
+        except NothingFits:
+            raise
+        except Exception as error:
+            return "", [f"auto: every device takes a share of the data; no forecast, {in_short(error)}"]
+        return "" if plan is None else str(plan), said
+
+    return found
+
+
 class Choice:
     """Of one job's plan: what is usual first, then a search on a machine that has been measured."""
 
     def __init__(self, job: Job, allowed: Allowed, devices: Devices, count: int, here: int | None):
         self.job, self.allowed, self.devices, self.count, self.here = job, allowed, devices, count, here
         self.batch = -(-samples_of(job, count) // count) * count  # as many as the rank with most has, on all
-        self._model: nn.Module | None = None
-
-    def usual(self) -> tuple[str, list[str]]:
-        """Copies of the model, where they fit and no search could save ``WORTH``; no plan, and why there is no
-        forecast; or neither: a search is worth its time."""
-        if any(axis in self.allowed.fixed for axis in DEGREES):
-            return "", []
-        return self._tried(self._usual)
-
-    def searched(self) -> tuple[str, list[str]]:
-        return self._tried(self._searched)
 
     def is_unmeasured(self) -> bool:
         path = profile_path(self.devices.kind)
@@ -143,25 +149,20 @@ class Choice:
             with suppress(OSError):
                 save(found, path)
 
-    def _tried(self, find: Callable[[], tuple[Plan | None, list[str]]]) -> tuple[str, list[str]]:
-        """What ``find`` finds; any code of the model's may fail on meta tensors."""
-        try:
-            with warnings.catch_warnings(), unprinted():
-                warnings.simplefilter("ignore")
-                plan, said = find()
-        except NothingFits:
-            raise
-        except Exception as error:
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return "", [f"auto: every device takes a share of the data; no forecast, {why}"]
-        return "" if plan is None else str(plan), said
+    @cached_property
+    def _model(self) -> nn.Module:
+        return looked_at(self.job)
 
     def _predictor(self) -> TracedPredictor:
         cluster = Cluster.detect(self.count, self.devices.kind, self.here)
-        self._model = looked_at(self.job) if self._model is None else self._model
         return predictor_of(self.job, cluster, "cuda" if self.devices.kind == "cuda" else "cpu", self._model)
 
-    def _usual(self) -> tuple[Plan | None, list[str]]:
+    @_or_no_forecast
+    def usual(self) -> tuple[Plan | None, list[str]]:
+        """Copies of the model, where they fit and no search could save ``WORTH``; no plan, and why there is no
+        forecast; or neither: a search is worth its time."""
+        if any(axis in self.allowed.fixed for axis in DEGREES):
+            return None, []
         usual = settle(str(self.job.plan), self.count)
         try:
             found = self._predictor()(usual, self.batch)
@@ -170,18 +171,21 @@ class Choice:
         spare = (found.seconds - found.items["computing"]) * steps_of(self.job, self.batch)
         if not found.fits or (self.count > 1 and spare >= WORTH):
             return None, []
+        needs = f"{size(found.memory.device[1])} of {size(found.capacity)}"
         guess = ", by a guess at this machine (meshfit calibrate measures it)" if self.is_unmeasured() else ""
         if self.count == 1:
-            return usual, [f"auto: {size(found.used[1])} of {size(found.capacity)} are predicted to be needed"]
+            return usual, [f"auto: {needs} are predicted to be needed"]
         return usual, [
             f"auto: {usual}: {in_words(found.seconds)} a step{guess}",
-            f"      {size(found.used[1])} of {size(found.capacity)} on each device, most of it {largest(found.held)}",
+            f"      {needs} on each device, most of it {largest(found.memory.held)}",
             f"      another plan could save {in_words(spare)} of the whole training at most: not searched for",
         ]
 
-    def _searched(self) -> tuple[Plan | None, list[str]]:
+    @_or_no_forecast
+    def searched(self) -> tuple[Plan | None, list[str]]:
         predictor = self._predictor()
         cluster = predictor.cluster
+        # axes that are found by trials only where nothing else fits
         narrow = replace(self.allowed, fixed={**dict.fromkeys(TRIED, 1), **self.allowed.fixed})
         found = search(predictor, self.batch, narrow, self.count)
         if found.best is None:

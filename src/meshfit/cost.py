@@ -4,9 +4,9 @@ Each strategy's ``cost`` maps the trace of what a rank runs to the trace of what
 parameters, fewer kept activations), and says what it adds beside. So costs compose in the order of ``apply``.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,16 @@ class CollectiveCall:
     """In a step, not in each microbatch: a hidden one has the last backward, or the first forward, to run beside."""
 
 
-def tallied(calls: Iterable[CollectiveCall]) -> tuple[CollectiveCall, ...]:
-    """Equal ones as one, with their number; none without calls."""
-    counts: Counter[CollectiveCall] = Counter()
-    for call in calls:
-        counts[replace(call, count=1)] += call.count  # type: ignore[assignment]
-    return tuple(replace(call, count=count) for call, count in counts.items() if count)
+Counted = TypeVar("Counted")
+
+
+def tallied(some: Iterable[Counted]) -> tuple[Counted, ...]:
+    """Equal ones as one, with the sum of their ``count``; none of which there is none."""
+    counts: dict[Any, float] = {}
+    for each in some:
+        one: Any = replace(each, count=1)  # type: ignore[type-var]
+        counts[one] = counts.get(one, 0) + each.count  # type: ignore[attr-defined]
+    return tuple(replace(one, count=count) for one, count in counts.items() if count)
 
 
 @dataclass(frozen=True, kw_only=True)

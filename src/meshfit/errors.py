@@ -43,6 +43,12 @@ class MeshfitError(Exception):
     def __reduce__(self):  # travels from a rank to the caller as it is
         return type(self), (self.headline, *self.facts)
 
+    def saying(self, *facts: str) -> Self:
+        """The same error, with more to say."""
+        said = type(self)(self.headline, *self.facts, *facts)
+        vars(said).update({name: value for name, value in vars(self).items() if name != "facts"})
+        return said
+
 
 class PlanError(MeshfitError):
     """The plan cannot be carried out: raised in the caller, before any process starts."""
@@ -79,15 +85,9 @@ class RankError(MeshfitError):
     held: Mapping[str, int] = MappingProxyType({})
     """Bytes by kind that a rank held when it ran out of memory, as far as it could tell."""
 
-    def __init__(self, headline: str, *facts: str, trace: str = ""):
+    def __init__(self, headline: str, *facts: str, trace: str = "", step: int = 0):
         super().__init__(headline, *facts)
-        self.trace = masked(trace)
-
-    def saying(self, *facts: str) -> Self:
-        """The same error, with more to say."""
-        said = type(self)(self.headline, *self.facts, *facts)
-        vars(said).update({name: value for name, value in vars(self).items() if name != "facts"})
-        return said
+        self.trace, self.step = masked(trace), step
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n\n{self.trace}" if self.trace else super().__str__()
@@ -96,9 +96,11 @@ class RankError(MeshfitError):
 class Died(RankError):
     """A process ended, or had to be ended, before its work was done: started again, it may get further."""
 
-    agreed: int | None = None
-    """Where replicas were found to differ, or collectives to be mixed up: the last step before that. All that is known
-    of later ones may be wrong."""
+    def __init__(self, headline: str, *facts: str, trace: str = "", step: int = 0, agreed: int | None = None):
+        super().__init__(headline, *facts, trace=trace, step=step)
+        self.agreed = agreed
+        """Where replicas were found to differ, or collectives to be mixed up: the last step before that. All that is
+        known of later ones may be wrong."""
 
 
 NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")

@@ -86,14 +86,41 @@ def settle(job: Job) -> Job:
 
 
 def _evaluate(job: Job, world: World) -> dict[str, float]:
-    found: list[LossDenominator | None] = []
-    loader, precision, placed = _prepare(job, world, lambda *whole: found.append(_over(job, *whole)))
-    objective = _objective(job, loader.source.few())
+    plan, mesh, loader = _prepared(job, world)
+    objective, precision = _objective(job, loader.source.few()), Precision(plan.precision)
     if objective is None and not job.metrics:
         raise JobError("evaluate has nothing to measure", "give loss=, or metrics={name: function}")
-    over = found[0] or _over(job, placed.model, loader, placed.inside) or LossDenominator()
+    over = LossDenominator() if objective is None else None
+
+    def find_over(model: nn.Module, inside: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+        """The denominator of the loss. Of a small model, or one whose modules are partitioned, it is found before the
+        model is laid out, maybe in host memory."""
+        nonlocal over
+        small = sum(p.numel() for p in model.parameters()) <= LARGEST
+        if objective is None or (inside is None and not small and not plan.partitions_modules):
+            return
+        try:
+            over = find_denominator(
+                objective,
+                model,
+                loader.source.few(),
+                loader.device,
+                inside,
+                auxiliary=is_apart(plan),
+                precision=precision,
+                microbatch=loader.batch_size // loader.ranks,
+            )
+        except Exception:
+            if loader.ranks > 1:
+                raise
+            over = LossDenominator()  # whole batches: measuring will say what is wrong
+
+    placed = _placed(plan, job.build(), mesh, loader, _first, find_over)
+    if over is None:
+        find_over(placed.model, placed.inside)
+    assert over is not None
     if objective is not None and loader.ranks > 1:
-        batch_loss.check(_plan(job), over, objective)
+        batch_loss.check(plan, over, objective)
     measured = measure(placed, loader, objective=objective, over=over, metrics=job.metrics or {}, precision=precision)
     placed.undo()
     return measured
@@ -106,57 +133,34 @@ def _objective(job: Job, few: Any) -> Objective | None:
     return job.objective if known else None
 
 
-def _over(
-    job: Job, model: nn.Module, loader: Loader, inside: Callable[[], AbstractContextManager[None]] | None = None
-) -> LossDenominator | None:
-    """The denominator of its loss. Of a small model, or one whose modules are partitioned, it is found before the model
-    is laid out, maybe in host memory; None: not yet."""
-    few = loader.source.few()
-    if (objective := _objective(job, few)) is None:
-        return LossDenominator()
-    small = sum(p.numel() for p in model.parameters()) <= LARGEST
-    if inside is None and not small and not _plan(job).partitions_modules:
-        return None
-    auxiliary = is_apart(_plan(job))
-    try:
-        return find_denominator(
-            objective,
-            model,
-            few,
-            loader.device,
-            inside,
-            auxiliary=auxiliary,
-            precision=Precision(_plan(job).precision),
-            microbatch=loader.batch_size // loader.ranks,
-        )
-    except Exception:
-        if loader.ranks > 1:
-            raise
-        return LossDenominator()  # whole batches: measuring will say what is wrong
-
-
 def _predict(job: Job, world: World) -> list[tuple[int, Any]]:
-    inputs: list[Inputs] = []
-    loader, precision, placed = _prepare(job, world, inputs=inputs)
-    outputs = list(outputs_of(placed, loader, precision, inputs[0]))
+    plan, mesh, loader = _prepared(job, world)
+    model = job.build()
+    inputs = _inputs(model, loader.source.few(2))
+    placed = _placed(plan, model, mesh, loader, inputs)
+    outputs = list(outputs_of(placed, loader, Precision(plan.precision), inputs))
     placed.undo()
     return outputs
 
 
+def _first(batch: Any) -> Any:
+    """What the model is called with: all but the targets."""
+    return split(batch)[0]
+
+
 def _inputs(model: nn.Module, few: Any) -> Inputs:
     """What of a batch the model is called with, to predict: all but the targets, if it holds some."""
-    first = lambda batch: split(batch)[0]
     if (
         isinstance(few, tree.PerSample)
         or not isinstance(few, tuple | list)
         or len(few) < 2
         or not isinstance(few[0], Tensor)
     ):
-        return first
+        return _first
     least, most = _takes(model)
     count, kind = len(few), type(model).__name__
     if not least <= count <= most:
-        return first
+        return _first
     if count - 1 < least:
         return tuple
     raise JobError(
@@ -180,15 +184,7 @@ def _takes(model: nn.Module) -> tuple[float, float]:
     return least, float("inf") if any(p.kind is p.VAR_POSITIONAL for p in given) else most
 
 
-def _prepare(
-    job: Job,
-    world: World,
-    before: Callable[[nn.Module, Loader], None] = lambda model, loader: None,
-    inputs: list[Inputs] | None = None,
-) -> tuple[Loader, Precision, Placed]:
-    """``before`` is called with the model while it is whole. Into ``inputs`` goes what finds in a batch what the model
-    is called with; without it, there are targets."""
-    assert isinstance(job.plan, Plan)
+def _prepared(job: Job, world: World) -> tuple[Plan, Mesh, Loader]:
     assert isinstance(job.batch_size, int)
     plan = _plan(job)
     mesh = Mesh.of(plan, world.rank, world.size)
@@ -196,28 +192,33 @@ def _prepare(
         source=open_source(job.valid),  # also what a DataLoader leaves out with drop_last=True
         batch_size=job.batch_size,
         rank=mesh.share,
-        ranks=job.plan.shares,
+        ranks=plan.shares,
         device=world.device,
         shuffle=False,
     )
-    model = job.build()
-    plan = plan if untracked(model) else replace(plan, batchnorm="local")
-    taken: Inputs = lambda batch: split(batch)[0]
-    if inputs is not None:
-        taken = _inputs(model, loader.source.few(2))
-        inputs.append(taken)
-    placed = place(
-        plan,
+    return plan, mesh, loader
+
+
+def _placed(
+    plan: Plan,
+    model: nn.Module,
+    mesh: Mesh,
+    loader: Loader,
+    inputs: Inputs,
+    before: Callable[[nn.Module], None] = lambda model: None,
+) -> Placed:
+    """``before`` is called with the model while it is whole."""
+    return place(
+        plan if untracked(model) else replace(plan, batchnorm="local"),
         model,
         mesh,
-        world.device,
-        objective=lambda model, batch: call(model, taken(batch)),
+        loader.device,
+        objective=lambda model, batch: call(model, inputs(batch)),
         few=loader.source.few,
         same=from_environment() is None,
-        before_cut=lambda tried: before(tried(), loader),
+        before_cut=lambda tried: before(tried()),
         trains=False,
     )
-    return loader, Precision(job.plan.precision), placed
 
 
 def _plan(job: Job) -> Plan:

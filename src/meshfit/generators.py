@@ -25,19 +25,23 @@ def set_state_of(device: torch.device, state: Tensor) -> None:
 
 
 class Generators:
-    """Where they stand now; ``restore`` puts them back there."""
+    """Where they stand now, those of GPUs among ``devices`` too; ``restore`` puts them back there."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, *devices: torch.device):
+        self._devices = [device for device in dict.fromkeys(devices) if device.type in ("cuda", "mps")]
         self._torch = self._states()
-        self._others: tuple[Any, Any] = np.random.get_state(), random.getstate()
+        self._numpy, self._python = _numpy_state(), random.getstate()
 
     def restore(self) -> None:
-        torch.set_rng_state(self._torch[0])
-        if len(self._torch) > 1:
-            set_state_of(self._device, self._torch[1])
-        np.random.set_state(self._others[0])
-        random.setstate(self._others[1])
+        cpu, *own = self._torch
+        torch.set_rng_state(cpu)
+        for device, state in zip(self._devices, own, strict=True):
+            set_state_of(device, state)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+    def _states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(state for device in self._devices if (state := state_of(device)) is not None)]
 
     @property
     def moved(self) -> bool:
@@ -47,21 +51,23 @@ class Generators:
     @property
     def moved_others(self) -> bool:
         """Whether NumPy's or Python's have been drawn from since."""
-        _, keys, *at = np.random.get_state()
-        _, was, *stood = self._others[0]
-        return random.getstate() != self._others[1] or at != stood or not np.array_equal(keys, was)
-
-    def _states(self) -> list[Tensor]:
-        own = state_of(self._device)
-        return [torch.get_rng_state()] if own is None else [torch.get_rng_state(), own]
+        return places() != (_place(self._numpy), self._python)
 
 
 def places() -> tuple[Any, ...]:
     """Where NumPy's and Python's stand: another value after any draw, also that of the second of two normal numbers."""
-    numpy = np.random.get_state(legacy=False)
-    assert isinstance(numpy, dict)
+    return _place(_numpy_state()), random.getstate()
+
+
+def _numpy_state() -> dict[str, Any]:
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    return state
+
+
+def _place(numpy: dict[str, Any]) -> tuple[Any, ...]:
     inner = [value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy["state"].values()]
-    return inner, numpy["has_gauss"], random.getstate()
+    return inner, numpy["has_gauss"]
 
 
 def seed(number: int, device: torch.device) -> None:
@@ -77,16 +83,11 @@ def seed(number: int, device: torch.device) -> None:
 @contextmanager
 def kept(*devices: torch.device) -> Iterator[None]:
     """Afterwards all of them stand where they stood, those of the GPUs among ``devices`` too."""
-    numpy, python = np.random.get_state(), random.getstate()
-    own = {device: state for device in dict.fromkeys(devices) if (state := state_of(device)) is not None}
+    before = Generators(*devices)
     try:
-        with torch.random.fork_rng([]):
-            yield
+        yield
     finally:
-        for device, state in own.items():
-            set_state_of(device, state)
-        np.random.set_state(numpy)
-        random.setstate(python)
+        before.restore()
 
 
 def as_tensor(device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from meshfit.arguments import check_arguments
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.checkpoint.cadence import Cadence
-from meshfit.checkpoint.preemption import check as check_notice
+from meshfit.checkpoint.graceful_stop import check_notice
 from meshfit.checkpoint.weights import load_weights
 from meshfit.data.datasets import Recipe, sample_count
 from meshfit.data.reading import Readers
@@ -36,6 +36,14 @@ from meshfit.units import in_seconds
 GIVEN_UP = 60.0  # seconds after which those who wait in a collective have surely given up
 NO_EVALUATION = dict.fromkeys(("valid", "valid_step", "metrics", "best", "keep_best", "patience"))
 """Arguments of a job that does not evaluate."""
+NEEDS = (
+    (("best", "keep_best", "patience", "metrics", "valid_step"), "valid", "data to evaluate on", ""),
+    (("keep_best", "preemption"), "checkpoint", "how often to save", 'checkpoint="10 minutes", say'),
+    (("checkpoint", "resume"), "out", "the run's folder", 'out="runs/one", say'),
+    (("partial",), "weights", "the files that the model starts from", ""),
+    (("patience",), "best", "the metric to watch", 'best="-loss", say'),
+)
+"""Arguments, and another one that they mean nothing without."""
 
 
 @dataclass(frozen=True)
@@ -100,30 +108,25 @@ class Job:
             check_metric(name, metric)
         for phase in self.phases:
             stated(phase.objective)  # refuses a loss that is not one number
-        for name in ("best", "keep_best", "patience", "metrics", "valid_step"):
-            if getattr(self, name) and self.valid is None:
-                raise JobError(f"{name}= needs valid=, data to evaluate on")
+        Readers.of(self.workers)
+        Cadence.of(self.checkpoint)  # refuses what it cannot parse
+        if self.preemption is not None:
+            check_notice(self.preemption)
+        self._check_needs()
         known = ["loss", *(self.metrics or {})]
         logs = self.step is not None or self.valid_step is not None  # it may be a value that these log
         for name in ("best", "keep_best"):
             asked = getattr(self, name)
             if asked and not logs and not any(measures(m, asked.lstrip("-")) for m in known):
                 raise JobError(f"{name}={asked!r} is not measured", did_you_mean(asked, ["-loss", *known[1:]]))
-        Readers.of(self.workers)
-        Cadence.of(self.checkpoint)  # refuses what it cannot parse
-        if self.keep_best and self.checkpoint is None:
-            raise JobError("keep_best= needs checkpoint=, how often to save", 'checkpoint="10 minutes", say')
-        for name in ("checkpoint", "resume"):
-            if self.out is None and (self.checkpoint is not None if name == "checkpoint" else self.resume is True):
-                raise JobError(f"{name}= needs out=, the run's folder", 'out="runs/one", say')
-        if self.preemption is not None:
-            check_notice(self.preemption)
-            if self.checkpoint is None:
-                raise JobError("preemption= needs checkpoint=, how often to save", 'checkpoint="10 minutes", say')
-        if self.partial and self.weights is None:
-            raise JobError("partial= needs weights=, the files that the model starts from")
-        if self.patience and not self.best:
-            raise JobError("patience= needs best=, the metric to watch", 'best="-loss", say')
+
+    def _check_needs(self) -> None:
+        for names, other, meaning, remedy in NEEDS:
+            for name in names:
+                asked = getattr(self, name)
+                asked = asked is True if name == "resume" else asked  # from a path it needs none
+                if asked and getattr(self, other) is None:
+                    raise JobError(f"{name}= needs {other}=, {meaning}", remedy)
 
     @property
     def grace_seconds(self) -> float:
@@ -134,17 +137,16 @@ class Job:
     def _take_recipe(self) -> None:
         """How samples become batches goes with the data."""
         if self.pack is not None:
-            for name in ("collate", "length", "batch_size"):
-                if getattr(self, name) is not None and (name != "batch_size" or self.batch_tokens is not None):
-                    other = "batch_tokens=" if name == "batch_size" else "pack="
-                    raise JobError(f"{name}= and {other} were both given", "rows are packed to one length: keep one")
+            for name, other in (("collate", "pack"), ("length", "pack"), ("batch_size", "batch_tokens")):
+                if getattr(self, name) is not None and getattr(self, other) is not None:
+                    raise JobError(f"{name}= and {other}= were both given", "rows are packed to one length: keep one")
             if self.batch_tokens is not None:
                 object.__setattr__(self, "batch_size", max(1, self.batch_tokens // self.pack))
                 object.__setattr__(self, "batch_tokens", None)
         if self.batch_tokens is not None and self.length is None and not isinstance(self.data, Recipe):
             raise JobError("batch_tokens= needs length=, what a sample's tokens are", 'length="input_ids", say')
-        how: dict[str, Any] = {"collate": self.collate, "length": self.length, "tokens": self.batch_tokens}
-        how["pack"] = self.pack
+        how: dict[str, Any] = {"collate": self.collate, "length": self.length}
+        how |= {"tokens": self.batch_tokens, "pack": self.pack}
         for name in ("data", "valid"):
             if (data := getattr(self, name)) is None and name == "valid":
                 continue
@@ -197,8 +199,8 @@ class Job:
         for phase in self.phases:
             given = phase.optimizer
             listed = isinstance(given, list | tuple) and bool(given) and all(map(_is_optimizer, given))
-            right = bool(callable(given) or _is_optimizer(given) or listed)
-            _check(right, "optimizer", given, "a function of the parameters")
+            if not (callable(given) or _is_optimizer(given) or listed):
+                raise JobError(f"optimizer={given!r} is not a function of the parameters")
         if self.epochs is None and self.steps is None:
             raise JobError("neither epochs= nor steps= was given", "epochs=5, say")
         return self
@@ -223,9 +225,9 @@ class Job:
             recipes = {name: replace(recipe, padding=padding) for name, recipe in recipes.items()}
         measured = replace(self, **recipes)
         settled = replace(measured, devices=devices, plan=plan, batch_size=measured._samples_a_batch(plan))
-        return settled.flowing(self)
+        return settled._with_microbatches(self)
 
-    def flowing(self, asked: "Job") -> Self:
+    def _with_microbatches(self, asked: "Job") -> Self:
         """The same job with enough microbatches for the stages of a pipeline, where ``asked`` has no number of them:
         four a stage, or as many as there are samples; one for a model with BatchNorm, whose statistics are those of a
         microbatch."""
@@ -257,7 +259,8 @@ class Job:
             if not each.isdecimal() or unit != "device":
                 raise JobError(f"batch_size={size!r} is not understood", 'write 256, or "32/device"')
             size = int(each) * plan.shares
-        _check(size > 0, "batch_size", size, "a number of samples above 0")
+        if size <= 0:
+            raise JobError(f"batch_size={size!r} is not a number of samples above 0")
         parts = plan.shares * plan.microbatches
         if size < parts:
             split = [key for key in ("data", "shard", "expert", "microbatches") if getattr(plan, key) > 1]
@@ -287,7 +290,8 @@ class Job:
         if any(True for _ in quantised(deferred.model)):
             raise Unfollowable("it holds weights in 4 bits")
         _refuse_meta(deferred.model, known=set(deferred.parameters))
-        if any(isinstance(t, torch.Tensor) for state in self._state_at_start(deferred) for t in state.values()):
+        states = [] if self.optimizer is None else self.make_optimizer(deferred.model).state.values()
+        if any(isinstance(t, torch.Tensor) for state in states for t in state.values()):
             raise Unfollowable("the optimizer makes tensors of them when it is built")
         return deferred
 
@@ -299,9 +303,6 @@ class Job:
             return self.defer().model
         except Unfollowable:
             return self.build()
-
-    def _state_at_start(self, deferred: Deferred) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else list(self.make_optimizer(deferred.model).state.values())
 
     def _run_function(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -376,8 +377,3 @@ def plan_of(job: Job) -> Plan:
     """Of a settled job."""
     assert isinstance(job.plan, Plan)
     return job.plan
-
-
-def _check(right: bool, name: str, value: Any, wanted: str) -> None:
-    if not right:
-        raise JobError(f"{name}={value!r} is not {wanted}")

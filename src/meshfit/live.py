@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-SIZE = 4096
 HEAD = struct.Struct("<qdqqq64s")  # step, when it began, ticks, kind of work, collectives so far, phase
 STEP_AT, PHASE_AT, NAME = 0, 40, 64
 NUMBER, PLACE, TICKS = struct.Struct("<q"), struct.Struct("<qd"), 16
 KIND_AT, COUNT_AT = 24, 32
-COLLECTIVES, COLLECTIVE, TEXT = 16, 112, 128  # how many are kept, bytes of each, where they begin
-STEPS, TIMED, TIMES = 32, struct.Struct("<q5f"), TEXT + COLLECTIVES * COLLECTIVE
+STEPS, TIMED, TIMES = 32, struct.Struct("<q5f"), 128  # how many are kept, their form, where they begin
 DIGESTS, DIGEST, DIGESTED = 8, struct.Struct("<qqqqq"), TIMES + STEPS * TIMED.size
-assert DIGESTED + DIGESTS * DIGEST.size <= SIZE
-HISTORY = 1024  # collectives that are kept besides, behind the rest, where others share this memory
-WHOLE = SIZE + HISTORY * COLLECTIVE
+COLLECTIVE, CALLED = 112, DIGESTED + DIGESTS * DIGEST.size  # bytes of each, where they begin: as many as there is room
+RECENT, HISTORY = 16, 1024  # collectives: that are looked at, and that are kept where others share this memory
+SIZE, WHOLE = CALLED + RECENT * COLLECTIVE, CALLED + HISTORY * COLLECTIVE
 UNEVEN = ("all_to_all", "gather", "scatter", "all_gather", "reduce_scatter")
 """Operations to which ranks may give tensors of other shapes; all_gather and reduce_scatter: of torch's lists."""
 
@@ -119,12 +117,13 @@ class Live:
 
     def move(self, memory: memoryview) -> None:
         """From now on write there."""
-        memory[:SIZE] = self.memory[:SIZE]
-        self.memory = memory
+        memory[:CALLED] = self.memory[:CALLED]
+        self.memory, self.noted = memory, 0
+        NUMBER.pack_into(memory, COUNT_AT, 0)
 
     def begin(self) -> int:
         """A training begins: times and digests of another one before are no longer to be compared. Its number."""
-        self.memory[TIMES : DIGESTED + DIGESTS * DIGEST.size] = bytes(DIGESTED + DIGESTS * DIGEST.size - TIMES)
+        self.memory[TIMES:CALLED] = bytes(CALLED - TIMES)
         self.trainings += 1
         return self.trainings
 
@@ -170,12 +169,8 @@ class Live:
             number, chain = number + 1, zlib.crc32(f"{self._step} {op} {'' if op in UNEVEN else what}".encode(), chain)
             self._called[group] = number, chain
         text = f"{group}|{number}|{self._step}|{chain}|{op}|{what}|{ranks}".encode()
-        text = text[:COLLECTIVE].ljust(COLLECTIVE, b"\0")
-        at = TEXT + self.noted % COLLECTIVES * COLLECTIVE
-        self.memory[at : at + COLLECTIVE] = text
-        if len(self.memory) == WHOLE:
-            at = SIZE + self.noted % HISTORY * COLLECTIVE
-            self.memory[at : at + COLLECTIVE] = text
+        at = CALLED + self.noted % _room(self.memory) * COLLECTIVE
+        self.memory[at : at + COLLECTIVE] = text[:COLLECTIVE].ljust(COLLECTIVE, b"\0")
         self.noted += 1
         NUMBER.pack_into(self.memory, COUNT_AT, self.noted)
 
@@ -193,7 +188,7 @@ def read(memory: bytes) -> Seen | None:
     """What a process wrote; None: nothing yet."""
     if len(memory) < SIZE:
         return None
-    step, since, ticks, kind, noted, phase = HEAD.unpack_from(memory)
+    step, since, ticks, kind, _, phase = HEAD.unpack_from(memory)
     times = [StepTimes(*TIMED.unpack_from(memory, TIMES + i * TIMED.size)) for i in range(STEPS)]
     digests = [Digest(*DIGEST.unpack_from(memory, DIGESTED + i * DIGEST.size)) for i in range(DIGESTS)]
     return Seen(
@@ -202,7 +197,7 @@ def read(memory: bytes) -> Seen | None:
         ticks,
         kind,
         _text(phase),
-        _collectives(memory, TEXT, COLLECTIVES, noted),
+        _collectives(memory, RECENT),
         sorted(each for each in times if each.step),
         sorted(each for each in digests if each.step),
     )
@@ -210,13 +205,16 @@ def read(memory: bytes) -> Seen | None:
 
 def history(memory: bytes) -> list[CalledCollective]:
     """The last collectives of a process, oldest first: many more than ``read`` gives, where it has kept them."""
-    if len(memory) < WHOLE:
-        return []
-    return _collectives(memory, SIZE, HISTORY, HEAD.unpack_from(memory)[4])
+    return [] if len(memory) < SIZE else _collectives(memory, HISTORY)
 
 
-def _collectives(memory: bytes, begin: int, kept: int, noted: int) -> list[CalledCollective]:
-    places = (begin + i % kept * COLLECTIVE for i in range(max(0, noted - kept), noted))
+def _room(memory: bytes | memoryview) -> int:
+    return (len(memory) - CALLED) // COLLECTIVE
+
+
+def _collectives(memory: bytes, most: int) -> list[CalledCollective]:
+    kept, noted = _room(memory), HEAD.unpack_from(memory)[4]
+    places = (CALLED + i % kept * COLLECTIVE for i in range(max(0, noted - min(kept, most)), noted))
     return [one for at in places if (one := _collective(_text(memory[at : at + COLLECTIVE]))) is not None]
 
 

@@ -25,45 +25,41 @@ report:
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any, Self
 
 from meshfit.errors import PlanError, did_you_mean
 from meshfit.plan_words import meant, words_of
 
-PRECISIONS = ("fp32", "bf16", "bf16-compute", "fp16", "bf16-true", "fp8")
-STATES = ("fp32", "bf16")
-COMPILES = ("auto", "none", "whole", "block")
-SEQUENCES = ("auto", "whole", "split")
-ATTENTIONS = ("auto", "gather", "ulysses")
-BATCHNORMS = ("global", "local")
-BUFFERS = ("exact", "local")
-RECOMPUTES = ("none", "selective", "full", "loss", "selective+loss", "full+loss")
-OFFLOADS = ("none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations")
-ZEROS = (1, 2, 3)
-SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
-EXCHANGES = ("allreduce", "local", "diloco")
-COMPRESSIONS = ("none", "fp16", "bf16", "int8")
-LATES = ("none", "damp", "shorten")
-LOSTS = ("redo", "average")
 DEGREES = ("pipeline", "data", "shard", "expert", "context", "branch", "tensor")
 """From outer to inner: see axes/mesh.py."""
 
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+
 WORDS = {
-    "sequence": SEQUENCES,
-    "attention": ATTENTIONS,
+    "sequence": ("auto", "whole", "split"),
+    "attention": ("auto", "gather", "ulysses"),
     "schedule": SCHEDULES,
-    "precision": PRECISIONS,
-    "states": STATES,
-    "recompute": RECOMPUTES,
-    "offload": OFFLOADS,
-    "compile": COMPILES,
-    "batchnorm": BATCHNORMS,
-    "buffers": BUFFERS,
-    "exchange": EXCHANGES,
-    "compress": COMPRESSIONS,
-    "late": LATES,
-    "lost": LOSTS,
+    "precision": ("fp32", "bf16", "bf16-compute", "fp16", "bf16-true", "fp8"),
+    "states": ("fp32", "bf16"),
+    "recompute": ("none", "selective", "full", "loss", "selective+loss", "full+loss"),
+    "offload": ("none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations"),
+    "compile": ("auto", "none", "whole", "block"),
+    "batchnorm": ("global", "local"),
+    "buffers": ("exact", "local"),
+    "exchange": ("allreduce", "local", "diloco"),
+    "compress": ("none", "fp16", "bf16", "int8"),
+    "late": ("none", "damp", "shorten"),
+    "lost": ("redo", "average"),
 }
+
+NEEDS = {
+    **{"sequence": "tensor", "attention": "context", "zero": "shard"},
+    **dict.fromkeys(("schedule", "chunks", "cut"), "pipeline"),
+    **{"late": "staleness", **dict.fromkeys(("staleness", "compress", "lost"), "server")},
+    **dict.fromkeys(("every", "overlap"), "exchange"),
+}
+"""Words that say how another one works, and go with it alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,44 +172,35 @@ class Plan:
             if (word := _in_order(getattr(self, key), words)) not in words:
                 raise PlanError(f"{key}={word} is not known", did_you_mean(str(word), words))
             object.__setattr__(self, key, word)
-        if not isinstance(self.chunks, int) or self.chunks < 0:
-            raise PlanError(f"chunks={self.chunks} is not a number of stages", "chunks=2, say")
-        if self.sequence != "auto" and self.tensor == 1:
+        for key, right, hint in (
+            ("zero", self.zero in (1, 2, 3), "1, 2 or 3: how much is cut over the shard axis"),
+            ("chunks", isinstance(self.chunks, int) and self.chunks >= 0, "chunks=2, say"),
+            ("server", self.server >= 0, "server=1, say"),
+            ("staleness", self.staleness >= 0, "staleness=4, say"),
+        ):
+            if not right:
+                raise PlanError(f"{key}={getattr(self, key)} is not possible", hint)
+        usual = {field.name: field.default for field in fields(self)}
+        example = {"staleness": "server=1 staleness=4", "exchange": "exchange=local", "server": "server=1"}
+        for key, other in NEEDS.items():
+            if getattr(self, key) == usual[key] or getattr(self, other) != usual[other]:
+                continue
+            lacks = {"pipeline": "pipeline=1 is one stage", "shard": "shard=1 cuts nothing"}
+            lacks |= {axis: f"{axis}=1 splits nothing" for axis in ("tensor", "context")}
             raise PlanError(
-                f"sequence={self.sequence} says how tensor= works, but tensor=1 splits nothing", "tensor=2, say"
+                f"{key}={getattr(self, key)} says how {other}= works, but {lacks.get(other, 'the plan has none')}",
+                f"{example.get(other, f'{other}=2')}, say",
             )
-        if self.attention != "auto" and self.context == 1:
-            raise PlanError(
-                f"attention={self.attention} says how context= works, but context=1 splits nothing", "context=2, say"
-            )
-        of_pipeline = [f for f in fields(self) if f.name in ("schedule", "chunks", "cut")]
-        stated = [f"{f.name}={getattr(self, f.name)}" for f in of_pipeline if getattr(self, f.name) != f.default]
-        if stated and self.pipeline == 1:
-            raise PlanError(f"{stated[0]} says how pipeline= works, but pipeline=1 is one stage", "pipeline=2, say")
-        if self.zero not in ZEROS:
-            raise PlanError(f"zero={self.zero} is not known", "1, 2 or 3: how much is cut over the shard axis")
-        if self.zero != 3 and self.shard == 1:
-            raise PlanError(f"zero={self.zero} says what shard= cuts, but shard=1 cuts nothing", "shard=2, say")
-        self._check_exchange()
+        if self.server or self.exchange != "allreduce":
+            self._check_exchange()
 
     def _check_exchange(self) -> None:
-        for key, right in (("server", self.server >= 0), ("staleness", self.staleness >= 0)):
-            if not right:
-                raise PlanError(f"{key}={getattr(self, key)} is below 0", f"{key}=1, say")
-        needs = {
-            "staleness": ("server", self.server > 0),
-            "compress": ("server", self.server > 0),
-            "lost": ("server", self.server > 0),
-            "late": ("staleness", self.staleness > 0),
-            "every": ("exchange", self.exchange != "allreduce"),
-            "overlap": ("exchange", self.exchange != "allreduce"),
-        }
-        examples = {"server": "server=1", "staleness": "server=1 staleness=4", "exchange": "exchange=local"}
-        for key, (other, there) in needs.items():
-            if getattr(self, key) != type(self).__dataclass_fields__[key].default and not there:
-                said = f"{key}={getattr(self, key)} says how {other}= works, which the plan does not have"
-                raise PlanError(said, f"{examples[other]}, say")
-        if self.lost != "redo" and self.server and self.worker_size > 1:
+        if self.server and self.exchange != "allreduce":
+            raise PlanError(
+                f"server={self.server} and exchange={self.exchange} exclude each other",
+                "a server steps for all devices, local steps are each device's own: keep one of them",
+            )
+        if self.lost != "redo" and self.worker_size > 1:
             raise PlanError(f"lost={self.lost} is for workers of one device", "those of several redo such a step")
         if self.lost != "redo" and self.staleness:
             raise PlanError(
@@ -225,31 +212,23 @@ class Plan:
                 f"overlap={self.overlap} is not below every={self.every}",
                 "an averaging must end before the next begins",
             )
-        own = f"server={self.server}" if self.server else f"exchange={self.exchange}"
-        if own == "exchange=allreduce":
-            return
-        if self.server and self.exchange != "allreduce":
-            raise PlanError(
-                f"server={self.server} and exchange={self.exchange} exclude each other",
-                "a server steps for all devices, local steps are each device's own: keep one of them",
-            )
         inside = [f"{axis}={getattr(self, axis)}" for axis in DEGREES if axis != "data" and getattr(self, axis) > 1]
         with_it = [] if self.server else inside  # a worker of servers may be several ranks
-        with_it += [f"offload={self.offload}"] * (
-            self.offloads("parameters") or bool(self.server and self.offloads("optimizer"))
-        )
-        with_it += [f"precision={self.precision}"] * (self.precision in ("fp16", "bf16-true"))
-        with_it += [f"states={self.states}"] * (self.states != "fp32")
-        if with_it:
-            raise PlanError(
-                f"{own} does not go with {with_it[0]}",
-                "servers keep the optimizer on the host already, and step in bf16 or fp32"
-                if self.server
-                else "its ranks hold the whole model, and step in bf16 or fp32",
-                f"{replace(self, offload='none', precision='fp32', states='fp32')} works"
-                if self.server
-                else f"data={self.devices} {own} works",
-            )
+        if self.offloads("parameters") or (self.server and self.offloads("optimizer")):
+            with_it.append(f"offload={self.offload}")
+        if self.precision in ("fp16", "bf16-true"):
+            with_it.append(f"precision={self.precision}")
+        if self.states != "fp32":
+            with_it.append(f"states={self.states}")
+        if not with_it:
+            return
+        own, why = f"exchange={self.exchange}", "its ranks hold the whole model, and step in bf16 or fp32"
+        works = f"data={self.devices} {own}"
+        if self.server:
+            own = f"server={self.server}"
+            why = "servers keep the optimizer on the host already, and step in bf16 or fp32"
+            works = str(replace(self, offload="none", precision="fp32", states="fp32"))
+        raise PlanError(f"{own} does not go with {with_it[0]}", why, f"{works} works")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -299,6 +278,16 @@ class Plan:
     def shares(self) -> int:
         """Parts of each batch, one for each rank that reads data."""
         return self.data * self.shard * self.expert
+
+    @property
+    def places(self) -> list[dict[str, int]]:
+        """By rank, its index along each axis."""
+        every = product(*(range(getattr(self, axis)) for axis in DEGREES))
+        return [dict(zip(DEGREES, place, strict=True)) for place in every]
+
+    def share_at(self, place: Mapping[str, int]) -> int:
+        """Which part of each batch the rank at ``place`` takes."""
+        return (place["data"] * self.shard + place["shard"]) * self.expert + place["expert"]
 
     @property
     def worker(self) -> "Plan":
@@ -361,7 +350,5 @@ def completed(plan: "Plan | str", words: Mapping[str, Any]) -> "Plan | str":
 
 def _in_order(word: str, words: tuple[str, ...]) -> str:
     """ "loss+full" is "full+loss"."""
-    if word in words:
-        return word
-    parts = str(word).split("+")
-    return next((each for each in words if len(parts) > 1 and sorted(each.split("+")) == sorted(parts)), word)
+    parts = sorted(str(word).split("+"))
+    return next((each for each in words if sorted(each.split("+")) == parts), word)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import prod
+from math import ceil, prod
 from types import MappingProxyType
 from typing import Any
 
@@ -17,19 +17,22 @@ from torch import nn
 
 from meshfit.anatomy.probe_optimizer import StateBytes, needs_whole, state_bytes
 from meshfit.anatomy.trace import Parameter, Trace
-from meshfit.axes.context.find import ContextPlan, begin
+from meshfit.axes.context.axis import ContextAxis
 from meshfit.axes.context.piece import guarded
+from meshfit.axes.context.plan import ContextPlan, begin
 from meshfit.axes.data import batchnorm
 from meshfit.axes.offload.optimizer import offload_cost
 from meshfit.axes.order import ORDER
-from meshfit.axes.pipeline.stages import FoundStages
+from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
 from meshfit.axes.pipeline.traffic import StageTraffic, count
+from meshfit.axes.tensor.axis import TensorAxis
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.checkpoint.pieces import boxes_of
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup
 from meshfit.cost import CollectiveCall, Cost, tallied
+from meshfit.data import tree
 from meshfit.exchange import across, allreduce, local, server_cost
 from meshfit.optimizers import Optimizers
 from meshfit.plan import DEGREES, Plan
@@ -74,7 +77,7 @@ class Costing:
     parameters: Mapping[str, Parameter] | None = None
     """What a rank computes with, where the trace has what it keeps of them."""
     estimates: bool = False
-    """Collectives inside the stages of a pipeline are told from those of the whole, where ``stages`` is not given."""
+    """Where ``stages`` is not given, collectives inside a pipeline's stages are estimated from those of the whole."""
 
     def __post_init__(self) -> None:
         self.whole = self.trace
@@ -93,30 +96,14 @@ class Costing:
         return [_parameter(p.shape, p.dtype, p.stepped) for p in parameters.values() if p.trained]
 
 
-def cost(
-    plan: Plan,
-    trace: Trace,
-    optimizer: torch.optim.Optimizer | Optimizers,
-    *,
-    found: Mapping[str, Any] | None = None,
-    place: Mapping[str, int] | None = None,
-    ahead: bool = False,
-    server: int | None = None,
-    stages: StageTraffic | None = None,
-) -> Cost:
-    """Of a step under ``plan``. ``trace`` is of one microbatch of one rank, as if nothing were split; ``found`` what
-    the axes were found to act on (``axes.find``), ``place`` the rank's index along the pipeline or branch axis;
-    ``ahead``: see ``Shard.cost``. ``server``: of that model server, not of a rank.
-    ``stages``: collectives inside and sends between the stages of a pipeline whose ranks split more than samples: see
-    ``stage_traffic``.
+def cost(plan: Plan, trace: Trace, optimizer: torch.optim.Optimizer | Optimizers, **how: Any) -> Cost:
+    """Of a step under ``plan``; ``how``: see ``costed``.
 
     ``held`` is what there is at its most, by kind: weights, gradients, optimizer, activations, what is gathered, and
     copies of weights that autocast has rounded. For those, and for activations, ``trace`` must be of the plan's
     precision (``traced(plan=...)``).
     """
-    if server is not None:
-        return server_cost.server(_payload(plan, trace), state_bytes(optimizer), workers=plan.data, index=server)
-    return costed(plan, trace, optimizer, found=found, place=place, ahead=ahead, stages=stages).total
+    return costed(plan, trace, optimizer, **how).total
 
 
 def costed(
@@ -131,8 +118,17 @@ def costed(
     estimates: bool = False,
     state: StateBytes | None = None,
 ) -> Costing:
-    """The same with the trace of what the rank runs, its operations among it. ``state``: what ``optimizer`` keeps, if
-    that is known; ``estimates``: see ``Costing``."""
+    """The cost of a step, and the trace of what the rank runs, its operations among it. ``trace`` is of one microbatch
+    of one rank, as if nothing were split.
+
+    found       what the axes were found to act on (``axes.find``)
+    place       the rank's index along the pipeline or branch axis
+    ahead       see ``Shard.cost``
+    stages      collectives inside and sends between the stages of a pipeline whose ranks split more than samples: see
+                ``stage_traffic``
+    estimates   see ``Costing``
+    state       what ``optimizer`` keeps, if that is known
+    """
     joined = plan.shares // plan.data if plan.staleness else plan.shares
     outer, plan = plan, plan.worker if plan.worker_size > 1 else plan  # what ranks of one worker do among themselves
     costing = Costing(plan, trace, place or {}, ahead, found=found or {}, stages=stages, estimates=estimates)
@@ -239,6 +235,34 @@ def _rounded(whole: Trace, costing: Costing) -> int:
                 copy = costing.unsharded.parameters[name].bytes * event.cost.rounded / size
                 found[name] = max(found.get(name, 0.0), copy)
     return round(sum(found.values()))
+
+
+def microbatch(few: Any, plan: Plan, batch_size: int) -> Any:
+    """As many samples as a rank takes at once: some of ``few``, or several times all of them."""
+    samples = max(len(t) for t in tree.tensors(few) if t.dim())
+    taken = torch.arange(ceil(batch_size / (plan.shares * plan.microbatches))) % samples
+    return tree.rows(few, taken, samples)
+
+
+def traced_stages(
+    plan: Plan,
+    model: nn.Module,
+    objective: Callable[[nn.Module, Any], Any],
+    content: Any,
+    found: Mapping[str, Any],
+    device: str,
+    valued: Callable[[], nn.Module],
+) -> tuple[Trace, StageTraffic | None]:
+    """The trace that a plan with a pipeline is cut by, and the traffic of its stages where ``tensor=`` or ``context=``
+    split them, for which ``valued`` returns the model with values."""
+    splitting = [axis for axis in (TensorAxis(), ContextAxis()) if found.get(axis.word) is not None]
+    atoms = tuple(path for axis in splitting for path in axis.closed(found[axis.word]))
+    staged = replace(pipeline_of(plan), atoms=atoms).find(model, objective, content, device=device)
+    assert staged.trace is not None
+    if not splitting:
+        return staged.trace, None
+    parts = {"split": found.get("tensor"), "sequence": found.get("context")}
+    return staged.trace, stage_traffic(staged, valued(), objective, content, **parts)
 
 
 def stage_traffic(

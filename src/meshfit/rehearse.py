@@ -26,9 +26,10 @@ from meshfit.launch import warm
 from meshfit.launch.devices import Devices
 from meshfit.plan import Plan
 from meshfit.planner.cluster import Cluster
-from meshfit.rehearsal import problems as told
+from meshfit.planner.prediction import StepMemory
+from meshfit.rehearsal import problems
 from meshfit.rehearsal.hub import Hub
-from meshfit.rehearsal.memory import StageMemory, foretold, timeline, too_large
+from meshfit.rehearsal.memory import stage_memory, timeline, too_large
 from meshfit.rehearsal.others import Question, Said
 from meshfit.rehearsal.places import Places
 from meshfit.rehearsal.problems import Problem
@@ -55,7 +56,7 @@ class Rehearsal:
     """What would fail; none: the plan would start and take its first steps."""
     ran: list[int]
     """Ranks that were run; what the others issue follows from them."""
-    memory: list[StageMemory] = field(default_factory=list)
+    memory: list[StepMemory] = field(default_factory=list)
     samples: dict[int, list[int]] = field(default_factory=dict)
     """By share of the batch: the samples of the first step."""
     operations: int = 0
@@ -231,22 +232,22 @@ class Performance:
 
     def problems(self, logs: list[list[Operation]]) -> list[Problem]:
         reports = [self.reports[rank] for rank in sorted(self.reports)]
-        if found := told.failures(self.places, reports):
+        if found := problems.failures(self.places, reports):
             return found
         wrong: list[Mismatch] | list[BlockedRank] = differences(logs)
         if wrong:
-            return told.mismatches(self.places, wrong)
+            return problems.mismatches(self.places, wrong)
         if wrong := blocked(logs):
-            return told.deadlocks(self.places, wrong)
-        return told.waits(self.places, reports) or told.unlike(self.places, reports)
+            return problems.deadlocks(self.places, wrong)
+        return problems.waits(self.places, reports) or problems.unlike(self.places, reports)
 
     def result(self, training: Training) -> Rehearsal:
         logs = self.logs()
         found, memory = self.problems(logs), []
         try:
             valued = lambda: training.model if training.deferred is None else rehearsal(training.deferred)
-            memory = foretold(self.job, training.model, self._found, valued)
-        except Exception as error:  # it is foretold for most plans: the ranks have run all the same
+            memory = stage_memory(self.job, training.model, self._found, valued)
+        except Exception as error:  # it is known for most plans: the ranks have run all the same
             self.notes.append(f"memory is not predicted for this plan: {in_short(error)}")
         found += self._too_large(memory)
         reports = self.reports.values()
@@ -268,11 +269,11 @@ class Performance:
     def _found(self) -> dict[str, Any]:
         return self.reports[0].found if 0 in self.reports else {}
 
-    def _too_large(self, memory: Sequence[StageMemory]) -> list[Problem]:
+    def _too_large(self, memory: Sequence[StepMemory]) -> list[Problem]:
         found = []
         for each in memory:
             if why := too_large(each, self.cluster):
                 ranks = self.places.stage(each.stage, each.branch)
                 at = f"stage {each.stage}" if plan_of(self.job).pipeline > 1 else "each rank"
-                found.append(Problem(f"{at} does not fit: {told.ranged(ranks)}", (why,), tuple(ranks)))
+                found.append(Problem(f"{at} does not fit: {problems.ranged(ranks)}", (why,), tuple(ranks)))
         return found

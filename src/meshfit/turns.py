@@ -34,15 +34,16 @@ _outside: tuple[Generators, events.Events] | None = None
 
 
 class Turn:
-    """Of one training, on ``device``: ``begin`` it, ``with turn: ...`` for each part, ``end`` it. ``world``: this
-    process is one of several ranks, which talk to each other in a turn."""
+    """Of one training, on ``device``: ``with turn.under_way():`` around all of it, ``with turn:`` around each part.
+    ``world``: this process is one of several ranks, which talk to each other in a turn."""
 
     def __init__(self, device: torch.device, *, world: bool = False):
         self._device, self._world, self._thread = device, world, threading.get_ident()
         self._left: tuple[Generators, events.Events] | None = None
         self._before: list[Turn | None] = []
 
-    def begin(self) -> None:
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
         with _lock:
             if any(self._world and other._world and other._thread != self._thread for other in _live):
                 raise JobError(
@@ -51,6 +52,13 @@ class Turn:
                     "one after the other works; so do two at once in a process that is no rank",
                 )
             _live.append(self)
+        try:
+            yield
+        finally:
+            with _lock:
+                _live.remove(self)
+                if _holder is self:
+                    _take(None, generators=not self._world)
 
     def __enter__(self) -> None:
         _lock.acquire()
@@ -62,12 +70,6 @@ class Turn:
         if before is not None and before._before:  # this was within another's turn, in the same thread
             _take(before)
         _lock.release()
-
-    def end(self) -> None:
-        with _lock:
-            _live.remove(self)
-            if _holder is self:
-                _take(None, generators=not self._world)
 
 
 def _take(turn: Turn | None, *, generators: bool = True) -> None:
@@ -89,17 +91,6 @@ def _take(turn: Turn | None, *, generators: bool = True) -> None:
 
 
 @contextmanager
-def in_one_turn(device: torch.device) -> Iterator[None]:
-    turn = Turn(device)
-    turn.begin()
-    try:
-        with turn:
-            yield
-    finally:
-        turn.end()
-
-
-@contextmanager
 def alone() -> Iterator[None]:
     """Within it no training has its turn, and numbers are drawn outside of them all."""
     with _lock:
@@ -114,21 +105,18 @@ def alone() -> Iterator[None]:
 
 def in_turns(turn: Turn, steps: Generator[T, None, Any]) -> Generator[T, None, None]:
     """``steps``, each made in a turn."""
-    turn.begin()
-    try:
-        while True:
-            with turn:
-                try:
-                    step = next(steps)
-                except StopIteration:
-                    return
-            yield step
-    finally:
+    with turn.under_way():
         try:
+            while True:
+                with turn:
+                    try:
+                        step = next(steps)
+                    except StopIteration:
+                        return
+                yield step
+        finally:
             with turn:
                 steps.close()
-        finally:
-            turn.end()
 
 
 def _forget() -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from meshfit.arguments import verb_of, whole
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.drive import begin
-from meshfit.errors import JobError, PlanError
+from meshfit.errors import JobError, PlanError, in_short
 from meshfit.job import NO_EVALUATION, Job, plan_of
 from meshfit.launch.devices import Devices
 from meshfit.plan import Plan
@@ -87,14 +87,13 @@ def verify(asked: dict[str, Any]) -> Verdict:
     return verify_job(Job(**{**asked, "steps": steps}).training(), steps)
 
 
-def verify_job(job: Job, steps: int = 5) -> Verdict:
+def verify_job(job: Job, steps: int) -> Verdict:
     """The same for a job."""
     if job.weights is not None and isinstance(job.model, nn.Module):
         loaded = replace(job, model=copy.deepcopy(job.model)).loaded()
         job = replace(loaded, weights=None, partial=False)
     settled = replace(job, steps=steps, epochs=None, **NOT_COMPARED).settled()
-    plan, devices = settled.plan, settled.devices
-    assert isinstance(plan, Plan)
+    plan, devices = plan_of(settled), settled.devices
     assert isinstance(devices, Devices)
     first = "cpu" if devices.kind == "cpu" else f"{devices.kind}:{(devices.indices or (0,))[0]}"
     together = plan.microbatches if batch_norms(job.build()) else 1  # BatchNorm's statistics are those of a microbatch
@@ -145,33 +144,28 @@ class _Proof:
         """The answer of fp64, where ``found`` does not decide it."""
         worst = found.worst
         why = f"{worst.name} differs by {worst.difference:.1e}, and one device from itself by {worst.rounding:.1e}"
-        if found.different:
-            self.notes.append(f"in {word} {why}")
-        else:
-            self.notes.append(f"in {word} rounding could hide a bug: {found.blind or why}")
-        exact = replace(self.plan, precision="fp32")
+        hidden = "" if found.different else "rounding could hide a bug: "
+        self.notes.append(f"in {word} {hidden}{(hidden and found.blind) or why}")
         try:
-            alone, spread = doubled(self.alone), doubled(self.spread)
-            alone = replace(alone, plan=replace(plan_of(alone), precision="fp32"))
-            spread = replace(spread, plan=exact)
+            exact = lambda job: replace(doubled(job), plan=replace(plan_of(job), precision="fp32"))
+            alone, spread = exact(self.alone), exact(self.spread)
             want = train(alone, replace(self.how, watched=True))
             eps = torch.finfo(torch.float64).eps
             wide = self._compared(alone, spread, want, eps, LIMITS["fp64"])
         except Exception as error:
-            said = str(error).splitlines() or [type(error).__name__]
-            self.notes.append(f"it cannot be repeated in fp64: {said[0]}")
+            self.notes.append(f"it cannot be repeated in fp64: {in_short(error)}")
             if found.different:
                 return self._different(self.alone, self.spread, found, word, rounding)
             return self._answer("undecided", found, word)
         self.notes.append("so both were trained again in fp64, weights and data cast to double")
         lower = want.modules is not None and want.modules.lower
-        if wide.equal:
-            if word == "fp32":
-                if found.different:
-                    self.notes.append(f"there {worst.name} is equal: in fp32 rounding grew over the steps")
-                return self._answer("equal", wide, "fp64")
+        if wide.equal and word != "fp32":
             self.notes.append(f"in fp64 the plan is equal, but in {word} it differs by more than rounding was measured")
             return self._answer("undecided", found, word)
+        if wide.equal:
+            if found.different:
+                self.notes.append(f"there {worst.name} is equal: in fp32 rounding grew over the steps")
+            return self._answer("equal", wide, "fp64")
         if wide.too_rough or wide.blind:
             self.notes.append("even in fp64 one device is not equal to itself: does the model draw random numbers?")
             return self._answer("undecided", wide, "fp64")

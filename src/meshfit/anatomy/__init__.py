@@ -18,8 +18,8 @@ from meshfit.anatomy.record import record
 from meshfit.anatomy.trace import Trace
 
 
-def trace(model: nn.Module, inputs: Any, *, training: bool = True) -> Trace:
+def trace(model: nn.Module, inputs: Any) -> Trace:
     """One forward of ``model`` on ``inputs`` (a tensor; a tuple for several arguments; a dict for keywords), with the
     cost of every event and the blocks that repeat. On meta tensors where that is possible: nothing is computed."""
-    recorded = record(model, inputs, training=training, meter=Meter).trace
+    recorded = record(model, inputs, meter=Meter).trace
     return replace(recorded, blocks=blocks(recorded))

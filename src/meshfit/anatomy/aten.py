@@ -10,14 +10,13 @@ drawn at random is drawn again from the same state of the generator.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshfit.torch_private.kernels import negated_view
-from meshfit.torch_private.operators import TorchDispatchMode, schema_of
+from meshfit.torch_private.operators import TorchDispatchMode, schema_of, written
 from meshfit.torch_private.tensors import storage_id
 from meshfit.torch_private.trees import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -29,13 +28,6 @@ UNSET = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 SHAPED = (*UNSET, *(f"{made}_like" for made in ("zeros", "ones", "full", "rand", "randn", "randint")))
 SHAPED += ("new_zeros", "new_ones", "new_full")
 """Operations that take no more than the shape of a tensor."""
-
-WRITES = {
-    "native_batch_norm": ("running_mean", "running_var"),
-    "cudnn_batch_norm": ("running_mean", "running_var"),
-    "miopen_batch_norm": ("running_mean", "running_var"),
-}
-"""Arguments written to by operations whose schema does not say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,24 +201,6 @@ class OpTrace(TorchDispatchMode):
 def real(dtype: torch.dtype) -> bool:
     """Whether a small change can be seen: real or complex numbers."""
     return dtype.is_floating_point or dtype.is_complex
-
-
-@cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments that an operation writes to."""
-    schema = schema_of(func)
-    unsaid = WRITES.get(schema.name.partition("::")[2], ())
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if argument.name in unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
-    )
-
-
-def written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    found = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
-    return [t for each in found for t in tree_leaves(each) if isinstance(t, Tensor)]
 
 
 def _generators(func: Any, leaves: list[Any]) -> tuple[tuple[Any, Tensor], ...]:

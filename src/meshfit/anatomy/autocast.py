@@ -1,4 +1,4 @@
-"""What autocast to a half precision makes of the sizes of tensors, told from a forward in fp32.
+"""What autocast to a half precision makes of the sizes of tensors, predicted from a forward in fp32.
 
 torch ignores autocast on meta tensors, where traces are made. So each memory is noted as what it would hold: products,
 convolutions and attention take and make halves, some functions (norms, softmax, losses) take and make fp32, and the

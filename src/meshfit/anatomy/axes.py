@@ -4,11 +4,11 @@ import re
 from dataclasses import dataclass
 from math import gcd
 
-from meshfit.anatomy.again import after_recompute, recomputed_blocks
 from meshfit.anatomy.blocks import blocks
 from meshfit.anatomy.branches import branches
 from meshfit.anatomy.cuts import cuts, stages
 from meshfit.anatomy.pairs import Pairs
+from meshfit.anatomy.recompute import after_recompute, recomputed_blocks
 from meshfit.anatomy.record_known import above
 from meshfit.anatomy.trace import Trace
 

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 
 from meshfit.anatomy.cuts import work
+from meshfit.anatomy.record_known import above
 from meshfit.anatomy.trace import Block, EventCost, Trace
 
 LARGE = 1 / 16
@@ -62,23 +63,15 @@ def modules(trace: Trace) -> Module:
 
     for event in trace.events:
         path = event.name if event.kind == "module" else event.inside
-        spent = work(event)
-        made = (
-            tuple((trace.values[v].shape, trace.values[v].dtype) for v in event.writes)
-            if event.kind == "module"
-            else ()
-        )
+        spent, made = work(event), tuple((trace.values[v].shape, trace.values[v].dtype) for v in event.writes)
         reach(path, event.index).called |= event.kind == "module"
-        while True:
-            module = known[path]
+        for outer in above(path):
+            module = known[outer]
             module.cost += event.cost
             module.work += spent
             module.names.update(dict.fromkeys(event.parameters))
-            if made:
-                module.inside.append((event.name[len(path) :], made))
-            if not path:
-                break
-            path = path.rpartition(".")[0]
+            if made and event.kind == "module":
+                module.inside.append((event.name[len(outer) :], made))
     return root
 
 

@@ -1,7 +1,7 @@
 """Copies of a model to run once and look at: the model itself stays as it is."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -101,10 +101,7 @@ def _is_flat(weight: Tensor) -> bool:
 
 def converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy in another precision; what is complex stays so."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        weight = to_precision(parameter.detach(), dtype).clone()
-        memo[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+    memo = _parameters(module, lambda weight: to_precision(weight, dtype).clone())
     for held in (x for each in module.modules() for x in vars(each).values() if isinstance(x, Tensor)):
         memo[id(held)] = to_precision(held.detach(), dtype).clone()
     return map_tensors_in_place(copied(module, memo), lambda t: to_precision(t, dtype))
@@ -118,8 +115,12 @@ def to_precision(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def sharing(module: nn.Module) -> nn.Module:
     """A copy with parameters of its own that lie in the same memory."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
-    return copied(module, memo)
+    return copied(module, _parameters(module, lambda weight: weight))
+
+
+def _parameters(module: nn.Module, data: Callable[[Tensor], Tensor]) -> dict[int, Any]:
+    """A parameter in place of each, on ``data`` of what it holds: by id."""
+    return {id(p): nn.Parameter(data(p.detach()), requires_grad=p.requires_grad) for p in module.parameters()}
 
 
 def replaced(model: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:

@@ -20,7 +20,7 @@ compiled code) are not counted at all.
 
 import sys
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -55,6 +55,10 @@ _BESIDE = -1
 """In place of a node: torch.utils.checkpoint holds the inputs of what it recomputes outside of the graph."""
 
 
+Saves = list[tuple[int, int | None]]
+"""Node and event of each save of one storage."""
+
+
 class Meter:
     """Books the cost of one forward to its events.
 
@@ -82,12 +86,12 @@ class Meter:
         self._event: int | None = None
         self._spent: dict[int | None, list[int]] = {None: [0, 0, 0]}  # flops, bytes read, bytes written
         self._backward: list[tuple[int, int | None, int]] = []  # node, event, flops
-        self._saved: dict[int, list[tuple[int, int | None]]] = {}  # storage -> node and event of each save
-        self._saved_known: dict[int, list[tuple[int, int | None]]] = {}
+        self._saved: dict[int, Saves] = defaultdict(list)  # by storage
+        self._saved_known: dict[int, Saves] = defaultdict(list)
         self._kept: dict[int, int] = {}  # bytes by storage, copies of it included
         self._passed: dict[int | None, int] = {}  # by event
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps the key from being reused
-        self._uses: dict[int | None, dict[int, StorageUse]] = {}  # event -> by storage
+        self._uses: dict[int | None, dict[int, StorageUse]] = defaultdict(dict)  # event -> by storage
         self._dear: dict[int, StorageUse] = {}  # by storage
         self._reached: set[int] | None = None
         self._hidden: dict[int, int] = {}  # nodes made on behalf of another -> that one
@@ -95,8 +99,8 @@ class Meter:
         self._function: tuple[int, type] | None = None  # the autograd.Function under way: its node, its class
         self._touched: dict[int, StorageWeakRef] = {}  # within it, storages computed from what needs a gradient
         self._precision, self._returning = precision, False
-        self._ahead: dict[int | None, list[Operation]] = {}  # by event
-        self._back: dict[int | None, list[Operation]] = {}
+        self._ahead: dict[int | None, list[Operation]] = defaultdict(list)  # by event
+        self._back: dict[int | None, list[Operation]] = defaultdict(list)
         self._begins: list[tuple[int, int | None]] = []  # the first node of each event, in the order of making
         self._contexts = ExitStack()
 
@@ -154,7 +158,7 @@ class Meter:
 
     def _go_back(self, outputs: list[Tensor]) -> None:
         """Run the backward of ``outputs``, for its operations; where that fails (a kernel that refuses meta tensors),
-        they are told from those of the forward."""
+        they are estimated from those of the forward."""
         wanted = [tensor for tensor in self._known.values() if tensor.requires_grad]
         losses = [output for output in outputs if not output.dim()] or outputs
         if not losses or not wanted:
@@ -164,7 +168,8 @@ class Meter:
             ones = [torch.ones_like(loss) for loss in losses]
             torch.autograd.grad(losses, wanted, ones, allow_unused=True)
         except (RuntimeError, NotImplementedError):
-            self._back = {event: [*map(backward_of, ahead)] for event, ahead in self._ahead.items()}
+            self._back.clear()
+            self._back |= {event: [*map(backward_of, ahead)] for event, ahead in self._ahead.items()}
         finally:
             self._returning = False
 
@@ -178,7 +183,7 @@ class Meter:
             if self._counts(node):
                 backward[event] += flops
         for key, saves in self._saved.items():
-            counted = [(node, event) for node, event in saves if self._counts(node)]
+            counted = self._counted(saves)
             if counted and (self._reached is not None or key not in self._freed):
                 for event, size in self._sizes(key, counted):
                     kept[event] += size
@@ -197,7 +202,7 @@ class Meter:
             for event, (flops, read, written) in self._spent.items()
         }
 
-    def _sizes(self, key: int, saves: list[tuple[int, int | None]]) -> Iterable[tuple[int | None, int]]:
+    def _sizes(self, key: int, saves: Saves) -> Iterable[tuple[int | None, int]]:
         """What is kept of one storage, by event."""
         size = self._storages[key][1]
         return [(saves[0][1], size)] if self._rounded is None else self._rounded.kept(key, size, saves)
@@ -208,8 +213,7 @@ class Meter:
         if self._rounded is None:
             return found
         for key, saves in self._saved_known.items():
-            tensor, counted = self._known[key], [(node, event) for node, event in saves if self._counts(node)]
-            events = self._rounded.rounds(key, counted)
+            tensor, events = self._known[key], self._rounded.rounds(key, self._counted(saves))
             size = tensor.untyped_storage().nbytes() // 2
             if events and tensor.requires_grad:
                 found[events[0]] += size
@@ -221,7 +225,7 @@ class Meter:
     def _used(self) -> dict[int | None, tuple[StorageUse, ...]]:
         """By event, memory that is saved, dear, or of use to others too."""
         events = Counter(key for used in self._uses.values() for key in used)
-        saved = {(key, event) for key, saves in self._saved.items() for node, event in saves if self._counts(node)}
+        saved = {(key, event) for key, saves in self._saved.items() for _, event in self._counted(saves)}
         numbers = {key: number for number, key in enumerate(events)}
         found: dict[int | None, tuple[StorageUse, ...]] = {}
         for event, used in self._uses.items():
@@ -240,20 +244,19 @@ class Meter:
         key = storage_id(tensor)
         if key not in self._storages:
             self._storages[key] = (weak_storage(tensor), tensor.untyped_storage().nbytes())
-        return self._uses.setdefault(self._event, {}).setdefault(key, StorageUse())
+        return self._uses[self._event].setdefault(key, StorageUse())
+
+    def _counted(self, saves: Saves) -> Saves:
+        return [(node, event) for node, event in saves if self._counts(node)]
 
     def _counts(self, node: int) -> bool:
         return self._reached is None or node == _BESIDE or self._hidden.get(node, node) in self._reached
 
     def _count(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         """Book one operation that has run."""
-        with without_torch_function():  # a recorder of functions must not see what the meter looks at
-            if self._returning:
-                self._list_backward(func, args, kwargs, out)
-            else:
-                self._book(func, args, kwargs, out)
-
-    def _book(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        if self._returning:
+            self._list_backward(func, args, kwargs, out)
+            return
         op, view = known_as(packet_of(func)), is_view(func)
         taken = tensors(args) + tensors(kwargs) if kwargs else tensors(args)
         if self._function is not None and any(self._needs(tensor) for tensor in taken):
@@ -266,14 +269,14 @@ class Meter:
             if self._precision:
                 self._list_casts(self._rounded, op, strided[0])
             self._rounded.book(op, self._node() if recorded else None, *strided)
-        if self._precision and (not view or op is aten.empty_like):
-            operation = operation_of(op, func, args, kwargs, out, self._precision, self._size_of)
-            self._ahead.setdefault(self._event, []).extend([] if operation is None else [operation])
+        listed = self._precision and (not view or op is aten.empty_like)
+        if listed and (operation := operation_of(op, func, args, kwargs, out, self._precision, self._size_of)):
+            self._ahead[self._event].append(operation)
         if view:
             return
         if recorded:
             self._pass(op, [*filter(self._needs, taken)], tensors(out))
-        spent = self._spent.setdefault(self._event, [0, 0, 0])
+        spent = self._spent[self._event]
         written = sum(map(bytes_of, tensors(out)))
         most = written if op in LOOKUPS else None
         spent[1] += sum(bytes_of(tensor) if most is None else min(bytes_of(tensor), most) for tensor in taken)
@@ -294,9 +297,9 @@ class Meter:
             if tensor.requires_grad and storage_id(tensor) in self._known:
                 continue
             if moved := rounded.cast(op, tensor, bytes_of(tensor)):
-                self._ahead.setdefault(self._event, []).append(Streaming(moved))
+                self._ahead[self._event].append(Streaming(moved))
                 if self._needs(tensor) and torch.is_grad_enabled():
-                    self._back.setdefault(self._event, []).append(Streaming(moved))
+                    self._back[self._event].append(Streaming(moved))
 
     def _size_of(self, tensor: Tensor, node: int | None = None) -> int:
         """Bytes that an operation reads or writes of it; ``node``: in that one's backward."""
@@ -315,10 +318,9 @@ class Meter:
             return
         number = sequence_number(node)
         size = lambda tensor: self._size_of(tensor, number)
-        operation = operation_of(op, func, args, kwargs, out, self._precision, size)
-        if operation is not None:
+        if operation := operation_of(op, func, args, kwargs, out, self._precision, size):
             at = bisect_right(self._begins, number, key=lambda begin: begin[0]) - 1
-            self._back.setdefault(self._begins[at][1] if at >= 0 else None, []).append(operation)
+            self._back[self._begins[at][1] if at >= 0 else None].append(operation)
 
     def _pass(self, op: Any, taken: list[Tensor], made: list[Tensor]) -> None:
         """What backward adds to what is kept, at one operation: while it runs, the gradients of what it made and took,
@@ -356,7 +358,7 @@ class Meter:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         """Autograd saves ``tensor``."""
-        with without_torch_function():
+        with without_torch_function():  # a recorder of functions must not see what the meter looks at
             return self._save(tensor, saver=sys._getframe(1).f_code.co_filename)
 
     def _save(self, tensor: Tensor, saver: str) -> Tensor:
@@ -364,19 +366,15 @@ class Meter:
             self._use(tensor).saved = True
             for use in self._uses[self._event].values():
                 use.late = False
-        if self._rounded is not None and has_storage(tensor):
-            self._rounded.save(tensor)
+            if self._rounded is not None:
+                self._rounded.save(tensor)
             if (key := storage_id(tensor)) in self._known:
-                self._spent.setdefault(self._event, [0, 0, 0])
-                self._saved_known.setdefault(key, []).append((self._node(), self._event))
-        if has_storage(tensor) and (key := storage_id(tensor)) not in self._known:
-            if key not in self._storages:
-                self._storages[key] = (weak_storage(tensor), tensor.untyped_storage().nbytes())
-            self._spent.setdefault(self._event, [0, 0, 0])
-            node, source = _BESIDE if saver == checkpoint.__file__ else self._node(), tensor.grad_fn
-            if source is not None and sequence_number(source) == node and source.name() == COPY_NODE:
-                self._hidden[node] = node - 1  # an operation in place, saving a copy of what it will overwrite
-            self._saved.setdefault(key, []).append((node, self._event))
+                self._saved_known[key].append((self._node(), self._event))
+            else:
+                node, source = _BESIDE if saver == checkpoint.__file__ else self._node(), tensor.grad_fn
+                if source is not None and sequence_number(source) == node and source.name() == COPY_NODE:
+                    self._hidden[node] = node - 1  # an operation in place, saving a copy of what it will overwrite
+                self._saved[key].append((node, self._event))
         # A node that held its own output, with the way back to itself, would never be freed.
         return tensor if tensor.grad_fn is None else tensor.detach()
 

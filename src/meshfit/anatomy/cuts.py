@@ -14,11 +14,12 @@ gradient of what lies before the cut. A value that skips over several cuts cross
 bytes cross. O(stages x events).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from meshfit.anatomy.balanced import cheapest_ends
+from meshfit.anatomy.record_known import above
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.errors import PlanError
 
@@ -189,7 +190,7 @@ class _Flow:
         for event in trace.events:
             for value in event.mutates:
                 changed.setdefault(self._storage(value), []).append(event.index)
-        self.changed = changed
+        self.changed, self.given = changed, set(trace.inputs)
         self.last = {value.id: max(value.used_by, default=-1) for value in trace.values.values()}
         self.last |= dict.fromkeys(trace.outputs, self.end)
         self.constants = self._constants()
@@ -220,12 +221,7 @@ class _Flow:
         return not event.changes and (not made or (not event.parameters and made <= self.constants))
 
     def _changed_before(self, value: int, place: int) -> bool:
-        events = self.changed.get(self._storage(value), ())
-        return bool(events) and events[0] < place
-
-    def _changed_from(self, value: int, place: int) -> bool:
-        events = self.changed.get(self._storage(value), ())
-        return bool(events) and events[-1] >= place
+        return any(event < place for event in self.changed.get(self._storage(value), ())[:1])
 
     def places(self) -> list[int]:
         """Where a cut leaves something to do on both sides: before each event that is not idle, but for the first."""
@@ -238,7 +234,6 @@ class _Flow:
             if value.id not in self.constants and self.last[value.id] > value.made_by:
                 born.setdefault(max(value.made_by, -1), []).append(value.id)
         live = dict.fromkeys(born.get(-1, ()))
-        given = set(self.trace.inputs)
         found, upto = [], 0
         for place in self.places():
             for event in range(upto, place):
@@ -247,21 +242,20 @@ class _Flow:
             live = {value: None for value in live if self.last[value] >= place}
             if place in barred or self._parts_aliases(live, place):
                 continue
-            sent = tuple(v for v in live if v not in given or self._changed_before(v, place))
-            found.append(StageCut(place - 1, sent, sum(self.trace.values[v].bytes for v in sent)))
+            found.append(self._cut(live, place))
         return tuple(found)
 
     def cut_at_end(self) -> StageCut:
         """After all events: the outputs cross."""
-        given = set(self.trace.inputs)
-        outputs = dict.fromkeys(v for v in self.trace.outputs if v not in self.constants)
-        sent = tuple(v for v in outputs if v not in given or self._changed_before(v, self.end))
-        return StageCut(self.end - 1, sent, sum(self.trace.values[v].bytes for v in sent))
+        return self._cut(dict.fromkeys(v for v in self.trace.outputs if v not in self.constants), self.end)
 
-    def _parts_aliases(self, live: dict[int, None], place: int) -> bool:
-        if not self.changed:
-            return False
-        written = [self._storage(value) for value in live if self._changed_from(value, place)]
+    def _cut(self, live: Iterable[int], place: int) -> StageCut:
+        sent = tuple(v for v in live if v not in self.given or self._changed_before(v, place))
+        return StageCut(place - 1, sent, sum(self.trace.values[v].bytes for v in sent))
+
+    def _parts_aliases(self, live: Iterable[int], place: int) -> bool:
+        later = {storage for storage, events in self.changed.items() if events[-1] >= place}
+        written = [storage for storage in map(self._storage, live if later else ()) if storage in later]
         return len(set(written)) < len(written)
 
     def _barred(self) -> set[int]:
@@ -310,27 +304,22 @@ class _Flow:
 
     def depth(self, place: int) -> int:
         """Modules that a cut at ``place`` would part."""
-        before, after = self._path(place - 1), self._path(place)
-        return next(
-            (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
-        )
-
-    def _path(self, event: int) -> list[str]:
-        return self.trace.events[event].inside.split(".") if self.trace.events[event].inside else []
+        before, after = (self.trace.events[i].inside for i in (place - 1, place))
+        return len({*above(before)} & {*above(after)}) - 1
 
     def inputs(self, events: range) -> tuple[int, ...]:
         """Inputs of the model that a stage takes as they are."""
-        used = {value for i in events for value in self.trace.events[i].reads}
-        if events.stop == self.end:
-            used.update(self.trace.outputs)
+        used = self._used(events)
         return tuple(v for v in self.trace.inputs if v in used and not self._changed_before(v, events.start))
+
+    def _used(self, events: range) -> set[int]:
+        """Values that a stage reads, or that the model returns after it."""
+        used = {value for i in events for value in self.trace.events[i].reads}
+        return used | {*self.trace.outputs} if events.stop == self.end else used
 
     def recomputed(self, events: range) -> tuple[int, ...]:
         """Idle events before a stage that make, or shape in place, constants it uses."""
-        needed = {value for i in events for value in self.trace.events[i].reads}
-        if events.stop == self.end:
-            needed.update(self.trace.outputs)
-        needed &= self.constants
+        needed = self._used(events) & self.constants
         memory = {self._storage(value) for value in needed}
         found = []
         for i in reversed(range(events.start)):

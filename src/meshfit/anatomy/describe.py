@@ -99,9 +99,9 @@ def describe(
         kind=root.kind,
         inputs=tuple(_shape(trace, value) for value in trace.inputs),
         samples=samples,
-        parameters=sum(map(_size, trace.parameters.values())),
+        parameters=sum(p.numel for p in trace.parameters.values()),
         parameter_bytes=trace.parameter_bytes,
-        trained=sum(_size(p) for p in trace.parameters.values() if p.trained),
+        trained=sum(p.numel for p in trace.parameters.values() if p.trained),
         events=len(trace.events),
         flops=cost.flops / samples,
         flops_backward=cost.flops_backward / samples,
@@ -123,13 +123,6 @@ def describe(
 def _pair(pair: Pair) -> dict[str, Any]:
     columns, rows = ([shard.parameter for shard in side] for side in (pair.columns, pair.rows))
     return {"module": pair.module, "kind": pair.kind, "columns": columns, "rows": rows, "degree": pair.limit}
-
-
-def _size(parameter: Any) -> int:
-    count = 1
-    for dim in parameter.shape:
-        count *= dim
-    return count
 
 
 def _shape(trace: Trace, value: int) -> str:
@@ -264,7 +257,7 @@ def _row(
         path=members[0].path,
         kind=members[0].kind,
         count=count,
-        parameters=sum(_size(trace.parameters[name]) for module in members for name in module.names),
+        parameters=sum(trace.parameters[name].numel for module in members for name in module.names),
         parameter_bytes=sum(bytes_of(trace, module) for module in members),
         share=sum(module.work for module in members) / total,
         flops=cost.flops / samples,

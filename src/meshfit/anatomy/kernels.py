@@ -90,7 +90,13 @@ def _attention(cuda: bool, half: bool) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if not _fused(query, key, value, attn_mask, dropout_p, enable_gqa, cuda=cuda, half=is_half(query)):
+        halves = is_half(query)
+        fused = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        if cuda:
+            fused &= query.dtype != torch.float64 and ((halves and attn_mask is None) or not enable_gqa)
+        else:
+            fused &= dropout_p == 0 and (attn_mask is None or not attn_mask.requires_grad)
+        if not fused:
             return attention_by_products(
                 *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
             )[0]
@@ -98,7 +104,7 @@ def _attention(cuda: bool, half: bool) -> Callable[..., Tensor]:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         if not cuda:
             return attention_on_cpu(*(query, key, value, dropout_p, is_causal), attn_mask=attn_mask, scale=scale)[0]
-        if attn_mask is None and is_half(query):
+        if attn_mask is None and halves:
             width, short = value.shape[-1], -value.shape[-1] % 8
             if short:
                 query, key, value = (F.pad(tensor, (0, short)) for tensor in (query, key, value))
@@ -124,22 +130,3 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
-
-
-def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    grouped: bool,
-    *,
-    cuda: bool,
-    half: bool,
-) -> bool:
-    """Whether the device has one kernel for this attention."""
-    if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]):
-        return False
-    if cuda:
-        return query.dtype != torch.float64 and ((half and mask is None) or not grouped)
-    return dropout == 0 and (mask is None or not mask.requires_grad)

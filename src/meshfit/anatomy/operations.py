@@ -9,7 +9,6 @@ the bytes of the tensors that it takes and makes. Kernels are those that a GPU w
 own, as in eager mode.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from math import ceil, prod
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshfit.anatomy.flops import factors_of, tensors
+from meshfit.cost import tallied
 from meshfit.torch_private.kernels import (
     FUSED_ATTENTIONS,
     FUSED_ATTENTIONS_BACKWARD,
@@ -119,15 +119,13 @@ def kernels_of(operation: Operation) -> int:
 
 def merged(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """The same work in few values: equal ones are counted, element-wise ones added up."""
-    counts: Counter[Operation] = Counter()
-    streamed, kernels = 0.0, 0
+    streamed, rest = Streaming(0.0, 0), []
     for operation in operations:
         if isinstance(operation, Streaming):
-            streamed, kernels = streamed + operation.bytes, kernels + operation.kernels
+            streamed = Streaming(streamed.bytes + operation.bytes, streamed.kernels + operation.kernels)
         else:
-            counts[replace(operation, count=1)] += operation.count
-    found: list[Operation] = [replace(operation, count=count) for operation, count in counts.items()]
-    return (*found, Streaming(streamed, kernels)) if kernels else tuple(found)
+            rest.append(operation)
+    return (*tallied(rest), streamed) if streamed.kernels else tallied(rest)
 
 
 def divided(operation: Operation, degree: int) -> Operation:
@@ -174,11 +172,9 @@ def fewer_rows(operation: Operation, degree: int, rows: Collection[int]) -> Oper
         return replace(operation, **{name: ceil(getattr(operation, name) / degree)})
     if isinstance(operation, FusedAttention):
         return replace(operation, length=ceil(operation.length / degree))
-    return (
-        replace(operation, m=ceil(operation.m / degree))
-        if isinstance(operation, MatrixProduct)
-        else divided(operation, degree)
-    )
+    if isinstance(operation, MatrixProduct):
+        return replace(operation, m=ceil(operation.m / degree))
+    return divided(operation, degree)
 
 
 def part_of(operations: Iterable[Operation], flops: float) -> tuple[Operation, ...]:

@@ -18,7 +18,6 @@ from meshfit.anatomy.shares import (
     factors_of,
     filled_up,
     held_alike,
-    is_uniform,
     runs_of,
 )
 from meshfit.anatomy.walk import Walker
@@ -27,8 +26,10 @@ from meshfit.anatomy.walk import Walker
 class PairFinder(Walker):
     """Puts walks together into pairs."""
 
-    limited = True
-    """Whether to look for the largest degree."""
+    def __init__(self, trace: AtenTrace, degree: int, *, copies: bool, limits: bool):
+        """``limits``: whether to look for the largest degree."""
+        super().__init__(trace, degree, copies)
+        self.limited = limits
 
     def pairs(self, sizes: Mapping[str, int]) -> list[Pair]:
         reaches = {(walk.name, dim): reach for walk in self.walks() for dim, reach in walk.reaches.items()}
@@ -106,7 +107,7 @@ class PairFinder(Walker):
         for value in sorted({value for reach in members.values() for value in reach.own} - shared):
             if value not in trace.constant:
                 raise Mixed("meets an activation that is not cut along with it")
-            if value not in trace.drawn and not is_uniform(trace.elements(value)):
+            if value not in trace.drawn and len(trace.elements(value).unique()) > 1:
                 raise Mixed("meets a constant of the code that is not cut along with it")
         rows = self._rows(members, set(names))
         columns = [self._shard(*key, reach) for key, reach in members.items() if reach.column]

@@ -80,8 +80,7 @@ def find_pairs(model: nn.Module, inputs: Any, *, degree: int = 2, copies: bool =
     modules = dict(model.named_modules())
     with torch.random.fork_rng(devices=[]):
         trace = AtenTrace.of(model, inputs)
-        finder = PairFinder(trace, degree, copies)
-        finder.limited = limits
+        finder = PairFinder(trace, degree, copies=copies, limits=limits)
         found = finder.pairs(sizes)
     pairs = _chosen(found, modules, sizes)
     held = {shard.parameter for pair in pairs for shard in pair.shards}

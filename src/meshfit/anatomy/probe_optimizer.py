@@ -143,23 +143,19 @@ def state_bytes(optimizer: Optimizer | Optimizers) -> StateBytes:
     for one in Optimizers.of(optimizer).each:
         if needs_closure(one):
             raise RuntimeError(f"{type(one).__name__} evaluates a loss, and there is none")
-        _add_state_bytes(one, found)
-    return StateBytes(found)
-
-
-def _add_state_bytes(optimizer: Optimizer, found: dict[tuple[int, str], tuple[StateTensor, ...]]) -> None:
-    with _quiet():
-        for kind in _kinds(optimizer):
-            for dtype in kind.dtypes:
+        with _quiet():
+            for kind, dtype in ((each, dtype) for each in _kinds(one) for dtype in each.dtypes):
                 for dims in sorted({1, *(dims for dims in kind.dims if dims <= len(PRIMES))}):
                     try:
-                        kept = _kept(optimizer, kind, dims, dtype)
+                        kept = _kept(one, kind, dims, dtype)
                     except Exception:
                         if dims in kind.dims:
                             raise
                         continue  # takes no 1-D tensors, and holds none
                     key = dims, str(dtype).removeprefix("torch.")
-                    found[key] = max(found.get(key, ()), kept, key=lambda k: sum(one.of(PRIMES[:dims]) for one in k))
+                    size = lambda kept, dims=dims: sum(each.of(PRIMES[:dims]) for each in kept)
+                    found[key] = max(found.get(key, ()), kept, key=size)
+    return StateBytes(found)
 
 
 def bare_copy(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:

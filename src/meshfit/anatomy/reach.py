@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshfit.anatomy.aten import Op, StridedView
 from meshfit.anatomy.dataflow import AtenTrace
-from meshfit.anatomy.shares import coarser, same_owners, uses_of
+from meshfit.anatomy.shares import coarser, same_owners
 
 
 class Mixed(Exception):
@@ -147,12 +147,9 @@ def copied_walk(trace: AtenTrace, first: Walk, name: str) -> Walk | None:
         if other < 0 or not _alike(trace, trace.ops[index], trace.ops[other], values):
             return None
         ops[index] = other
-    for old, new in values.items():
-        if old in inside and (uses_of(trace, old), old in trace.outputs) != (
-            uses_of(trace, new),
-            new in trace.outputs,
-        ):
-            return None
+    uses = lambda value: (len(trace.users.get(value, ())), value in trace.outputs)
+    if any(old in inside and uses(old) != uses(new) for old, new in values.items()):
+        return None
     if any(value not in values for value in reached):
         return None
     weights = {trace.names[old]: trace.names[new] for old, new in values.items() if old in trace.names}

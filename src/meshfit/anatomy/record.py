@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,9 @@ from meshfit import generators
 from meshfit.anatomy.copies import twin
 from meshfit.anatomy.cost import Meter
 from meshfit.anatomy.meta_kernels import Remembered
-from meshfit.anatomy.record_atoms import choose
 from meshfit.anatomy.record_build import built
 from meshfit.anatomy.record_forward import Recorder
-from meshfit.anatomy.record_known import GlueError
+from meshfit.anatomy.record_known import GlueError, above
 from meshfit.anatomy.record_program import REFERENCES, Instruction, Object, TraceError, tensors
 from meshfit.anatomy.record_watch import line_of, watched
 from meshfit.anatomy.replay import Recording
@@ -60,21 +59,20 @@ WAYS_IN_WORDS = {
     "opened": "modules opened as far as they go",
 }
 
-WAYS = (
-    ("plain", False),
-    ("compiling", False),
-    ("plain", False),
-    ("compiling", False),
-    ("guards", False),
-    ("opened", False),
-    ("plain", True),
-    ("compiling", True),
-    ("guards", True),
-    ("opened", True),
+ATTEMPTS = (
+    *((way, False, False) for way in ("plain", "compiling")),
+    *((way, real, True) for real in (False, True) for way in ("plain", "compiling", "guards", "opened")),
 )
-UNBROKEN = 2
-"""The first ways count only if no module must be taken as a whole: one whose code looks at values is run on zeros then,
-with all that it keeps for backward, where a library that is told it is compiled may not look."""
+"""A way, whether it is on real tensors, and whether modules that fail are taken as a whole. The first count only if
+none must be: one whose code looks at values is run on zeros then, with all that it keeps for backward, where a library
+that is told it is compiled may not look."""
+
+
+ALWAYS_OPEN = (nn.ModuleList, nn.ModuleDict)
+"""They are never called themselves."""
+
+OPEN_IF_LARGE = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder)
+"""Of torch.nn's own, those that call others in a row. (In eval mode the encoder may take a fast path of its own.)"""
 
 
 def record(
@@ -89,7 +87,7 @@ def record(
     """One forward of ``model`` on ``inputs`` (a tensor; a tuple for several arguments; a dict for keywords).
 
     ``atoms`` names modules that must be taken as a whole. ``meter`` (the class) is made with the tensors that are
-    there before the forward, entered for it, told when each event starts and stops, and told the outputs; its costs
+    there before the forward, entered for it, notified when each event starts and stops, and of the outputs; its costs
     are put into the events.
     """
     atoms = frozenset(atoms or ())
@@ -99,15 +97,12 @@ def record(
     failures: list[GlueError] = []
     coarse: _Attempt | None = None
     with generators.kept(*(t.device for t in (*model.parameters(), *model.buffers(), *tree.tensors(inputs)))):
-        for i, (way, real) in enumerate(WAYS):
+        for way, real, repairs in ATTEMPTS:
             if real and _on_meta(model, inputs):
                 break
             attempt = _Attempt(model, inputs, training, atoms, share, way, real)
             try:
-                if i < UNBROKEN:
-                    attempt.prove()
-                else:
-                    attempt.repair()
+                attempt.repair() if repairs else attempt.prove()
             except GlueError as error:
                 failures.append(error)
                 continue
@@ -124,7 +119,7 @@ def record(
 
 @dataclass
 class _Attempt:
-    """Recordings of one way of ``WAYS``, until one holds."""
+    """Recordings of one of ``ATTEMPTS``, until one holds."""
 
     model: nn.Module
     inputs: Any
@@ -196,7 +191,7 @@ class _Attempt:
     def once(self, copy: nn.Module, seed: int, meter: Metering = None) -> tuple[Recorder, Any, dict[int, EventCost]]:
         """One forward of ``copy``, watched: the recorder, what the model returned, encoded, and costs."""
         fresh = tree.map_tensors(self._input, self.inputs)
-        atoms = choose(copy, share=self.share, forced=self.forced | set(self.whole), opened=self.way == "opened")
+        atoms = _atoms(copy, share=self.share, forced=self.forced | set(self.whole), opened=self.way == "opened")
         recorder = Recorder(
             copy,
             list(tree.tensors(fresh)),
@@ -247,6 +242,42 @@ class _Attempt:
         """Share of the parameters held by the largest module that had to be taken as a whole."""
         sizes = [sum(p.numel() for p in self.model.get_submodule(path).parameters()) for path in self.whole]
         return max(sizes, default=0) / max(1, sum(p.numel() for p in self.model.parameters()))
+
+
+def _atoms(model: nn.Module, *, share: float, forced: Set[str], opened: bool) -> set[str]:
+    """Paths of the modules taken as a whole: from the root down, the first that are worth no more than ``share`` of
+    all parameters, or are torch.nn's own, or are ``forced``. ``opened`` goes down as far as it can.
+
+    Large atoms mean little glue, and glue is where recordings fail: open a module only for the balance.
+    """
+    towards = {path for name in forced for path in above(name)} - forced
+    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()}
+    atoms: set[str] = set()
+
+    def visit(path: str, module: nn.Module) -> None:
+        if path not in towards and whole(path, module):
+            atoms.add(path)
+            return
+        for name, child in module.named_children():
+            visit(f"{path}.{name}" if path else name, child)
+
+    def whole(path: str, module: nn.Module) -> bool:
+        if path in forced:
+            return True
+        if not path or isinstance(module, ALWAYS_OPEN):
+            return False
+        if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
+            return True
+        own = type(module).__module__.startswith("torch.nn.") and not (
+            isinstance(module, OPEN_IF_LARGE)
+            and (module.training or isinstance(module, nn.Sequential) or not torch.backends.mha.get_fastpath_enabled())
+        )
+        childless = next(module.children(), None) is None
+        small = sizes.get(path, 0) <= share * sizes[""] and not opened
+        return own or childless or small
+
+    visit("", model)
+    return atoms
 
 
 def signature(steps: list[Instruction], outputs: Any) -> list[str]:

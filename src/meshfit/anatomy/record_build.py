@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_forward import Recorder
@@ -65,14 +66,13 @@ def _event(model: nn.Module, index: int, step: Instruction, ties: dict[str, str]
         module, prefix = model.get_submodule(path), f"{path}." if path else ""
         parameters += [f"{prefix}{name}" for name, _ in module.named_parameters()]
         buffers += [f"{prefix}{name}" for name, _ in module.named_buffers()]
-    made = (*(id for id in step.outs if id >= 0), *(id for _, id in step.attributes))
     return Event(
         index=index,
         kind="module" if step.kind == "module" else "glue",
         name=step.name if step.kind in ("module", "glue") else f"{step.kind} {step.name}",
         inside=step.inside,
         reads=step.reads,
-        writes=made,
+        writes=step.writes,
         mutates=step.mutates,
         parameters=tuple(dict.fromkeys(ties.get(name, name) for name in parameters)),
         buffers=tuple(dict.fromkeys(buffers)),
@@ -86,33 +86,29 @@ def _event(model: nn.Module, index: int, step: Instruction, ties: dict[str, str]
 def _values(recorder: Recorder, steps: list[Instruction]) -> dict[int, Value]:
     made_by, used_by = dict.fromkeys(recorder.inputs, -1), defaultdict(list)
     for index, step in enumerate(steps):
-        for id in (*step.outs, *(id for _, id in step.attributes)):
+        for id in step.writes:
             made_by.setdefault(id, index)
         for id in step.reads:
             used_by[id].append(index)
     varying = _varying(recorder, steps)
     storages: dict[int, int] = {}
-    found: dict[int, Value] = {}
-    for id, tensor in enumerate(recorder.values):
-        if id not in made_by:
-            continue
-        found[id] = Value(
-            id=id,
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            bytes=tensor.numel() * tensor.element_size(),
+    return {
+        id: Value(
+            *(id, tuple(tensor.shape), _name(tensor.dtype), tensor.numel() * tensor.element_size()),
             made_by=made_by[id],
             used_by=tuple(used_by[id]),
             needs_grad=tensor.requires_grad,
             constant=id not in varying,
             storage=storages.setdefault(storage(tensor), len(storages)),
         )
-    return found
+        for id, tensor in enumerate(recorder.values)
+        if id in made_by
+    }
 
 
 def _varying(recorder: Recorder, steps: list[Instruction]) -> set[int]:
     """Values that not every stage can compute for itself: from inputs, parameters or random numbers, from what is
-    written in place, from objects handed on, from buffers that change."""
+    written in place, from objects passed on, from buffers that change."""
     varied = Origin.INPUT | Origin.PARAMETER | Origin.RANDOM | Origin.RAGGED
     varying = {id for id, source in enumerate(recorder.sources) if source & varied}
     written = {storage(recorder.values[id]) for step in steps for id in step.mutates}
@@ -126,25 +122,28 @@ def _varying(recorder: Recorder, steps: list[Instruction]) -> set[int]:
             or any(thing.references for thing in objects_in((step.args, step.kwargs)))
             or varying & {*step.reads}
         ):
-            varying |= {id for id in step.outs if id >= 0}
-            varying |= {id for _, id in step.attributes}
+            varying.update(step.writes)
     return varying
 
 
 def _parameter(name: str, tensor: Tensor) -> Parameter:
     size = tensor.numel() * tensor.element_size()
-    return Parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), size, tensor.requires_grad)
+    return Parameter(name, tuple(tensor.shape), _name(tensor.dtype), size, tensor.requires_grad)
+
+
+def _name(dtype: torch.dtype) -> str:
+    """ "float32" of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def set_frees(steps: list[Instruction], wanted: tuple[int, ...]) -> None:
     """Tell each step which values nobody reads after it."""
     last: dict[int, int] = {}
     for index, step in enumerate(steps):
-        for id in (*step.outs, *(id for _, id in step.attributes), *step.reads):
-            last[id] = index
+        last |= dict.fromkeys((*step.writes, *step.reads), index)
     frees = defaultdict(list)
     for id, index in last.items():
-        if id not in wanted and id >= 0:
+        if id not in wanted:
             frees[index].append(id)
     for index, step in enumerate(steps):
         step.frees = tuple(frees[index])

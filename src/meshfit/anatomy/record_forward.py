@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode, Known):
         self.busy = 0
         """Not 0: what runs belongs to a step, or to the recorder itself."""
         self.seen = Origin.NOTHING
-        """What the operators of the running step told."""
+        """What the operators of the running step drew or sized by values."""
         self.looked = False
         """Whether the running step read a value of a tensor in Python."""
         self.start()
@@ -154,11 +154,11 @@ class Recorder(TorchFunctionMode, Known):
             self.tracked[number] = self.values[number].requires_grad
         self.steps.append(step)
         step.outs = [-1 if self._is_parameter(tensor) else self.new(tensor, source) for tensor in found]
-        handed = objects_in((step.args, step.kwargs))
-        self.settle(handed)
-        for thing in handed:
+        passed = objects_in((step.args, step.kwargs))
+        self.settle(passed)
+        for thing in passed:
             if thing.references:
-                self.note(f"a {type(thing.snapshot).__name__} is handed on")
+                self.note(f"a {type(thing.snapshot).__name__} is passed on")
 
     def _is_parameter(self, tensor: Tensor) -> bool:
         return id(tensor) in self.held and self.held[id(tensor)].kind == "parameter"

@@ -60,7 +60,7 @@ def all_on_meta(run: Callable, call: Callable, args: tuple, kwargs: dict[str, An
 def on_zeros(
     run: Callable, know: Callable[[list[Tensor]], None], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """What a module makes that cannot run on meta, as meta tensors: from a copy of it, on zeros. ``know`` is told
+    """What a module makes that cannot run on meta, as meta tensors: from a copy of it, on zeros. ``know`` gets
     the copy's parameters and buffers."""
     if sum(p.numel() * p.element_size() for p in module.parameters()) > LARGEST_TRIAL:
         raise ValueError("too large")

@@ -130,9 +130,14 @@ class Instruction:
     """Values of no use after this step."""
 
     number: int = -1
-    """Its place while recording, by which costs are told."""
+    """Its place while recording, by which costs are known."""
 
     within: tuple[str, ...] = ()
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Ids of the values it makes."""
+        return (*(id for id in self.outs if id >= 0), *(id for _, id in self.attributes))
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -20,24 +20,11 @@ from torch import Tensor, nn
 from meshfit.anatomy.record_forward import Recorder
 from meshfit.anatomy.record_known import OWN, GlueError
 from meshfit.anatomy.record_program import Apply
+from meshfit.anatomy.running import Operations
 from meshfit.errors import in_short
 from meshfit.patches import replaced
 from meshfit.torch_private.autograd import watched_functions
-from meshfit.torch_private.operators import TorchDispatchMode, without_torch_function
-
-
-class Operators(TorchDispatchMode):
-    """Tells a recorder of every operator that runs."""
-
-    def __init__(self, recorder: Recorder):
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with without_torch_function():  # what is below autograd must not be taken for glue
-            result = func(*args, **(kwargs or {}))
-            self.recorder.operator(func, args, kwargs, result)
-        return result
+from meshfit.torch_private.operators import without_torch_function
 
 
 @contextlib.contextmanager
@@ -92,7 +79,7 @@ def watched(recorder: Recorder) -> Iterator[None]:
         replaced(nn.Module, "__call__", lambda real: partial(call, real)),
         replaced(nn.Module, "__setattr__", lambda real: partial(set_attribute, real)),
         watched_functions(applied),
-        Operators(recorder),
+        Operations(recorder.operator),
         recorder,
     ):
         yield

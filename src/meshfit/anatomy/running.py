@@ -1,4 +1,4 @@
-"""Operations while they run: a mode that is told of each, what an operation makes, and the memory behind tensors."""
+"""Operations while they run: a mode that sees each, what an operation makes, and the memory behind tensors."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,7 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshfit.anatomy.flops import has_flops, known_as
 from meshfit.torch_private.kernels import VIEWS_NOT_SAID
-from meshfit.torch_private.operators import OpOverload, TorchDispatchMode, is_composite, packet_of, schema_of
+from meshfit.torch_private.operators import (
+    OpOverload,
+    TorchDispatchMode,
+    is_composite,
+    packet_of,
+    schema_of,
+    without_torch_function,
+)
 from meshfit.torch_private.tensors import is_wrapper
 
 aten = torch.ops.aten
@@ -42,7 +49,7 @@ def _is_dear(func: Any) -> bool:
 
 
 class Operations(TorchDispatchMode):
-    """Calls ``count`` after every operation."""
+    """Calls ``count`` after every operation. No mode of functions sees what runs below autograd, nor ``count``."""
 
     def __init__(self, count: Callable[[Any, tuple, dict[str, Any], Any], None]):
         super().__init__()
@@ -52,13 +59,14 @@ class Operations(TorchDispatchMode):
         if any(_wraps(kind) for kind in types):
             return NotImplemented  # a tensor made of others (DTensor): it comes back here with those
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a fake tensor is asked for its device
-            return func(*args, **kwargs)
-        if _composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        out = func(*args, **kwargs)
-        self._count(func, args, kwargs, out)
+        with without_torch_function():
+            if func.namespace == "prim":  # a fake tensor is asked for its device
+                return func(*args, **kwargs)
+            if _composite(func):
+                with self:
+                    return func.decompose(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self._count(func, args, kwargs, out)
         return out
 
 

@@ -161,11 +161,3 @@ def coarser(owners: Tensor, times: int) -> Tensor:
 
 def same_owners(one: Tensor, two: Tensor) -> bool:
     return not bool(((one >= 0) & (two >= 0) & (one != two)).any())
-
-
-def uses_of(trace: AtenTrace, value: int) -> int:
-    return len(trace.users.get(value, ()))
-
-
-def is_uniform(tensor: Tensor) -> bool:
-    return bool((tensor == tensor.flatten()[:1]).all())

@@ -7,6 +7,7 @@ events. Everything is plain data: it can be compared, printed, sent to another p
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from meshfit.anatomy.operations import Operation
 
@@ -152,6 +153,10 @@ class Parameter:
     """The dtype of its gradient, and in which it is stepped; "": its own."""
     computed: str = ""
     """The dtype of the copy that the model computes with (``precision=bf16-compute``); "": its own."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
     @property
     def grad_bytes(self) -> int:

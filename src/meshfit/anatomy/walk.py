@@ -38,7 +38,7 @@ COPIES = ("clone", "_to_copy", "repeat", "index_select")
 class Walker:
     """Walks from every parameter of a recorded forward, for ``degree`` devices."""
 
-    def __init__(self, trace: AtenTrace, degree: int, copies: bool = False):
+    def __init__(self, trace: AtenTrace, degree: int, copies: bool):
         self.trace, self.degree, self.copies = trace, degree, copies
         self.why: dict[str, dict[int, Mixed]] = {}
         self.reached: dict[str, bool] = {}

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_build import tied
+from meshfit.axes.tensor.kinds import is_constant
 from meshfit.axes.tensor.program import Program, contents_of
-from meshfit.axes.tensor.twin import is_constant
 from meshfit.launch.folders import cache_folder
 from meshfit.torch_private.modules import own_buffers, own_parameters
 
@@ -30,7 +30,7 @@ MOST = 256
 PLAIN = (
     "meshfit.anatomy.operations",
     "meshfit.anatomy.trace",
-    "meshfit.axes.context.find",
+    "meshfit.axes.context.plan",
     "meshfit.axes.context.span",
     "meshfit.axes.tensor.region",
     "meshfit.comm.group",

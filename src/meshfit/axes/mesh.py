@@ -6,7 +6,6 @@ neighbours in rank, and so usually on one machine: the more an axis communicates
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product
 
 import torch.distributed as dist
 
@@ -69,20 +68,19 @@ class Mesh:
         """All ranks call it together. ``two_sums``: gradients are summed over two communicators in turn, as on GPUs."""
         if size == 1:
             return cls()
-        degrees = {axis: getattr(plan, axis) for axis in DEGREES}
-        places = list(product(*(range(degree) for degree in degrees.values())))  # by rank
-        place = dict(zip(degrees, places[rank], strict=True))
-        used = frozenset(axis for axis, degree in degrees.items() if degree > 1)
+        places = plan.places
+        place = places[rank]
+        used = frozenset(axis for axis in DEGREES if getattr(plan, axis) > 1)
         made: list[Group] = []
 
         def along(axes: frozenset[str]) -> Group:
             """The ranks that differ from this one only along ``axes``."""
+            fixed = lambda at: tuple(i for axis, i in at.items() if axis not in axes)
             lines: dict[tuple[int, ...], list[int]] = {}
             for other, at in enumerate(places):
-                fixed = tuple(i for axis, i in zip(degrees, at, strict=True) if axis not in axes)
-                lines.setdefault(fixed, []).append(other)
-            groups = {fixed: new_group(ranks) for fixed, ranks in lines.items()}  # all ranks make all of them
-            made.append(groups[tuple(i for axis, i in place.items() if axis not in axes)])
+                lines.setdefault(fixed(at), []).append(other)
+            groups = {line: new_group(ranks) for line, ranks in lines.items()}  # all ranks make all of them
+            made.append(groups[fixed(place)])
             return made[-1]
 
         wanted = dict.fromkeys(used.intersection(axes) for axes in (*([axis] for axis in DEGREES), *TOGETHER))
@@ -102,7 +100,7 @@ class Mesh:
             made=made,
             rank=rank,
             part=place["pipeline"] * plan.branch + place["branch"],
-            share=(place["data"] * plan.shard + place["shard"]) * plan.expert + place["expert"],
+            share=plan.share_at(place),
             has_results=place["pipeline"] == last and place["tensor"] == place["branch"] == place["context"] == 0,
         )
 

@@ -16,6 +16,12 @@ def check_ties(model: nn.Module, ties: dict[str, str]) -> None:
     assert now == ties, f"tied parameters were untied: {sorted(ties.items() ^ now.items())}"
 
 
+def shared_names(model: nn.Module) -> set[str]:
+    """Parameters that are known by several names: all of those names."""
+    ties = tied(model)
+    return {*ties, *ties.values()}
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers by name, tied ones under each of their names."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

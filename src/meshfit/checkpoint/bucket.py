@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from meshfit.checkpoint.files import Files, joined
-from meshfit.checkpoint.lease import Lease
-from meshfit.data.remote import over_http, without_secrets
+from meshfit.checkpoint.lock import Lease
+from meshfit.data.remote import over_http, without_secrets, without_secrets_of
 from meshfit.errors import JobError
 
 BEGUN = ".begun"
@@ -205,7 +204,4 @@ class Bucket(Files):
             text = f"the server answers {answer[1].strip()}" + (f", {told}" if told else "")
         elif found := re.search(r"Error performing \w+ (\w+://[^/ ]+)\S* in [\d.]+\S*(.*?) - (.*)", text):
             text = f"{found[1]} does not answer: {found[3]}"
-        parts = urlsplit(self.url)
-        for secret in (parts.password, parts.query, *(str(v) for k, v in self.storage.items() if "secret" in k)):
-            text = text.replace(secret, "***") if secret else text
-        return text[:300]
+        return without_secrets_of(text, self.url, self.storage)[:300]

@@ -72,10 +72,9 @@ class Due:
         due, self._talk = self.ranks.gather(self._opinion(step))[0]
         return due
 
-    def saved(self, blocked: float, busy: float | None = None) -> None:
-        """Tell what the last save cost."""
+    def saved(self, blocked: float) -> None:
+        """Tell that it was saved, and for how many seconds training waited."""
         self.blocked, self._saved = blocked, self.clock()
-        self.busy = self.busy if busy is None else busy
 
     def _opinion(self, step: int) -> tuple[bool, int]:
         """Whether to save after ``step``, and at which step to talk again."""

@@ -25,7 +25,7 @@ class Difference:
 
 
 def differences(
-    one: Manifest, other: Manifest, told: Callable[[int], None] = lambda done: None
+    one: Manifest, other: Manifest, progress: Callable[[int], None] = lambda done: None
 ) -> Iterator[Difference]:
     """Between two checkpoints, settings first."""
     yield from _facts(one.body, other.body)
@@ -37,11 +37,11 @@ def differences(
         elif (a.shape, a.dtype) != (b.shape, b.dtype):
             yield Difference(key, "shape", f"{a.dtype} {list(a.shape)}", f"{b.dtype} {list(b.shape)}")
         else:
-            yield from _values(key, (mine, a), (theirs, b), told)
+            yield from _values(key, (mine, a), (theirs, b), progress)
 
 
 def _values(
-    key: str, one: tuple[OnDisk, Stored], other: tuple[OnDisk, Stored], told: Callable[[int], None]
+    key: str, one: tuple[OnDisk, Stored], other: tuple[OnDisk, Stored], progress: Callable[[int], None]
 ) -> Iterator[Difference]:
     stored, count, largest, scale = one[1], 0, 0.0, 0.0
     wide = torch.complex128 if stored.dtype.is_complex else torch.float64
@@ -51,7 +51,7 @@ def _values(
         x, y = (room[: volume(box)] for room in rooms)
         one[0].fill(x.view(sizes(box)), box, stored)
         other[0].fill(y.view(sizes(box)), box, other[1])
-        told(2 * x.numel() * stored.dtype.itemsize)
+        progress(2 * x.numel() * stored.dtype.itemsize)
         if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):  # NaN too
             count += int((x.view(torch.uint8) != y.view(torch.uint8)).view(x.numel(), -1).any(1).sum())
             largest = max(largest, float((x.to(wide) - y.to(wide)).abs().nan_to_num(float("inf")).max()))

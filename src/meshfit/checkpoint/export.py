@@ -3,11 +3,14 @@ parts or tensor by tensor, whatever the size of the model. Tied weights are ther
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshfit.arguments import check_text
@@ -32,7 +35,7 @@ def export(
     kind: str = "model",
     dtype: torch.dtype | None = None,
     shard: int = SHARD,
-    told: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> list[Path | str]:
     """Write the weights at ``source`` to ``target``: a file if it is called .safetensors, else a folder in Hugging
     Face's layout. ``dtype``: cast floating point to it. The files that were written; nothing is overwritten."""
@@ -43,7 +46,7 @@ def export(
         for box in slabs(whole(stored.shape), AT_ONCE // stored.dtype.itemsize):
             room: Tensor = torch.empty(sizes(box), dtype=stored.dtype)
             tensors.fill(room, box, stored)
-            told(room.numel() * room.dtype.itemsize)
+            progress(room.numel() * room.dtype.itemsize)
             yield room
 
     described = {key: (each.dtype, each.shape) for key, each in tensors.stored.items()}
@@ -63,52 +66,43 @@ def write(
     overwrite: bool = False,
     here: bool = True,
 ) -> list[Path | str]:
-    """Tensors, each given by ``chunks`` in parts along its first dim. Where ranks put them together all call this with
-    the same ones, and one of them writes ``here``: if it cannot, the others still come to the end."""
+    """Write tensors, each given by ``chunks`` in parts along its first dim. Where ranks put them together all call this
+    with the same ones, and one of them writes ``here``: if it cannot, the others still come to the end."""
     cast = {name: (_as(kind, dtype), shape) for name, (kind, shape) in described.items()}
     check_text("target", target)
     folder, name = open_files(target), ""
     one = folder.above()[1].endswith(".safetensors")
     if one:
         folder, name = folder.above()
-    groups = shards({name: prod(shape) * kind.itemsize for name, (kind, shape) in cast.items()}, shard)
-    groups = [list(cast)] if one else groups
+    sizes_of = {name: prod(shape) * kind.itemsize for name, (kind, shape) in cast.items()}
+    groups = [list(cast)] if one else shards(sizes_of, shard)
     files = [name if one else f"{stem}.safetensors"]
     if len(groups) > 1:
         files = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    failed: Exception | None = None
+    for names in groups:
+        names.sort(key=lambda name: -cast[name][0].itemsize)  # so each is aligned
+    streams = [(part.to(_as(part.dtype, dtype)) for name in names for part in chunks(name)) for names in groups]
     try:
         if here:
-            _prepare(folder, [*files, INDEX], overwrite)
-    except (CheckpointError, OSError) as error:
-        failed = error
-    for file, names in zip(files, groups, strict=True):
-        names.sort(key=lambda name: -cast[name][0].itemsize)
-        metadata = {"format": "pt"} | ({AS_IS: "as is"} if as_is else {})
-        metadata |= {name: kept for name, kept in (ties or {}).items() if kept in names}
-        each = (chunk.to(_as(chunk.dtype, dtype)) for name in names for chunk in chunks(name))
-        try:
-            if here and failed is None:
+            if not overwrite:
+                _refuse_taken(folder, [*files, INDEX])
+            for file, names, stream in zip(files, groups, streams, strict=True):
+                metadata = {"format": "pt"} | ({AS_IS: "as is"} if as_is else {})
+                metadata |= {name: kept for name, kept in (ties or {}).items() if kept in names}
                 begin, _ = header({name: cast[name] for name in names}, metadata)
-                folder.put(file, _bytes(begin, each))
-        except (CheckpointError, OSError) as error:
-            failed = error
-        for _ in each:  # other ranks wait
-            pass
-    if failed is not None:
-        raise failed
+                folder.put(file, _bytes(begin, stream))
+    finally:
+        if dist.is_initialized():  # whoever writes needs the parts of all ranks, which all go through all of them
+            deque(chain.from_iterable(streams), maxlen=0)
     if here and len(groups) > 1:
-        total = sum(prod(shape) * kind.itemsize for kind, shape in cast.values())
         index = {name: file for file, names in zip(files, groups, strict=True) for name in names}
-        content = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
+        content = {"metadata": {"total_size": sum(sizes_of.values())}, "weight_map": index}
         files = [*files, f"{stem}.safetensors.index.json"]
-        folder.put(files[-1], [content.encode()])
+        folder.put(files[-1], [(json.dumps(content, indent=2) + "\n").encode()])
     return [folder.where(file) for file in files]
 
 
-def _prepare(folder: Files, files: list[str], overwrite: bool) -> None:
-    if overwrite:  # a run's own folder
-        return
+def _refuse_taken(folder: Files, files: list[str]) -> None:
     folder.make()
     taken = next((folder.where(file) for file in files if folder.size(file) >= 0), None)
     if taken is not None:

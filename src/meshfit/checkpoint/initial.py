@@ -40,15 +40,9 @@ class InitialWeights:
         """Each parameter that is in the checkpoint as it is in the model; ``restore`` says what is not."""
         try:
             files, name = agreed(self._ranks, path, [])
+            found = self._ranks.together(lambda: manifest.read(files, name))
         except MeshfitError:
             return {}
-        try:
-            found = manifest.read(files, name)
-        except (CheckpointError, OSError):
-            found = None
-        if not all(self._ranks.gather(found is not None)):
-            return {}
-        assert found is not None
         tensors, self.checkpoint = OnDisk.of(found), str(found)
         of_model, known = found.named("model"), set(deferred.parameters)
         return {
@@ -60,31 +54,23 @@ class InitialWeights:
     def __call__(self, placed: Placed) -> Collection[Tensor]:
         """Put this rank's parts of the parameters in place; which parameters, the same on all ranks, which call it
         together."""
+        sources = self._saved or self._sources
         try:
-            if self._saved and self._read(placed, self._saved) is None:
-                self.read = self._saved.keys()
-            else:  # a checkpoint that is damaged: ``restore`` finds another one
-                self.checkpoint = None
-                if (error := self._read(placed, self._sources)) is not None:
-                    raise error
-                self.read = self._sources.keys()
+            self._ranks.together(lambda: read_parts(placed, sources))
+        except CheckpointError:
+            if sources is self._sources:
+                raise
+            sources = self._sources  # the checkpoint is damaged: ``restore`` finds another one
+            self._ranks.together(lambda: read_parts(placed, sources))
         finally:
             self.close()
+        if sources is self._sources:
+            self.checkpoint = None
+        self.read = sources.keys()
         return self.read
 
     def close(self) -> None:
         self._ranks.close()
-
-    def _read(self, placed: Placed, sources: Mapping[Any, TensorSource]) -> CheckpointError | None:
-        """What went wrong, on any rank."""
-        error: CheckpointError | None = None
-        try:
-            read_parts(placed, sources)
-        except CheckpointError as refused:
-            error = refused
-        except OSError as failed:
-            error = CheckpointError("weights cannot be read", f"{type(failed).__name__}: {failed}")
-        return next((each for each in self._ranks.gather(error) if each is not None), None)
 
 
 @torch.no_grad()

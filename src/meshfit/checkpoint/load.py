@@ -4,8 +4,8 @@ A rank lists the boxes it needs, reads them into memory of their own, and only w
 every block was what had been written, are they put in place: a run is loaded, or it is as it was.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,21 @@ from meshfit.checkpoint import manifest, plain
 from meshfit.checkpoint.box import sizes, whole
 from meshfit.checkpoint.files import Files
 from meshfit.checkpoint.manifest import Manifest, Skipped, Stored
-from meshfit.checkpoint.pieces import ShardLayout, layout_of, uncut
+from meshfit.checkpoint.pieces import ShardLayout, layout_of
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.read import OnDisk, Wanted, fill_all
-from meshfit.checkpoint.state import KERNELS, buffers, canonical, kind_of, nested, set_random_states, short_kind
+from meshfit.checkpoint.state import (
+    KERNELS,
+    canonical,
+    held_by,
+    kind_of,
+    nested,
+    set_random_states,
+    short_kind,
+)
 from meshfit.data.loader import Position
 from meshfit.data.order import stream_seed
 from meshfit.errors import CheckpointError, Damaged, MeshfitError
-from meshfit.quantised import states_of
 
 if TYPE_CHECKING:
     from meshfit.run import Run
@@ -33,9 +40,6 @@ if TYPE_CHECKING:
 SHOWN = 5
 THREADS = 4
 """That read and check: while one waits for the disk, others hash."""
-
-NO_SENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""Raised where values of a manifest are not what they should be."""
 
 
 def restore(
@@ -50,61 +54,47 @@ def restore(
     try:
         while True:
             files, name = agreed(ranks, path, skipped)
-            found = _loaded(run, files, name, ranks, partial)
-            if isinstance(found, Manifest):
-                run.notes.extend(f"resume: {each.name} was skipped: {each.why}" for each in skipped)
-                run.notes.append(f"resume: from step {found.step} of {found}")
-                return found
-            if manifest.find(path)[1] is not None or not isinstance(found, Damaged):
-                raise _with_others(found, files, name)
-            skipped.append(Skipped(name, "; ".join((found.headline, *found.facts))))
+            try:
+                loading = _read(run, files, name, ranks, partial)
+            except CheckpointError as error:
+                if manifest.find(path)[1] is not None or not isinstance(error, Damaged):
+                    raise _with_others(error, files, name) from None
+                skipped.append(Skipped(name, "; ".join((error.headline, *error.facts))))
+                continue
+            loading.commit()
+            run.notes.extend(f"resume: {each.name} was skipped: {each.why}" for each in skipped)
+            run.notes.append(f"resume: from step {loading.found.step} of {loading.found}")
+            return loading.found
     finally:
         ranks.close()
 
 
 def agreed(ranks: Ranks, path: Any, skipped: list[Skipped]) -> tuple[Files, str]:
     """The checkpoint to load: what the first rank finds."""
-    word: Any = None
-    if ranks.rank == 0:
+
+    def find() -> str:
+        files, name = manifest.find(path)
+        bad = {each.name for each in skipped}
+        passed: list[Skipped] = []
         try:
-            files, name = manifest.find(path)
-            bad = {each.name for each in skipped}
-            passed: list[Skipped] = []
             every = [manifest.read(files, name)] if name is not None else manifest.complete(files, passed)
             found = next((each for each in every if each.name not in bad), None)
-            skipped += [each for each in passed if each.name not in bad]
-            if found is None:
-                why = [f"{each.name}: {each.why}" for each in skipped[:SHOWN]]
-                raise CheckpointError(f"there is no checkpoint to load in {files}", *why)
-            word = found.name
         except Damaged as error:
-            word = _with_others(error, *manifest.find(path))
-        except MeshfitError as error:
-            word = error
-    word = ranks.gather(word)[0]
-    if isinstance(word, MeshfitError):
-        raise word
-    return manifest.find(path)[0], word
+            raise _with_others(error, files, name) from None
+        skipped.extend(each for each in passed if each.name not in bad)
+        if found is None:
+            why = [f"{each.name}: {each.why}" for each in skipped[:SHOWN]]
+            raise CheckpointError(f"there is no checkpoint to load in {files}", *why)
+        return found.name
+
+    return manifest.find(path)[0], ranks.first(find)
 
 
-def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, partial: bool) -> Manifest | CheckpointError:
-    """Load a checkpoint; or what stands against it, the same on every rank, and the run is as it was."""
-    found: Manifest | None = None
-    loading: Loading | None = None
-    said: Any = None
-    try:
-        found = manifest.read(files, name)
-        loading = Loading(run, found)
-        said = (loading.differences, loading.used)
-    except CheckpointError as error:
-        said = error
-    except NO_SENSE as error:
-        said = _no_sense(found, error)
-    every = ranks.gather(said)
-    if (error := _first_error(every)) is not None:
-        return error
-    assert found is not None
-    assert loading is not None
+def _read(run: "Run", files: Files, name: str, ranks: Ranks, partial: bool) -> "Loading":
+    """A checkpoint in memory, to be put in place. What stands against it is raised on every rank."""
+    loading = ranks.together(lambda: Loading.of(run, files, name))
+    found = loading.found
+    every = ranks.gather((loading.differences, loading.used))
     differences = list(dict.fromkeys(line for lines, _ in every for line in lines))
     used = set().union(*(names for _, names in every))
     differences += [
@@ -115,38 +105,26 @@ def _loaded(run: "Run", files: Files, name: str, ranks: Ranks, partial: bool) ->
     if run.update.average is None and found.named("average"):
         differences.append("the checkpoint has an average of the weights (ema=), and this run keeps none")
     if differences and not partial:
-        return mismatch(str(found), differences)
-    word: CheckpointError | None = None
-    try:
-        loading.read()
-    except (CheckpointError, OSError) as error:
-        word = error if isinstance(error, CheckpointError) else Damaged(f"{found} cannot be read", str(error))
-    if (error := _first_error(ranks.gather(word))) is not None:
-        return error
-    try:
-        loading.commit()
-    except NO_SENSE as error:
-        raise _no_sense(found, error) from error
+        more = len(differences) - SHOWN
+        raise CheckpointError(
+            f"{found} does not fit this run: {len(differences)} difference{'s' * (len(differences) != 1)}",
+            *differences[:SHOWN],
+            f"and {more} more" if more > 0 else "",
+            "nothing was loaded; partial=True loads what fits",
+        )
+    ranks.together(loading.read)
     run.notes.extend(f"resume: skipped: {line}" for line in differences)
-    return found
+    return loading
 
 
-def _first_error(said: list[Any]) -> CheckpointError | None:
-    return next((each for each in said if isinstance(each, CheckpointError)), None)
-
-
-def _no_sense(found: Manifest | None, error: Exception) -> CheckpointError:
-    return Damaged(f"{found} is damaged", f"its state makes no sense: {type(error).__name__}: {error}")
-
-
-def mismatch(where: str, differences: list[str]) -> CheckpointError:
-    more = len(differences) - SHOWN
-    return CheckpointError(
-        f"{where} does not fit this run: {len(differences)} difference{'s' * (len(differences) != 1)}",
-        *differences[:SHOWN],
-        f"and {more} more" if more > 0 else "",
-        "nothing was loaded; partial=True loads what fits",
-    )
+@contextmanager
+def _sensible(found: Manifest) -> Iterator[None]:
+    """Values of a manifest that are not what they should be are damage."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        said = f"its state makes no sense: {type(error).__name__}: {error}"
+        raise Damaged(f"{found} is damaged", said) from error
 
 
 def _with_others(error: CheckpointError, files: Files, name: str | None) -> CheckpointError:
@@ -177,18 +155,25 @@ class Loading:
         self._want_position()
         self._want_random()
 
+    @classmethod
+    def of(cls, run: "Run", files: Files, name: str) -> "Loading":
+        found = manifest.read(files, name)
+        with _sensible(found):
+            return cls(run, found)
+
     def read(self) -> None:
+        """Into memory of its own."""
         fill_all(OnDisk.of(self.found), self._wanted, threads=THREADS)
 
     @torch.no_grad()
     def commit(self) -> None:
-        for each in self._then:
-            each()
-        self.run.placed.changed()
+        """Put everything in place."""
+        with _sensible(self.found):
+            for each in self._then:
+                each()
+            self.run.placed.changed()
 
-    def _want(
-        self, key: str, layout: ShardLayout, mine: Tensor, name: str, *, needed: bool = True, there: bool = False
-    ) -> None:
+    def _want(self, key: str, layout: ShardLayout, mine: Tensor, name: str, *, needed: bool, there: bool) -> None:
         """Read the tensor ``key`` into a copy of ``mine``, and from there into it; unless it is ``there``."""
         self.used.add(key)
         stored = self.found.tensors.get(key)
@@ -223,22 +208,13 @@ class Loading:
         return made
 
     def _want_weights(self) -> None:
-        run = self.run
-        initial = run.initial
+        initial = self.run.initial
         there = () if initial is None or initial.checkpoint != str(self.found) else initial.read
-        for name, p in self.parameters.items():
-            self._want(f"model/{name}", self.layouts[name], p.detach(), name, there=p in there)
-        for kind, name, buffer in buffers(run.model):
-            self._want(f"{kind}/{name}", layout_of(run.placed, buffer), buffer, name, needed=kind == "model")
-        for name, tensor in states_of(run.model).items():
-            self._want(f"model/{name}", uncut(tensor), tensor, name)
-        if run.update.average is not None:
-            for name, mine in zip(self.parameters, run.update.average.weights, strict=True):
-                self._want(f"average/{name}", self.layouts[name], mine, f"the average of {name}")
-        scale = run.update.scale
-        if scale is not None and "scale/value" in self.found.tensors:
-            self._want("scale/value", uncut(scale.value), scale.value, "the loss scale")
-            self._want("scale/good_steps", uncut(scale._good_steps), scale._good_steps, "the loss scale's steps")
+        for key, layout, tensor, name in held_by(self.run):
+            if key.startswith("scale/") and key not in self.found.tensors:
+                continue
+            needed = not key.startswith("extra/")
+            self._want(key, layout, tensor.detach(), name, needed=needed, there=tensor in there)
 
     def _want_optimizer(self) -> None:
         optimizer, held, groups = self.run.optimizer, self.state["optimizer"], self.state["groups"]
@@ -310,7 +286,7 @@ class Loading:
             return
         facts = plain.decode(held)
         weights: dict[str, Tensor] = {}
-        for name, tensor in {**self.parameters, **{name: buffer for _, name, buffer in buffers(model)}}.items():
+        for name, tensor in named_state(model).items():
             stored, layout = self.found.tensors.get(f"best/{name}"), layout_of(self.run.placed, tensor)
             if stored is not None and stored.shape == layout.shape:
                 weights[name] = self._fresh(f"best/{name}", tensor.device, layout, tensor.detach())

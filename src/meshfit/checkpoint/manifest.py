@@ -189,14 +189,17 @@ def folders(files: Files) -> list[str]:
 
 def read(files: Files, name: str) -> Manifest:
     """The checkpoint ``name``, if it is complete: its manifest intact, every file there and as long as it was."""
-    where = os.path.join(name, NAME)
-    if files.size(where) < 0:
-        raise Damaged(f"{os.path.join(str(files), name)} is not complete", "it has no manifest: its save did not end")
-    found = Manifest(files, name, parse(files.read(where), os.path.join(str(files), where)))
-    for file, about in found.body["files"].items():
-        if (size := files.size(os.path.join(name, file))) != about["size"]:
-            there = "is missing" if size < 0 else f"has {size} bytes"
-            raise Damaged(f"{found} is damaged", f"{file} {there}; {about['size']} were written")
+    where, shown = os.path.join(name, NAME), os.path.join(str(files), name)
+    try:
+        if files.size(where) < 0:
+            raise Damaged(f"{shown} is not complete", "it has no manifest: its save did not end")
+        found = Manifest(files, name, parse(files.read(where), os.path.join(shown, NAME)))
+        for file, about in found.body["files"].items():
+            if (size := files.size(os.path.join(name, file))) != about["size"]:
+                there = "is missing" if size < 0 else f"has {size} bytes"
+                raise Damaged(f"{found} is damaged", f"{file} {there}; {about['size']} were written")
+    except OSError as error:
+        raise Damaged(f"{shown} cannot be read", str(error)) from None
     return found
 
 
@@ -206,13 +209,9 @@ def standing(files: Files, name: str) -> str:
         return ""
     try:
         read(files, name)
-    except (CheckpointError, OSError) as error:
-        return f"{name}, the one before, is gone or damaged: {_why(error)}"
+    except CheckpointError as error:
+        return f"{name}, the one before, is gone or damaged: {'; '.join(error.facts)}"
     return f"{name}, the one before, is complete"
-
-
-def _why(error: CheckpointError | OSError) -> str:
-    return "; ".join(error.facts) if isinstance(error, CheckpointError) else str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +225,9 @@ def complete(files: Files, skipped: list[Skipped] | None = None) -> Iterable[Man
     for name in folders(files):
         try:
             yield read(files, name)
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             if skipped is not None:
-                skipped.append(Skipped(name, _why(error)))
+                skipped.append(Skipped(name, "; ".join(error.facts)))
 
 
 def find(path: Any) -> tuple[Files, str | None]:

@@ -232,10 +232,10 @@ class DCP(Tensors):
         if info is None:
             raise CheckpointError(f"{self.folder} lacks {part.file}")
         path = Files(self.folder).path(info.relative_path)
-        with path.open("rb") as file:
-            file.seek(info.offset)
-            content = file.read(info.length)
         try:
+            with path.open("rb") as file:
+                file.seek(info.offset)
+                content = file.read(info.length)
             tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             assert isinstance(tensor, Tensor)
         except Exception as error:

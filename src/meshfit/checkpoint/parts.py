@@ -14,7 +14,7 @@ from meshfit.axes.buffers.watch import named_state
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, inside, sizes, volume, whole
 from meshfit.checkpoint.pieces import layout_of
-from meshfit.checkpoint.state import buffers
+from meshfit.checkpoint.state import saved_tensors
 from meshfit.comm.objects import all_gather_object
 from meshfit.torch_private.modules import own_buffers
 from meshfit.torch_private.tensors import set_data
@@ -28,8 +28,7 @@ class WholeModel:
 
     def __init__(self, model: nn.Module):
         self.ties = tied(model)
-        kept = {name: buffer for kind, name, buffer in buffers(model) if kind == "model"}
-        self._tensors = {**dict(model.named_parameters()), **kept}
+        self._tensors = saved_tensors(model)
         self.saved = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def chunks(self, name: str) -> Iterator[Tensor]:
@@ -58,8 +57,7 @@ class Parts:
                 for box in boxes:
                     self.owners.setdefault(name, {}).setdefault(box, rank)
         self.ties = tied(placed.shape)
-        saved = {name for kind, name, _ in buffers(placed.shape) if kind == "model"}
-        saved |= dict(placed.shape.named_parameters()).keys()
+        saved = saved_tensors(placed.shape)
         self.saved = {name: (dtype, shape) for name, (shape, dtype) in self.described.items() if name in saved}
         """Those of a state dict, tied weights once."""
 

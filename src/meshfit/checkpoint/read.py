@@ -122,7 +122,10 @@ class OnDisk(Tensors):
         return self._local.memory
 
     def _fetch(self, file: str, start: int, view: memoryview) -> None:
-        got = self.files.read_into(os.path.join(self.folder, file), start, view)
+        try:
+            got = self.files.read_into(os.path.join(self.folder, file), start, view)
+        except OSError as error:
+            raise Damaged(f"{self.where} cannot be read", f"{file}: {error}") from None
         if got != len(view):
             raise Damaged(f"{self.where} is damaged", f"{file} ends at byte {start + got}")
         if (hashes := self.hashes.get(file)) is not None:

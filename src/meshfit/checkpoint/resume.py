@@ -40,9 +40,7 @@ def saved(
         yield None
         return
     assert folder is not None
-    saving = _Saving(run, folder)
-    saving.saver.before = before
-    saving.saver.damaged = damaged if run.job.resume is True else set()
+    saving = _Saving(run, folder, before, damaged if run.job.resume is True else set())
     try:
         saving.begin(patience=0.0)
         yield saving.after
@@ -74,12 +72,18 @@ def newer_than(found: manifest.Manifest) -> set[str]:
 class _Saving:
     """The saves of one training. A rank that does not save (a worker of a server) may have to take over."""
 
-    def __init__(self, run: "Run", folder: Path):
+    def __init__(self, run: "Run", folder: Path, before: Callable[[], None], damaged: set[str]):
         self.run, self.folder, self.last = run, folder, run.step
         self.measured: Metrics = None  # after the last step
         job = run.job
-        files = checkpoints_of(job, folder)
-        self.saver = Saver(files, every=job.checkpoint, keep=job.keep, keep_best=job.keep_best)
+        self.saver = Saver(
+            checkpoints_of(job, folder),
+            every=job.checkpoint,
+            keep=job.keep,
+            keep_best=job.keep_best,
+            before=before,
+            damaged=damaged,
+        )
         self.asked = Asked(folder, Ranks(run.world.rank, run.world.size))
         self.saves = False
 

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from math import prod
 from pathlib import Path
@@ -33,7 +33,7 @@ from meshfit.checkpoint.lock import Lock
 from meshfit.checkpoint.pieces import layout_of
 from meshfit.checkpoint.ranks import Ranks
 from meshfit.checkpoint.state import common_facts, items_of, own_facts
-from meshfit.checkpoint.write import Described, RankSave, assign, copied, describe
+from meshfit.checkpoint.write import RankSave, assign, copied, describe
 from meshfit.errors import CheckpointError
 from meshfit.units import size
 
@@ -52,17 +52,18 @@ class Saver:
         keep: int = 2,
         keep_best: str | None = None,
         block: int = manifest.BLOCK,
+        before: Callable[[], None] = lambda: None,
+        damaged: Collection[str] = (),
     ):
         """``every``: see ``Cadence.of``. ``keep``: complete checkpoints that stay, the oldest go. ``keep_best``: a
-        metric by which the best one stays, too, and a new best is saved at once."""
+        metric by which the best one stays, too, and a new best is saved at once. ``before``: called before each
+        checkpoint is written, for what must be known once there is one. ``damaged``: checkpoints that could not be
+        loaded, although they are complete."""
         self.files, self.cadence = open_files(folder), Cadence.of(every)
         self.keep, self.block = Keep(newest=keep, best=keep_best), block
-        self.damaged: set[str] = set()
-        """Checkpoints that could not be loaded, although they are complete."""
+        self.before, self.damaged = before, damaged
         self.newest: str | None = None
         """The last checkpoint that this run wrote and that is on disk; known to the first rank."""
-        self.before: Callable[[], None] = lambda: None
-        """Called before each checkpoint is written: for what must be known once there is one."""
         self.seconds: dict[str, float] = {}
         """Of the last save: blocked, of that copy; write, complete."""
         self._lock: Lock | None = None
@@ -88,47 +89,45 @@ class Saver:
         if self._ranks is not None:
             return
         self._ranks = Ranks(run.world.rank, run.world.size)
-        probe, error = f"probe-{uuid.uuid4().hex[:8]}", None
-        if run.world.rank == 0:
-            try:
-                self._take(run, probe)
-            except CheckpointError as refusal:
-                error = refusal
-        probe, error = self._ranks.gather((probe, error))[0]
-        if error is None:
+        probe = ""
+        try:
+            probe = self._ranks.first(lambda: self._take(run))
             seen = self._ranks.gather(self.files.size(probe) >= 0)
             if not all(seen):
-                error = CheckpointError(
+                raise CheckpointError(
                     f"rank {seen.index(False)} does not see what rank 0 writes to {self.files}",
                     "checkpoints need a folder that all machines share, or a bucket",
                 )
-        if run.world.rank == 0:
-            with contextlib.suppress(OSError):
-                self.files.remove(probe)
-        if error is not None:
+        except CheckpointError:
             self.close()
-            raise error
+            raise
+        finally:
+            if probe and run.world.rank == 0:
+                with contextlib.suppress(OSError):
+                    self.files.remove(probe)
         self._due = Due(self.cadence, self._ranks)
 
-    def _take(self, run: "Run", probe: str) -> None:
-        """The lock, and a file to see whether one can be written."""
+    def _take(self, run: "Run") -> str:
+        """Take the lock, and write a file to see whether one can be written; its name."""
+        probe = f"probe-{uuid.uuid4().hex[:8]}"
         try:
             self.files.make()
             self._lock = self.files.lock()
             self._lock.take()
+            best = None if self.keep.best is None else self.keep.best_of(manifest.complete(self.files))
+            self._best = None if best is None else best[1]
+            needed, free = expected_bytes(run), self.files.free()
+            if free is not None and free < 2 * needed:
+                raise CheckpointError(
+                    f"there is no room for two checkpoints in {self.files}",
+                    f"one takes about {size(needed)}, {size(free)} are free",
+                    "the older one goes only when the newer one is on disk",
+                )
             self.files.write(probe, [b"probe"])
         except OSError as error:
             why = f"{type(error).__name__}: {error.strerror or error}"
             raise CheckpointError(f"checkpoints cannot be written to {self.files}", why) from None
-        best = None if self.keep.best is None else self.keep.best_of(manifest.complete(self.files))
-        self._best = None if best is None else best[1]
-        needed, free = expected_bytes(run), self.files.free()
-        if free is not None and free < 2 * needed:
-            raise CheckpointError(
-                f"there is no room for two checkpoints in {self.files}",
-                f"one takes about {size(needed)}, {size(free)} are free",
-                "the older one goes only when the newer one is on disk",
-            )
+        return probe
 
     def after(self, run: "Run", metrics: Any = None) -> bool:
         """To be called after every step: whether it was time to save."""
@@ -151,10 +150,8 @@ class Saver:
         """Save ``run`` as it is now; the name of the folder. ``wait``: until it is on disk, and raise if it is not."""
         began = time.perf_counter()
         self.begin(run)
-        assert self._ranks is not None
         assert self._due is not None
-        self._join()
-        self._raise()
+        self.wait()
         with run.coordination.whole():
             part = self._part(run, metrics)
         self.before()
@@ -164,68 +161,56 @@ class Saver:
             self._thread.start()
         else:
             self._write(part)
-            self._ranks.gather(None)  # nobody goes on before it is a checkpoint
+            self.ranks.gather(None)  # nobody goes on before it is a checkpoint
             self._raise()
         self.seconds["blocked"] = time.perf_counter() - began
         self._due.saved(self.seconds["blocked"])
         return part.folder
 
     def _part(self, run: "Run", metrics: Any) -> RankSave:
-        """What this rank is to write, copied."""
-        items = items_of(run)
+        """What this rank is to write, copied to host memory."""
+        rank, items = run.world.rank, items_of(run)
         described, own = describe(items), own_facts(run)
-        folder, number = self._agreed(run, described, own)
-        assert self._assigned is not None
-        mine = [items[i] for i in self._assigned[1][run.world.rank]]
+        folder = self.ranks.first(lambda: self._new_folder(run.step))
+        digests = [hashlib.sha256(repr(each).encode()).digest() for each in (described, own)]
+        every = self.ranks.gather((uuid.uuid4().hex, *digests))
+        layouts = [layout for _, layout, _ in every]
+        if self._assigned is None or self._assigned[0] != layouts:
+            self._assigned = layouts, assign(self.ranks.gather(described))
+        first_with_these_facts = [facts for _, _, facts in every].index(digests[1])
         copying = time.perf_counter()
+        mine = [items[i] for i in self._assigned[1][rank]]
         begin, host, tensors, self._host = copied(mine, self._host, pinned=run.world.device.type == "cuda")
-        first = run.world.rank == 0
         part = RankSave(
             files=self.files,
             folder=folder,
-            number=number,
-            rank=run.world.rank,
+            number=every[0][0],
+            rank=rank,
             ranks=run.world.size,
             begin=begin,
             host=host,
             tensors=tensors,
-            own=own if self._tells else None,
-            common=common_facts(run, metrics) if first else None,
+            own=own if first_with_these_facts == rank else None,
+            common=common_facts(run, metrics) if rank == 0 else None,
             block=self.block,
             kept=self.newest or "",
         )
         self.seconds = {"copy": time.perf_counter() - copying}
         return part
 
-    def _agreed(self, run: "Run", described: list[Described], own: dict[str, Any]) -> tuple[str, str]:
-        """A new folder, the number of this save; and who writes what, if that is not known from the last time."""
-        assert self._ranks is not None
-        word: Any = None
-        if run.world.rank == 0:
-            try:
-                if self._lock is not None:
-                    self._lock.check()
-                name = manifest.folder_name(run.step, self.files.names())
-                self.files.make(name)
-                word = name, uuid.uuid4().hex
-            except OSError as error:
-                before = manifest.standing(self.files, self.newest or "")
-                word = refused(error, self.files, f"step {run.step}", 0, before)
-            except CheckpointError as error:
-                word = error
-        digests = hashlib.sha256(repr(described).encode()).digest(), hashlib.sha256(repr(own).encode()).digest()
-        said = self._ranks.gather((word, digests))
-        if isinstance(said[0][0], CheckpointError):
-            raise said[0][0]
-        if run.world.rank == 0 and self._failed:
-            sweep(self.files, now=said[0][0][0])
-            self._failed = False
-        facts = [digest for _, (_, digest) in said]
-        self._tells = facts.index(digests[1]) == run.world.rank
-        layouts = [digest for _, (digest, _) in said]
-        if self._assigned is None or self._assigned[0] != layouts:
-            self._assigned = layouts, assign(self._ranks.gather(described))
-        return said[0][0]
+    def _new_folder(self, step: int) -> str:
+        try:
+            if self._lock is not None:
+                self._lock.check()
+            name = manifest.folder_name(step, self.files.names())
+            self.files.make(name)
+            if self._failed:
+                sweep(self.files, now=name)
+                self._failed = False
+        except OSError as error:
+            before = manifest.standing(self.files, self.newest or "")
+            raise refused(error, self.files, f"step {step}", 0, before) from None
+        return name
 
     def _write(self, part: RankSave) -> None:
         try:
@@ -254,10 +239,9 @@ class Saver:
             self._thread = None
 
     def _raise(self) -> None:
-        if self._error is None:
-            return
         error, self._error = self._error, None
-        raise error
+        if error is not None:
+            raise error
 
     def wait(self) -> None:
         """Until what was saved is on disk; raises if it is not."""

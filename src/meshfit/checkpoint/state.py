@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.record_build import tied
+from meshfit.axes.buffers.watch import named_state
 from meshfit.checkpoint import plain
 from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.pieces import ShardLayout, layout_of, uncut
@@ -61,35 +62,41 @@ class Item:
 def items_of(run: "Run") -> list[Item]:
     """Everything that this rank holds. Views: to be copied before the next step."""
     parameters, layouts = canonical(run)
-    found = []
     own = run.plan.exchange != "allreduce"  # then each rank has states of its own: those of one go together
-    for name, p in parameters.items():
-        found += _items(f"model/{name}", layouts[name], p)
-    for kind, name, buffer in buffers(run.model):
-        found += _items(f"{kind}/{name}", layout_of(run.placed, buffer), buffer, first=True)
-    for name, tensor in states_of(run.model).items():
-        found += _items(f"model/{name}", uncut(tensor), tensor, first=True)
+    found = []
+    for key, layout, tensor, _ in held_by(run):
+        first = own if key.startswith(("average/", "scale/")) else not isinstance(tensor, nn.Parameter)
+        found += _items(key, layout, tensor, first=first)
     for name, p in parameters.items():
         for key, value in flattened(optimizer_state(run, p)).items():
             if isinstance(value, Tensor):
                 cut = p not in run.stepped_whole and key.rpartition("/")[2] != "step"
                 moment = cut and value.shape == p.shape  # laid out as its parameter
                 found += _items(f"optimizer/{key}/{name}", layouts[name] if moment else uncut(value), value, first=own)
-    average = run.update.average
-    if average is not None:
-        for name, mine in zip(parameters, average.weights, strict=True):
-            found += _items(f"average/{name}", layouts[name], mine, first=own)
     if run.best is not None and run.best.weights:
-        held = {**parameters, **{name: buffer for _, name, buffer in buffers(run.model)}}
-        for name, tensor in held.items():
+        for name, tensor in named_state(run.model).items():
             found += _items(f"best/{name}", layout_of(run.placed, tensor), run.best.weights[name], first=True)
-    scale = run.update.scale
-    if scale is not None:
-        found += _items("scale/value", uncut(scale.value), scale.value, first=own)
-        found += _items("scale/good_steps", uncut(scale._good_steps), scale._good_steps, first=own)
     for kind, state in random_states(run).items():
         found += _items(f"random/rank{run.world.rank}/{kind}", uncut(state), state)
     return found
+
+
+def held_by(run: "Run") -> Iterator[tuple[str, ShardLayout, Tensor, str]]:
+    """Key, layout, tensor, and its name for people, of all that a run holds beside the optimizer's state, the best
+    weights and random states: what is saved and loaded in place."""
+    parameters, layouts = canonical(run)
+    for name, p in parameters.items():
+        yield f"model/{name}", layouts[name], p, name
+    for kind, name, buffer in buffers(run.model):
+        yield f"{kind}/{name}", layout_of(run.placed, buffer), buffer, name
+    for name, tensor in states_of(run.model).items():
+        yield f"model/{name}", uncut(tensor), tensor, name
+    if run.update.average is not None:
+        for name, mine in zip(parameters, run.update.average.weights, strict=True):
+            yield f"average/{name}", layouts[name], mine, f"the average of {name}"
+    if (scale := run.update.scale) is not None:
+        yield "scale/value", uncut(scale.value), scale.value, "the loss scale"
+        yield "scale/good_steps", uncut(scale._good_steps), scale._good_steps, "the loss scale's steps"
 
 
 def canonical(run: "Run") -> tuple[dict[str, nn.Parameter], dict[str, ShardLayout]]:
@@ -107,6 +114,12 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     }
     for name, buffer in model.named_buffers():
         yield "extra" if name in extra else "model", name, buffer
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Those of a state dict, tied weights once."""
+    kept = {name: buffer for kind, name, buffer in buffers(model) if kind == "model"}
+    return {**dict(model.named_parameters()), **kept}
 
 
 def _items(key: str, layout: ShardLayout, mine: Tensor, *, first: bool = False) -> list[Item]:

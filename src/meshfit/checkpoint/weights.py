@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshfit.checkpoint.box import Box, whole
 from meshfit.checkpoint.outside import alike, open_weights
 from meshfit.checkpoint.read import Tensors
-from meshfit.checkpoint.state import buffers
+from meshfit.checkpoint.state import saved_tensors
 from meshfit.deferred import TensorSource, put_off, unrecorded
 from meshfit.errors import CheckpointError
 from meshfit.hugging_face import Conversion, FileNames, file_names, has_adapters, is_adapter, names_in_files
@@ -88,8 +88,7 @@ class Fitting:
     def __init__(self, model: nn.Module):
         self.model = model
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        kept = {name: buffer for kind, name, buffer in buffers(model) if kind == "model"}
-        self.held: dict[str, Tensor] = {**dict(model.named_parameters()), **kept}
+        self.held = saved_tensors(model)
         tied: dict[Tensor, list[str]] = {}
         for name, p in parameters.items():
             tied.setdefault(p, []).append(name)
@@ -141,20 +140,21 @@ class Fitting:
 
     def differences(self) -> list[str]:
         missing = [f"{name} is not in the checkpoint" for name in self.missing]
-        wrong = [f"{name} has shape {shapes}" for name, shapes in self.wrong.items() if name not in self.sources]
+        wrong = [f"{name} has shape {shapes}" for name, shapes in self._misshapen().items()]
         return [*missing, *wrong, *(f"{key} is in the checkpoint, and not in the model" for key in self.extra)]
 
     def refused(self, where: str) -> CheckpointError:
-        missing, extra = self.missing, self.extra
-        wrong = {name: shapes for name, shapes in self.wrong.items() if name not in self.sources}
+        missing, wrong, extra = self.missing, self._misshapen(), self.extra
         facts = [f"missing, {len(missing)} of the model's: {alike(missing)}"] if missing else []
         facts += [f"of another shape: {name}, {shapes}" for name, shapes in list(wrong.items())[:SHOWN]]
         facts += [f"and {len(wrong) - SHOWN} more of another shape"] if len(wrong) > SHOWN else []
         facts += [f"extra, {len(extra)} that the model has not: {alike(extra)}"] if extra else []
         count = len(missing) + len(wrong) + len(extra)
+        last = "nothing was loaded; partial=True loads what fits, and leaves the rest as the model has it"
         if not self.sources:
             last = "not one tensor fits: is it the weights of this model?"
-        else:
-            last = "nothing was loaded; partial=True loads what fits, and leaves the rest as the model has it"
         headline = f"{where} does not fit the model: {count} difference{'s' * (count != 1)}"
         return CheckpointError(headline, *facts, last)
+
+    def _misshapen(self) -> dict[str, str]:
+        return {name: shapes for name, shapes in self.wrong.items() if name not in self.sources}

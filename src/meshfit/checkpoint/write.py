@@ -174,31 +174,28 @@ class RankSave:
             there = set(self.files.names(self.folder))
             for rank in range(self.ranks):
                 if f"rank{rank}.failed" in there:
-                    raise CheckpointError(
-                        f"the checkpoint {os.path.join(str(self.files), self.folder)} could not be written",
-                        f"rank {rank}: {self.files.read(f'{self.folder}/rank{rank}.failed').decode()}",
-                        manifest.standing(self.files, self.kept),
-                    )
+                    raise self._unwritten(f"rank {rank}: {self._read(f'rank{rank}.failed')}")
                 if rank not in said and f"rank{rank}.json" in there:
-                    one = json.loads(self.files.read(f"{self.folder}/rank{rank}.json"))
-                    if one["number"] != self.number:
+                    said[rank] = json.loads(self._read(f"rank{rank}.json"))
+                    if said[rank]["number"] != self.number:
                         raise CheckpointError(f"rank {rank} acknowledged another save into {self.folder}")
-                    said[rank] = one
             if len(said) == self.ranks:
                 return [said[rank] for rank in range(self.ranks)]
             if self.rank not in said:  # its own part was written before it waits for the others'
-                raise CheckpointError(
-                    f"the checkpoint {os.path.join(str(self.files), self.folder)} could not be written",
-                    "what was written of it is gone",
-                    manifest.standing(self.files, self.kept),
-                )
+                raise self._unwritten("what was written of it is gone")
             if time.monotonic() > until:
-                missing = [str(rank) for rank in range(self.ranks) if rank not in said]
-                raise CheckpointError(
-                    f"rank {', '.join(missing)} did not write its part of {self.folder}", f"waited {patience:.0f} s"
-                )
+                missing = ", ".join(str(rank) for rank in range(self.ranks) if rank not in said)
+                text = f"rank {missing} did not write its part of {self.folder}"
+                raise CheckpointError(text, f"waited {patience:.0f} s")
             others.wait(pause)
             pause = min(0.1, pause * 1.5)
+
+    def _read(self, name: str) -> str:
+        return self.files.read(os.path.join(self.folder, name)).decode()
+
+    def _unwritten(self, why: str) -> CheckpointError:
+        text = f"the checkpoint {os.path.join(str(self.files), self.folder)} could not be written"
+        return CheckpointError(text, why, manifest.standing(self.files, self.kept))
 
     def _body(self, said: list[dict[str, Any]]) -> dict[str, Any]:
         tensors: dict[str, Any] = {}

@@ -5,14 +5,14 @@ A script runs as ``python`` would run it. At its call of ``fit`` the verb takes 
 
 import sys
 
+from meshfit.errors import DataError, JobError, MeshfitError, NoCheckpoint, PlanError
+
 
 def main() -> None:
     """Run the command line. A ``MeshfitError`` is one block on standard error, not a traceback."""
-    from meshfit.errors import MeshfitError
+    from meshfit.cli.verbs import app
 
     try:
-        from meshfit.cli.verbs import app
-
         app()
     except MeshfitError as error:
         sys.exit(tell(error))
@@ -20,7 +20,5 @@ def main() -> None:
 
 def tell(error: Exception) -> int:
     """Print ``error`` as one block; the exit code that goes with it."""
-    from meshfit.errors import DataError, JobError, NoCheckpoint, PlanError
-
     print(f"meshfit: {error}", file=sys.stderr)
     return 2 if isinstance(error, PlanError | JobError | DataError | NoCheckpoint) else 1

@@ -29,14 +29,19 @@ from meshfit.errors import CheckpointError, JobError, NoCheckpoint
 from meshfit.observe.columns import columns
 from meshfit.units import size
 
-app = typer.Typer(help="List, show, verify, compare, export and prune checkpoints.", no_args_is_help=True)
+checkpoint = typer.Typer(
+    help="List, show, verify, compare, export and prune checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
 Where = Annotated[str, typer.Argument(help="A run's folder, a folder of checkpoints, or one.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 console = Console()
 
 
-@app.command("list")
+@checkpoint.command("list")
 def list_(where: Where, json: Json = False) -> None:
     """Every checkpoint in a folder, newest first, and those that are not complete."""
     files, found, skipped = _found(where)
@@ -68,7 +73,7 @@ def _about(found: Manifest) -> dict[str, object]:
     return {**{key: found.body[key] for key in keys}, "bytes": found.nbytes}
 
 
-@app.command()
+@checkpoint.command()
 def show(
     where: Where,
     tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor, too.")] = False,
@@ -110,7 +115,7 @@ def show(
         console.print(listed)
 
 
-@app.command()
+@checkpoint.command()
 def verify(
     where: Where, every: Annotated[bool, typer.Option("--all", help="All, not the newest alone.")] = False
 ) -> None:
@@ -123,8 +128,8 @@ def verify(
     for each in skipped if every else ():
         console.print(f"{each.name}  [red]{each.why}")
     for each in found if every else found[:1]:
-        with _progress(each.name, each.nbytes) as told:
-            wrong = verify_bytes(each, told)
+        with _progress(each.name, each.nbytes) as progress:
+            wrong = verify_bytes(each, progress)
         bad += bool(wrong)
         console.print(f"{each.name}  " + ("[green]intact" if not wrong else "[red]damaged"), highlight=False)
         for line in wrong:
@@ -132,12 +137,12 @@ def verify(
     raise typer.Exit(1 if bad else 0)
 
 
-@app.command()
+@checkpoint.command()
 def diff(a: Where, b: Where, most: Annotated[int, typer.Option(help="Tensors to show.")] = 20) -> None:
     """What differs between two checkpoints: exit code 0 if nothing, 1 if something."""
     one, other = manifest.newest(a), manifest.newest(b)
-    with _progress("compared", one.nbytes + other.nbytes) as told:
-        found = list(differences(one, other, told))
+    with _progress("compared", one.nbytes + other.nbytes) as progress:
+        found = list(differences(one, other, progress))
     if not found:
         console.print("no difference", style="green")
         raise typer.Exit(0)
@@ -150,7 +155,7 @@ def diff(a: Where, b: Where, most: Annotated[int, typer.Option(help="Tensors to 
     raise typer.Exit(1)
 
 
-@app.command()
+@checkpoint.command()
 def export(
     source: Annotated[str, typer.Argument(help="A checkpoint, or weights that others wrote.", show_default=False)],
     target: Annotated[str, typer.Argument(help="A .safetensors file, or a folder.", show_default=False)],
@@ -166,14 +171,14 @@ def export(
         raise JobError(f"--dtype {dtype} is not known", f"known: {', '.join(dtypes)}")
     total = sum(each.nbytes for each in open_weights(source, what)[0].stored.values())
     cast = None if dtype is None else dtypes[dtype]
-    with _progress("exported", total) as told:
-        written = export(source, target, kind=what, dtype=cast, shard=round(shard * 1e9), told=told)
+    with _progress("exported", total) as progress:
+        written = export(source, target, kind=what, dtype=cast, shard=round(shard * 1e9), progress=progress)
     for path in written:
         above, name = open_files(path).above()
         console.print(f"{path}  {size(above.size(name))}", highlight=False)
 
 
-@app.command()
+@checkpoint.command()
 def prune(
     where: Where,
     keep: Annotated[int, typer.Option(help="Complete checkpoints that stay.")] = 2,
@@ -197,8 +202,8 @@ def prune(
     lock = files.lock()
     lock.take()
     try:
-        with _progress(whole[0].name, whole[0].nbytes) as told:
-            wrong = verify_bytes(whole[0], told)
+        with _progress(whole[0].name, whole[0].nbytes) as progress:
+            wrong = verify_bytes(whole[0], progress)
         if wrong:
             raise CheckpointError(f"{whole[0]} is damaged", *wrong[:3], "nothing was removed")
         for gone in remove_old(files, stay):

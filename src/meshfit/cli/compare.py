@@ -11,8 +11,7 @@ from rich.text import Text
 from torch import nn
 
 from meshfit.axes.data.batchnorm import batch_norms
-from meshfit.cli.script import Which
-from meshfit.cli.script import run as run_script
+from meshfit.cli.script import Which, instead_of_fit
 from meshfit.drive import begin
 from meshfit.errors import JobError, MeshfitError
 from meshfit.job import NO_EVALUATION, Job
@@ -44,13 +43,13 @@ def compare(
         raise JobError("compare needs plans for a script", 'meshfit compare train.py --plans "data=2; shard=2"')
     folder = new_folder(out)
 
-    def instead(asked: dict[str, Any]) -> dict[str, Any]:
+    def act(asked: dict[str, Any]) -> int:
         runs, failed = train_under(wanted, asked, folder, steps=steps, devices=devices)
         title = f"{Path(targets[0]).name}: {steps} steps under each plan"
         _show(runs, failed, folder / "compare.svg", title)
-        raise SystemExit(0 if runs else 1)
+        return 0 if runs else 1
 
-    run_script(Path(targets[0]), targets[1:], instead, fit)
+    instead_of_fit(Path(targets[0]), targets[1:], act, fit)
 
 
 def train_under(

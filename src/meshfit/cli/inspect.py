@@ -5,18 +5,19 @@ how it is printed in ``screen.py``.
 """
 
 import importlib
-import json
+import json as json_format
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from meshfit.anatomy.cost import Meter
@@ -24,12 +25,11 @@ from meshfit.anatomy.describe import describe
 from meshfit.anatomy.pairs import Pairs, find_pairs
 from meshfit.anatomy.record import SHARE, TraceError, record
 from meshfit.anatomy.trace import Trace
-from meshfit.cli import tell
 from meshfit.cli.screen import show
-from meshfit.cli.script import run
+from meshfit.cli.script import Arguments, Which, instead_of_fit
 from meshfit.data import tree
 from meshfit.data.datasets import open_source
-from meshfit.errors import JobError, MeshfitError
+from meshfit.errors import JobError
 from meshfit.job import Job
 from meshfit.loss.objective import call, split
 from meshfit.torch_private.modules import Dropout
@@ -92,25 +92,26 @@ def _traced(model: nn.Module, inputs: Any) -> Trace:
     return record(model, inputs, share=SHARE, meter=Meter).trace
 
 
-def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_json: bool) -> None:
-    """Build the model that ``target`` names, trace it, and print what is inside."""
-
-    def tell_about(subject: Subject) -> None:
-        trace, model = subject.trace()
-        samples = max(1, next((len(t) for t in tree.tensors(subject.inputs) if t.dim()), 1))
-        pairs, split = subject.tensor_splits(model)
-        found = describe(trace, name=subject.name, samples=samples, dropouts=_dropouts(model), pairs=pairs)
-        if as_json:
-            print(json.dumps({**asdict(found), "tensor": split}, indent=1))
-        else:
-            show(found, split)
-
+def inspect(
+    target: Annotated[str, typer.Argument(help="train.py, module:function, or a config.json.", show_default=False)],
+    arguments: Arguments = None,
+    input: Annotated[list[str] | None, typer.Option(help='What to call it on: "int64 4x128".')] = None,
+    json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    fit: Which = 1,
+) -> None:
+    """Show what is inside a model: its blocks, their cost, where it can be cut, and which axes can spread it."""
+    specs = input or []
     if target.endswith(".py"):
-        _inspect_script(Path(target), arguments, specs, which, tell_about, quiet=as_json)
+
+        def act(asked: dict[str, Any]) -> int:
+            _describe(_from_job(Job(**asked), target, specs), json)
+            return 0
+
+        instead_of_fit(Path(target), arguments, act, fit, quiet=json)
     elif target.endswith(".json"):
-        tell_about(from_config(Path(target), specs))
+        _describe(from_config(Path(target), specs), json)
     elif ":" in target:
-        tell_about(_from_function(target, specs))
+        _describe(_from_function(target, specs), json)
     else:
         raise JobError(
             f"{target} cannot be inspected: it is none of",
@@ -120,25 +121,16 @@ def inspect(target: str, arguments: list[str], specs: list[str], which: int, as_
         )
 
 
-def _dropouts(model: nn.Module) -> tuple[str, ...]:
-    return tuple(path for path, part in model.named_modules() if isinstance(part, Dropout) and part.p > 0)
-
-
-def _inspect_script(
-    path: Path, arguments: list[str], specs: list[str], which: int, tell_about: Any, *, quiet: bool
-) -> None:
-    stdout = sys.stdout
-
-    def instead(asked: dict[str, Any]) -> dict[str, Any]:
-        try:
-            with redirect_stdout(stdout):
-                tell_about(_from_job(Job(**asked), str(path), specs))
-        except MeshfitError as error:
-            raise SystemExit(tell(error)) from None
-        raise SystemExit(0)
-
-    with redirect_stdout(sys.stderr if quiet else sys.stdout):
-        run(path, arguments, instead, which)
+def _describe(subject: Subject, as_json: bool) -> None:
+    trace, model = subject.trace()
+    samples = max(1, next((len(t) for t in tree.tensors(subject.inputs) if t.dim()), 1))
+    pairs, split = subject.tensor_splits(model)
+    dropouts = tuple(path for path, part in model.named_modules() if isinstance(part, Dropout) and part.p > 0)
+    found = describe(trace, name=subject.name, samples=samples, dropouts=dropouts, pairs=pairs)
+    if as_json:
+        print(json_format.dumps({**asdict(found), "tensor": split}, indent=1))
+    else:
+        show(found, split)
 
 
 def _from_job(job: Job, name: str, specs: list[str]) -> Subject:

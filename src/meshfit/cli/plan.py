@@ -1,8 +1,6 @@
 """``meshfit plan``: the best plan for a model on a cluster, before anyone rents it. Nothing is trained."""
 
 import json as json_format
-import sys
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +9,12 @@ import typer
 from rich.console import Console
 
 from meshfit import auto
-from meshfit.cli import tell
-from meshfit.cli.script import Arguments, Which, run
-from meshfit.errors import JobError, MeshfitError, PlanError
+from meshfit.cli.script import Arguments, Which, instead_of_fit
+from meshfit.errors import JobError, PlanError
 from meshfit.job import Job
 from meshfit.observe.beside import learned
 from meshfit.observe.columns import columns
-from meshfit.observe.foreseen import foreseen
+from meshfit.observe.predicted import predicted_picture
 from meshfit.observe.reading import read
 from meshfit.planner import what_if
 from meshfit.planner.calibrate import calibrated, save
@@ -77,25 +74,16 @@ def plan(
     """Find the best plan for a model on a cluster, and say what every kind of plan would take."""
     cluster = Cluster.detect() if on == "here" else Cluster.of(on)
     allowed = Allowed.of(plan, tuple(precision.split(",")) if precision else (usual_precision(cluster),))
-    if (hf is None) == (script is None):
+
+    def answer(subject: Planned) -> int:
+        return _answer(subject, cluster, by=by, scale=scale, largest=largest, picture=picture, as_json=json)
+
+    if hf is not None and script is None:
+        raise typer.Exit(answer(_described(hf, seq, batch or 256, tokens, steps, allowed)))
+    if hf is not None or script is None:
         raise JobError("plan takes a script or --hf", "meshfit plan --hf config.json --on 8xH100, say")
-    if hf is not None:
-        subject = _described(hf, seq, batch or 256, tokens, steps, allowed)
-        _answer(subject, cluster, by=by, scale=scale, largest=largest, picture=picture, as_json=json)
-        return
-
-    def instead(asked: dict[str, Any]) -> dict[str, Any]:
-        try:
-            with redirect_stdout(stdout):
-                subject = _traced(Job(**asked).training(), str(script), batch, steps, allowed)
-                _answer(subject, cluster, by=by, scale=scale, largest=largest, picture=picture, as_json=json)
-        except MeshfitError as error:
-            raise SystemExit(tell(error)) from None
-        raise SystemExit(0)
-
-    stdout = sys.stdout
-    with redirect_stdout(sys.stderr if json else sys.stdout):
-        run(Path(str(script)), arguments or [], instead, fit)
+    act = lambda asked: answer(_traced(Job(**asked).training(), script, batch, steps, allowed))
+    instead_of_fit(Path(script), arguments, act, fit, quiet=json)
 
 
 def usual_precision(cluster: Cluster) -> str:
@@ -141,14 +129,13 @@ def _parameters(model: Any) -> float:
 
 def _answer(
     subject: Planned, cluster: Cluster, *, by: str, scale: bool, largest: str, picture: Path | None, as_json: bool
-) -> None:
+) -> int:
+    """Print it; the exit code."""
     console = Console(highlight=False)
     if by or scale:
-        _scaled(console, subject, cluster, by, as_json)
-        return
+        return _scaled(console, subject, cluster, by, as_json)
     if largest:
-        _largest(console, subject, cluster, largest, as_json)
-        return
+        return _largest(console, subject, cluster, largest, as_json)
     predictor = subject.predicting(cluster)
     found = search(predictor, subject.batch, subject.allowed)
     if found.refused:
@@ -157,11 +144,10 @@ def _answer(
         print(json_format.dumps(to_dict(found, cluster, steps=subject.steps, sure=subject.sure, batch=subject.batch)))
     else:
         show(console, subject, cluster, found)
-    if found.best is None:
-        raise SystemExit(1)
     best = found.best
-    if picture is not None and best.work is not None:
-        picture.write_text(foreseen(best.plan, best.work, best.items, predictor.steps))
+    if picture is not None and best is not None:
+        picture.write_text(predicted_picture(best.plan, best.work, best.items, predictor.steps))
+    return 0 if best is not None else 1
 
 
 def show(console: Console, subject: Planned, cluster: Cluster, found: Found) -> None:
@@ -211,7 +197,7 @@ def show(console: Console, subject: Planned, cluster: Cluster, found: Found) -> 
     )
 
 
-def _scaled(console: Console, subject: Planned, cluster: Cluster, by: str, as_json: bool) -> None:
+def _scaled(console: Console, subject: Planned, cluster: Cluster, by: str, as_json: bool) -> int:
     if by and not subject.steps:
         raise JobError("--by needs to know how long the training is", "--steps 100000, or --tokens 15e12 with --hf")
     within = what_if.time_of(by) if by else 0.0
@@ -223,7 +209,7 @@ def _scaled(console: Console, subject: Planned, cluster: Cluster, by: str, as_js
     if as_json:
         rows = [_scaled_row(one, subject.steps) | {"chosen": one is chosen} for one in tried]
         print(json_format.dumps({"within": within or None, "sizes": rows}))
-        return
+        return 0
     head = ("devices", "plan~", ">step", ">samples/s", ">speedup", ">whole job", ">price")
     table = columns(*(f">{head[0]}", *head[1:]))
     first = next((s for s in tried if s.found.best is not None), None)
@@ -241,10 +227,8 @@ def _scaled(console: Console, subject: Planned, cluster: Cluster, by: str, as_js
     console.print(f"{subject.name}, {subject.batch} samples a step\n")
     console.print(table)
     if by:
-        said = f"* the cheapest that ends in {by}" if chosen else f"none of these ends in {by}"
-        console.print(f"\n{said}")
-        if chosen is None:
-            raise SystemExit(1)
+        console.print(f"\n* the cheapest that ends in {by}" if chosen else f"\nnone of these ends in {by}")
+    return 1 if by and chosen is None else 0
 
 
 def _scaled_row(one: what_if.Scaled, steps: int) -> dict[str, Any]:
@@ -263,7 +247,7 @@ def _price(whole: WholeJob) -> str:
     return f"{whole.seconds / 3600 * whole.cluster.devices:,.0f} device h" if whole.steps else ""
 
 
-def _largest(console: Console, subject: Planned, cluster: Cluster, what: str, as_json: bool) -> None:
+def _largest(console: Console, subject: Planned, cluster: Cluster, what: str, as_json: bool) -> int:
     if what == "batch":
         found = what_if.largest_batch(subject.predicting(cluster), subject.batch, subject.allowed)
         about: dict[str, Any] = {} if found is None else {"batch": found.batch, **row(found, cluster)}
@@ -279,10 +263,10 @@ def _largest(console: Console, subject: Planned, cluster: Cluster, what: str, as
     if as_json:
         print(json_format.dumps(about | ({} if found is None else {"plan": str(found.plan)})))
     elif found is not None:
-        console.print(f"{said}: {found.plan}, {in_words(found.seconds)} a step, {size(found.used[1])}")
+        console.print(f"{said}: {found.plan}, {in_words(found.seconds)} a step, {size(found.memory.device[1])}")
     if found is None:
         console.print("nothing fits")
-        raise SystemExit(1)
+    return 0 if found is not None else 1
 
 
 def calibrate(

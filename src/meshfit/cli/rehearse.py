@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 
 from meshfit.cli.inspect import built, config_of
+from meshfit.cli.script import FAILED, Arguments, PlanText, Which, given, instead_of_fit
 from meshfit.errors import JobError, PlanError
 from meshfit.job import Job
 from meshfit.observe.columns import columns
@@ -15,7 +17,7 @@ from meshfit.planner.cluster import Cluster
 from meshfit.planner.hf_config import decoder_of
 from meshfit.planner.narrow import narrow_config
 from meshfit.planner.sizes import DecoderPredictor
-from meshfit.rehearsal.memory import StageMemory, too_large
+from meshfit.rehearsal.memory import too_large
 from meshfit.rehearsal.places import Places
 from meshfit.rehearsal.problems import Problem, ranged
 from meshfit.rehearse import Rehearsal, rehearse_job
@@ -28,22 +30,28 @@ SHORT = 32
 """Tokens of the sequences on which a narrow model runs."""
 
 
-def rehearse(asked: dict[str, Any], on: str, timeline: Path | None) -> int:
-    """Rehearse the job of these arguments; the exit code."""
-    found = rehearse_job(Job(**asked).training(), Cluster.of(on))
-    show(found)
-    return _drawn(found, timeline)
+def rehearse(
+    on: Annotated[str, typer.Option(help="The cluster: 16x8xH100, or a file.", show_default=False)],
+    script: Annotated[Path | None, typer.Argument(help="A script that calls meshfit.fit.", show_default=False)] = None,
+    arguments: Arguments = None,
+    plan: PlanText = None,
+    hf: Annotated[Path | None, typer.Option(help="Instead of a script: a Hugging Face config.json.")] = None,
+    seq: Annotated[int, typer.Option(help="With --hf: tokens of a sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(help="With --hf: samples a step.")] = 256,
+    timeline: Annotated[Path | None, typer.Option(help="A file for the picture of a step, as SVG.")] = None,
+    fit: Which = 1,
+) -> None:
+    """Run the first steps of a plan's ranks here, as on a cluster: exit code 0 if it would start there, 1 if not."""
+    if hf is not None and script is None:
+        raise typer.Exit(rehearse_config(hf, seq, batch, plan, on, timeline))
+    if hf is not None or script is None:
+        raise JobError("rehearse takes a script or --hf", "meshfit rehearse --hf config.json --on 8xH100, say")
 
+    def act(asked: dict[str, Any]) -> int:
+        job = Job(**{**asked, **given(plan=plan)}).training()
+        return _show(rehearse_job(job, Cluster.of(on)), timeline)
 
-def _drawn(found: Rehearsal, timeline: Path | None) -> int:
-    if timeline is None:
-        return found.exit_code
-    try:
-        timeline.write_text(found.timeline)
-        print(f" timeline of a step: {timeline}")
-    except PlanError as error:
-        print(f" {error}")
-    return found.exit_code
+    instead_of_fit(script, arguments, act, fit, failed=FAILED)
 
 
 def rehearse_config(config: Path, length: int, batch: int, plan: str | None, on: str, timeline: Path | None) -> int:
@@ -59,16 +67,26 @@ def rehearse_config(config: Path, length: int, batch: int, plan: str | None, on:
     asked = {"model": lambda: built(small), "data": {"input_ids": ids, "labels": ids}, "plan": plan or "auto", **how}
     cluster = Cluster.of(on)
     found = rehearse_job(Job(**asked).training(), cluster)
-    most = DecoderPredictor(decoder, cluster, length).memory(found.plan, batch)
-    memory = StageMemory(most.rank, 0, {kind: round(count) for kind, count in most.held.items()})
+    memory = DecoderPredictor(decoder, cluster, length).memory(found.plan, batch)
     problems = list(found.problems)
     if why := too_large(memory, cluster):
-        ranks = tuple(Places(found.plan).stage(most.rank))
-        problems.append(Problem(f"stage {most.rank} does not fit: {ranged(ranks)}", (why,), ranks))
+        ranks = tuple(Places(found.plan).stage(memory.stage))
+        problems.append(Problem(f"stage {memory.stage} does not fit: {ranged(ranks)}", (why,), ranks))
     note = f"ranks run a model {factor} times narrower, on {ids.shape[1]} tokens; memory is that of {config}"
     found = replace(found, memory=[memory], problems=problems, notes=[note, *found.notes])
+    return _show(found, timeline)
+
+
+def _show(found: Rehearsal, timeline: Path | None) -> int:
+    """Print it, and draw its timeline; the exit code."""
     show(found)
-    return _drawn(found, timeline)
+    if timeline is not None:
+        try:
+            timeline.write_text(found.timeline)
+            print(f" timeline of a step: {timeline}")
+        except PlanError as error:
+            print(f" {error}")
+    return found.exit_code
 
 
 def show(found: Rehearsal) -> None:
@@ -101,9 +119,9 @@ def _memory(found: Rehearsal, places: Places) -> Any:
         name = f"stage {each.stage}" if found.plan.pipeline > 1 else "each rank"
         name += f", branch {each.branch}" if found.plan.branch > 1 else ""
         kinds = [each.held.get(kind, 0) for kind in KINDS]
-        other = each.bytes - sum(kinds)
-        style = "[red]" if each.bytes > limit else ""
-        table.add_row(name, ranged(ranks), *map(size, kinds), size(other), f"{style}{size(each.bytes)}")
+        least = each.device[0]
+        style = "[red]" if least > limit else ""
+        table.add_row(name, ranged(ranks), *map(size, kinds), size(least - sum(kinds)), f"{style}{size(least)}")
     return table
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfit.patches import replaced
-from meshfit.torch_private.groups import COLLECTIVES, number_among_equals
+from meshfit.torch_private.groups import COLLECTIVES, number_among_equals, replaced_methods
 from meshfit.torch_private.trees import tree_leaves
 
 
@@ -139,10 +138,7 @@ class CollectiveLog:
         self._replaced = ExitStack()
 
     def __enter__(self) -> "CollectiveLog":
-        for method in COLLECTIVES:
-            if (real := vars(dist.ProcessGroup).get(method)) is not None:
-                make = partial(self._noted, method)
-                self._replaced.enter_context(replaced(dist.ProcessGroup, method, make, everywhere=True, real=real))
+        self._replaced.enter_context(replaced_methods(lambda method: partial(self._noted, method)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -165,7 +161,8 @@ class CollectiveLog:
         return call
 
     def _note(self, method: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> None:
-        ranks, kind = tuple(dist.get_process_group_ranks(group)), COLLECTIVES[method]
+        ranks = tuple(dist.get_process_group_ranks(group))
+        kind = "send" if method == "recv" else COLLECTIVES[method][0]
         sides = [[t for t in tree_leaves(arg) if isinstance(t, Tensor)] for arg in args]
         elements = max((sum(t.numel() for t in side) for side in sides), default=0)
         elements *= kind != "all_to_all"  # there each rank says another size, as agreed before

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from meshfit.data.datasets import SampleStream
 from meshfit.data.loader import Batch, Loader
 from meshfit.errors import DataError
-from meshfit.torch_private.groups import telling
+from meshfit.torch_private.groups import gather_number
 
 ENDED = -1
 
@@ -41,7 +41,7 @@ class SampleStreams:
         while True:
             batch = next(batches, None)
             said = ENDED if batch is None else _word(batch)
-            self._said.append((index, telling(group, said)))
+            self._said.append((index, gather_number(group, said)))
             self.settle(0 if batch is None else self.ahead)
             if batch is None:
                 return

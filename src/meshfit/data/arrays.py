@@ -15,7 +15,7 @@ from meshfit.data import tree, unfold
 from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.remote import BLOCK
-from meshfit.data.source import Source
+from meshfit.data.source import Memory, Source
 from meshfit.errors import DataError
 
 
@@ -109,7 +109,7 @@ def arrays(
     its arrays. Raw binary is read with ``dtype`` and the ``shape`` of one row."""
 
     def one(url: Url) -> Rows:
-        blobs = find(url, storage=storage, cache=Cache.of(cache))
+        blobs = find(url, storage=storage, cache=cache)
         if len(blobs) != 1:
             raise DataError(f"{url} is {len(blobs)} files", "arrays are one file each")
         return raw(blobs[0], dtype, tuple(shape or ())) if dtype is not None else npy(blobs[0])
@@ -117,30 +117,28 @@ def arrays(
     if len(urls) == 1 and isinstance(urls[0], Mapping):
         return Arrays({key: one(url) for key, url in urls[0].items()}).on_bad(on_bad)
     if len(urls) == 1 and str(urls[0]).endswith(".npz"):
-        return _npz(find(str(urls[0]), storage=storage, cache=Cache.of(cache))[0])
+        return _npz(find(str(urls[0]), storage=storage, cache=cache)[0])
     made = tuple(one(url) for url in urls if not isinstance(url, Mapping))
     return Arrays(made[0] if len(made) == 1 else made).on_bad(on_bad)
 
 
-def raw(blob: Blob, dtype: Any, row: tuple[int, ...], offset: int = 0) -> Rows:
+def raw(blob: Blob, dtype: Any, row: tuple[int, ...]) -> Rows:
     """A binary file of rows and nothing else."""
     width = math.prod(row) * np.dtype(dtype).itemsize
-    rows, left = divmod(blob.size - offset, width)
+    rows, left = divmod(blob.size, width)
     if left:
         raise DataError(
             f"{blob.name} is no whole number of rows of {row} {np.dtype(dtype)}",
-            f"{blob.size - offset} bytes = {rows} rows of {width} and {left} more",
+            f"{blob.size} bytes = {rows} rows of {width} and {left} more",
         )
-    return Rows(blob, dtype, (rows, *row), offset)
+    return Rows(blob, dtype, (rows, *row))
 
 
 def npy(blob: Blob) -> Rows:
     """An .npy file, by its header."""
     head = io.BytesIO(bytes(blob.read(0, min(blob.size, 4096))))
     try:
-        version = np.lib.format.read_magic(head)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(head)
+        shape, fortran, dtype = unfold.npy_header(head)
     except ValueError as error:
         raise DataError(f"{blob.name} is no .npy file", str(error)) from error
     if fortran and len(shape) > 1:
@@ -157,8 +155,6 @@ def npy(blob: Blob) -> Rows:
 
 
 def _npz(blob: Blob) -> Source:
-    from meshfit.data.source import Memory
-
     data = bytes(blob.read())
     unfold.check_zip(blob.name, data)
     try:

@@ -1,6 +1,7 @@
 """A column of Arrow as flat arrays: without dictionaries, dates and structs, its missing values filled or found."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +101,19 @@ def missing_rows(array: Any) -> NDArray[np.bool_] | None:
     return found
 
 
-def no_tensor(column: str, kind: Any, file: str, why: Exception) -> DataError:
-    return DataError(
-        f"column {column!r} of {file} is {kind}, which is no tensor",
-        str(why).split("\n")[0][:200],
-        "numbers, lists of numbers, words and bytes are; choose others with columns=",
-    )
+@contextmanager
+def named(column: str, kind: Any, file: str) -> Iterator[None]:
+    """Around ``held`` and ``flat``: a column that is no tensor is refused by its name."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, NotImplementedError, TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"column {column!r} of {file} is {kind}, which is no tensor",
+            str(error).split("\n")[0][:200],
+            "numbers, lists of numbers, words and bytes are; choose others with columns=",
+        ) from error
 
 
 def held(array: Any) -> Any:

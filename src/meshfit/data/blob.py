@@ -72,16 +72,17 @@ def find(
     endings: tuple[str, ...] = (),
     *,
     storage: Mapping[str, Any] | None = None,
-    cache: Cache | None = None,
+    cache: Cache | str | Path | None = None,
+    folder: bool = False,
 ) -> list[Blob]:
     """The files of ``url`` (a file, a folder, a pattern, or several of these), by name; of a folder those with
-    ``endings``, at any depth."""
+    ``endings``, at any depth. ``folder``: it is one, also where a URL does not end in "/"."""
     if not isinstance(url, str | Path):
         return [blob for one in url for blob in find(one, endings, storage=storage, cache=cache)]
     if is_remote(url):
         from meshfit.data.remote import find_remote
 
-        return find_remote(str(url), endings, storage or {}, cache or Cache.usual())
+        return find_remote(f"{str(url).rstrip('/')}/" if folder else str(url), endings, storage or {}, Cache.of(cache))
     path = Path(str(url).removeprefix("file://")).expanduser()
     if path.is_file():
         return [LocalFile(path)]

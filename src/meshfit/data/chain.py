@@ -33,7 +33,7 @@ from meshfit.data import tree
 from meshfit.data.draw import Key, SampleRandom
 from meshfit.data.order import order
 from meshfit.data.seeding import CodeGenerators, exclusive
-from meshfit.data.source import BadFile, BadSample, DerivedSource, DifferentShapes, Source, spread, stage
+from meshfit.data.source import BadSample, DerivedSource, DifferentShapes, Source, spread, stage
 from meshfit.data.transform import Transform
 from meshfit.errors import DataError
 
@@ -113,7 +113,7 @@ class Mapped(DerivedSource):
     def _blamed(self, error: Exception, content: Any, ids: NDArray[np.int64], key: Key) -> DataError:
         """Which sample it was, found by trying each alone."""
         for i, at in enumerate(ids.tolist()):
-            one = tree.map_leaves(lambda leaf, i=i: _row(leaf, i), content)
+            one = tree.rows(content, slice(i, i + 1), len(ids))
             try:
                 self.function(*([one, SampleRandom(ids[i : i + 1], key.at(self.place))] if self.draws else [one]))
             except Exception as alone:
@@ -289,15 +289,15 @@ class Skipping(DerivedSource):
         """Find samples of another shape than most have; how many are bad."""
         if self._usual is None:
             self._usual = self._find_usual()
-        found: dict[int, tuple[Any, Any]] = {}
+        found: dict[int, str] = {}
         for leaf, usual in zip(tree.leaves(content), self._usual, strict=False):
             if usual is not None and isinstance(leaf, Tensor | tree.Ragged):
-                shapes = (
-                    [_shape(x) for x in leaf] if isinstance(leaf, tree.Ragged) else [tuple(leaf.shape[1:])] * len(leaf)
-                )
-                found |= {int(i): (s, usual) for i, s in zip(ids, shapes, strict=True) if s is not None and s != usual}
-        for i, (shape, usual) in found.items():
-            self._add(i, BadSample(f"{self.name_of(i)} has the shape {shape}, others {usual}"))
+                shapes = map(_shape, leaf) if isinstance(leaf, tree.Ragged) else [tuple(leaf.shape[1:])] * len(leaf)
+                for i, shape in zip(ids.tolist(), shapes, strict=True):
+                    if shape not in (None, usual):
+                        found[i] = f"{self.name_of(i)} has the shape {shape}, others {usual}"
+        for i, why in found.items():
+            self._add(i, BadSample(why))
         return len(found)
 
     def _find_usual(self) -> list[tuple[int, ...] | None]:
@@ -380,20 +380,7 @@ def within(bad: list[str], samples: int, most: float, error: Exception | None = 
         ) from error
 
 
-def within_files(lost: list[BadFile], files: int, most: float) -> None:
-    """Refuse a file that cannot be read; where bad ones are skipped, more than one and than a share of ``most``."""
-    if not most or len(lost) == files or len(lost) > max(1, int(most * files)):
-        raise lost[-1]
-
-
 def _of_a_sample(error: Exception) -> bool:
     return isinstance(error, BadSample) or not isinstance(
         error, DataError | ConnectionError | TimeoutError | MemoryError
     )
-
-
-def _row(leaf: Any, i: int) -> Any:
-    """The sample ``i`` of a leaf of a batch; nothing of one that has fewer rows."""
-    if tree.is_ragged(leaf):
-        return tree.Ragged(leaf[i : i + 1])
-    return leaf[i : i + 1] if isinstance(leaf, Tensor) and leaf.dim() else leaf

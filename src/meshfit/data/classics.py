@@ -97,10 +97,9 @@ def _named(
     url: Url, choices: Sequence[Sequence[str]], storage: Mapping[str, Any] | None, cache: Cache | Url | None
 ) -> list[Blob]:
     """The files of the first list of names that are all there."""
-    folder = f"{str(url).rstrip('/')}/" if is_remote(url) else url
     if not is_remote(url) and not Path(url).is_dir():
         raise DataError(f"{url} is no folder", f"it should hold {', '.join(choices[0])}")
-    found = {blob.name.rpartition("/")[2]: blob for blob in find(folder, storage=storage, cache=Cache.of(cache))}
+    found = {blob.name.rpartition("/")[2]: blob for blob in find(url, storage=storage, cache=cache, folder=True)}
     for names in choices:
         if all(name in found for name in names):
             return [found[name] for name in names]

@@ -57,10 +57,8 @@ class Collator:
 
     def __call__(self, samples: list[Any], ids: NDArray[np.int64], key: Key) -> Any:
         if self._trying:
-            self.generators.search_again()
-            before = self.generators.mark()
-            made = self.function(copy.deepcopy(samples))
-            self.draws |= self.generators.search_again() or self.generators.mark() != before
+            made, drew = self.generators.watch(lambda: self.function(copy.deepcopy(samples)))
+            self.draws |= drew
             return made
         if not self.draws:
             return self._marked(self.function(samples))
@@ -92,7 +90,8 @@ class Collator:
 
     def check(self, content: Any, samples: int) -> None:
         """Refuse a share that is of another shape than those of other ranks may be."""
-        if self._form is not None and (self.own or _may_pad(self._form)):
+        pads = isinstance(self._form, Mapping) and "input_ids" in self._form
+        if self._form is not None and (self.own or pads):
             _cut(content, self._form, None, samples)
 
     @property
@@ -155,8 +154,8 @@ class _Same:
     """What is the same for all samples."""
 
 
-def _form(whole: Any, part: Any, count: int, some: int) -> Any:
-    """How a batch of ``count`` is cut, told from that of ``some`` of its samples."""
+def _form(whole: Any, part: Any, count: int, some: int, at: str = "") -> Any:
+    """How a batch of ``count`` is cut, told from that of ``some`` of its samples. ``at``: where in the batch."""
     if isinstance(whole, Tensor):
         if whole.dim() and len(whole) == count and len(part) == some:
             return _Rows(tuple(whole.shape[1:]))
@@ -164,33 +163,26 @@ def _form(whole: Any, part: Any, count: int, some: int) -> Any:
             return _Same()
         dropped = "; leave samples that it drops out of the data set" if whole.dim() and 1 < len(whole) < count else ""
         shapes = f"a tensor of {tuple(whole.shape)}, of {some} {tuple(part.shape)}"
-        raise _Uncut(f"of {count} samples it gives {shapes}{dropped}")
+        raise _Uncut(f"{at}of {count} samples it gives {shapes}{dropped}")
+    fields = lambda name, a, b: _form(a, b, count, some, f"{at}{name!r}: ")
     if isinstance(whole, Mapping):
         if whole.keys() != part.keys():
-            raise _Uncut("it gives other keys for other samples")
-        return {key: _form_of_field(key, value, part[key], count, some) for key, value in whole.items()}
+            raise _Uncut(f"{at}it gives other keys for other samples")
+        return {key: fields(key, value, part[key]) for key, value in whole.items()}
     if dataclasses.is_dataclass(whole) and type(whole) is type(part):
-        each = {name: _form_of_field(name, value, vars(part)[name], count, some) for name, value in vars(whole).items()}
-        return _Fields(each)
+        return _Fields({name: fields(name, value, vars(part)[name]) for name, value in vars(whole).items()})
     if isinstance(whole, tuple | list):
         if len(whole) == len(part) and (count != some or len(whole) != count):
-            inner = [_form(a, b, count, some) for a, b in zip(whole, part, strict=True)]
+            inner = [_form(a, b, count, some, at) for a, b in zip(whole, part, strict=True)]
             return type(whole)(*inner) if hasattr(whole, "_fields") else type(whole)(inner)
         if len(whole) == count and len(part) == some:
             return _Items()
-        raise _Uncut(f"of {count} samples it gives {len(whole)} items, of {some} {len(part)}")
+        raise _Uncut(f"{at}of {count} samples it gives {len(whole)} items, of {some} {len(part)}")
     if tree.same(whole, part):
         return _Same()
     if isinstance(whole, bool | int | float | str):
-        raise _Uncut(f"it gives {whole!r} for {count} samples and {part!r} for {some}")
-    raise _Uncut(f"it gives a {type(whole).__name__}, an object of its own: a dict or a dataclass can be shared")
-
-
-def _form_of_field(name: Any, whole: Any, part: Any, count: int, some: int) -> Any:
-    try:
-        return _form(whole, part, count, some)
-    except _Uncut as why:
-        raise _Uncut(f"{name!r}: {why}") from None
+        raise _Uncut(f"{at}it gives {whole!r} for {count} samples and {part!r} for {some}")
+    raise _Uncut(f"{at}it gives a {type(whole).__name__}, an object of its own: a dict or a dataclass can be shared")
 
 
 def _cut(content: Any, form: Any, rows: slice | list[int] | None, checked: int | None = None) -> Any:
@@ -222,10 +214,6 @@ def _cut(content: Any, form: Any, rows: slice | list[int] | None, checked: int |
         inner = [_cut(each, how, rows, checked) for each, how in zip(content, form, strict=True)]
         return type(form)(*inner) if hasattr(form, "_fields") else type(form)(inner)
     return content
-
-
-def _may_pad(form: Any) -> bool:
-    return isinstance(form, Mapping) and "input_ids" in form
 
 
 def stacked(samples: Sequence[Any], *, padding: int | None = 0, rows: bool = False) -> Any:

@@ -9,7 +9,7 @@ Parquet, CSV and JSON lines are turned into this once, in the cache: they cannot
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshfit.data.arrow_arrays import Fill, chosen, flat, held, missing_rows, no_tensor
-from meshfit.data.source import BadFile
+from meshfit.data.arrow_arrays import Fill, chosen, flat, held, missing_rows, named
+from meshfit.data.source import BadFile, BadSample
 from meshfit.data.tree import Ragged
 from meshfit.errors import DataError
 
@@ -48,11 +48,17 @@ class Columns:
         return {**self.__dict__, "_open": {}}
 
     @cached_property
-    def place(self) -> NDArray[np.int64]:
+    def _place(self) -> NDArray[np.int64]:
         """Of one file: where each of its rows stands among those without a missing value."""
         good = np.ones(self.rows + len(self.missing), bool)
         good[list(self.missing)] = False
         return np.cumsum(good) - 1
+
+    def rows_of_file(self, names: list[str], rows: NDArray[np.int64], name_of: Callable[[int], str]) -> dict[str, Any]:
+        """Columns of one file by its own row numbers. A row without a value is bad; it is called ``name_of(row)``."""
+        for i in self.missing.keys() & set(rows.tolist()):
+            raise BadSample(f"{name_of(i)} has no value in column {self.missing[i]!r}")
+        return {name: self.gather(name, self._place[rows]) for name in names}
 
     @property
     def names(self) -> list[str]:
@@ -199,11 +205,9 @@ class ColumnWriter:
         arrays = {}
         for column in [*there, *lacking]:
             array = there[column] if column in there else pa.nulls(batch.num_rows)
-            try:
+            with named(column, array.type, file):
                 array = held(array)
                 array = array.cast(self.types[column]) if column in self.types else array
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise no_tensor(column, array.type, file, error) from error
             arrays[column] = self.fill(array, column, file)
             if column in new:
                 self._add(column, self.fill(pa.nulls(self.rows, arrays[column].type), column, file), file)
@@ -230,12 +234,8 @@ class ColumnWriter:
         return arrays if good.all() else {column: array.filter(pa.array(good)) for column, array in arrays.items()}
 
     def _add(self, column: str, array: Any, file: str) -> None:
-        import pyarrow as pa
-
-        try:
+        with named(column, array.type, file):
             kind, values, offsets = flat(array)
-        except (pa.ArrowException, NotImplementedError, TypeError, ValueError) as error:
-            raise no_tensor(column, array.type, file, error) from error
         if kind["dtype"] == "<u8" and values.size and values.max() > np.iinfo(np.int64).max:
             raise DataError(
                 f"column {column!r} of {file} holds {values.max()}, above what int64 holds",

@@ -14,6 +14,7 @@ import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -21,6 +22,7 @@ from meshfit.data.extra import needed
 from meshfit.data.remote import without_secrets
 from meshfit.errors import DataError, did_you_mean
 
+Records = list[tuple[Any, ...]]
 JSON_PART = "json_extract(k.value, '$[{}]')"
 
 
@@ -34,9 +36,7 @@ class Database(ABC):
     def connect(self) -> Any: ...
 
     @abstractmethod
-    def rows(
-        self, connection: Any, query: str, key: list[str], keys: list[tuple[Any, ...]], names: list[str]
-    ) -> list[tuple[Any, ...]]:
+    def rows(self, connection: Any, query: str, key: list[str], keys: Records, names: list[str]) -> Records:
         """The columns ``names`` of the rows of ``keys``, in that order, one for each."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Database(ABC):
             cursor.execute(f"select * from ({query}) as q limit 0")
             return [column[0] for column in cursor.description]
 
-    def keys(self, connection: Any, query: str, key: list[str]) -> list[tuple[Any, ...]]:
+    def keys(self, connection: Any, query: str, key: list[str]) -> Records:
         places = ", ".join(str(i + 1) for i in range(len(key)))
         with contextlib.closing(connection.cursor()) as cursor:
             cursor.execute(f"select {listed(key)} from ({query}) as q order by {places}")
@@ -100,9 +100,7 @@ class Postgres(Database):
         connection.read_only = True
         return connection
 
-    def rows(
-        self, connection: Any, query: str, key: list[str], keys: list[tuple[Any, ...]], names: list[str]
-    ) -> list[tuple[Any, ...]]:
+    def rows(self, connection: Any, query: str, key: list[str], keys: Records, names: list[str]) -> Records:
         arrays = ", ".join(f"%s::{_kind(value)}[]" for value in keys[0])
         text = (
             f"select {listed(names)} from unnest({arrays}) with ordinality as k({_parts(key)}, place) "
@@ -141,9 +139,7 @@ class Sqlite(Database):
             raise DataError(f"{self.shown} cannot be opened", str(error), "is the path right?") from None
         return connection
 
-    def rows(
-        self, connection: Any, query: str, key: list[str], keys: list[tuple[Any, ...]], names: list[str]
-    ) -> list[tuple[Any, ...]]:
+    def rows(self, connection: Any, query: str, key: list[str], keys: Records, names: list[str]) -> Records:
         alone = len(key) == 1
         text = (
             f"select {listed(names)} from json_each(?) as k cross join ({query}) as q "
@@ -164,9 +160,7 @@ class Dbapi(Database):
     def connect(self) -> Any:
         return self._connect()
 
-    def rows(
-        self, connection: Any, query: str, key: list[str], keys: list[tuple[Any, ...]], names: list[str]
-    ) -> list[tuple[Any, ...]]:
+    def rows(self, connection: Any, query: str, key: list[str], keys: Records, names: list[str]) -> Records:
         literals = ", ".join(f"({', '.join(map(_literal, k))})" for k in dict.fromkeys(keys))
         with contextlib.closing(connection.cursor()) as cursor:
             cursor.execute(f"select {listed(names)} from ({query}) as q where ({listed(key)}) in ({literals})")
@@ -192,9 +186,7 @@ def database(url: str | Callable[[], Any]) -> Database:
     if scheme == "duckdb":
         path = _path(url, "duckdb")
 
-        def connect() -> Any:
-            return needed("duckdb", "sql", "DuckDB").connect(path, read_only=True)
-
+        connect = lambda: needed("duckdb", "sql", "DuckDB").connect(path, read_only=True)
         return Dbapi(connect, f"duckdb:///{path}")
     raise DataError(
         f"{scheme}:// is no database that is known by its URL",
@@ -205,8 +197,6 @@ def database(url: str | Callable[[], Any]) -> Database:
 
 def _path(url: str, scheme: str) -> str:
     """sqlite:///relative.db and sqlite:////absolute.db, as SQLAlchemy has it; sqlite:///tmp/x.db where that exists."""
-    from pathlib import Path
-
     rest = url.partition(":")[2]
     rest = rest[3:] if rest.startswith("///") else rest.removeprefix("//")
     absolute = Path("/" + rest)

@@ -9,7 +9,7 @@ A path or URL is opened (opening.py); what ``meshfit.data``'s functions return a
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -157,6 +157,8 @@ class SampleStream:
     """
 
     note = ""
+    left_out: Sequence[str] = ()
+    skipped: Sequence[str] = ()
 
     def __init__(self, start: Callable[[], Iterable[Any]], collator: Collator | None = None):
         self.start, self.collator = start, collator or collate.default()
@@ -189,10 +191,13 @@ class SampleStream:
         """Whether its first samples draw random numbers."""
         with exclusive():
             samples = iter(self.start())
-            self.generators.search_again()
-            before = self.generators.mark()
-            list(islice(samples, 4))
-            return self.generators.search_again() or self.generators.mark() != before
+            return self.generators.watch(lambda: list(islice(samples, 4)))[1]
+
+    def finish(self, content: Any, ids: NDArray[np.int64], key: Key) -> Any:
+        return content
+
+    def name_of(self, i: int) -> str:
+        return f"sample {i}"
 
     def few(self, most: int = 16) -> Any:
         """A batch of the first samples, to try things on."""

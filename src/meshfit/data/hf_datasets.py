@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from meshfit.data.arrow_arrays import Fill
-from meshfit.data.arrow_rows import ArrowRows
-from meshfit.data.blob import Blob, Url, find, is_remote
+from meshfit.data.blob import Blob, Url, find
 from meshfit.data.cache import Cache
-from meshfit.data.rows import Asked
+from meshfit.data.rows import ArrowRows, Asked
 from meshfit.data.source import Source
 from meshfit.data.table import of_files
 from meshfit.data.tablefiles import TableFile
@@ -48,11 +47,15 @@ def one_split(data: Any, split: str | None, name: str = "data") -> Any:
     """A Dataset; of a DatasetDict that of ``split``."""
     if not isinstance(data, Mapping):
         return data
+    return data[_known_split(split, list(data), f"{name}=", f"take one: {name}[{next(iter(data))!r}]")]
+
+
+def _known_split(split: str | None, known: list[str], where: str, remedy: str) -> str:
     if split is None:
-        raise DataError(f"{name}= holds several splits: {', '.join(data)}", f"take one: {name}[{next(iter(data))!r}]")
-    if split not in data:
-        raise DataError(f"there is no split {split!r}", did_you_mean(split, list(data)))
-    return data[split]
+        raise DataError(f"{where} holds several splits: {', '.join(known)}", remedy)
+    if split not in known:
+        raise DataError(f"there is no split {split!r} in {where}", did_you_mean(split, known))
+    return split
 
 
 def hf_dataset(
@@ -74,17 +77,14 @@ def hf_dataset(
             raise DataError(f"hf_dataset was given a {type(data).__name__}", "give a folder or a datasets.Dataset")
         return HuggingFaceRows(data, columns, decode, Fill(fill)).on_bad(on_bad)
     held = Cache.of(cache)
-    url = f"{what.rstrip('/')}/" if isinstance(what, str) and is_remote(what) else what
-    blobs = {blob.name.split("?")[0].rpartition("/")[::2]: blob for blob in find(url, storage=storage, cache=held)}
+    found = find(what, storage=storage, cache=held, folder=True)
+    blobs = {blob.name.split("?")[0].rpartition("/")[::2]: blob for blob in found}
     states = {folder: blob for (folder, file), blob in blobs.items() if file == STATE}
     listed = next((_json(blob)["splits"] for (_, file), blob in blobs.items() if file == SPLITS), None)
     if not states:
         raise DataError(f"{what} holds no {STATE}", "Dataset.save_to_disk writes one: is this the folder?")
     if listed is not None:
-        if split is None:
-            raise DataError(f"{what} holds several splits: {', '.join(listed)}", f'take one: split="{listed[0]}"')
-        if split not in listed:
-            raise DataError(f"there is no split {split!r} in {what}", did_you_mean(split, listed))
+        split = _known_split(split, listed, str(what), f'take one: split="{listed[0]}"')
         states = {folder: blob for folder, blob in states.items() if folder.rpartition("/")[2] == split}
     (folder, state), *_ = sorted(states.items())
     wanted = [each["filename"] for each in _json(state)["_data_files"]]

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from meshfit.data import tree
-from meshfit.data.blob import Blob, LocalFile, Url, find, is_remote, tag_of
+from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.extra import needed
+from meshfit.data.remote import folders_of, without_secrets
 from meshfit.data.source import BadSample, Source, stage
 from meshfit.errors import DataError
 from meshfit.launch.limits import PIXELS, largest_picture
@@ -121,18 +122,13 @@ def folder(
 ) -> Source:
     """Images in folders named by their class. ``channels`` 1 reads them as grey. Images of different sizes need a
     ``resize`` or ``crop_any_size`` (see transform.py) before they make a batch."""
-    where = f"{url.rstrip('/')}/" if isinstance(url, str) and is_remote(url) else url
-    blobs = find(where, ENDINGS, storage=storage, cache=Cache.of(cache))
-    root = str(url).rstrip("/").removeprefix("file://")
-    inside = [blob.name.split("?")[0] for blob in blobs]
-    if not is_remote(url):
-        inside = [name.removeprefix(root).lstrip("/") for name in inside]
-    else:
-        inside = [name.partition(root.rpartition("/")[2] + "/")[2] for name in inside]
-    kinds = [name.partition("/")[0] if "/" in name else "" for name in inside]
+    blobs = find(url, ENDINGS, storage=storage, cache=cache, folder=True)
+    above = len(folders_of(url))
+    inside = [blob.name.split("?")[0].split("/")[above:] for blob in blobs]
+    kinds = [folders[0] if len(folders) > 1 else "" for folders in inside]
     if "" in kinds:
         stray = blobs[kinds.index("")].name
-        raise DataError(f"{stray} is in no class", f"folders are classes: {root}/cat/1.jpg")
+        raise DataError(f"{stray} is in no class", f"folders are classes: {without_secrets(str(url))}/cat/1.jpg")
     classes = sorted(set(kinds))
     labels = np.array([classes.index(kind) for kind in kinds], np.int64)
     return ImageFolder(blobs, classes, labels, channels).on_bad(on_bad)

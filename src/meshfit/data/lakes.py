@@ -11,12 +11,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from meshfit.data.arrow_arrays import Fill
-from meshfit.data.arrow_rows import ArrowRows
 from meshfit.data.blob import Blob, LocalFile, Url, find, is_remote
 from meshfit.data.cache import Cache
 from meshfit.data.extra import needed
 from meshfit.data.remote import without_secrets
-from meshfit.data.rows import Asked
+from meshfit.data.rows import ArrowRows, Asked
 from meshfit.data.source import Source
 from meshfit.data.table import of_files
 from meshfit.data.tablefiles import TableFile
@@ -40,7 +39,7 @@ def delta(
     """The rows of a Delta table, as of ``version`` or the last. Partition columns are columns."""
     import pyarrow as pa
 
-    deltalake = needed("deltalake", "delta", "a Delta table")
+    deltalake, shown = needed("deltalake", "delta", "a Delta table"), without_secrets(str(url))
     where = str(url) if is_remote(url) else str(Path(url).expanduser())
     try:
         found = deltalake.DeltaTable(where, version=version, storage_options=_texts(storage))
@@ -49,11 +48,11 @@ def delta(
         schema = pa.schema(found.schema().to_arrow())
         parts = found.metadata().partition_columns
     except Exception as error:
-        raise DataError(f"{_shown(url)} cannot be read as a Delta table", str(error).split("\n")[0][:300]) from error
+        raise DataError(f"{shown} cannot be read as a Delta table", str(error).split("\n")[0][:300]) from error
     for feature in UNREAD.keys() & set(map(str, features)):
-        raise DataError(f"{_shown(url)} uses {feature}, which is not read", f"{UNREAD[feature]} removes it")
+        raise DataError(f"{shown} uses {feature}, which is not read", f"{UNREAD[feature]} removes it")
     if not actions:
-        raise DataError(f"version {found.version()} of {_shown(url)} holds no row")
+        raise DataError(f"version {found.version()} of {shown} holds no row")
     held = Cache.of(cache)
     types = {name: schema.field(name).type for name in parts}
     files = []
@@ -83,7 +82,7 @@ class LanceRows(ArrowRows):
         self._open: tuple[int, Any] | None = None
         self.version = self.data.version
         self.count = self.data.count_rows()
-        super().__init__(_shown(url), self.data.schema, columns, images, fill)
+        super().__init__(without_secrets(str(url)), self.data.schema, columns, images, fill)
         self.waits = is_remote(url)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class LanceRows(ArrowRows):
                 found = lance.dataset(self.url, version=self.version, storage_options=self.storage)
             except Exception as error:
                 why = str(error).split("\n")[0][:300]
-                raise DataError(f"{_shown(self.url)} cannot be read as a Lance data set", why) from error
+                raise DataError(f"{without_secrets(str(self.url))} cannot be read as a Lance data set", why) from error
             self._open = os.getpid(), found
         return self._open[1]
 
@@ -129,7 +128,3 @@ def lance(
 
 def _texts(storage: Mapping[str, Any] | None) -> dict[str, str] | None:
     return {key: str(value) for key, value in storage.items()} if storage else None
-
-
-def _shown(url: Url) -> str:
-    return without_secrets(url) if isinstance(url, str) and is_remote(url) else str(url)

@@ -170,12 +170,12 @@ class Loader:
     @property
     def skipped(self) -> list[str]:
         """Bad samples that this rank has met and skipped, and why."""
-        return [] if isinstance(self.source, SampleStream) else self.source.skipped
+        return list(self.source.skipped)
 
     @property
     def notes(self) -> list[str]:
         """What the user should know of the data and who reads it."""
-        out = [] if isinstance(self.source, SampleStream) else self.source.left_out
+        out = self.source.left_out
         many = "1 row or file" if len(out) == 1 else f"{len(out)} rows or files"
         left = f"data: {many} could not be read, and left out: {'; '.join(out[:3])}" if out else ""
         collated = "" if self.source.collator is None else self.source.collator.note
@@ -264,7 +264,7 @@ class Loader:
             return self._filled(batch, self._pinned(contents))
 
     def _filled(self, batch: Batch, contents: list[Any]) -> Batch:
-        counts = self._counts(len(batch.ids))
+        counts = [at.stop - at.start for at in self._shares(len(batch.ids))]
         if self._whole:
             contents = self._cut(contents[0], len(batch.ids))
         elif (collator := self.source.collator) is not None and collator.shared:
@@ -278,10 +278,9 @@ class Loader:
         parts = []
         for ids, part in zip(self.mine(batch.ids), batch.microbatches, strict=True):
             content = tree.to_device(part.content, self.device)
-            if isinstance(self.source, Source):
-                content = self.source.finish(content, ids, Key(self.seed, batch.epoch))
-            named = lambda i, ids=ids: _named(self.source, int(ids[i]))
-            parts.append(replace(part, content=handed(content, named)))
+            content = self.source.finish(content, ids, Key(self.seed, batch.epoch))
+            name_of = lambda i, ids=ids: self.source.name_of(int(ids[i]))
+            parts.append(replace(part, content=handed(content, name_of)))
         return replace(batch, microbatches=parts)
 
     def _pinned(self, content: Any) -> Any:
@@ -311,19 +310,13 @@ class Loader:
             if held is None:
                 return
             ids = np.arange(seen, seen + len(held))
-            make = lambda samples, ids=ids: source.collator(samples, ids, Key(self.seed, epoch))
-            if self._whole:
-                made = self._cut(make(held), len(held))
-            else:
-                made = [make(held[at] or [held[0], held[0]]) for at in self._shares(len(held))]
-            counts = self._counts(len(held))
-            parts = [Microbatch(self._pinned(part), count) for part, count in zip(made, counts, strict=True)]
-            yield Batch(epoch, index, ids, following is None, parts, tree.digest([held[0], held[-1]]))
+            batch = Batch(epoch, index, ids, following is None, [], tree.digest([held[0], held[-1]]))
+            cuts = [slice(None)] if self._whole else self._shares(len(held))
+            samples = [held[at] or [held[0], held[0]] for at in cuts]
+            contents = [source.collator(some, ids, Key(self.seed, epoch)) for some in samples]
+            yield self._filled(batch, self._pinned(contents))
             seen += len(held)
             held = following
-
-    def _counts(self, size: int) -> list[int]:
-        return [at.stop - at.start for at in self._shares(size)]
 
     def _shares(self, size: int) -> list[slice]:
         return shares(size, self.rank, self.ranks, self.microbatches)
@@ -372,10 +365,6 @@ class Loader:
                 return
             self.clock.batches += 1
             yield batch
-
-
-def _named(source: Source | SampleStream, i: int) -> str:
-    return source.name_of(i) if isinstance(source, Source) else f"sample {i}"
 
 
 def shares(size: int, rank: int, ranks: int, microbatches: int) -> list[slice]:

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from meshfit.data import tree
-from meshfit.data.blob import Blob, LocalFile, Url, find, is_remote, tag_of
+from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
-from meshfit.data.order import WINDOW
+from meshfit.data.order import WINDOW, by_part, part_of
 from meshfit.data.rows import Asked, ColumnSource, names_in
 from meshfit.data.source import BadSample, Source
 from meshfit.data.unfold import check, unfolded
@@ -99,12 +99,9 @@ class Mds(ColumnSource):
 
     def _samples(self, ids: NDArray[np.int64]) -> list[memoryview]:
         """The bytes of each sample."""
-        shards = np.searchsorted(self.firsts, ids, "right") - 1
         found: list[Any] = [None] * len(ids)
-        for shard in np.unique(shards).tolist():
-            at = np.flatnonzero(shards == shard)
+        for shard, at, rows in by_part(self.firsts, ids):
             blob, offsets = self._shard(shard)
-            rows = ids[at] - self.firsts[shard]
             ranges = blob.ranges(offsets[rows].tolist(), offsets[rows + 1].tolist())
             for i, data in zip(at.tolist(), ranges, strict=True):
                 found[i] = np.ascontiguousarray(np.frombuffer(data, np.uint8)).data
@@ -131,8 +128,8 @@ class Mds(ColumnSource):
         return self._opened[shard]
 
     def name_of(self, i: int) -> str:
-        shard = int(np.searchsorted(self.firsts, i, "right") - 1)
-        return f"sample {i - self.firsts[shard]} of {self.folder}/{self.shards[shard]['raw_data']['basename']}"
+        shard, sample = part_of(self.firsts, i)
+        return f"sample {sample} of {self.folder}/{self.shards[shard]['raw_data']['basename']}"
 
     @property
     def fingerprint(self) -> str:
@@ -217,8 +214,7 @@ def mds(
 ) -> Source:
     """Samples of a folder of MDS shards, here or in the cloud; ``columns`` is as for tables."""
     held = Cache.of(cache)
-    root = f"{str(url).rstrip('/')}/" if is_remote(url) else str(Path(str(url).removeprefix("file://")).expanduser())
-    blobs = {blob.name.split("?")[0]: blob for blob in find(root, storage=storage, cache=held)}
+    blobs = {blob.name.split("?")[0]: blob for blob in find(url, storage=storage, cache=held, folder=True)}
     found = (name for name in blobs if name.rpartition("/")[2] == "index.json")
     indexes = sorted(found, key=lambda name: (name.count("/"), name))
     if not indexes:

@@ -5,7 +5,7 @@ get the odd ones). A source that gives more than it has starts over, in another 
 out, others each epoch. Which sample stands where is a pure function, so shuffling, sharing and resuming stay exact.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from meshfit.data import tree
 from meshfit.data.datasets import SampleStream, open_source
 from meshfit.data.draw import Key
-from meshfit.data.order import order
+from meshfit.data.order import by_part, order
 from meshfit.data.source import Source
 from meshfit.errors import DataError
 
@@ -47,11 +47,9 @@ class MixedSource(Source):
     def read(self, ids: NDArray[np.int64], key: Key) -> Any:
         if self.collator is not None:
             return self.collator(self.samples(ids, key), ids, key)
-        which, inner = self.where(ids, key.epoch)
         parts, places = [], []
-        for k in np.unique(which).tolist():
-            at = np.flatnonzero(which == k)
-            source, mine = self.sources[k], inner[at]
+        for k, at, mine in self.where(ids, key.epoch):
+            source = self.sources[k]
             parts.append(source.finish(source.read(mine, key), mine, key))
             places.append(at)
         try:
@@ -63,38 +61,35 @@ class MixedSource(Source):
     def samples(self, ids: NDArray[np.int64], key: Key) -> list[Any]:
         if self.collator is None:
             return super().samples(ids, key)
-        which, inner = self.where(ids, key.epoch)
         found: dict[int, Any] = {}
-        for k in np.unique(which).tolist():
-            at = np.flatnonzero(which == k)
-            found.update(zip(at.tolist(), self.sources[k].samples(inner[at], key), strict=True))
+        for k, at, mine in self.where(ids, key.epoch):
+            found.update(zip(at.tolist(), self.sources[k].samples(mine, key), strict=True))
         return [found[i] for i in range(len(ids))]
 
-    def where(self, ids: NDArray[np.int64], epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which source each position belongs to, and which of its samples stands there."""
-        which = np.searchsorted(self.edges, ids, "right") - 1
-        inner = np.empty(len(ids), np.int64)
-        for k in np.unique(which).tolist():
-            at = which == k
+    def where(self, ids: NDArray[np.int64], epoch: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+        """For each source: which of the positions ``ids`` are its, and which of its samples stand there."""
+        for k, at, inner in by_part(self.edges, ids):
             n = len(self.sources[k])
             # A position's place in the endless row of passes over the source; epochs follow each other in it.
-            place = epoch * self.counts[k] + ids[at] - self.edges[k]
-            rounds = place // n
+            rounds, place = np.divmod(epoch * self.counts[k] + inner, n)
             found = np.empty(len(place), np.int64)
             for turn in np.unique(rounds).tolist():
                 now = rounds == turn
-                found[now] = order(n, seed=self.seed + k, epoch=turn)[place[now] - turn * n]
-            inner[at] = found
-        return which, inner
+                found[now] = order(n, seed=self.seed + k, epoch=turn)[place[now]]
+            yield k, at, found
 
     def name_of(self, i: int) -> str:
-        which, inner = self.where(np.array([i]), 0)
-        return f"{self.sources[int(which[0])].name_of(int(inner[0]))} (in epoch 0)"
+        ((k, _, mine),) = self.where(np.array([i]), 0)
+        return f"{self.sources[k].name_of(int(mine[0]))} (in epoch 0)"
 
     @property
     def fingerprint(self) -> str:
         parts = (f"{n} of ({s.fingerprint})" for n, s in zip(self.counts.tolist(), self.sources, strict=True))
         return " + ".join(parts) + (f", seed {self.seed}" if self.seed else "")
+
+    @property
+    def left_out(self) -> list[str]:
+        return [why for source in self.sources for why in source.left_out]
 
     @property
     def skipped(self) -> list[str]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from meshfit.data.arrays import arrays
 from meshfit.data.blob import Url, find, is_remote
-from meshfit.data.cache import Cache
 from meshfit.data.classics import cifar, mnist
 from meshfit.data.hf_datasets import hf_dataset
 from meshfit.data.images import ENDINGS, folder
@@ -60,7 +59,7 @@ def open(url: Url, **options: Any) -> Source:
         if "argument" not in str(error):
             raise
         what = str(error).replace(f"{made.__name__}()", f"meshfit.data.{made.__name__}")
-        raise DataError(f"{_shown(url)}: {what}", "see help(meshfit.data." + made.__name__ + ")") from error
+        raise DataError(f"{without_secrets(str(url))}: {what}", f"see help(meshfit.data.{made.__name__})") from error
 
 
 def _function(url: Url, options: dict[str, Any]) -> Callable[..., Source]:
@@ -68,7 +67,7 @@ def _function(url: Url, options: dict[str, Any]) -> Callable[..., Source]:
     direct = lance if name.rstrip("/").endswith(".lance") else _by_ending(name)
     if direct is not None:
         return direct
-    inside = find(url, storage=options.get("storage"), cache=Cache.of(options.get("cache")))
+    inside = find(url, storage=options.get("storage"), cache=options.get("cache"))
     names = [blob.name.rpartition("/")[2].lower() for blob in inside]
     if any(n.startswith(("data_batch_1", "test_batch")) for n in names):
         return cifar
@@ -80,7 +79,7 @@ def _function(url: Url, options: dict[str, Any]) -> Callable[..., Source]:
         return hf_dataset
     if "index.json" in names and any(".mds" in n for n in names):
         return mds
-    kinds = {function for function in map(_by_ending, names) if function is not None}
+    shown, kinds = without_secrets(str(url)), {function for function in map(_by_ending, names) if function is not None}
     images = sum(n.endswith(ENDINGS) for n in names)
     if images and images >= len(names) / 2:
         return folder
@@ -88,17 +87,13 @@ def _function(url: Url, options: dict[str, Any]) -> Callable[..., Source]:
         return kinds.pop()
     if kinds:
         said = " and ".join(sorted(f.__name__ for f in kinds))
-        raise DataError(f"{_shown(url)} holds files of {said}", "name them: meshfit.data.parquet(path), say")
+        raise DataError(f"{shown} holds files of {said}", "name them: meshfit.data.parquet(path), say")
     has = ", ".join(Path(blob.name).name for blob in inside[:4])
     raise DataError(
-        f"{_shown(url)} is nothing that is known by its name",
+        f"{shown} is nothing that is known by its name",
         f"it holds {has}; known are {' '.join(BY_ENDING)} and images",
     )
 
 
 def _by_ending(name: str) -> Callable[..., Source] | None:
     return next((made for ending, made in BY_ENDING.items() if name.endswith(ending)), None)
-
-
-def _shown(url: Url) -> str:
-    return without_secrets(str(url)) if is_remote(url) else str(url)

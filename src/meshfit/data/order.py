@@ -8,6 +8,7 @@ Where samples are in blocks of which one costs as much to read as all (row group
 blocks are permuted, then the samples inside each window of ``WINDOW`` blocks. Each sample still comes once.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +79,22 @@ def order(n: int, *, seed: int, epoch: int) -> Permutation:
     return Permutation(n, keys)
 
 
+def part_of(edges: NDArray[np.int64], i: int) -> tuple[int, int]:
+    """Of what begins at ``edges``, files say, the one that holds ``i``, and where it is in that."""
+    part = int(np.searchsorted(edges, i, "right") - 1)
+    return part, int(i - edges[part])
+
+
+def by_part(
+    edges: NDArray[np.int64], ids: NDArray[np.int64]
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """For each part that holds some of ``ids``: the part, where these are in ``ids``, and where they are in it."""
+    parts = np.searchsorted(edges, ids, "right") - 1
+    for part in np.unique(parts).tolist():
+        at = np.flatnonzero(parts == part)
+        yield part, at, ids[at] - edges[part]
+
+
 class Windows:
     """``windows[i]`` for an array of positions ``i``: blocks shuffled, then samples inside windows of blocks.
 
@@ -92,14 +109,11 @@ class Windows:
         """Positions at which the shuffled blocks start."""
 
     def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        windows = (np.searchsorted(self.starts, positions, "right") - 1) // WINDOW
+        edges = np.append(self.starts[:-1:WINDOW], self.starts[-1])
         found = np.empty(len(positions), np.int64)
-        for window in np.unique(windows).tolist():
-            at = windows == window
-            low = self.starts[window * WINDOW]
-            high = self.starts[min((window + 1) * WINDOW, len(self.starts) - 1)]
-            inside = order(int(high - low), seed=self.seed + (window + 1) * 2**32, epoch=self.epoch)
-            place = low + inside[positions[at] - low]
+        for window, at, inner in by_part(edges, positions):
+            low, high = edges[window : window + 2]
+            place = low + order(int(high - low), seed=self.seed + (window + 1) * 2**32, epoch=self.epoch)[inner]
             block = np.searchsorted(self.starts, place, "right") - 1
             found[at] = self.firsts[block] + place - self.starts[block]
         return found

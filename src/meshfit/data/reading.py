@@ -99,16 +99,17 @@ def decide(loader: "Loader") -> ReaderChoice:
         return ReaderChoice("threads", asked or 4, "it waits for others")
     alone, together = _measured(loader)
     workers = asked or min(cores, 8, math.ceil(alone / STEP))
+    processes = starts_processes()
     if source.global_random:
         why = "it draws from random generators that threads would share"
-        inline = alone < QUICK or not starts_processes()
+        inline = alone < QUICK or not processes
         return ReaderChoice("inline", 0, why) if inline else ReaderChoice("processes", workers, why)
     if alone < QUICK:
         return ReaderChoice("threads", workers, f"a batch takes {alone * 1e3:.1f} ms")
     gain = 2 * alone / together
     why = f"a batch takes {alone * 1e3:.0f} ms, two threads are {gain:.1f} times one"
-    few = workers == 1 and asked is None  # one thread keeps up: nothing to share the lock with but the training
-    apart = gain < WORTH and cores > 1 and not few and starts_processes()
+    one_keeps_up = workers == 1 and asked is None  # nothing to share the lock with but the training
+    apart = gain < WORTH and cores > 1 and not one_keeps_up and processes
     return ReaderChoice("processes" if apart else "threads", workers, why)
 
 

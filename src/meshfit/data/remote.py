@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from meshfit.data.blob import Blob, Bytes, has_pattern
+from meshfit.data.blob import Blob, Bytes, Url, has_pattern, is_remote
 from meshfit.data.cache import Cache
 from meshfit.data.extra import needed
 from meshfit.errors import DataError
@@ -40,18 +41,12 @@ class Gone(Exception):
     """Not there, not allowed, or changed: trying again would not help."""
 
 
-def retried(act: Callable[[], Any], give_up: Callable[[Exception, bool], DataError | None]) -> Any:
-    """``act``, again and again with growing pauses. ``give_up(error, last)``: what to raise instead of another try."""
-    for attempt in range(TRIES):
-        try:
-            return act()
-        except DataError:
-            raise
-        except Exception as error:
-            if (final := give_up(error, attempt == TRIES - 1)) is not None:
-                raise final from None
-            time.sleep(PAUSE * 2**attempt * random.Random().uniform(0.5, 1.5))
-    raise AssertionError
+def tries() -> Iterator[bool]:
+    """Whether this is the last try, with growing pauses between them."""
+    for attempt in range(TRIES - 1):
+        yield False
+        time.sleep(PAUSE * 2**attempt * random.Random().uniform(0.5, 1.5))
+    yield True
 
 
 class FileStore(ABC):
@@ -89,21 +84,22 @@ class FileStore(ABC):
         except (TypeError, ValueError) as error:
             raise DataError(*self._clean(f"{self.shown} cannot be opened: {error}"), "see storage=") from None
 
-        def give_up(error: Exception, last: bool) -> DataError | None:
-            if isinstance(error, Gone):
-                return DataError(*self._clean(f"{what}: {error}"))
-            if last:
-                first, *rest = self._clean(f"{type(error).__name__}: {error}")
-                return DataError(f"{what} cannot be read, after {TRIES} tries", first, *rest[:2])
-            return None
-
-        return retried(act, give_up)
+        for last in tries():
+            try:
+                return act()
+            except DataError:
+                raise
+            except Gone as error:
+                raise DataError(*self._clean(f"{what}: {error}")) from None
+            except Exception as error:
+                if last:
+                    first, *rest = self._clean(f"{type(error).__name__}: {error}")
+                    raise DataError(f"{what} cannot be read, after {TRIES} tries", first, *rest[:2]) from None
+        raise AssertionError
 
     def _clean(self, text: str) -> "list[str]":
         """``text`` in lines, without anything secret."""
-        parts = urlsplit(self.root)
-        for secret in (*_secrets(self.storage), parts.password, parts.query):
-            text = text.replace(secret, "***") if secret else text
+        text = without_secrets_of(text, self.root, self.storage)
         lines = [line.strip()[:300] for line in text.partition("Debug source")[0].splitlines() if line.strip()]
         return lines[:4]
 
@@ -113,7 +109,7 @@ class Remote(Blob):
 
     def __init__(self, store: FileStore, path: str, size: int, tag: str, cache: Cache):
         self.store, self.path, self.size, self.tag, self.cache = store, path, size, tag, cache
-        self.name = f"{store.shown.rstrip('/')}/{path}" if path else store.shown
+        self.name = f"{store.shown}{'' if store.shown.endswith('/') else '/'}{path}" if path else store.shown
 
     def ranges(self, starts: Sequence[int], stops: Sequence[int]) -> list[Bytes]:
         wanted = sorted({b for a, o in zip(starts, stops, strict=True) for b in range(a // BLOCK, -(-o // BLOCK))})
@@ -312,6 +308,21 @@ def without_secrets(url: str) -> str:
     user = f"{parts.username}:***@" if parts.password else f"{parts.username}@" if parts.username else ""
     mark = "?***" if parts.query else ""
     return f"{parts.scheme}://{user}{host}{port}{parts.path}{mark}"
+
+
+def without_secrets_of(text: str, url: str, storage: Mapping[str, Any]) -> str:
+    """``text`` without the secrets that a URL or its options hold."""
+    parts = urlsplit(url)
+    for secret in (*_secrets(storage), parts.password, parts.query):
+        text = text.replace(secret, "***") if secret else text
+    return text
+
+
+def folders_of(url: Url) -> list[str]:
+    """A URL or path part by part, as the names of its files begin: up to its first pattern."""
+    text = without_secrets(url).split("?***")[0] if isinstance(url, str) and is_remote(url) else ""
+    parts = (text or str(Path(str(url).removeprefix("file://")).expanduser())).rstrip("/").split("/")
+    return parts[: next((i for i, part in enumerate(parts) if has_pattern(part)), len(parts))]
 
 
 def _secrets(options: Mapping[str, Any]) -> Iterator[str]:

@@ -16,10 +16,10 @@ import threading
 import types
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ import torch
 from meshfit.generators import Generators
 from meshfit.python_state import DEPTH, GENERATORS, ITEMS, LIBRARIES, OBJECTS, is_library, names_in
 
+R = TypeVar("R")
 _MT_BYTES = 625 * 4  # NumPy's mt19937_state: 624 words and a position
 
 _legacy: Any = np.random
@@ -105,6 +106,13 @@ class CodeGenerators:
         """Those that the code holds."""
         for place, generator in self.own:
             _seed(generator, number, place)
+
+    def watch(self, act: Callable[[], R]) -> tuple[R, bool]:
+        """What ``act`` returns, and whether it drew from any of them, or made one."""
+        self.search_again()
+        before = self.mark()
+        made = act()
+        return made, self.search_again() or self.mark() != before
 
     def mark(self) -> Any:
         """Changes when any of them is drawn from. Cheaper than their states."""

@@ -41,19 +41,19 @@ class BadSample(DataError):
 
 
 class DifferentShapes(DataError):
-    """Samples that are to be one batch differ in shape. ``other``: the place of one that most are not like."""
+    """Samples that are to be one batch differ in shape: ``shapes``, one a sample."""
 
     def __init__(
-        self, what: str, shapes: list[tuple[int, ...]], *remedy: str, name_of: Callable[[int], str] | None = None
+        self, what: str, shapes: list[tuple[int, ...]], remedy: str, name_of: Callable[[int], str] | None = None
     ):
+        self.given = what, shapes, remedy
         usual = max(shapes, key=shapes.count)
-        self.other = next(i for i, shape in enumerate(shapes) if shape != usual)
-        self.what, self.shapes, self.remedy = what, shapes, remedy
-        which = [] if name_of is None else [f"the latter is {name_of(self.other)}"]
-        super().__init__(f"{what}: {usual} and {shapes[self.other]}", *which, *remedy)
+        other = next(i for i, shape in enumerate(shapes) if shape != usual)
+        which = "" if name_of is None else f"the latter is {name_of(other)}"
+        super().__init__(f"{what}: {usual} and {shapes[other]}", which, remedy)
 
     def named(self, name_of: Callable[[int], str]) -> "DifferentShapes":
-        return DifferentShapes(self.what, self.shapes, *self.remedy, name_of=name_of)
+        return DifferentShapes(*self.given, name_of)
 
     def __reduce__(self) -> Any:
         return DataError, (str(self),)
@@ -323,7 +323,7 @@ def handed(content: Any, name_of: Callable[[int], str] = "sample {}".format) -> 
         if x and isinstance(x[0], torch.Tensor):
             remedy = "bring them to one: .map(meshfit.data.transform.resize((224, 224))), say; or .on_bad('skip')"
             shapes = [tuple(one.shape) for one in x]
-            raise DifferentShapes("the samples of a batch differ in shape", shapes, remedy, name_of=name_of)
+            raise DifferentShapes("the samples of a batch differ in shape", shapes, remedy, name_of)
         return list(x)
 
     return tree.map_leaves(leaf, content)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -69,6 +69,19 @@ class Sql(ColumnSource):
         self.names = list(dict.fromkeys([*(root_of(n, names) or n for n in self.used), *self.key]))
         self.keys = _as_keys(self._connected(lambda connection: base.keys(connection, self.query, self.key)), self.key)
         self._content = self._hashed(names) if check else ""
+        self._copy: Columns | None = None
+
+    def copied(self, cache: Cache) -> Self:
+        """The same, its rows out of a copy in ``cache``."""
+
+        def make(folder: Path) -> None:
+            writer = ColumnWriter(folder, wanted=self.used, skips=True)
+            writer.add_file(self.base.shown, self.batches())
+            writer.close()
+
+        what = f"{self.fingerprint} {self.used} {self.fill.asked}"
+        self._copy, self.waits = Columns(cache.folder(f"sql 4 {self.base.shown} {what}", make)), False
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": []}
@@ -94,6 +107,8 @@ class Sql(ColumnSource):
         )
 
     def raw(self, ids: NDArray[np.int64]) -> dict[str, Any]:
+        if self._copy is not None:
+            return self._copy.rows_of_file(self.used, ids, self.name_of)
         rows = self._rows(ids, self.names)
         across = dict(zip(self.names, zip(*rows, strict=True), strict=True))
         return {name: self._column(name, self._values(name, across, ids), ids) for name in self.used}
@@ -144,29 +159,28 @@ class Sql(ColumnSource):
     def _connected(self, act: Callable[[Any], Any]) -> Any:
         """``act`` with a connection; with a new one where that is lost."""
 
-        def once() -> Any:
+        for last in remote.tries():
             connection = None
             try:
                 connection = self._take_idle()
                 if connection is None:
                     connection = self.base.connect()
                 done = act(connection)
-            except BaseException:
+            except Exception as error:
                 _close(connection)
-                raise
-            self._idle.append((os.getpid(), connection))
-            return done
-
-        def give_up(error: Exception, last: bool) -> DataError | None:
-            self._close_idle()  # they are as lost
-            said = [self.base.clean(line.strip())[:300] for line in str(error).splitlines() if line.strip()][:3]
-            if not self.base.lost(error):
-                return DataError(f"{self.base.shown} refuses the query", *said)
-            return (
-                DataError(f"{self.base.shown} cannot be reached, after {remote.TRIES} tries", *said) if last else None
-            )
-
-        return remote.retried(once, give_up)
+                if isinstance(error, DataError):
+                    raise
+                self._close_idle()  # they are as lost
+                said = [self.base.clean(line.strip())[:300] for line in str(error).splitlines() if line.strip()][:3]
+                if not self.base.lost(error):
+                    raise DataError(f"{self.base.shown} refuses the query", *said) from None
+                if last:
+                    text = f"{self.base.shown} cannot be reached, after {remote.TRIES} tries"
+                    raise DataError(text, *said) from None
+            else:
+                self._idle.append((os.getpid(), connection))
+                return done
+        raise AssertionError
 
     def _take_idle(self) -> Any:
         """A connection of this process; None where there is none."""
@@ -213,37 +227,6 @@ class Sql(ColumnSource):
             rows = self._rows(slice(start, start + 1024), names)
             found.update(repr([tuple(bytes(v) if isinstance(v, memoryview) else v for v in r) for r in rows]).encode())
         return found.hexdigest()[:16]
-
-
-class CopiedRows(ColumnSource):
-    """Rows of a database out of a copy in the local cache."""
-
-    def __init__(self, source: Sql, cache: Cache):
-        super().__init__(source.asked, source.images)
-        self.source = source
-
-        def make(folder: Path) -> None:
-            writer = ColumnWriter(folder, wanted=source.used, skips=True)
-            writer.add_file(source.base.shown, source.batches())
-            writer.close()
-
-        what = f"{source.fingerprint} {source.used} {source.fill.asked}"
-        self.columns = Columns(cache.folder(f"sql 4 {source.base.shown} {what}", make))
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def raw(self, ids: NDArray[np.int64]) -> dict[str, Any]:
-        for i in self.columns.missing.keys() & set(ids.tolist()):
-            raise BadSample(f"{self.name_of(i)} has no value in column {self.columns.missing[i]!r}")
-        return {name: self.columns.gather(name, self.columns.place[ids]) for name in self.source.used}
-
-    def name_of(self, i: int) -> str:
-        return self.source.name_of(i)
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
 
 
 def _close(connection: Any) -> None:
@@ -310,4 +293,4 @@ def sql(
     "a.b" is the field "b" of the JSON in column "a". ``fill`` is what stands for null: 0, or {"age": 0}.
     """
     made = Sql(database(url), query, key, columns, decode, check, Fill(fill))
-    return (CopiedRows(made, Cache.of(cache)) if copy else made).on_bad(on_bad)
+    return (made.copied(Cache.of(cache)) if copy else made).on_bad(on_bad)

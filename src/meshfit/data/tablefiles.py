@@ -3,19 +3,25 @@
 import csv as python_csv
 import io
 import json
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from meshfit.data.arrow_arrays import Fill, fields_of, root_of
-from meshfit.data.blob import Blob, LocalFile
+from meshfit.data.blob import Blob, LocalFile, Url
+from meshfit.data.remote import folders_of
 from meshfit.data.source import BadFile
 from meshfit.data.unfold import Unfolding, unfolded
 from meshfit.errors import DataError
 
 LARGEST_BLOCK = 2**31 - 2**20
+NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class TableFile:
     delimiter: str = ""
     """Of CSV."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Columns that the file itself does not hold, and their one value: partitions (partitions.py)."""
+    """Columns that the file itself does not hold, and their one value: see with_partitions."""
     given_types: Mapping[str, Any] = field(default_factory=dict)
     """Arrow's types of these."""
 
@@ -279,3 +285,34 @@ def _json_rows(blob: Blob, bad: list[str] | None) -> Iterator[tuple[int, dict[st
             raise DataError(f"line {number} of {blob.name} {wrong}", why)
         else:
             bad.append(f"line {number} of {blob.name} {wrong}")
+
+
+# Columns that folders give: year=2024/month=01/part-0.parquet, as Hive and Spark write
+
+
+def with_partitions(files: list[TableFile], url: Url | Sequence[Url]) -> list[TableFile]:
+    """``files`` with the columns that folders below ``url`` give. Whole numbers are int64, all else words."""
+    import pyarrow as pa
+
+    urls = [url] if isinstance(url, str | Path) else list(url)
+    names = {file.name for file in files}
+    given = [folders_of(each) for each in urls]
+    base = _common([parts[:-1] if "/".join(parts) in names else parts for parts in given])
+    found: list[dict[str, Any]] = []
+    for file in files:
+        folders = file.name.split("?")[0].split("/")[:-1]
+        pairs = [each.partition("=") for each in folders[len(_common([base, folders])) :] if "=" in each]
+        found.append({key: None if value == NULL else unquote(value) for key, _, value in pairs if key})
+    types: dict[str, Any] = {}
+    for key in {key for each in found for key in each}:
+        values = [value for each in found if (value := each.get(key)) is not None]
+        types[key] = pa.string()
+        if all(re.fullmatch(r"-?\d{1,18}", value) for value in values):
+            types[key] = pa.int64()
+            found = [each | {key: int(each[key])} if each.get(key) is not None else each for each in found]
+    return [replace(file, given=each, given_types=types) for file, each in zip(files, found, strict=True)]
+
+
+def _common(rows: list[list[str]]) -> list[str]:
+    """What all begin with."""
+    return [each for each, *_ in takewhile(lambda parts: len(set(parts)) == 1, zip(*rows, strict=False))]

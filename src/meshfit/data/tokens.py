@@ -16,6 +16,7 @@ from meshfit.data.arrays import Rows, npy
 from meshfit.data.blob import Blob, LocalFile, Url, find, tag_of
 from meshfit.data.cache import Cache
 from meshfit.data.draw import Key
+from meshfit.data.order import by_part, part_of
 from meshfit.data.source import Source
 from meshfit.errors import DataError
 
@@ -50,19 +51,14 @@ class Tokens(Source):
 
     def read(self, ids: NDArray[np.int64], key: Key) -> Any:
         """As many bytes as the file has, under names that all devices know."""
-        if len(self.files) == 1:
-            rows = self.files[0].gather(ids)
-        else:
-            at = np.searchsorted(self.firsts, ids, "right") - 1
-            rows = np.empty((len(ids), self.length + 1), self.dtype)
-            for file in np.unique(at).tolist():
-                rows[at == file] = self.files[file].gather(ids[at == file] - self.firsts[file])
+        rows = np.empty((len(ids), self.length + 1), self.dtype)
+        for file, at, inner in by_part(self.firsts, ids):
+            rows[at] = self.files[file].gather(inner)
         signed = {2: np.int16, 4: np.int32}.get(rows.dtype.itemsize, np.int64)
         return torch.from_numpy(rows.view(signed) if rows.dtype.kind == "u" else rows.astype(np.int64))
 
     def name_of(self, i: int) -> str:
-        file = int(np.searchsorted(self.firsts, i, "right") - 1)
-        row = i - int(self.firsts[file])
+        file, row = part_of(self.firsts, i)
         return f"tokens {row * self.length} to {(row + 1) * self.length} of {self.files[file].blob.name}"
 
     @property
@@ -81,7 +77,7 @@ def tokens(
 ) -> Source:
     """Rows of ``length`` tokens of binary files, as (inputs, targets), the targets one token on; ``whole`` gives rows
     of ``length`` + 1 tokens instead."""
-    blobs = find(url, (".bin", ".npy", ".tokens"), storage=storage, cache=Cache.of(cache))
+    blobs = find(url, (".bin", ".npy", ".tokens"), storage=storage, cache=cache)
     return _rows(blobs, length, dtype, whole)
 
 

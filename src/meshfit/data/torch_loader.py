@@ -49,28 +49,25 @@ def taken(loader: DataLoader, name: str = "data") -> TakenLoader:
         )
     plain = type(batches) is BatchSampler
     drop_last = bool(batches.drop_last) if plain else False
-    stream = isinstance(loader.dataset, IterableDataset)
-    if stream and drop_last:
-        raise _refused(name, "drop_last=True of a stream", "leave out its last samples in the stream itself")
-    sampler = batches.sampler if plain else batches
-    shuffle, batching, how = _order(sampler, len(loader.dataset) if plain and not stream else 0)  # type: ignore[arg-type]
-    if batching is not None:
-        batching = BySampler(sampler, whole=not plain)
-    if stream:
-        shuffle, batching, how = False, None, "in the order of the stream"
     size = batches.batch_size if plain else getattr(batches, "batch_size", None) or len(next(iter(batches)))
+    shuffle, batching, how = False, None, "in the order of the stream"
+    if not isinstance(loader.dataset, IterableDataset):
+        sampler = batches.sampler if plain else batches
+        shuffle, asked, how = _order(sampler, len(loader.dataset) if plain else 0)  # type: ignore[arg-type]
+        batching = BySampler(sampler, whole=not plain) if asked else None
+    elif drop_last:
+        raise _refused(name, "drop_last=True of a stream", "leave out its last samples in the stream itself")
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
     said = [
         f"batches of {size}" if plain else f"batches as {type(batches).__name__} gives them",
         how,
-        *(["without a short last batch"] if drop_last else []),
-        *([f"collate {_name(collate)}"] if collate is not None else []),
-        *([f"{loader.num_workers} workers"] if loader.num_workers else []),
+        "without a short last batch" if drop_last else "",
+        f"collate {_name(collate)}" if collate is not None else "",
+        f"{loader.num_workers} workers" if loader.num_workers else "",
     ]
-    taken_over = f"{name}: taken from the DataLoader: {', '.join(said)}"
+    taken_over = f"{name}: taken from the DataLoader: {', '.join(filter(None, said))}"
     note = f"{taken_over}; a batch is that of all devices, and seed= decides what is random"
-    workers = loader.num_workers or None
-    return TakenLoader(loader.dataset, size, shuffle, workers, collate, batching, drop_last, note)
+    return TakenLoader(loader.dataset, size, shuffle, loader.num_workers or None, collate, batching, drop_last, note)
 
 
 SEEDS = {"torch", "numpy", "np", "random", "initial_seed", "seed", "manual_seed", "get_worker_info", "utils", "data"}
@@ -82,15 +79,15 @@ def _only_seeds(function: Any) -> bool:
     return code is not None and not code.co_freevars and set(code.co_names) <= SEEDS
 
 
-def _order(sampler: Any, count: int) -> tuple[bool, Any, str]:
+def _order(sampler: Any, count: int) -> tuple[bool, bool, str]:
     """(shuffled, whether the sampler is asked, in words)."""
     if type(sampler) is SequentialSampler:
-        return False, None, "in order"
+        return False, False, "in order"
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
-        return True, None, "shuffled"
+        return True, False, "shuffled"
     if type(sampler) is DistributedSampler:  # who takes which share is the plan's affair
-        return sampler.shuffle, None, "shuffled" if sampler.shuffle else "in order"
-    return False, sampler, f"as {type(sampler).__name__} orders them"
+        return sampler.shuffle, False, "shuffled" if sampler.shuffle else "in order"
+    return False, True, f"as {type(sampler).__name__} orders them"
 
 
 def _name(function: Any) -> str:

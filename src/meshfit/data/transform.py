@@ -36,18 +36,26 @@ class Transform:
     name: str
     function: Callable[[Any, SampleRandom], Any]
     on: On = None
+    any_size: bool = False
+    """Whether it takes images of different sizes."""
 
     def __call__(self, batch: Any, draw: SampleRandom) -> Any:
-        return at(batch, self.on, lambda leaf: self.function(leaf, draw) if is_image(leaf) else leaf)
+        return at(batch, self.on, lambda leaf: self._applied(leaf, draw))
+
+    def _applied(self, leaf: Any, draw: SampleRandom) -> Any:
+        if isinstance(leaf, tree.Ragged):
+            if not leaf or not isinstance(leaf[0], Tensor) or leaf[0].dim() != 3:
+                return leaf
+            if not self.any_size:
+                sizes = [tuple(image.shape[1:]) for image in leaf]
+                remedy = "put resize(size) or crop_any_size(size) before it; or .on_bad('skip')"
+                raise DifferentShapes(f"{self.name} needs images of one size, but a batch holds", sizes, remedy)
+        elif not isinstance(leaf, Tensor) or leaf.dim() != 4:
+            return leaf
+        return self.function(leaf, draw)
 
     def __repr__(self) -> str:
         return self.name
-
-
-def is_image(leaf: Any) -> bool:
-    if isinstance(leaf, tree.Ragged):
-        return bool(leaf) and isinstance(leaf[0], Tensor) and leaf[0].dim() == 3
-    return isinstance(leaf, Tensor) and leaf.dim() == 4
 
 
 def at(batch: Any, on: On, change: Callable[[Any], Any]) -> Any:
@@ -66,14 +74,6 @@ def at(batch: Any, on: On, change: Callable[[Any], Any]) -> Any:
     return type(batch)(changed)
 
 
-def _one_size(leaf: Any, what: str) -> Tensor:
-    if isinstance(leaf, tree.Ragged):
-        sizes = [tuple(image.shape[1:]) for image in leaf]
-        remedy = "put resize(size) or crop_any_size(size) before it; or .on_bad('skip')"
-        raise DifferentShapes(f"{what} needs images of one size, but a batch holds", sizes, remedy)
-    return leaf
-
-
 # Per-pixel work
 
 
@@ -81,8 +81,7 @@ def normalise(mean: Any = IMAGENET[0], std: Any = IMAGENET[1], *, on: On = None)
     """float32 of mean 0 and deviation 1: uint8 is divided by 255 first. ``mean`` and ``std`` are per channel."""
     both = tuple(tuple(torch.as_tensor(v, dtype=torch.float32).view(-1).tolist()) for v in (mean, std))
 
-    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
-        image = _one_size(leaf, "normalise")
+    def apply(image: Tensor, draw: SampleRandom) -> Tensor:
         shift, scale = _terms(both, 255.0 if image.dtype == torch.uint8 else 1.0, image.device)
         return image.to(torch.float32, copy=True).sub_(shift).mul_(scale)
 
@@ -97,7 +96,7 @@ def _terms(both: tuple[tuple[float, ...], ...], unit: float, device: torch.devic
 
 def unit(*, on: On = None) -> Transform:
     """uint8 as float32 between 0 and 1."""
-    return Transform("unit", lambda leaf, draw: _one_size(leaf, "unit").to(torch.float32, copy=True).mul_(1 / 255), on)
+    return Transform("unit", lambda image, draw: image.to(torch.float32, copy=True).mul_(1 / 255), on)
 
 
 def from_bytes(dtype: str, shape: tuple[int, ...], *, on: On = None) -> Callable[[Any], Any]:
@@ -152,8 +151,7 @@ def crop(size: int | tuple[int, int], *, padding: int = 0, on: On = None) -> Tra
     """A window of ``size`` at random, out of the image with ``padding`` zeros around it."""
     height, width = _pair(size)
 
-    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
-        image = _one_size(leaf, "crop")
+    def apply(image: Tensor, draw: SampleRandom) -> Tensor:
         spare = [image.shape[2] + 2 * padding - height, image.shape[3] + 2 * padding - width]
         if min(spare) < 0:
             raise DataError(f"crop({size}) asks for more than the image has", f"it is {tuple(image.shape[2:])}")
@@ -185,8 +183,8 @@ def _corners(n: int, channels: int, high: int, wide: int, height: int) -> Tensor
 def flip(p: float = 0.5, *, on: On = None) -> Transform:
     """Left and right swapped, with probability ``p``."""
 
-    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
-        image, chosen = _one_size(leaf, "flip"), draw.uniform() < p
+    def apply(image: Tensor, draw: SampleRandom) -> Tensor:
+        chosen = draw.uniform() < p
         if not image.is_cpu:
             return torch.where(chosen.to(image.device).view(-1, 1, 1, 1), image.flip(3), image)
         at, which = chosen.nonzero()[:, 0], torch.arange(len(image))
@@ -202,18 +200,16 @@ def resize(size: int | tuple[int, int], *, on: On = None) -> Transform:
     """Images of ``size``: (height, width), or the length of the shorter side, the other in proportion."""
 
     def to(image: Tensor) -> Tensor:  # (n, c, h, w)
+        if not isinstance(size, int):
+            return _resized(image, size)
         height, width = image.shape[2:]
-        if isinstance(size, int):
-            short = min(height, width)
-            want = (round(height * size / short), round(width * size / short))
-        else:
-            want = size
-        return _resized(image, want)
+        short = min(height, width)
+        return _resized(image, (round(height * size / short), round(width * size / short)))
 
     def apply(leaf: Any, draw: SampleRandom) -> Any:
         return tree.stack([to(image[None])[0] for image in leaf]) if isinstance(leaf, tree.Ragged) else to(leaf)
 
-    return Transform("resize", apply, on)
+    return Transform("resize", apply, on, any_size=True)
 
 
 def _resized(image: Tensor, want: tuple[int, int]) -> Tensor:
@@ -237,7 +233,7 @@ def crop_centre(size: int | tuple[int, int], *, on: On = None) -> Transform:
     def apply(leaf: Any, draw: SampleRandom) -> Any:
         return tree.stack([middle(image) for image in leaf]) if isinstance(leaf, tree.Ragged) else middle(leaf)
 
-    return Transform("crop_centre", apply, on)
+    return Transform("crop_centre", apply, on, any_size=True)
 
 
 def crop_any_size(
@@ -264,14 +260,13 @@ def crop_any_size(
             done.append(_resized(image[None, :, top : top + h, left : left + w].contiguous(), want)[0])
         return torch.stack(done)
 
-    return Transform("crop_any_size", apply, on)
+    return Transform("crop_any_size", apply, on, any_size=True)
 
 
 def cutout(size: int, *, fill: float = 0.0, on: On = None) -> Transform:
     """A square of side ``size`` filled, its centre anywhere in the image."""
 
-    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
-        image = _one_size(leaf, "cutout")
+    def apply(image: Tensor, draw: SampleRandom) -> Tensor:
 
         def inside(length: int) -> Tensor:
             centre = draw.integers(0, length).to(image.device)
@@ -290,8 +285,7 @@ def cutout(size: int, *, fill: float = 0.0, on: On = None) -> Transform:
 def colour(brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0, *, on: On = None) -> Transform:
     """Brightness, contrast and saturation times a factor each, between 1 - x and 1 + x, in this order."""
 
-    def apply(leaf: Any, draw: SampleRandom) -> Tensor:
-        image = _one_size(leaf, "colour")
+    def apply(image: Tensor, draw: SampleRandom) -> Tensor:
         work = image.float()
         most = 255.0 if image.dtype == torch.uint8 else 1.0
         if brightness:

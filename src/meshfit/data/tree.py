@@ -154,10 +154,9 @@ def by_sample(tree: Any) -> PerSample | None:
 
 def rows(tree: Any, index: slice | torch.Tensor, samples: int) -> Any:
     """Some of the samples of a batch of so many; what does not hold one row a sample stays as it is."""
-    if isinstance(tree, PerSample):
-        return PerSample(tree[index] if isinstance(index, slice) else [tree[i] for i in index.tolist()])
-    if isinstance(tree, list) and len(tree) == samples and not any(True for _ in tensors(tree)):
-        return tree[index] if isinstance(index, slice) else [tree[i] for i in index.tolist()]  # words
+    words = isinstance(tree, list) and len(tree) == samples and not any(True for _ in tensors(tree))
+    if words or isinstance(tree, PerSample):
+        return type(tree)(tree[index] if isinstance(index, slice) else [tree[i] for i in index.tolist()])
     if isinstance(tree, dict):
         return type(tree)({key: rows(value, index, samples) for key, value in tree.items()})
     if type(tree) in (tuple, list):

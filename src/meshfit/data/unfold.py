@@ -1,6 +1,7 @@
 """What is compressed, unfolded up to a limit, beyond which it is refused while little of it is in memory."""
 
 import bz2
+import gzip
 import io
 import math
 import zipfile
@@ -29,37 +30,26 @@ class Unfolding(io.RawIOBase):
     """A gzip or bz2 file that is read as what it unfolds to."""
 
     def __init__(self, name: str, data: Any, kind: str = "gzip"):
-        self.name, self._data, self._at, self._kind = name, memoryview(data), 0, kind
-        self._open, self._made, self._rest = self._reader(), 0, b""
+        import pyarrow as pa
 
-    def _reader(self) -> Any:
-        return zlib.decompressobj(wbits=31) if self._kind == "gzip" else bz2.BZ2Decompressor()
+        self.name, self._size, self._kind, self._made = name, len(data), kind, 0
+        packed: Any = pa.BufferReader(data)
+        self._file = gzip.GzipFile(fileobj=packed) if kind == "gzip" else bz2.BZ2File(packed)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        most = len(buffer)
-        while True:
-            if self._open.eof:  # members may follow each other
-                self._rest = self._open.unused_data
-                if not self._rest.strip(b"\0") and self._at >= len(self._data):
-                    return 0
-                self._open = self._reader()
-            if not self._rest and self._at < len(self._data):
-                self._rest = bytes(self._data[self._at : self._at + PIECE])
-                self._at += PIECE
-            try:
-                found = self._open.decompress(self._rest, most)
-            except (zlib.error, EOFError) as error:
-                raise OSError(f"it cannot be unpacked ({self._kind}): {error}") from None
-            self._rest = getattr(self._open, "unconsumed_tail", b"")
-            if found:
-                break
-            if not self._open.eof and not self._rest and self._at >= len(self._data):
-                raise OSError(f"it is cut short: its {len(self._data)} bytes end within {self._kind} data")
+        try:
+            found = self._file.read(len(buffer))
+            if not self._size:
+                raise EOFError
+        except EOFError:
+            raise OSError(f"it is cut short: its {self._size} bytes end within {self._kind} data") from None
+        except (OSError, zlib.error) as error:
+            raise OSError(f"it cannot be unpacked ({self._kind}): {error}") from None
         self._made += len(found)
-        check(self.name, len(self._data), self._made)
+        check(self.name, self._size, self._made)
         buffer[: len(found)] = found
         return len(found)
 
@@ -72,12 +62,18 @@ def unfolded(name: str, data: Any, kind: str = "gzip") -> bytes:
     return bytes(found)
 
 
+def npy_header(head: io.BytesIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether in column order, and type of the .npy file that ``head`` begins with; it then stands at its
+    values."""
+    version = np.lib.format.read_magic(head)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(head)
+
+
 def array(data: bytes) -> np.ndarray:
     """Of an .npy file; ``ValueError`` for one that says that it is larger than the file, before memory is taken."""
     head = io.BytesIO(data)
-    version = np.lib.format.read_magic(head)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(head)
+    shape, _, dtype = npy_header(head)
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > len(data) - head.tell():
         raise ValueError(f"{len(data)} bytes, but {shape} {dtype} needs more")
     return np.load(io.BytesIO(data), allow_pickle=False)

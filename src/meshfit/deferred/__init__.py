@@ -9,15 +9,17 @@ What a function reads is computed on the spot, if it does not depend on random n
 ``Unfollowable``: the function must be run plainly.
 """
 
+import functools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from gc import get_referents
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshfit.deferred.caches import forget_meta_tensors
 from meshfit.deferred.program import BuildProgram, StorageView, TensorSource, Unfollowable
 from meshfit.deferred.record import BuildRecorder, OnCPU
 from meshfit.errors import in_short
@@ -65,7 +67,7 @@ class Deferred:
         finally:
             _recording.reset(before)
             if recorder.left_elsewhere(getattr(self, "model", None)):
-                forget_meta_tensors()
+                _forget_cached_meta_tensors()
         if not isinstance(self.model, nn.Module):
             return  # its caller says so
         if not without_weak_references(self.model):
@@ -107,12 +109,12 @@ class Deferred:
         return BuildProgram(self._recorder.ops, self._recorder.sizes, wanted, exact=exact)
 
     def values(
-        self, told: Callable[[], None] = lambda: None, *, besides: Collection[Tensor] = ()
+        self, progress: Callable[[], None] = lambda: None, *, besides: Collection[Tensor] = ()
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter that is on meta, ``besides`` some, and what it holds, on the CPU: one storage at a time, in
-        the order in which they are complete. ``told`` is called now and then."""
+        the order in which they are complete. ``progress`` is called now and then."""
         wanted = [storage for storage, each in self._views.items() if any(p not in besides for p, _ in each)]
-        for storage, memory in self._program(wanted).run(told):
+        for storage, memory in self._program(wanted).run(progress):
             for p, view in self._views[storage]:
                 if p not in besides:
                     yield p, view.on(memory)
@@ -123,3 +125,34 @@ class Deferred:
         wanted = {p: views[p] for p in some if p in views}
         memory = dict(self._program((view.storage for view in wanted.values()), exact=False).run())
         return {p: view.on(memory[view.storage]) for p, view in wanted.items()}
+
+
+_Cached = type(functools.lru_cache(lambda: None))
+
+
+def _forget_cached_meta_tensors() -> None:
+    """Empty what ``functools.lru_cache`` has kept in imported modules, where it holds tensors without values."""
+    for cached in _caches():
+        if _holds_meta(cached):
+            cached.cache_clear()
+
+
+def _caches() -> Iterator[Any]:
+    for name, module in list(sys.modules.items()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            if type(value) is _Cached:
+                yield value
+            elif issubclass(type(value), type) and getattr(value, "__module__", "") == name:
+                yield from (method for method in list(vars(value).values()) if type(method) is _Cached)
+
+
+def _holds_meta(cached: Any) -> bool:
+    around, seen = [cached], {id(vars(cached))}
+    while around:
+        for each in get_referents(around.pop()):
+            if isinstance(each, Tensor) and each.is_meta:
+                return True
+            if type(each) in (dict, list, tuple) and id(each) not in seen:
+                seen.add(id(each))
+                around.append(each)
+    return False

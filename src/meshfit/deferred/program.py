@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshfit.torch_private.kernels import aten
-from meshfit.torch_private.operators import is_overload, packet_of
+from meshfit.torch_private.operators import OpOverload, packet_of
 from meshfit.torch_private.trees import tree_leaves, tree_map
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -87,7 +87,7 @@ class RecordedOp:
 
     @property
     def empty(self) -> bool:
-        return is_overload(self.func) and packet_of(self.func) in EMPTY
+        return isinstance(self.func, OpOverload) and packet_of(self.func) in EMPTY
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,8 @@ class BuildProgram:
     def draws(self) -> bool:
         return any(op.generator is not None for op, _ in self.ops)
 
-    def run(self, told: Callable[[], None] = lambda: None) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Each wanted storage, as soon as nothing touches it any more. ``told`` is called between operations."""
+    def run(self, progress: Callable[[], None] = lambda: None) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        """Each wanted storage, as soon as nothing touches it any more. ``progress`` is called between operations."""
         last: dict[int, int] = {}
         for i, (op, live) in enumerate(self.ops):
             if live:
@@ -165,7 +165,7 @@ class BuildProgram:
         generators = _Replayed(self.ops)
         untouched = [storage for storage in self.wanted if storage not in last]
         for i, (op, live) in enumerate(self.ops):
-            told()
+            progress()
             with torch.no_grad(), generators.around(op):
                 self._do(op, memory if live else {}, generators)
             for storage in ends[i]:

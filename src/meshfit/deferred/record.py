@@ -14,7 +14,14 @@ from meshfit.deferred.program import CPU, META, BuildProgram, Draws, RecordedOp,
 from meshfit.errors import in_short
 from meshfit.torch_private.kernels import aten
 from meshfit.torch_private.modules import own_buffers, own_parameters
-from meshfit.torch_private.operators import TorchDispatchMode, is_overload, packet_of, schema_of, without_torch_function
+from meshfit.torch_private.operators import (
+    OpOverload,
+    TorchDispatchMode,
+    packet_of,
+    schema_of,
+    without_torch_function,
+    written,
+)
 from meshfit.torch_private.tensors import holders, storage_id, version
 from meshfit.torch_private.trees import tree_leaves, tree_map
 
@@ -93,11 +100,7 @@ class BuildRecorder(TorchDispatchMode):
         if "device" in kwargs or (not given and "device" in {a.name for a in schema_of(func).arguments}):
             there[1]["device"] = META
         there[1].pop("pin_memory", None)
-        mutable = [a.alias_info is not None and a.alias_info.is_write for a in schema_of(func).arguments]
-        names = [a.name for a in schema_of(func).arguments]
-        changed = [x for i, x in enumerate(args) if mutable[i]]
-        changed += [x for name, x in kwargs.items() if mutable[names.index(name)]]
-        changed = [t for t in tree_leaves(changed) if isinstance(t, Tensor)]
+        changed = written(func, args, kwargs)
         if any(not self.knows(t) for t in changed):
             raise Unfollowable(f"{func} changes a tensor that was not made empty")
         try:
@@ -132,7 +135,7 @@ class BuildRecorder(TorchDispatchMode):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and self.knows(t)]
         read = [self.view(t).storage for t in given]
         overwritten = set()
-        if not is_overload(func) or packet_of(func) in OVERWRITE:
+        if not isinstance(func, OpOverload) or packet_of(func) in OVERWRITE:
             overwritten = {s for s in whole if read.count(s) == 1}
         op = RecordedOp(
             func,

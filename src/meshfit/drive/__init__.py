@@ -24,6 +24,7 @@ from meshfit.drive.work import Tap
 from meshfit.errors import MeshfitError
 from meshfit.job import Job, plan_of
 from meshfit.launch import twins
+from meshfit.launch.importing import refuse_in_import
 from meshfit.launch.world import from_environment
 from meshfit.plan import Plan
 from meshfit.plan_words import translated
@@ -36,6 +37,7 @@ __all__ = ["RANK_MODULES", "Training", "begin", "everywhere"]
 
 def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
+    refuse_in_import()
     with alone():
         return _begun(job.loaded(), lockstep, tap)
 
@@ -45,29 +47,22 @@ def _begun(job: Job, lockstep: bool, tap: Tap | None) -> "Training":
         return Joined(job, lockstep, tap)
     twins.check(independent=job.independent, devices=_named(job.plan))
     given = from_environment(job.devices)
-    job, elastic = elastic_of(job, given is not None)
     if given is not None:
         serve.refuse_torchrun(job)
-        job, why = auto.chosen(job, given) if elastic is None else (job, [])
-        settled = job.settled(count=given.size, kind=given.device.type)
+    job, elastic = elastic_of(job, given is not None)
+    job, why = auto.chosen(job, given) if elastic is None else (job, [])  # of a range "auto" takes data=
+    settled = job.settled() if given is None else job.settled(count=given.size, kind=given.device.type)
+    plan = plan_of(settled)
+    if given is None:
+        join.check(settled.listen, plan)
+    if given is not None or (plan.devices == 1 and not plan.server and elastic is None):
         training = Here(settled, lockstep, tap, given)
-        training.said += [*_translated(job, settled), *why]
-        return training
-    job, why = auto.chosen(job) if elastic is None else (job, [])  # of a range "auto" takes data=
-    settled = job.settled()
-    join.check(settled.listen, plan_of(settled))
-    alone = plan_of(settled).devices == 1 and not plan_of(settled).server and elastic is None
-    training = Here(settled, lockstep, tap) if alone else Ranked(settled, lockstep, tap, elastic)
-    training.said += [*_translated(job, settled), *why]
+    else:
+        training = Ranked(settled, lockstep, tap, elastic)
+    training.said += [*(translated(job.plan, plan) if isinstance(job.plan, str) else []), *why]
     if isinstance(job.batch_size, str):
-        training.said.append(
-            f"batch_size: {job.batch_size} is {settled.batch_size} over {plan_of(settled).devices} devices"
-        )
+        training.said.append(f"batch_size: {job.batch_size} is {settled.batch_size} over {plan.devices} devices")
     return training
-
-
-def _translated(job: Job, settled: Job) -> list[str]:
-    return translated(job.plan, plan_of(settled)) if isinstance(job.plan, str) else []
 
 
 def _named(plan: Plan | str) -> int | None:

@@ -12,7 +12,7 @@ from meshfit.job import Job, plan_of
 from meshfit.launch.devices import Devices
 from meshfit.launch.system import check_ranks
 from meshfit.launch.world import World, connect, from_environment
-from meshfit.turns import in_one_turn
+from meshfit.turns import Turn
 
 
 def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
@@ -27,7 +27,8 @@ def everywhere(job: Job, work: Callable[[Job, World], Any]) -> list[Any]:
             return all_gather_object(work(built, given))
     if plan_of(job).devices == 1:
         world = World(0, 1, job.devices.device(0))
-        with in_one_turn(world.device), as_found(model):
+        turn = Turn(world.device)
+        with turn.under_way(), turn, as_found(model):
             return [work(built, world)]
     from meshfit.launch.warm import warm
 

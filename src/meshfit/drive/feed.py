@@ -104,9 +104,9 @@ class Feed:
         self._stopped |= self.channel.recv() == "stop"
 
 
-class Heard:
-    """Which of the last steps the caller has heard of. Ranks that are started again make steps again, and report those
-    that ranks before them did not come to; a rank that saves reports what others may not come to."""
+class ReportedSteps:
+    """Which of the last steps were reported to the caller. Ranks that are started again make steps again, and report
+    those that ranks before them did not come to; a rank that saves reports what others may not come to."""
 
     def __init__(self) -> None:
         self.furthest = 0
@@ -120,12 +120,12 @@ class Heard:
         self._before, self._for_others = self.furthest, set()
 
     def take_back(self, last: int) -> None:
-        """Steps after the ``last`` are to be heard again."""
+        """Steps after the ``last`` are to be reported again."""
         self.furthest = last
         self._steps = deque((step for step in self._steps if step <= last), self._steps.maxlen)
 
-    def first(self, step: int, *, late: bool) -> bool:
-        """Whether this is the first that is heard of ``step``. ``late``: from a rank that did not take it."""
+    def is_new(self, step: int, *, late: bool) -> bool:
+        """Whether this is the first report of ``step``. ``late``: from a rank that did not take it."""
         if late or step <= self._before:
             again = step in self._steps or step <= self._before - 10 * LATE_STEPS
         else:  # a server that goes back has its workers take steps again

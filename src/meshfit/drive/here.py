@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshfit.axes.buffers.watch import modes_kept
+from meshfit.checkpoint.graceful_stop import GracefulStop
 from meshfit.checkpoint.parts import Parts
 from meshfit.checkpoint.pretrained import write_weights
 from meshfit.checkpoint.resume import checkpoints_of
@@ -51,14 +52,13 @@ class Here(Training):
         self._take_folder(*found)
 
     def __iter__(self) -> Iterator[Step]:
-        self._iterator = in_turns(Turn(self.world.device, world=self.world.size > 1), self._steps())
+        self._iterator = in_turns(Turn(self.world.device, world=self.world.size > 1), self._all_steps())
         return self._iterator
 
-    def _steps(self) -> Generator[Step, None, None]:
-        watching = watched(self.world.rank, self.world.size, self.job.timeout, self.job.hang_seconds)
-        with self._graceful() as graceful, ExitStack() as stack:
+    def _steps(self, graceful: GracefulStop) -> Generator[Step, None, None]:
+        with ExitStack() as stack:
             stack.enter_context(self._without_suspects())
-            stack.enter_context(watching)
+            stack.enter_context(watched(self.world.rank, self.world.size, self.job.timeout, self.job.hang_seconds))
             stack.enter_context(events_copied(self.job.out, self.folder, self.world.rank, self.world.size))
             if self.deferred is None:
                 stack.enter_context(as_found(self.model))
@@ -88,8 +88,6 @@ class Here(Training):
                 run.close()
                 if self.deferred is not None and self.parts is None:
                     self.model.to("cpu")  # as it was built
-        assert self.outcome is not None
-        graceful.end(self.outcome.ended_by)
 
     @contextmanager
     def _without_suspects(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ REST = "all else"
 """Kinds that a rank cannot tell apart: activations, what is gathered or rounded, gradients on their way."""
 STAYS = ("weights", "gradients", "optimizer")
 ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) (bytes|[KMGT]iB)", re.IGNORECASE)
-UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+UNITS = {unit: 1024**i for i, unit in enumerate("bkmgt")}
 LESS = 0.8
 """Of what was predicted, where it is not known what there was: what must do with less memory."""
 
@@ -71,8 +71,10 @@ def explained(job: Job, model: nn.Module, said: str, held: Mapping[str, int]) ->
     try:
         with warnings.catch_warnings(), unprinted():
             warnings.simplefilter("ignore")
-            predictor = _predictor(job, model)
-            told = dict(predictor.memory_of(plan, _batch(job)))
+            assert isinstance(job.devices, Devices)
+            cluster = Cluster.detect(plan.devices, job.devices.kind)
+            predictor = auto.predictor_of(job, cluster, "cuda" if job.devices.kind == "cuda" else "cpu", model)
+            told = dict(predictor.memory(plan, _batch(job)).held)
             lines = _table(told, held)
             return [*about, *lines, *_remedy(predictor, job, model, told, said, held)]
     except Exception as error:  # of the model's own code on meta, or memory again
@@ -89,12 +91,6 @@ def note_memory(job: Job, model: nn.Module, error: BaseException) -> None:
 
 def with_memory(job: Job, model: nn.Module, error: RankError) -> RankError:
     return error.saying(*explained(job, model, f"{error.headline} {error.trace}", error.held))
-
-
-def _predictor(job: Job, model: nn.Module) -> TracedPredictor:
-    assert isinstance(job.devices, Devices)
-    cluster = Cluster.detect(plan_of(job).devices, job.devices.kind)
-    return auto.predictor_of(job, cluster, "cuda" if job.devices.kind == "cuda" else "cpu", model)
 
 
 def _batch(job: Job) -> int:
@@ -125,13 +121,16 @@ def _remedy(
 ) -> list[str]:
     """The change that costs least time, of those of fewest words, among those that are predicted to fit."""
     plan, batch = plan_of(job), _batch(job)
-    limit = _limit(predictor, sum(told.values()), said, held)
+    there = sum(told.values())
+    if held and not held.get("optimizer"):  # the first step: its state is not there yet
+        there -= told.get("optimizer", 0.0)
+    limit = _limit(predictor, there, said, held)
     least = (inf, plan)
     for changes in (_changes(plan, job, model), _changes(plan, job, model, twice=True)):
         fits: list[tuple[float, float, Plan]] = []
         for other in changes:
             try:
-                needs = sum(predictor.memory_of(other, batch).values())
+                needs = predictor.memory(other, batch).allocated
             except PlanError:  # refused for this model
                 continue
             least = min(least, (needs, other), key=lambda pair: pair[0])
@@ -150,12 +149,8 @@ def _limit(predictor: TracedPredictor, told: float, said: str, held: Mapping[str
         return min(predictor.cluster.accelerator.memory, LESS * told)
     there = sum(held.values())
     found = ASKED.search(said)
-    wanted = there + (float(found[1]) * UNITS[_unit(found[2])] if found else 0.0)
+    wanted = there + (float(found[1]) * UNITS[found[2][0].lower()] if found else 0.0)
     return there * min(1.0, told / wanted)
-
-
-def _unit(text: str) -> str:
-    return next(unit for unit in UNITS if unit.lower() == text.lower())
 
 
 def _seconds(predictor: TracedPredictor, plan: Plan, batch: int) -> float:

@@ -4,7 +4,7 @@ import secrets
 import sys
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from meshfit.checkpoint.files import open_files
 from meshfit.checkpoint.graceful_stop import GracefulStop, leave, word_of
 from meshfit.checkpoint.resume import checkpoints_of, put_events_aside
 from meshfit.drive.elastic import CAME_BACK, Elastic
-from meshfit.drive.feed import Begun, Heard, Late, WholeTensor
+from meshfit.drive.feed import Begun, Late, ReportedSteps, WholeTensor
 from meshfit.drive.out_of_memory import with_memory
-from meshfit.drive.restart import Tries, goes_on, last_right, put_suspects_aside, tries_of
+from meshfit.drive.restart import Tries, last_right, put_suspects_aside, tries_of
 from meshfit.drive.training import Training
 from meshfit.drive.untouched import Untouched
 from meshfit.drive.work import Outcome, Silent, Tap, Work
@@ -64,12 +64,9 @@ class Ranked(Training):
         """When the first ranks began to train, and for how long these or others had by the time that the present ones
         did."""
 
-    def _steps(self) -> Generator[Step, None, None]:
+    def _steps(self, graceful: GracefulStop) -> Generator[Step, None, None]:
         try:
-            with self._graceful() as graceful:
-                yield from self._survived(graceful)
-            assert self.outcome is not None
-            graceful.end(self.outcome.ended_by)
+            yield from self._survived(graceful)
         except RankError as error:
             if error.out_of_memory:
                 raise with_memory(self.job, self.model, error) from None
@@ -80,11 +77,11 @@ class Ranked(Training):
     def _survived(self, graceful: GracefulStop) -> Generator[Step, None, None]:
         """The steps, each once, from ranks that are started again when they fail: see restart.py. Those that may have
         been wrong are told again."""
-        tries, heard = Tries(tries_of(self.job)), Heard()
+        tries, reported = Tries(tries_of(self.job)), ReportedSteps()
         while True:
-            heard.begin()
+            reported.begin()
             try:
-                for step in self._received(graceful, heard):
+                for step in self._received(graceful, reported):
                     yield replace(step, seconds=step.seconds + self._earlier) if self._earlier else step
                 assert self.outcome is not None
                 self.outcome = replace(self.outcome, seconds=self.outcome.seconds + self._earlier)
@@ -96,8 +93,8 @@ class Ranked(Training):
                     raise
                 last = last_right(error, plan_of(self.job))
                 self._again(tries, error, last)
-                if last is not None and last < heard.furthest:
-                    heard.take_back(last)
+                if last is not None and last < reported.furthest:
+                    reported.take_back(last)
                     self.taken_back += 1
             graceful.begun = False
 
@@ -113,7 +110,7 @@ class Ranked(Training):
         newest = next(iter(manifest.complete(checkpoints_of(self.job, folder))), None)
         if error is not None:
             tries.failed(error, newest)
-        job = goes_on(self.job, newest)
+        job = self.job if newest is None else replace(self.job, resume=True)
         if self.elastic is not None:
             job = self.elastic.after(tries.failures, job) if error is not None else self.elastic.fitted(job)
             self._check(job)
@@ -127,7 +124,7 @@ class Ranked(Training):
         told = f"meshfit: {error if error is not None else CAME_BACK}\nmeshfit: started again from {place}{on}"
         print(f"{told}{tries.so_far}", file=sys.stderr, flush=True)
 
-    def _received(self, graceful: GracefulStop, heard: Heard) -> Generator[Step, None, None]:
+    def _received(self, graceful: GracefulStop, reported: ReportedSteps) -> Generator[Step, None, None]:
         """What ranks report, each step once."""
         weights: dict[str, Tensor] = {}
         code = [each for phase in self.job.phases for each in phase.objective.code]
@@ -148,7 +145,7 @@ class Ranked(Training):
                     self._look_for_more()
                     late = isinstance(message, Late)
                     for step in message.steps if late else message:
-                        if not (self._stop and self._lockstep) and heard.first(step.step, late=late):
+                        if not (self._stop and self._lockstep) and reported.is_new(step.step, late=late):
                             yield step
                             untouched.check()
                         if self._lockstep:
@@ -211,17 +208,11 @@ class Joined(Ranked):
         super().__init__(job, lockstep, tap)
         self.said.append(f"joined the run at {job.join}: {plan}")
 
-    @contextmanager
-    def _ranks(self) -> Iterator[Any]:
-        from meshfit.launch.local import LocalRanks
-
+    def _ranks(self) -> AbstractContextManager[Any]:
         assert isinstance(self.job.devices, Devices)
         count = self.job.devices.count or 1
         work = Work(self.job, self._lockstep, None, self._tap, partial(joined_run, key=self.key))
-        how: dict[str, Any] = {"devices": self.job.devices, "timeout": self.job.timeout}
-        how["hang"] = self.job.hang_seconds
-        with LocalRanks(work, size=count, joined=False, expendable=range(count), **how) as ranks:
-            yield ranks
+        return started(self.job, work, size=count, joined=False, expendable=range(count))
 
 
 @contextmanager
@@ -230,17 +221,16 @@ def started(job: Job, work: Work | Silent, **how: Any) -> Iterator[Any]:
     from meshfit.launch.local import LocalRanks
 
     assert isinstance(job.devices, Devices)
-    how |= {"size": plan_of(job).devices, "devices": job.devices}
-    how |= {"timeout": job.timeout, "hang": job.hang_seconds}
+    how = {"size": plan_of(job).devices, "timeout": job.timeout, "hang": job.hang_seconds} | how
     with ExitStack() as stack:
         try:
-            ranks = stack.enter_context(LocalRanks(work, **how))
+            ranks = stack.enter_context(LocalRanks(work, devices=job.devices, **how))
         except JobError:
             if isinstance(job.model, nn.Module):
                 raise
             other = job.model if isinstance(work.job.model, nn.Module) else job.build()
             work = replace(work, job=replace(work.job, model=other))
-            ranks = stack.enter_context(LocalRanks(work, **how))
+            ranks = stack.enter_context(LocalRanks(work, devices=job.devices, **how))
         yield ranks
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from meshfit.python_state import SCALARS
+from meshfit.python_state import SCALARS, names_in
 from meshfit.torch_private.tensors import version
 
 ITEMS, LEVELS, OBJECTS = 64, 3, 2000  # of the outermost list an eighth further in; objects in all
@@ -60,7 +60,7 @@ class ReadByCode:
             queue.extend([(path, thing.__func__), (_name(thing.__self__), thing.__self__)])
         elif isinstance(thing, types.FunctionType):
             if not _installed(thing):
-                self._names |= set(thing.__code__.co_names) | set(_inner(thing.__code__))
+                self._names |= set(names_in(thing.__code__))
                 for name, read in _variables(thing):
                     self._watch(name, read, queue)
         elif isinstance(thing, Tensor | np.ndarray):
@@ -113,13 +113,6 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Callable[[],
 def _globals(code: types.CodeType) -> set[str]:
     own = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return own.union(*(_globals(each) for each in code.co_consts if isinstance(each, types.CodeType)))
-
-
-def _inner(code: types.CodeType) -> Iterator[str]:
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from each.co_names
-            yield from _inner(each)
 
 
 def _installed(thing: Any) -> bool:

@@ -7,11 +7,11 @@ finite) come out the same each time, and are not tried again.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.files import Files
-from meshfit.errors import CheckpointError, Died, JobError, MeshfitError, NonFiniteError, PlanError, RankError
+from meshfit.errors import CheckpointError, Died, JobError, MeshfitError, NonFiniteError, PlanError
 from meshfit.job import Job
 from meshfit.plan import Plan
 
@@ -52,29 +52,19 @@ class Tries:
         place = "the beginning" if newest is None else f"step {newest.step}"
         if raised and error.step in self.raised:
             where = f" in step {error.step}" if error.step else ""
-            raise _with(self.raised[error.step], f"started again from {place}, it failed again{where}")
+            raise self.raised[error.step].saying(f"started again from {place}, it failed again{where}")
         if raised:
             self.raised[error.step] = error
         if len(self.failures) > self.most:
             others = [f"then: {each.headline}" for each in self.failures[1:]]
             times = "once" if self.most == 1 else f"{self.most} times"
-            raise _with(
-                self.failures[0], f"started again {times} from {place}, it came to no newer checkpoint", *others
-            )
+            said = f"started again {times} from {place}, it came to no newer checkpoint"
+            raise self.failures[0].saying(said, *others)
 
     @property
     def so_far(self) -> str:
         """How often it was started again without progress, where that is more than once."""
         return f", {len(self.failures)} of at most {self.most} times in a row" if len(self.failures) > 1 else ""
-
-
-def _with(error: MeshfitError, *facts: str) -> MeshfitError:
-    """The same error, with more to say."""
-    if isinstance(error, RankError):
-        return error.saying(*facts)
-    said = type(error)(error.headline, *error.facts, *facts)
-    said.step = error.step
-    return said
 
 
 def put_suspects_aside(files: Files, last: int | None) -> None:
@@ -93,8 +83,3 @@ def last_right(error: MeshfitError | None, plan: Plan) -> int | None:
     if isinstance(error, Died) and error.agreed is not None:
         return error.agreed
     return error.step - 1 if error is not None and error.step and plan.server and not plan.staleness else None
-
-
-def goes_on(job: Job, newest: manifest.Manifest | None) -> Job:
-    """The job that its next ranks get."""
-    return job if newest is None else replace(job, resume=True)

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -73,8 +72,18 @@ class Training:
             )
 
     def __iter__(self) -> Iterator[Step]:
-        self._iterator = self._steps()
+        self._iterator = self._all_steps()
         return self._iterator
+
+    def _all_steps(self) -> Generator[Step, None, None]:
+        """The training, which answers signals and notices of preemption."""
+        job = self.job
+        notice = None if job.preemption is None else str(job.preemption)
+        saves = self.folder if job.checkpoint is not None else None
+        with graceful_stop(saves, first=self.writes, notice=notice, grace=job.grace_seconds) as graceful:
+            yield from self._steps(graceful)
+        assert self.outcome is not None
+        graceful.end(self.outcome.ended_by)
 
     def __enter__(self) -> Self:
         return self
@@ -113,17 +122,10 @@ class Training:
     def _take_folder(self, out: Path | str | None, folder: Path | None) -> None:
         self.folder, self.job = folder, replace(self.job, out=out)
 
-    def _graceful(self) -> AbstractContextManager[GracefulStop]:
-        """Around the training: how signals and notices of preemption are answered."""
-        job = self.job
-        notice = None if job.preemption is None else str(job.preemption)
-        saves = self.folder if job.checkpoint is not None else None
-        return graceful_stop(saves, first=self.writes, notice=notice, grace=job.grace_seconds)
-
     def file(self, name: str) -> Path | str:
         """Of the run."""
         assert self.job.out is not None
         return joined(self.job.out, name)
 
     @abstractmethod
-    def _steps(self) -> Generator[Step, None, None]: ...
+    def _steps(self, graceful: GracefulStop) -> Generator[Step, None, None]: ...

@@ -147,6 +147,14 @@ def stack(thread: int) -> str:
     return text + _text(stacks.get(thread, []))
 
 
+def interrupted(lines: list[str]) -> str:
+    """The stack of the thread that the kernel interrupted, from what faulthandler printed of all."""
+    begin = max((i for i, line in enumerate(lines) if line.startswith("Current thread")), default=len(lines))
+    frames = [line for line in reversed(lines[begin + 1 :]) if line.startswith("  File")]
+    ours = [i for i, line in enumerate(frames) if f"launch{os.sep}rank.py" in line]
+    return "".join(f"{line}\n" for line in frames[(ours[-1] + 1 if ours else 0) :])
+
+
 def _is_library(file: str) -> bool:
     """Whether a file is Python's or torch's."""
     return TORCH in file or file.startswith("<") or (file.startswith(STDLIB) and "site-packages" not in file)

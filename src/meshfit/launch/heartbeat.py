@@ -23,7 +23,7 @@ from datetime import timedelta
 from mmap import mmap
 
 from meshfit.launch.frames import spot, stack, where
-from meshfit.live import LIVE, SIZE, WHOLE, read
+from meshfit.live import LIVE, WHOLE, read
 
 SILENCE = 20.0
 """Seconds without progress after which a rank is reported: with one beat more, and one look, less than 30."""
@@ -80,9 +80,9 @@ class SharedBoard:
     def get(self, rank: int) -> bytes:
         return os.pread(self.fd, TEXT, rank * SLOT).rstrip(b"\0")
 
-    def live(self, rank: int, size: int = SIZE) -> bytes:
-        """What live.py has written for a rank: its beginning."""
-        return os.pread(self.fd, size, rank * SLOT + TEXT)
+    def live(self, rank: int) -> bytes:
+        """What live.py has written for a rank."""
+        return os.pread(self.fd, WHOLE, rank * SLOT + TEXT)
 
     def memory(self, rank: int) -> memoryview | None:
         """Where live.py may write for a rank."""
@@ -104,15 +104,15 @@ class StoreBoard:
         self.store = PrefixStore(f"meshfit/watch/{start}", store)
 
     def put(self, rank: int, text: bytes) -> None:
-        self.store.set(f"live/{rank}", bytes(LIVE.memory[:SIZE]).hex())
+        self.store.set(f"live/{rank}", bytes(LIVE.memory).hex())
         self.store.set(f"beat/{rank}", text.decode())
 
     def get(self, rank: int) -> bytes:
         key = f"beat/{rank}"
         return self.store.get(key) if self.store.check([key]) else b""
 
-    def live(self, rank: int, size: int = SIZE) -> bytes:
-        """Never more than ``SIZE``: it is sent with each beat."""
+    def live(self, rank: int) -> bytes:
+        """Not more than a process has by itself: it is sent with each beat."""
         key = f"live/{rank}"
         return bytes.fromhex(self.store.get(key).decode()) if self.store.check([key]) else b""
 
@@ -264,7 +264,7 @@ class Heart:
             return PATIENCE / 3
         if self._batch is not None and self._longest_batch:
             return self._longest_batch
-        seen = read(bytes(LIVE.memory[:SIZE]))
+        seen = read(bytes(LIVE.memory))
         times = [] if seen is None else [each.whole for each in seen.times]
         return max(times) if len(times) > 1 else UNKNOWN
 

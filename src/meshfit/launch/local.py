@@ -15,10 +15,10 @@ import os
 import shutil
 import signal
 import sys
-import sysconfig
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, Self
@@ -27,11 +27,14 @@ from meshfit.errors import Died, RankError
 from meshfit.launch import warm
 from meshfit.launch.channel import encode, memory_file
 from meshfit.launch.devices import Devices
+from meshfit.launch.frames import interrupted
 from meshfit.launch.heartbeat import SharedBoard
-from meshfit.launch.output import Output
+from meshfit.launch.importing import refuse_in_import
+from meshfit.launch.output import KEPT_LINES, Output
 from meshfit.launch.rank import Left, Raised, Returned, Start, Work
-from meshfit.launch.rank_watch import RankWatch, at_step, death
+from meshfit.launch.stalls import Stall, Stalls
 from meshfit.launch.system import oom_kills
+from meshfit.launch.verdict import death
 from meshfit.launch.world import World
 
 ALL_GONE = 10.0  # seconds in which a killed process ends, whatever memory the kernel has to take back
@@ -50,38 +53,37 @@ class Beside(Protocol):
     def gone(self, worker: int) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class LocalRanks:
     """``size`` processes, each running ``work(world, channel)``. Use it as a context."""
 
-    def __init__(
-        self,
-        work: Work,
-        *,
-        size: int,
-        devices: Devices,
-        timeout: float = 600.0,
-        hang: float = math.inf,
-        role: str = "rank",
-        folder: str = "",
-        joined: bool = True,
-        expendable: Collection[int] = (),
-        group: int = 1,
-        log: Path | None = None,
-    ):
-        """``timeout``: seconds after which a collective that waits for another rank is an error; ``hang``: after which
-        a rank that stands still in a step is ended. ``role``: what they
-        are called; ``folder``: where they meet, if not in one of their own; ``joined``: in one process group.
-        ``expendable``: those whose death leaves the others at work, while there is one; ``group``: ranks of a worker
-        group, which end together. ``log``: a folder for what they print."""
-        self.size = size
+    work: Work
+    _: KW_ONLY
+    size: int
+    devices: Devices
+    timeout: float = 600.0
+    """Seconds after which a collective that waits for another rank is an error."""
+    hang: float = math.inf
+    """Seconds after which a rank that stands still in a step is ended."""
+    role: str = "rank"
+    """What they are called."""
+    meet: str = ""
+    """Where they meet, if not in a folder of their own."""
+    joined: bool = True
+    """Whether they are in one process group."""
+    expendable: Collection[int] = ()
+    """Those whose death leaves the others at work, while there is one."""
+    group: int = 1
+    """Ranks of a worker group, which end together."""
+    log: Path | None = None
+    """A folder for what they print."""
+
+    def __post_init__(self) -> None:
         self.beside: Beside | None = None
         self.lost: dict[int, str] = {}
         """Of the expendable: how they died."""
-        self._role, self._meet, self._joined, self._expendable, self._group = role, folder, joined, expendable, group
         self._ending: dict[int, int] = {}
         """Of the expendable: whose death ends them."""
-        self.work, self._devices, self._timeout, self._log = work, devices, timeout, log
-        self._hang = hang
         self._hung: dict[int, str] = {}
         """Of the expendable: why they were ended."""
         self._returned: dict[int, Any] = {}
@@ -89,25 +91,32 @@ class LocalRanks:
         self._left: dict[int, int] = {}
         """Of those that left by sys.exit: the step in which they did."""
         self._oom_kills = oom_kills()
-        self._folder: str | None = None  # where ranks meet; known once they have been forked
+        self._folder = ""  # where ranks meet; known once they have been forked
 
     def __enter__(self) -> Self:
+        refuse_in_import()
         warm.warm()  # imports torch while we pickle
         with encode(self.work, what="the job", inside="job.") as work:
-            self._run, self._channels = warm.fork(self.size, _installed(work.modules))
+            self._run, self._channels = warm.fork(self.size, work.modules)
             self._open = set(range(self.size))
-            self._output = Output(self.size, role=self._role, folder=self._log)
+            self._output = Output(self.size, role=self.role, folder=self.log)
             self._board = SharedBoard(memory_file(), self.size)
-            how: dict[str, Any] = {"timeout": self._timeout, "hang": self._hang, "role": self._role}
-            served = self._group > 1 or self._expendable or not self._joined  # each worker is alone with its ranks
-            how["group"] = self._group if served else self.size
-            self._watch = RankWatch(self._board, self.size, self._output, self._stack, **how)
+            served = self.group > 1 or self.expendable or not self.joined  # each worker is alone with its ranks
+            self._stalls = Stalls(
+                self._board,
+                self.size,
+                self._tell,
+                timeout=self.timeout,
+                hang=self.hang,
+                role=self.role,
+                group=self.group if served else self.size,
+            )
             try:
                 for rank, channel in enumerate(self._channels):
                     with suppress(ConnectionError), self._output.ends(rank) as ends:  # messages() tells why
                         channel.send_fds(*ends, self._board.fd)
-                        world = World(rank, self.size, self._devices.device(rank), self._meet)
-                        channel.send(Start(world, self._timeout, self._joined, self._watch.silence))
+                        world = World(rank, self.size, self.devices.device(rank), self.meet)
+                        channel.send(Start(world, self.timeout, self.joined, self._stalls.silence))
                         channel.send_encoded(work)
                 self._output.start()
             except BaseException:
@@ -130,7 +139,7 @@ class LocalRanks:
             channels = {self._channels[rank].fileno(): rank for rank in self._open}
             others = [] if self.beside is None else self.beside.fds
             left = math.inf if timeout is None else quiet + timeout - time.monotonic()
-            patience = min(self._watch.each, left if suspect is None else until - time.monotonic())
+            patience = min(self._stalls.each, left if suspect is None else until - time.monotonic())
             dead = self._dead
             ready = wait([self._run.fileno(), *channels, *others], 0 if dead else max(0.0, patience))
             quiet = time.monotonic() if ready else quiet
@@ -143,7 +152,7 @@ class LocalRanks:
             if suspect and time.monotonic() >= until and not dead:
                 self._fail(*suspect)
             if not ready and not dead and not suspect and timeout is not None and time.monotonic() >= quiet + timeout:
-                raise TimeoutError(f"no {self._role} has sent anything for {timeout} s")
+                raise TimeoutError(f"no {self.role} has sent anything for {timeout} s")
             for rank in dead.union(rank for fd, rank in channels.items() if fd in ready):
                 for message in self._heard(rank):
                     if not isinstance(message, Raised):
@@ -163,28 +172,27 @@ class LocalRanks:
                     raise
                 if suspect is not None and suspect[0] in self._group_of(rank):
                     suspect = None
-        if not self.lost:
-            self._watch.compare(last=True)
+        if not self.lost and (wrong := self._stalls.compare(last=True)) is not None:
+            raise wrong
 
     def _lose(self, rank: int) -> None:
         """Go on without a rank that died, and end those of its worker group; ``Died`` where others cannot go on."""
-        step = self._step_of(rank)
-        headline, fact = death(f"{self._role} {rank}", code := self._exited[rank], step)
+        live = self._stalls.seen(rank)
+        step = self._left.get(rank, 0 if live is None else live.step)  # that it was in when it was last heard from
+        headline, fact = death(f"{self.role} {rank}", code := self._exited[rank], step)
         peers = self._group_of(rank)
         if rank in self._hung:
             headline = self._hung[rank]
         elif rank in self._ending:
-            headline = f"{self._role} {rank} ended with {self._role} {self._ending[rank]}, of the same worker"
-        elif rank not in self._expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
-            if code == -signal.SIGABRT:  # NCCL ends a process that has waited too long for another
-                self._watch.blame(headline, self._exited.keys())
-            error = Died(headline, fact, *self._printed(rank))
-            if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
-                error = Died(f"{headline}: the machine ran out of memory", *error.facts[1:])
-                error.out_of_memory = True
-            else:
-                self._watch.mismatch(headline)
-            raise at_step(step, error, rank)
+            headline = f"{self.role} {rank} ended with {self.role} {self._ending[rank]}, of the same worker"
+        elif rank not in self.expendable or code >= 0 or len(self.lost.keys() | peers) == self.size:
+            full = code == -signal.SIGKILL and oom_kills() > self._oom_kills
+            if not full:
+                self._raise_cause(headline, waited=code == -signal.SIGABRT)  # as NCCL ends one that has waited too long
+            said = (f"{headline}: the machine ran out of memory",) if full else (headline, fact)
+            error = Died(*said, *self._printed(rank), step=step)
+            error.out_of_memory, error.rank = full, rank
+            raise error
         self.lost[rank] = headline
         self._gone_beside(rank)
         self._open.discard(rank)
@@ -195,18 +203,18 @@ class LocalRanks:
 
     def _gone_beside(self, rank: int) -> None:
         if self.beside is not None:
-            self.beside.gone(rank // self._group)
-
-    def _step_of(self, rank: int) -> int:
-        """That a rank was in when it was last heard from; 0: in none."""
-        return self._left.get(rank, self._watch.step_of(rank))
+            self.beside.gone(rank // self.group)
 
     def watch(self) -> None:
         """Report those that have stalled; now and then, and of those beside too."""
         if self._folder:  # else they are not there yet
             gone = self._exited.keys() | self._returned.keys() | self._hung.keys()
-            if hung := self._watch.look(gone, together=self._joined and self.beside is None):
-                self._end_hung({stall.rank for stall in hung}, self._watch.verdict(hung, gone))
+            self._stalls.together = self.joined and self.beside is None
+            hung = self._stalls.look(gone)
+            if (wrong := self._stalls.compare(gone)) is not None:
+                raise wrong
+            if hung:
+                self._end_hung({stall.rank for stall in hung}, self._stalls.verdict(hung, gone))
         if self.beside is not None:
             self.beside.watch()
 
@@ -215,7 +223,7 @@ class LocalRanks:
         be wrong, raise what is known of them."""
         peers = set().union(*(self._group_of(rank) for rank in ranks))
         last = len(self.lost.keys() | peers) == self.size
-        if verdict.agreed is not None or last or not ranks <= set(self._expendable):
+        if verdict.agreed is not None or last or not ranks <= set(self.expendable):
             raise verdict
         self._hung |= dict.fromkeys(ranks, verdict.headline)
         self._output.settle()
@@ -225,8 +233,8 @@ class LocalRanks:
 
     def _group_of(self, rank: int) -> set[int]:
         """Those that end together with it, itself too."""
-        first = rank // self._group * self._group
-        return set(range(first, first + self._group))
+        first = rank // self.group * self.group
+        return set(range(first, first + self.group))
 
     @property
     def _dead(self) -> set[int]:
@@ -245,7 +253,7 @@ class LocalRanks:
     @property
     def notes(self) -> list[str]:
         """What became of those that did not stay, here and beside, in words."""
-        return [*self._watch.notes, *self.lost.values(), *([] if self.beside is None else self.beside.notes)]
+        return [*self._stalls.notes, *self.lost.values(), *([] if self.beside is None else self.beside.notes)]
 
     @property
     def folder(self) -> str:
@@ -270,7 +278,7 @@ class LocalRanks:
         """Let every rank print its Python stack on stderr, even one that hangs."""
         for rank in range(self.size):
             self._output.settle()
-            print(f"\n{self._role} {rank}:", file=sys.stderr)
+            print(f"\n{self.role} {rank}:", file=sys.stderr)
             self._stack(rank)
 
     def _stack(self, rank: int) -> None:
@@ -311,7 +319,7 @@ class LocalRanks:
         try:
             word, *facts = self._run.recv()
         except (EOFError, ConnectionError):
-            kind = Died if self._role == "rank" else RankError  # servers are started again with the ranks
+            kind = Died if self.role == "rank" else RankError  # servers are started again with the ranks
             raise kind("the process that ranks are forked from has ended", "what it said last is on stderr") from None
         if word == "forked":
             (self._folder,) = facts
@@ -320,18 +328,33 @@ class LocalRanks:
         return word
 
     def _fail(self, rank: int, raised: Raised) -> NoReturn:
-        failure = f"{self._role} {rank} {raised.did}"
+        failure = f"{self.role} {rank} {raised.did}"
         if not raised.out_of_memory:
-            self._watch.mismatch(failure, raised.trace)
-        if raised.peer_gone:
-            self._watch.blame(failure, self._exited.keys())
+            self._raise_cause(failure, raised.trace, waited=raised.peer_gone)
         if raised.error is not None:
-            raise at_step(raised.step, raised.error)
-        facts = [f"in step {raised.step}"] if raised.step else []
-        facts += self._printed(rank)
-        error = RankError(failure, *facts, trace=raised.trace)
+            raised.error.step = raised.step
+            raise raised.error
+        step = f"in step {raised.step}" if raised.step else ""
+        error = RankError(failure, step, *self._printed(rank), trace=raised.trace, step=raised.step)
         error.out_of_memory, error.held = raised.out_of_memory, raised.held
-        raise at_step(raised.step, error)
+        raise error
+
+    def _raise_cause(self, failure: str, trace: str = "", *, waited: bool) -> None:
+        """On behalf of the ranks of which a failure is a consequence, if that is known."""
+        if (cause := self._stalls.cause(failure, trace, waited=waited, gone=self._exited.keys())) is not None:
+            raise cause
+
+    def _tell(self, text: str, stall: Stall | None) -> None:
+        """Say what was found of ranks, on stderr; of one that has stalled also in its log, and have its stack."""
+        self._output.settle()
+        if stall is None or self._stalls.hang > self._stalls.silence:  # else the verdict says all of it in a moment
+            print(f"meshfit: {text}", file=sys.stderr, flush=True)
+        if stall is None:
+            return
+        self._output.note(stall.rank, f"meshfit: {text}")
+        if stall.why == "unheard":  # its threads cannot speak; the kernel can interrupt it
+            self._stack(stall.rank)
+            self._stalls.stacks[stall.rank] = interrupted(self._output.last(stall.rank, KEPT_LINES))
 
     def _printed(self, rank: int) -> list[str]:
         """The last lines that a rank wrote, for an error about it."""
@@ -373,10 +396,3 @@ class LocalRanks:
             except RankError:  # the kernel has killed them with the template
                 return True
         return True
-
-
-def _installed(modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of installed packages. The user's own may change between two runs: ranks import them afresh."""
-    homes = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib"))
-    files = ((name, getattr(sys.modules.get(name), "__file__", None)) for name in modules)
-    return tuple(name for name, file in files if file and file.startswith(homes))

@@ -149,11 +149,11 @@ def problems(found: dict[str, Any]) -> Iterator[Complaint]:
     if not starts_processes():
         yield Complaint(f"{sys.platform} has no fork: one device alone trains here", "use WSL 2, or torchrun", False)
     yield from _too_little(found)
-    for check in (_loopback, _temporary, _limits):
+    for check, complaint in CHECKS:
         try:
             check()
         except (OSError, MeshfitError) as error:
-            yield Complaint(*_FIXES[check](error))
+            yield Complaint(*complaint(error))
     if torch.version.cuda and not found["gpus"] and Path("/dev/nvidia0").exists():
         yield Complaint(
             "there are GPUs here that torch cannot use",
@@ -200,33 +200,29 @@ def _limits() -> None:
     largest_picture()
 
 
-_FIXES: dict[Callable[[], None], Callable[[Exception], tuple[str, str]]] = {
-    _loopback: lambda error: (f"ranks cannot meet at 127.0.0.1: {error}", "ip link set lo up"),
-    _temporary: lambda error: (
-        f"{tempfile.gettempdir()} cannot be written: {error}",
-        "set TMPDIR to a folder that can",
-    ),
-    _limits: lambda error: (str(error).split("\n")[0], str(error).split("\n")[-1].strip()),
-}
+CHECKS: tuple[tuple[Callable[[], None], Callable[[Any], tuple[str, str]]], ...] = (
+    (_loopback, lambda error: (f"ranks cannot meet at 127.0.0.1: {error}", "ip link set lo up")),
+    (_temporary, lambda error: (f"{tempfile.gettempdir()} cannot be written: {error}", "set TMPDIR to one that can")),
+    (_limits, lambda error: (error.headline, error.facts[-1])),
+)
+"""What can be tried, and what is said of the error."""
 
 
 # How fast ranks talk
 
 
-class Measured:
-    """What each rank does: all-reduces, timed."""
-
-    def __call__(self, world: World, channel: Any) -> tuple[float, float]:
-        tensor = torch.ones(BYTES // 4, device=world.device)
-        return self._timed(tensor, TIMES), self._timed(tensor[:1], SMALL)
-
-    def _timed(self, tensor: torch.Tensor, times: int) -> float:
-        dist.all_reduce(tensor)
+def all_reduce_seconds(world: World, channel: Any) -> list[float]:
+    """What each rank does: seconds of a large all-reduce, and of a small one."""
+    tensor = torch.ones(BYTES // 4, device=world.device)
+    found = []
+    for part, times in ((tensor, TIMES), (tensor[:1], SMALL)):
+        dist.all_reduce(part)
         began = time.perf_counter()
         for _ in range(times):
-            dist.all_reduce(tensor)
-        float(tensor[0])  # on a GPU, until all have run
-        return (time.perf_counter() - began) / times
+            dist.all_reduce(part)
+        float(part[0])  # on a GPU, until all have run
+        found.append((time.perf_counter() - began) / times)
+    return found
 
 
 def speed(kind: str, count: int) -> AllReduceSpeed | Complaint:
@@ -236,7 +232,7 @@ def speed(kind: str, count: int) -> AllReduceSpeed | Complaint:
     devices = Devices(kind, tuple(range(count)) if kind == "cuda" else None)
     backend = "NCCL" if kind == "cuda" else "gloo"
     try:
-        with LocalRanks(Measured(), size=count, devices=devices, timeout=PATIENCE) as ranks:
+        with LocalRanks(all_reduce_seconds, size=count, devices=devices, timeout=PATIENCE) as ranks:
             for _ in ranks.messages(timeout=2 * PATIENCE):
                 pass
             large, small = ranks.results[0]

@@ -233,15 +233,11 @@ class Output:
             self._thread.join()
         self.settle()
         with self._lock:
-            now = time.monotonic()
-            for pipe in self._pipes.values():
-                if pipe.rest:
-                    self._line(pipe, pipe.rest, now)
-                os.close(pipe.fd)
+            for pipe in list(self._pipes.values()):
+                self._drop(pipe)
             self._show(float("inf"))
             for log in filter(None, self._logs):
                 log.close()
-            self._pipes.clear()
         os.close(self._wake)
         os.close(self._woken)
 
@@ -267,13 +263,16 @@ class Output:
                 except BlockingIOError:
                     break
                 if not data:  # nobody can write into it any more
-                    del self._pipes[pipe.fd]
-                    if pipe.rest:
-                        self._line(pipe, pipe.rest, time.monotonic())
-                    os.close(pipe.fd)
+                    self._drop(pipe)
                     break
                 left -= len(data)
                 self._cut(pipe, data)
+
+    def _drop(self, pipe: Pipe) -> None:
+        del self._pipes[pipe.fd]
+        if pipe.rest:
+            self._line(pipe, pipe.rest, time.monotonic())
+        os.close(pipe.fd)
 
     def _cut(self, pipe: Pipe, data: bytes) -> None:
         now = time.monotonic()

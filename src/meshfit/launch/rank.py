@@ -22,7 +22,8 @@ from typing import Any, NoReturn, Self
 from meshfit.errors import MeshfitError, out_of_memory
 from meshfit.launch.channel import Channel, encode
 from meshfit.launch.heartbeat import SILENCE, Heart, SharedBoard, step_under_way
-from meshfit.launch.speech import Speech
+from meshfit.launch.importing import importing_job
+from meshfit.launch.logging_settings import LoggingSettings
 from meshfit.launch.stalls import timed_out
 from meshfit.launch.world import World, connect, disconnect
 
@@ -52,7 +53,7 @@ class Start:
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    speech: Speech = field(default_factory=Speech)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,7 @@ class Raised:
     trace: str
     error: MeshfitError | None
     peer_gone: bool
-    """Probably no more than a consequence of what another rank met."""
-    timed_out: bool = False
-    """It waited for another rank, too long: the other one is the cause."""
+    """It has lost a connection, or waited too long: probably another rank is the cause."""
     step: int = 0
     """In which it was; 0: in none."""
     out_of_memory: bool = False
@@ -87,10 +86,9 @@ class Raised:
         trace = "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
         headline = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         gone = isinstance(error, RuntimeError) and any(words in str(error) for words in (*PEER_GONE, MISMATCH))
-        late = timed_out(error)
-        full, held = out_of_memory(error), getattr(error, "held", {})
         own = error if isinstance(error, MeshfitError) else None
-        return cls(headline, trace, own, gone or late, late, step_under_way(), full, dict(held))
+        held = dict(getattr(error, "held", {}))
+        return cls(headline, trace, own, gone or timed_out(error), step_under_way(), out_of_memory(error), held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +120,9 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         os.environ.clear()
         os.environ.update(start.environ)
         sys.path[:], sys.argv[:] = start.path, start.argv
-        start.speech.adopt()
-        work: Work = channel.recv()
+        start.logging.apply()
+        with importing_job():
+            work: Work = channel.recv()
         world = replace(start.world, folder=start.world.folder or folder)
         connect(world if start.joined else replace(world, size=1), folder=folder, timeout=start.timeout)
         value = work(world, channel)

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from meshfit.errors import Died, RankError
-from meshfit.launch.compare import ReplicaDifference, Replicas, Straggler, stragglers
-from meshfit.launch.heartbeat import BEATS, LONGER, UNKNOWN, Beat, SharedBoard, StoreBoard, parsed
-from meshfit.launch.verdict import IN_ORDER, CollectiveMismatch, differs, kernel_state, mismatch, out_of_order, verdict
-from meshfit.live import WHOLE, Seen, history, read
+from meshfit.launch.compare import Replicas, Straggler, stragglers
+from meshfit.launch.heartbeat import BEATS, LONGER, UNKNOWN, Beat, SharedBoard, StoreBoard, parsed, silence_of
+from meshfit.launch.verdict import IN_ORDER, CollectiveMismatch, differs, kernel_state, mismatch, verdict, waiting
+from meshfit.live import Seen, history, read
 
 COMPARED = 0.5  # seconds from one comparison of ranks to the next
 LAST_WORDS = 5.0  # seconds that ranks have for them, at the end
@@ -109,114 +109,115 @@ class Stalls:
         self,
         board: SharedBoard | StoreBoard,
         size: int,
-        tell: Callable[[Stall | None, str], None],
+        tell: Callable[[str, Stall | None], None],
         *,
-        silence: float,
+        timeout: float,
         hang: float = math.inf,
-        note: Callable[[str], None] = lambda text: None,
         role: str = "rank",
         group: int = 0,
     ):
-        """``tell``: is given a rank that has stalled, and what to say of it; None with what is said of one that does
-        no longer. ``hang``: seconds after which one that has stalled is hung. ``note``: is given what else is to be
-        said of them, while they go on. ``group``: so many have collectives in common; 0: all."""
-        self.board, self.size, self.tell, self.silence, self.role = board, size, tell, silence, role
-        self.group = group or size
-        self.hang = hang
-        self.hung: list[Stall] = []
-        """Found at the last look, and at the one before."""
-        self.note = note
-        self.replicas = Replicas()
-        self.different: ReplicaDifference | None = None
-        """Replicas that do not hold the same."""
-        self.different_calls: Died | None = None
-        """Ranks that call different collectives. NCCL may go on with what came of it, and no rank stalls."""
-        self._wrong: CollectiveMismatch | None = None
-        """At the last look: once may have been read while it was written."""
-        self._slow: dict[int, Straggler] = {}
-        self._suspects: Collection[int] = ()
-        """That were slow at the last look: once may be chance."""
-        self._compared = 0.0
+        """``tell``: is given what to say, and of which stall if it is one that begins. ``timeout``: seconds that a
+        collective may wait; ``hang``: after which a rank that has stalled is hung. ``group``: so many ranks have
+        collectives in common; 0: all."""
+        self.board, self.size, self.tell, self.role = board, size, tell, role
+        self.timeout, self.hang, self.group = timeout, hang, group or size
+        self.silence = silence_of(timeout, hang)
+        self.each = self.silence / BEATS
+        """Seconds from look to look."""
         self.together = True
         """Whether they wait for each other alone: where all of them wait, none will ever go on."""
+        self.notes: list[str] = []
+        """What was found of ranks that went on."""
+        self.stacks: dict[int, str] = {}
+        """By rank: stacks that the kernel had to ask for."""
         self._heard: dict[int, tuple[Beat | None, float]] = {}
         self._looked = time.monotonic()
         self._told: dict[int, Stall] = {}
-        self.stacks: dict[int, str] = {}
-        """By rank: stacks that the kernel had to ask for."""
+        self._compared = 0.0
+        self._replicas = Replicas()
+        self._slow: dict[int, Straggler] = {}
+        self._suspects: Collection[int] = ()
+        """That were slow at the last look: once may be chance."""
+        self._wrong: CollectiveMismatch | None = None
+        """At the last look: once may have been read while it was written."""
+        self._mixed_up: Died | None = None
+        """Ranks that call different collectives. NCCL may go on with what came of it, and no rank stalls."""
+        self._differ: Died | None = None
+        """Replicas that do not hold the same."""
 
-    @property
-    def each(self) -> float:
-        """Seconds from look to look."""
-        return self.silence / BEATS
-
-    def look(self, *, gone: Collection[int] = ()) -> None:
-        """Look, if it is time to; tell what is new. Ranks that are ``gone`` are others' business."""
+    def look(self, gone: Collection[int] = ()) -> list[Stall]:
+        """Look, if it is time to; tell what is new. Those that hang: found now, and at the look before. Ranks that are
+        ``gone`` are others' business."""
         now = time.monotonic()
         if now - self._looked < self.each:
-            return
+            return []
         if now - self._looked > 3 * self.each:  # nobody looked for a while: what was not heard then is nobody's fault
             self._heard = {rank: (beat, now) for rank, (beat, _) in self._heard.items()}
         self._looked = now
         found = {stall.rank: stall for stall in self.now(gone)}
-        self.hung = [stall for rank, stall in found.items() if rank in self._told and self._hangs(stall)]
+        hung = [stall for rank, stall in found.items() if rank in self._told and self._hangs(stall)]
         for rank, stall in found.items():
             if rank not in self._told:
                 self._told[rank] = stall
-                self.tell(stall, f"{stall.says(self.role)}\n{stall.stack}".rstrip())
+                self.tell(f"{stall.says(self.role)}\n{stall.stack}".rstrip(), stall)
         for rank in self._told.keys() - found.keys():
-            beat, _ = self._heard.get(rank, (None, 0.0))
-            if beat is not None and beat.state in ("idle", "busy") and beat.step == self._step_of(rank):
+            beat, told = self._heard.get(rank, (None, 0.0))[0], self._told[rank].beat
+            step = 0 if told is None else told.step
+            if beat is not None and beat.state in ("idle", "busy") and beat.step == step:
                 continue  # it moves a little, and gets nowhere
             if rank not in gone:
-                self.tell(None, f"{self.role} {rank} goes on")
+                self.tell(f"{self.role} {rank} goes on", None)
             del self._told[rank]
+        return hung
 
-    def compare(self, *, gone: Collection[int] = (), last: bool = False) -> None:
-        """Hold the ranks against each other, if it is time to, or for the ``last`` time: find those that call different
-        collectives, and where they work together note those that are slow, and find replicas that differ."""
+    def compare(self, gone: Collection[int] = (), *, last: bool = False) -> Died | None:
+        """Hold the ranks against each other, if it is time to, or for the ``last`` time; those that work together are
+        noted where they are slow. What is wrong with them: they call different collectives, or replicas differ."""
         now = time.monotonic()
-        if (gone and self.together) or (now - self._compared < COMPARED and not last):
-            return
-        self._compared = now
-        seen = {rank: live for rank in range(self.size) if rank not in gone and (live := self.seen(rank)) is not None}
-        before, self._wrong = self._wrong, self._mismatch(seen, ended=last)
-        if self._wrong is not None and (last or self._wrong == before):
-            self.different_calls = _different(self._wrong, seen, *out_of_order(self._wrong, seen, self.role))
-        if not self.together:
-            return
+        if not (gone and self.together) and (last or now - self._compared >= COMPARED):
+            self._compared = now
+            seen = self._all_seen(gone)
+            before, self._wrong = self._wrong, self._mismatch(seen, ended=last)
+            if self._wrong is not None and (last or self._wrong == before):
+                self._mixed_up = _died_of(self._wrong, seen, *waiting(sorted(seen), {}, seen, self.role))
+            if self.together:
+                self._compare_times(seen)
+                self._compare_replicas(seen)
+        return self._mixed_up or self._differ
+
+    def _compare_times(self, seen: dict[int, Seen]) -> None:
         found = {one.rank: one for one in stragglers(seen, self._slow)}
         for rank, one in found.items():
             if rank in self._suspects and rank not in self._slow:
                 self._slow[rank] = one
-                self.note(str(one))
+                self._note(str(one))
         for rank in self._slow.keys() - found.keys():
             del self._slow[rank]
-            self.note(f"{self.role} {rank} is as fast as the others again")
-        known, self._suspects = len(self.replicas.never), found.keys()
-        self.different = self.different or self.replicas.look(seen, self.size)
-        if len(self.replicas.never) > known:
-            self.note(NEVER_EQUAL.format(what=" and ".join(sorted(self.replicas.never))))
+            self._note(f"{self.role} {rank} is as fast as the others again")
+        self._suspects = found.keys()
 
-    def compare_at_end(self) -> None:
+    def _compare_replicas(self, seen: dict[int, Seen]) -> None:
+        known = len(self._replicas.never)
+        found = None if self._differ is not None else self._replicas.look(seen, self.size)
+        if found is not None:
+            self._differ = Died(*differs(found, self.role), step=found.step, agreed=found.agreed)
+        if len(self._replicas.never) > known:
+            self._note(NEVER_EQUAL.format(what=" and ".join(sorted(self._replicas.never))))
+
+    def compare_at_end(self) -> Died | None:
         """Once more, when all ranks are done. Not where one does not say so soon: it has failed."""
         until = time.monotonic() + LAST_WORDS
         with suppress(Exception):  # the store may be gone
             while time.monotonic() < until:
                 beats = [parsed(self.board.get(rank)) for rank in range(self.size)]
                 if all(beat is not None and beat.state == "done" for beat in beats):
-                    self.compare(last=True)
-                    return
+                    return self.compare(last=True)
                 time.sleep(0.02)
+        return self._mixed_up or self._differ
 
-    def corrupt(self) -> Died | None:
-        """What to say of replicas that differ, or of ranks that call different collectives, if they do."""
-        found = self.different
-        if self.different_calls is not None or found is None:
-            return self.different_calls
-        error = Died(*differs(found, self.role))
-        error.step, error.agreed = found.step, found.agreed
-        return error
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.tell(text, None)
 
     def _hangs(self, stall: Stall) -> bool:
         """Not one that may be slow: in its first steps, or not yet three times as long at it as at any of the last."""
@@ -227,25 +228,49 @@ class Stalls:
 
     def verdict(self, stalls: list[Stall], gone: Collection[int] = ()) -> Died:
         """Who stands where, who waits for whom, and what to do, where ``stalls`` have been found."""
-        seen = {rank: live for rank in range(self.size) if rank not in gone and (live := self.seen(rank)) is not None}
-        headline, *facts = verdict(stalls, self._heard, seen, role=self.role)
-        error = Died(headline, *facts, trace=stalls[0].stack)
-        error.step = max((beat.step for beat, _ in self._heard.values() if beat is not None), default=0)
+        seen = self._all_seen(gone)
+        said = verdict(stalls, self._heard, seen, role=self.role)
+        agreed = None
         if (wrong := self._mismatch(seen)) is not None:
-            error.agreed = _before(wrong.step)
+            agreed = _before(wrong.step)
         elif all(stall.why == "waits" for stall in stalls):  # for collectives of several groups: they were mixed up
-            error.agreed = _before(min((live.step for live in seen.values()), default=0))
-        return error
+            agreed = _before(min((live.step for live in seen.values()), default=0))
+        step = max((beat.step for beat, _ in self._heard.values() if beat is not None), default=0)
+        return Died(*said, trace=stalls[0].stack, step=step, agreed=agreed)
 
-    def mismatch(self, failure: str, trace: str = "") -> Died | None:
-        """Where ranks have called different collectives, whatever came of it. Those that are gone by now have told
-        theirs before."""
-        seen = {rank: live for rank in range(self.size) if (live := self.seen(rank)) is not None}
+    def cause(self, failure: str, trace: str = "", *, waited: bool, gone: Collection[int] = ()) -> Died | None:
+        """What a failure is a consequence of: ranks that have called different collectives, whatever came of it; or,
+        where a rank has ``waited`` for another in vain, one that has stalled."""
+        return self._different_calls(failure, trace) or (self._stalled(failure, gone) if waited else None)
+
+    def _different_calls(self, failure: str, trace: str) -> Died | None:
+        """Those that are gone by now have told theirs before."""
+        seen = self._all_seen()
         wrong = self._mismatch(seen)
         if wrong is None or wrong != self._mismatch(seen):  # once may have been read while it was written
             return None
-        said = (*wrong.lines, f"what came of it: {failure}", f"what to do: {IN_ORDER}")
-        return _different(wrong, seen, *said, trace=trace)
+        return _died_of(wrong, seen, f"what came of it: {failure}", trace=trace)
+
+    def _stalled(self, failure: str, gone: Collection[int]) -> Died | None:
+        try:
+            found = [*self.now(gone), *self._told.values()]
+        except Exception:  # the store may be gone, too
+            found = list(self._told.values())
+        causes: dict[int, Stall] = {}
+        for stall in found:
+            if stall.why != "waits":
+                causes.setdefault(stall.rank, stall)
+        if not causes:
+            return None
+        first = next(iter(causes.values()))
+        said = self.verdict(list(causes.values()), gone)
+        return Died(
+            f"{self.role} {first.rank} stalled, and the others waited for it for {self.timeout:g} s",
+            *said.facts,
+            f"so they gave up: {failure}",
+            trace=first.stack,
+            step=said.step,
+        )
 
     def _mismatch(self, seen: dict[int, Seen], *, ended: bool = False) -> CollectiveMismatch | None:
         """The first collective that is not the same on all ranks, as far back as each has kept its own."""
@@ -254,7 +279,7 @@ class Stalls:
             found = mismatch({rank: seen[rank].collectives for rank in ranks}, self.role, ended=ended)
             if found is not None:
                 with suppress(Exception):  # the store may be gone
-                    longer = {rank: history(self.board.live(rank, WHOLE)) for rank in ranks}
+                    longer = {rank: history(self.board.live(rank)) for rank in ranks}
                     found = mismatch(longer, self.role, ended=ended) or found
                 return found
         return None
@@ -266,9 +291,8 @@ class Stalls:
         except Exception:  # the store may be gone
             return None
 
-    def _step_of(self, rank: int) -> int:
-        told = self._told[rank].beat
-        return 0 if told is None else told.step
+    def _all_seen(self, gone: Collection[int] = ()) -> dict[int, Seen]:
+        return {rank: live for rank in range(self.size) if rank not in gone and (live := self.seen(rank)) is not None}
 
     def now(self, gone: Collection[int] = ()) -> list[Stall]:
         """Which ranks have stalled."""
@@ -298,33 +322,12 @@ class Stalls:
         spot = stack.rstrip().rpartition("\n")[2].strip()
         return replace(beat, step=live.step or beat.step, stack=stack, spot=spot)
 
-    def blame(self, gave_up: str, timeout: float, *, gone: Collection[int] = ()) -> RankError | None:
-        """The error of a collective that took too long, or broke, as that of who stalled, if that is known."""
-        try:
-            found = [*self.now(gone), *self._told.values()]
-        except Exception:  # the store may be gone, too
-            found = list(self._told.values())
-        causes = [stall for stall in found if stall.why != "waits"]
-        if not causes:
-            return None
-        first = causes[0]
-        said = self.verdict(list({stall.rank: stall for stall in reversed(causes)}.values())[::-1], gone)
-        error = Died(
-            f"{self.role} {first.rank} stalled, and the others waited for it for {timeout:g} s",
-            *said.facts,
-            f"so they gave up: {gave_up}",
-            trace=first.stack,
-        )
-        error.step = said.step
-        return error
 
-
-def _different(wrong: CollectiveMismatch, seen: dict[int, Seen], *said: str, trace: str = "") -> Died:
+def _died_of(wrong: CollectiveMismatch, seen: dict[int, Seen], *facts: str, trace: str = "") -> Died:
     """Of ranks that call different collectives. What NCCL made of it may be in all that is of that step or later."""
-    error = Died(*said, trace=trace)
-    error.step = max(live.step for live in seen.values())
-    error.agreed = _before(wrong.step)
-    return error
+    step = max(live.step for live in seen.values())
+    said = (*wrong.lines, *facts, f"what to do: {IN_ORDER}")
+    return Died(*said, trace=trace, step=step, agreed=_before(wrong.step))
 
 
 def _before(step: int) -> int:

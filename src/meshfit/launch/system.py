@@ -28,13 +28,19 @@ def starts_processes() -> bool:
     return hasattr(os, "fork")
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether the kernel says that a process of this host is stopped (by SIGSTOP, or a debugger)."""
+def process_state(pid: int) -> str:
+    """The kernel's letter for what a process of this host is at: R, it runs; S, it sleeps; T, it is stopped; t, by a
+    debugger. Empty: it is gone, or there is no /proc."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):  # it is gone, or there is no /proc
-        return False
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel says that a process of this host is stopped (by SIGSTOP, or a debugger)."""
+    return process_state(pid) in ("T", "t")
 
 
 def peak_memory() -> int:

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -82,11 +82,12 @@ class ForkedRanks:
     """By process id, those not yet reaped: while one stands here, its id cannot become another's."""
     caller_left: bool = False
 
-    def signal(self, *numbers: int) -> None:
-        for pid in self.ranks:
-            for number in numbers:
+    def kill(self, ranks: Collection[int] | None = None) -> None:
+        """These, or all, and what they have started."""
+        for pid, rank in self.ranks.items():
+            if ranks is None or rank in ranks:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, number)
+                    os.killpg(pid, signal.SIGKILL)
 
 
 class Template:
@@ -109,7 +110,7 @@ class Template:
                 pass
         finally:
             for run in self.runs:
-                run.signal(signal.SIGKILL)
+                run.kill()
             deadline = time.monotonic() + 2
             while self.runs and time.monotonic() < deadline:
                 self.reap()
@@ -187,13 +188,10 @@ class Template:
             word = run.channel.recv()
         except (EOFError, ConnectionError):
             run.caller_left = True
-            run.signal(signal.SIGKILL)
+            run.kill()
             return
         if word[0] == "kill":
-            for pid, rank in run.ranks.items():
-                if rank in word[1]:
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.killpg(pid, signal.SIGKILL)
+            run.kill(word[1])
         elif word[0] == "stack":
             for pid in [pid for pid, rank in run.ranks.items() if rank == word[1]]:
                 os.kill(pid, signal.SIGUSR1)
@@ -207,8 +205,7 @@ class Template:
                 # Look first, reap after: until then the group's id is surely this rank's.
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     continue
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)  # what the rank has started and left
+                run.kill([rank])  # what the rank has started and left
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 del run.ranks[pid]
                 with suppress(OSError):

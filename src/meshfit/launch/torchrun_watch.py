@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from meshfit.launch.heartbeat import Heart, StoreBoard, silence_of
+from meshfit.launch.heartbeat import Heart, StoreBoard
 from meshfit.launch.stalls import Stall, Stalls, timed_out
 from meshfit.live import LIVE
 
@@ -21,56 +21,45 @@ from meshfit.live import LIVE
 def watched(rank: int, size: int, timeout: float, hang: float = math.inf) -> Iterator[None]:
     """Around the work of one of torchrun's ranks: those that have stalled are reported, named where others lose
     patience with them, and ended after ``hang`` seconds."""
-    if size == 1:
+    board = None
+    with suppress(RuntimeError, KeyError, ValueError):  # no store: a process group of the user's own
+        board = StoreBoard() if size > 1 else None
+    if board is None:
         yield
         return
-    try:
-        board, silence = StoreBoard(), silence_of(timeout, hang)
-    except (RuntimeError, KeyError, ValueError):  # no store: a process group of the user's own
-        yield
-        return
-
-    def tell(stall: Stall | None, text: str) -> None:
-        """The first rank does; the second looks for it where that cannot."""
-        if speaks():
-            _say(text)
 
     def speaks() -> bool:
+        """The first rank does; the second where that cannot."""
         return rank == 0 or any(s.rank == 0 and s.why in ("stopped", "debugged", "unheard") for s in stalls.now())
 
-    def note(text: str) -> None:
+    def tell(text: str, stall: Stall | None) -> None:
         if speaks():
             _say(text)
 
     def look() -> None:
-        stalls.look()
-        stalls.compare()
-        LIVE.halt = stalls.corrupt() if rank == 0 else None
-        if stalls.hung and speaks():
-            _say(str(stalls.verdict(stalls.hung)))
-            end(stalls.hung)
+        hung, wrong = stalls.look(), stalls.compare()
+        LIVE.halt = wrong if rank == 0 else None
+        if hung and speaks():
+            _say(str(stalls.verdict(hung)))
+            end(hung)
 
     def failed(error: Exception) -> None:
         _say(f"the store of the ranks does not answer: torchrun, or rank 0, is stopped or gone ({_headline(error)})")
 
-    stalls = Stalls(board, size, tell, silence=silence, hang=hang, note=note)
+    stalls = Stalls(board, size, tell, timeout=timeout, hang=hang)
     looks = {"after": look, "failed": failed} if rank < 2 else {}
-    heart = Heart(board, rank, silence=silence, **looks)
+    heart = Heart(board, rank, silence=stalls.silence, **looks)
     heart.start()
     try:
         yield
     except Exception as error:
-        failure = f"rank {rank} raised {_headline(error)}"
-        named = stalls.mismatch(failure) or (stalls.blame(failure, timeout) if timed_out(error) else None)
-        if named is not None:
-            raise named from error
+        if (cause := stalls.cause(f"rank {rank} raised {_headline(error)}", waited=timed_out(error))) is not None:
+            raise cause from error
         raise
     finally:
         heart.stop()
-    if rank == 0:
-        stalls.compare_at_end()
-        if (corrupt := stalls.corrupt()) is not None:
-            raise corrupt
+    if rank == 0 and (wrong := stalls.compare_at_end()) is not None:
+        raise wrong
 
 
 def end(stalls: list[Stall]) -> None:

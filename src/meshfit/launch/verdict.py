@@ -5,6 +5,7 @@ a group must call the same ones in the same order. So where the numbers differ, 
 number is another operation or another shape on one rank than on another, that is the cause.
 """
 
+import signal
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshfit.launch.compare import ReplicaDifference
 from meshfit.launch.heartbeat import Beat
+from meshfit.launch.system import process_state
 from meshfit.live import CalledCollective, Seen
 
 if TYPE_CHECKING:
@@ -40,9 +42,8 @@ def verdict(stalls: "Sequence[Stall]", heard: Heard, seen: Mapping[int, Seen], *
     lines = [headline] if wrong is None else wrong.lines
     for stall in causes[:MOST_RANKS]:
         lines.append(f"{stall.says(role)}{_at(stall.beat, seen.get(stall.rank))}")
-    hung = {stall.rank for stall in causes}
-    waits = [rank for rank in sorted(seen) if rank not in hung]
-    lines += _waiting(waits, hung, heard, seen, role)
+    waits = sorted(seen.keys() - {stall.rank for stall in causes})
+    lines += waiting(waits, heard, seen, role)
     return [*lines, f"what to do: {advice}"]
 
 
@@ -115,11 +116,6 @@ def _one_more(called: Mapping[int, Sequence[CalledCollective]], role: str) -> Co
     return None
 
 
-def out_of_order(wrong: CollectiveMismatch, seen: Mapping[int, Seen], role: str = "rank") -> list[str]:
-    """Of ranks that call different collectives, ``wrong``, and may go on with what came of it."""
-    return [*wrong.lines, *_waiting(sorted(seen), set(), {}, seen, role), f"what to do: {IN_ORDER}"]
-
-
 def differs(found: ReplicaDifference, role: str = "rank") -> list[str]:
     """Of replicas that do not hold the same."""
     rest = [rank for rank in found.ranks if rank not in found.odd]
@@ -139,7 +135,7 @@ def differs(found: ReplicaDifference, role: str = "rank") -> list[str]:
     ]
 
 
-def _waiting(waits: list[int], hung: set[int], heard: Heard, seen: Mapping[int, Seen], role: str) -> list[str]:
+def waiting(waits: list[int], heard: Heard, seen: Mapping[int, Seen], role: str) -> list[str]:
     """A line for ranks that wait alike: in which collective, and who has not come to it."""
     last: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in waits:
@@ -208,10 +204,16 @@ def kernel_state(beat: Beat | None) -> str:
     debugged, or nothing of the kind."""
     if beat is None or beat.host != socket.gethostname():
         return ""
-    with suppress(OSError, IndexError, ValueError):
-        with open(f"/proc/{beat.pid}/status") as file:
-            traced = next((int(line.split()[1]) for line in file if line.startswith("TracerPid:")), 0)
-        with open(f"/proc/{beat.pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-        return "debugged" if traced or state == "t" else "stopped" if state == "T" else ""
-    return ""
+    traced, state = 0, process_state(beat.pid)
+    with suppress(OSError, IndexError, ValueError), open(f"/proc/{beat.pid}/status") as file:
+        traced = next((int(line.split()[1]) for line in file if line.startswith("TracerPid:")), 0)
+    return "debugged" if traced or state == "t" else "stopped" if state == "T" else ""
+
+
+def death(who: str, code: int, step: int) -> tuple[str, str]:
+    """What is said of a process that ended with an exit code: a headline, and what may explain it."""
+    if code >= 0:
+        return f"{who} left{f' at step {step}' if step else ''} with exit code {code} before its work was done", ""
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else "unknown"
+    why = "if nobody sent it, the machine ran out of memory" if code == -signal.SIGKILL else ""
+    return f"{who} was killed by signal {-code} ({name})", why

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 from contextlib import suppress
 
@@ -73,7 +74,8 @@ def warm(*also: str) -> None:
 def fork(size: int, modules: tuple[str, ...] = ()) -> tuple[Channel, list[Channel]]:
     """Ask the template for ``size`` ranks: the run's channel to it, and a channel to each rank.
 
-    It imports ``modules`` before it forks: once for all ranks, and for those of later runs.
+    It imports those of ``modules`` that are of installed packages before it forks: once for all ranks, and for those of
+    later runs. The user's own may change between two runs: ranks import them afresh.
 
     Does not wait for the template to be ready: what is sent to the ranks meanwhile waits for them.
     """
@@ -81,7 +83,9 @@ def fork(size: int, modules: tuple[str, ...] = ()) -> tuple[Channel, list[Channe
         raise JobError(f"{size} ranks on one machine", f"at most {MOST_FDS - 3} can be started")
     pairs = [pair() for _ in range(size + 1)]
     try:
-        pairs[0][0].send((list(sys.path), modules))
+        homes = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib"))
+        files = ((name, getattr(sys.modules.get(name), "__file__", None) or "") for name in modules)
+        pairs[0][0].send((list(sys.path), tuple(name for name, file in files if file.startswith(homes))))
         run, *ranks = (theirs.fileno() for _, theirs in pairs)
         for last in (False, True):
             warm()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ from meshfit.axes.buffers.watch import buffers_kept, weights_kept
 from meshfit.data import tree
 from meshfit.loss.draws import Undrawn
 from meshfit.loss.objective import LossDenominator
-from meshfit.loss.side import LossSide
-from meshfit.loss.trial import LossTrial
+from meshfit.loss.sample_loss import LossRun, SampleLoss, near
 from meshfit.patches import unprinted
 from meshfit.python_state import LARGEST, SCALARS
 
@@ -39,66 +38,67 @@ SMALL = 2**18
 """Numbers of a batch up to which all samples are looked at, whatever a microbatch has."""
 
 
-def looked_at(batch: Any, most: int, microbatch: int) -> int:
-    """How many samples to look at: no more than fit where a microbatch does."""
+def samples_to_confirm(batch: Any, most: int, microbatch: int) -> int:
+    """No more than fit where a microbatch does."""
     there = min(most, tree.size(batch))
     numbers = sum(t.numel() for t in tree.tensors(tree.rows(batch, slice(0, there), tree.size(batch))))
     return there if numbers <= SMALL else min(there, max(2, microbatch))
 
 
-def held(over: LossDenominator, trial: LossTrial) -> LossDenominator | None:
+def confirmed(over: LossDenominator, loss: SampleLoss) -> LossDenominator | None:
     """``over``, with what code keeps in Python; or a loss of the whole batch, where single samples do not make the
     whole. None where it cannot be told: random numbers decide, or it does not run."""
-    with warnings.catch_warnings(), unprinted(), Undrawn(trial.way.device) as still:
+    with warnings.catch_warnings(), unprinted(), Undrawn(loss.way.device) as undrawn:
         warnings.simplefilter("ignore")  # of the shapes of single samples; what the training says will be heard
         try:
-            for graph in (False, True):  # a forward may ask for one
+            for gradients in (False, True):  # a forward may ask for a graph
                 with suppress(Exception):
-                    return _held(over, trial, still, graph)
+                    return _confirmed(over, loss, undrawn, partial(_run, loss, undrawn, gradients=gradients))
         finally:
-            trial.start.restore()
-            trial.state.restore()
+            loss.start.restore()
+            loss.state.restore()
     return None
 
 
-def _held(over: LossDenominator, trial: LossTrial, still: Undrawn, graph: bool) -> LossDenominator | None:
-    run = partial(_run, trial, still, gradients=graph)
-    everything = slice(0, trial.samples)
-    whole, left, weights = run(everything)
-    drew = still.drew or trial.start.moved_others or trial.state.drew(torchs=False)
+def _confirmed(
+    over: LossDenominator, loss: SampleLoss, undrawn: Undrawn, run: "Callable[..., _Run]"
+) -> LossDenominator | None:
+    whole, kept, weights = run(loss.everything)
+    same = lambda other: near(other.loss.value, whole.value, loss.limit)
+    drew = undrawn.drew or loss.start.moved_others or loss.state.drew(torchs=False)
     if drew or not isfinite(whole.value):
         return None
-    if left or weights:
-        again, later, _ = run(everything, afresh=False)
-        _, others, other_weights = run(slice(trial.samples // 2, trial.samples))
-        after_others, _, _ = run(everything, afresh=False)
-        by_calls, once = _same(left, others), _same(left, later)
-        counters = tuple(name for name in by_calls if name not in once)
-        kept = [name for name in left if name not in by_calls]
-        if kept and not (_near(again, whole, trial) and _near(after_others, whole, trial)):
-            return LossDenominator(kind="batch", remembers=kept[0])
+    if kept or weights:
+        again = run(loss.everything, afresh=False)
+        others = run(slice(loss.samples // 2, loss.samples))
+        after_others = run(loss.everything, afresh=False)
+        by_calls, once = _alike(kept, others.kept), _alike(kept, again.kept)
+        by_samples = [name for name in kept if name not in by_calls]
+        if by_samples and not (same(again) and same(after_others)):
+            return LossDenominator(kind="batch", remembers=by_samples[0])
         for name, weight in weights.items():
-            if name not in other_weights or not torch.equal(weight, other_weights[name]):
+            if name not in others.weights or not torch.equal(weight, others.weights[name]):
                 return LossDenominator(kind="batch", remembers=f"{name}, a weight that the forward writes")
+        counters = tuple(name for name in by_calls if name not in once)
         over = replace(over, counters=counters, writes=next(iter(weights), ""))
+    batch = lambda differs: LossDenominator(
+        kind="batch", why=f"of {loss.samples} samples it is {whole.value:.6g}; {differs}", mixes=True
+    )
     for each in PARTS:
-        mean = _mean_of_parts(over, trial, whole, _cuts(trial.samples, each), run)
-        if mean is not None:
-            break
-    else:
-        return None
-    if mean and not _near(run(everything)[0], whole, trial):
-        return None  # it draws numbers that nobody seeds
-    if not mean and _gradients_mix(over, trial, still):
-        each, mean = trial.samples // 2, "as large, but not so its gradient"
-    if not mean:
-        return over
-    why = f"of {trial.samples} samples it is {whole.value:.6g}; the mean over parts of {each} is {mean}"
-    return LossDenominator(kind="batch", why=why, mixes=True)
-
-
-def _near(side: LossSide, whole: LossSide, trial: LossTrial) -> bool:
-    return abs(side.value - whole.value) <= trial.limit * abs(whole.value)
+        cuts = _cuts(loss.samples, each)
+        try:
+            parts = [run(cut).loss for cut in cuts]
+        except Exception:  # a single sample is squeezed away, say
+            continue
+        if loss.explains(over, whole, parts, cuts):
+            half = max(1, loss.samples // 2)
+            mixed = _gradients_mix(over, loss, _cuts(loss.samples, half), run)
+            return batch(f"parts of {half} make the same, but not its gradient") if mixed else over
+        made = sum(s * part.value for s, part in zip(loss.shares(over, cuts), parts, strict=True) if s)
+        if isfinite(made):  # another value for the same samples: it draws numbers that nobody seeds
+            steady = all(same(run(loss.everything)) for _ in range(3))  # two draws may happen to be alike
+            return batch(f"parts of {each} make {made:.6g}") if steady else None
+    return None
 
 
 def _cuts(samples: int, each: int) -> list[slice]:
@@ -106,50 +106,38 @@ def _cuts(samples: int, each: int) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], samples], strict=True)]
 
 
-def _mean_of_parts(
-    over: LossDenominator, trial: LossTrial, whole: LossSide, cuts: list[slice], run: Callable[..., Any]
-) -> str | None:
-    """Empty where the parts make the whole, else their mean. None: they do not run, or are not finite."""
-    try:
-        parts = [run(cut)[0] for cut in cuts]
-    except Exception:  # a single sample is squeezed away, say
-        return None
-    if trial.explains(over, whole, parts, cuts):
-        return ""
-    few = [tree.rows(trial.batch, cut, trial.samples) for cut in cuts]
-    counts = [float(over.count(part)) if over.kind == "targets" else 1.0 for part in few]
-    values = [part.value for part, count in zip(parts, counts, strict=True) if count]
-    return f"{sum(values) / len(values):.6g}" if all(map(isfinite, values)) else None
-
-
-def _gradients_mix(over: LossDenominator, trial: LossTrial, still: Undrawn) -> bool:
+def _gradients_mix(over: LossDenominator, loss: SampleLoss, cuts: list[slice], run: "Callable[..., _Run]") -> bool:
     """Whether a backward looks at other samples, where the forward does not: by a hook, or a Function."""
-    cuts = _cuts(trial.samples, max(1, trial.samples // 2))
     try:
-        whole, *parts = [_run(trial, still, cut, gradients=True)[0] for cut in (slice(0, trial.samples), *cuts)]
+        whole, *parts = [run(cut, gradients=True).loss for cut in (loss.everything, *cuts)]
     except Exception:  # training will say it
         return False
-    return not trial.explains(over, whole, parts, cuts)
+    return not loss.explains(over, whole, parts, cuts)
 
 
-def _run(
-    trial: LossTrial, still: Undrawn, cut: slice, *, afresh: bool = True, gradients: bool = False
-) -> tuple[LossSide, dict[str, Any], dict[str, Tensor]]:
-    """The loss of some samples; what it left in Python, and the trained weights that it wrote."""
-    with buffers_kept(trial.model), weights_kept(trial.model, still.seeing) as written:
-        side = trial.value(cut, afresh=afresh, gradients=gradients)
-        left = {name: _snapshot(value) for name, value in trial.state.changed().items()}
-        trained = {name for name, p in trial.model.named_parameters() if p.requires_grad}  # others: axes/buffers
-        return side, left, {name: weight for name, weight in written().items() if name in trained}
+class _Run(NamedTuple):
+    loss: LossRun
+    kept: dict[str, Any]
+    """What it left in Python, by path."""
+    weights: dict[str, Tensor]
+    """Trained weights that it wrote."""
+
+
+def _run(loss: SampleLoss, undrawn: Undrawn, cut: slice, *, gradients: bool, afresh: bool = True) -> _Run:
+    with buffers_kept(loss.model), weights_kept(loss.model, undrawn.seeing) as written:
+        found = loss.run(cut, afresh=afresh, gradients=gradients)
+        kept = {name: _snapshot(value) for name, value in loss.state.changed().items()}
+        trained = {name for name, p in loss.model.named_parameters() if p.requires_grad}  # others: axes/buffers
+        return _Run(found, kept, {name: weight for name, weight in written().items() if name in trained})
 
 
 def _snapshot(value: Any) -> Any:
     """A copy of numbers, texts and tensors, and of containers of them; of anything else what is like nothing."""
-    kept = lambda x: isinstance(x, SCALARS) or (isinstance(x, Tensor | np.ndarray) and np.prod(x.shape) <= LARGEST)
-    return copy.deepcopy(value) if all(map(kept, tree.leaves(value))) else object()
+    plain = lambda x: isinstance(x, SCALARS) or (isinstance(x, Tensor | np.ndarray) and np.prod(x.shape) <= LARGEST)
+    return copy.deepcopy(value) if all(map(plain, tree.leaves(value))) else object()
 
 
-def _same(some: dict[str, Any], others: dict[str, Any]) -> tuple[str, ...]:
+def _alike(some: dict[str, Any], others: dict[str, Any]) -> list[str]:
     """What both hold alike."""
     alike = lambda a, b: type(a) is type(b) and tree.same(a, b)
-    return tuple(name for name, value in some.items() if name in others and alike(value, others[name]))
+    return [name for name, value in some.items() if name in others and alike(value, others[name])]

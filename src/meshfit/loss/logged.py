@@ -1,15 +1,13 @@
 """Values that a step logs beside its loss: ``(loss, {"name": value})``.
 
 Parts of a batch (microbatches, ranks) add to a value what they weigh in it, so that it comes out as one device would
-have it. What a value is a mean over is found by the trial that finds it of the loss: what the loss is a mean over, or
-samples; or it is a sum. One that is none of these (a maximum, a standard deviation) is the mean of its parts. A pair
-(sum, count) says so itself.
+have it. What a value is a mean over is found by the trial that finds it of the loss (trial.py): what the loss is a mean
+over, or samples; or it is a sum. One that is none of these (a maximum, a standard deviation) is the mean of its parts.
+A pair (sum, count) says so itself.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from math import nan
 from typing import Any
 
 import torch
@@ -45,33 +43,6 @@ def _one_number(name: str, value: Any) -> Any:
         return float(value)
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise DataError(f"the step returned {what} as {name!r}, to be logged", "return one number, or (sum, count)")
-
-
-@dataclass(frozen=True)
-class LoggedTrial:
-    """Values of a batch and of its parts; each with its count, if it gives (sum, count)."""
-
-    whole: Mapping[str, tuple[float, float | None]]
-    parts: Sequence[Mapping[str, tuple[float, float | None]]]
-    samples: Sequence[float]
-    weights: Sequence[float]
-    """What each part weighs in the loss."""
-
-    def adds_up(self, name: str, kind: str, limit: float) -> bool:
-        weights = self.samples if kind == "samples" else self.weights
-        total = sum(weights) or 1.0
-        values = [part.get(name, (nan, None))[0] for part in self.parts]
-        made = [v if kind == "sum" else v * w / total for v, w in zip(values, weights, strict=True)]
-        want = self.whole[name][0]
-        return abs(sum(made) - want) <= limit * max(abs(want), *map(abs, made))
-
-
-def kind_of(name: str, trials: Sequence[LoggedTrial], sums: bool, limit: float) -> str:
-    """What a value is a mean over. ``sums``: the loss is a sum."""
-    if trials[0].whole[name][1] is not None:
-        return "pair"
-    kinds = ("samples", "sum") if sums else ("loss", "samples", "sum")
-    return next((kind for kind in kinds if all(trial.adds_up(name, kind, limit) for trial in trials)), kinds[0])
 
 
 def as_numbers(logged: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:

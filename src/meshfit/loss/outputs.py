@@ -13,19 +13,16 @@ from meshfit.data import tree
 from meshfit.generators import Generators
 
 
-def cuts_of(samples: int) -> list[tuple[int, int]]:
+def cuts_of(samples: int) -> list[list[slice]]:
     """Ways to cut some samples into two parts, of different sizes where that can be."""
-    return list(dict.fromkeys((first, samples - first) for first in (max(1, (samples - 1) // 2), max(1, samples // 4))))
+    firsts = dict.fromkeys((max(1, (samples - 1) // 2), max(1, samples // 4)))
+    return [[slice(0, first), slice(first, samples)] for first in firsts]
 
 
 def cut_rows(whole: Tensor, dim: int, cut: slice, samples: int) -> Tensor:
     """The rows of some samples; there may be several for each."""
     each = whole.shape[dim] // samples
     return whole.narrow(dim, cut.start * each, (cut.stop - cut.start) * each)
-
-
-class TooLargeOutputs(Exception):
-    """The loss is not tried by itself."""
 
 
 class NoRows(Exception):
@@ -39,9 +36,7 @@ def output_rows(
     the same for all parts. ``run`` gives what it returns for some samples; ``limit``, known after that: what rounding
     may change, of the largest element; ``start``: random numbers, from which every run begins. Of tensors on meta
     shapes alone are compared."""
-    first = cuts_of(samples)[0][0]
-    cuts = [slice(0, first), slice(first, samples)]
-    returned = []
+    cuts, returned = cuts_of(samples)[0], []
     with torch.no_grad():
         for cut in (slice(0, samples), *cuts):
             start.restore()

@@ -29,10 +29,10 @@ from meshfit.axes.data.batchnorm import batch_norms, untracked, without_batches
 from meshfit.axes.expert import balance
 from meshfit.axes.precision import Precision
 from meshfit.data import tree
-from meshfit.loss.confirm import held, looked_at
+from meshfit.loss.confirm import confirmed, samples_to_confirm
 from meshfit.loss.objective import LossDenominator, Objective, split, stated
 from meshfit.loss.running_on import running_on
-from meshfit.loss.side import TrialWay
+from meshfit.loss.sample_loss import SampleLoss, TrialWay
 from meshfit.loss.trial import LossTrial
 from meshfit.torch_private.modules import BatchNorm, Dropout
 
@@ -40,13 +40,15 @@ SAMPLES = 8
 LARGEST = 2**26
 """Elements of parameters up to which a model is copied into double precision."""
 
+Around = Callable[[], AbstractContextManager[None]]
+
 
 def find_denominator(
     objective: Objective,
     model: nn.Module,
     batch: Any,
     device: torch.device,
-    inside: Callable[[], AbstractContextManager[None]] | None = None,
+    inside: Around | None = None,
     *,
     auxiliary: bool = False,
     precision: Precision | None = None,
@@ -62,18 +64,18 @@ def find_denominator(
         return said or LossDenominator(kind="samples")
     home = device if inside is not None else next((p.device for p in model.parameters()), device)
     small = sum(p.numel() for p in model.parameters()) <= LARGEST
+    copied = small and inside is None
     left_out = nullcontext if auxiliary else partial(balance.left_out, model)
     if said is None:
-        several = SAMPLES if small else max(2, microbatch)
-        as_built = [TrialWay(device=home), TrialWay(device=home, training=True)]
+        ways = [TrialWay(device=home), TrialWay(device=home, training=True)]
         trained = {"device": device, "gradients": False, "precision": precision or Precision()}
-        best = [TrialWay(device=home, exact=True)]
-        best = best if small and inside is None else [replace(way, **trained) for way in as_built]
-        said = _found(objective, model, batch, several, (*best, *as_built), inside or nullcontext, left_out)
-    if not small or inside is not None:
+        first = [TrialWay(device=home, exact=True)] if copied else [replace(way, **trained) for way in ways]
+        together = SAMPLES if small else max(2, microbatch)
+        said = _tried(objective, model, batch, together, (*first, *ways), inside or nullcontext, left_out)
+    if not copied or said.kind == "batch" or said.gathers:
         return said
-    some = tree.to_device(tree.rows(batch, slice(0, looked_at(batch, SAMPLES, microbatch)), tree.size(batch)), home)
-    return _held(said, objective, model, some, home, left_out)
+    some = tree.rows(batch, slice(0, samples_to_confirm(batch, SAMPLES, microbatch)), tree.size(batch))
+    return _confirmed(said, objective, model, tree.to_device(some, home), home, left_out)
 
 
 def _stated(objective: Objective, batch: Any) -> LossDenominator | None:
@@ -88,21 +90,21 @@ def _stated(objective: Objective, batch: Any) -> LossDenominator | None:
     return replace(said, unit=targets.numel() / max(1, len(targets)) / classes)
 
 
-def _found(
+def _tried(
     objective: Objective,
     model: nn.Module,
     batch: Any,
-    several: int,
+    together: int,
     ways: Sequence[TrialWay],
-    inside: Callable[[], AbstractContextManager[None]],
-    left_out: Callable[[], AbstractContextManager[None]],
+    inside: Around,
+    left_out: Around,
 ) -> LossDenominator:
     """By the first of ``ways`` in which it runs."""
     error: Exception | None = None
     for way in ways:
         try:
-            with _prepared(model, way) as used, torch.autocast(way.device.type, enabled=False), left_out():
-                return _agreed(partial(LossTrial, objective, used, way, inside), batch, several, way)
+            with _prepared(model, way, left_out) as used:
+                return _agreed(partial(LossTrial, objective, used, way, inside), batch, together, way.device)
         except Exception as raised:  # not in this way: double precision, say, or not in eval mode
             error = raised
             if isinstance(raised, torch.OutOfMemoryError):
@@ -111,49 +113,25 @@ def _found(
     raise error
 
 
-def _held(
-    said: LossDenominator,
-    objective: Objective,
-    model: nn.Module,
-    batch: Any,
-    device: torch.device,
-    left_out: Callable[[], AbstractContextManager[None]],
+def _agreed(
+    trial_of: Callable[[Any, int], LossTrial], batch: Any, together: int, device: torch.device
 ) -> LossDenominator:
-    """``said``, held against single samples: as it trains, or in eval mode if random numbers decide there. What looks
-    like a loss of the whole batch must be one in double precision."""
-    if said.kind == "batch" or said.gathers:
-        return said
-    for exact in (False, True):
-        found: LossDenominator | None = None
-        for training in (True, False):
-            way = TrialWay(device=device, training=training, exact=exact)
-            plain = torch.autocast(device.type, enabled=False)
-            with suppress(Exception), _prepared(model, way) as used, left_out(), plain:
-                found = held(said, LossTrial(objective, used, way, nullcontext, batch, tree.size(batch)))
-            if found is not None:
-                break
-        if found is None or found.kind != "batch" or exact:
-            return found or said
-    return said
-
-
-def _agreed(trial_of: Callable[[Any, int], LossTrial], batch: Any, several: int, way: TrialWay) -> LossDenominator:
-    """What explains the loss of each ``several`` samples."""
+    """What explains the loss of each ``together`` samples."""
     there = tree.size(batch)
     most = min(SAMPLES, there)
-    several = min(several, most)
+    together = min(together, most)
     agreed: list[LossDenominator] | None = None
     trial: LossTrial | None = None
-    for first in range(0, most - several + 1, several):
-        some = tree.to_device(tree.rows(batch, slice(first, first + several), there), way.device)
-        trial = trial_of(some, several)
+    for first in range(0, most - together + 1, together):
+        some = tree.to_device(tree.rows(batch, slice(first, first + together), there), device)
+        trial = trial_of(some, together)
         found = trial.explained()
         if not trial.finite:
             kept = trial.finite_samples()
             if len(kept) < 2:  # they say nothing
                 continue
-            if len(kept) < several:
-                trial = trial_of(tree.rows(some, torch.tensor(kept, device=way.device), several), len(kept))
+            if len(kept) < together:
+                trial = trial_of(tree.rows(some, torch.tensor(kept, device=device), together), len(kept))
                 found = trial.explained()
         agreed = found if agreed is None else [over for over in agreed if any(_alike(over, each) for each in found)]
         if not agreed:
@@ -166,8 +144,27 @@ def _alike(a: LossDenominator, b: LossDenominator) -> bool:
     return a.kind == b.kind and (a.kind != "targets" or (a.ignore == b.ignore and a.targets == b.targets))
 
 
+def _confirmed(
+    said: LossDenominator, objective: Objective, model: nn.Module, batch: Any, device: torch.device, left_out: Around
+) -> LossDenominator:
+    """``said``, held against single samples: as it trains, or in eval mode if random numbers decide there. What looks
+    like a loss of the whole batch must be one in double precision."""
+    for exact in (False, True):
+        found: LossDenominator | None = None
+        for training in (True, False):
+            way = TrialWay(device=device, training=training, exact=exact)
+            with suppress(Exception), _prepared(model, way, left_out) as used:
+                found = confirmed(said, SampleLoss(objective, used, way, nullcontext, batch, tree.size(batch)))
+            if found is not None:
+                break
+        if found is None or found.kind != "batch" or exact:
+            return found or said
+    return said
+
+
 @contextmanager
-def _prepared(model: nn.Module, way: TrialWay) -> Iterator[nn.Module]:
+def _prepared(model: nn.Module, way: TrialWay, left_out: Around) -> Iterator[nn.Module]:
+    """``model``, or a copy, so that ``way`` can run it; afterwards as it was."""
     if way.exact:
         model = copy.deepcopy(model).double()
     own = [norm for norm in batch_norms(model) if not type(norm).__module__.startswith("torch.")]
@@ -178,7 +175,13 @@ def _prepared(model: nn.Module, way: TrialWay) -> Iterator[nn.Module]:
             norm.running_mean, norm.running_var = like.new_zeros(norm.num_features), like.new_ones(norm.num_features)
         for norm in own:
             norm.__dict__["forward"] = without_batches(norm)
-        with buffers_kept(model), running_on(way.device, model), modes_kept(model) as modes:
+        with (
+            torch.autocast(way.device.type, enabled=False),
+            buffers_kept(model),
+            running_on(way.device, model),
+            modes_kept(model) as modes,
+            left_out(),
+        ):
             for module, mode in modes.items():
                 apart = isinstance(module, Dropout) or (isinstance(module, BatchNorm) and module not in own)
                 module.training = way.training and mode and not apart

@@ -44,7 +44,7 @@ def are_targets(found: Tensor, target: Tensor, ignore: int) -> bool:
     return torch.equal(found[found != ignore].flatten(), target[target != ignore].flatten())
 
 
-def moved(batch: Any, place: TargetPlace, ignore: int) -> Any:
+def with_other_targets(batch: Any, place: TargetPlace, ignore: int) -> Any:
     """``batch`` with other values in the tensor at ``place``, all of them ones that it holds."""
     numbers, leaf = itertools.count(), TargetPlace(place.leaf)(batch)
     kept = leaf[leaf != ignore]

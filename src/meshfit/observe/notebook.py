@@ -8,10 +8,10 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from meshfit.data.remote import without_secrets
-from meshfit.observe.kinds import KINDS, OTHER, PHASES
-from meshfit.observe.reading import read
-from meshfit.observe.svg import document, legend
-from meshfit.observe.timeline import GAP, LEFT, RIGHT, TOP, WIDTH, picture
+from meshfit.observe.kinds import PHASES
+from meshfit.observe.reading import RecordedSpan, read
+from meshfit.observe.svg import lanes_picture
+from meshfit.observe.timeline import picture
 
 if TYPE_CHECKING:
     from meshfit.result import Result
@@ -74,28 +74,19 @@ def page(result: "Result") -> str:
 
 def busy(phases: Sequence[Mapping[str, float]], seconds: float) -> str:
     """An SVG: a lane for each rank, its time by phase, what waits in pale colours of its own."""
-    scale, parts, names = (WIDTH - LEFT - RIGHT) / max(seconds, 1e-9), [], dict[str, None]()
-    for row, spent in enumerate(phases[:MOST_RANKS]):
-        y, x = TOP + row * (LANE + GAP), float(LEFT)
-        parts.append(f'<text class="lane" x="{LEFT - 10}" y="{y + 14}" text-anchor="end">rank {row}</text>')
-        parts.append(f'<rect class="empty" x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{LANE}" rx="3"/>')
+    rows = []
+    for rank, spent in enumerate(phases[:MOST_RANKS]):
+        at, spans = 0.0, []
         for name in PHASES:
-            share = spent.get(name, 0.0) / max(seconds, 1e-9)
-            if share < 0.002:
-                continue
-            names[name] = None
-            waits = KINDS[name].waits
-            top, tall = (y + LANE * 2 / 3, LANE / 3) if waits else (y, LANE)
-            wide = min(spent[name] * scale, WIDTH - RIGHT - x)
-            tip = f"<title>{escape(KINDS[name].label)}, {share:.1%}</title>"
-            box = f'x="{x:.1f}" y="{top:.1f}" width="{max(wide, 0):.1f}" height="{tall:.1f}"'
-            parts.append(f'<rect class="k-{name}" {box}>{tip}</rect>')
-            x += wide
-    bottom = TOP + min(len(phases), MOST_RANKS) * (LANE + GAP)
+            took, share = spent.get(name, 0.0), spent.get(name, 0.0) / max(seconds, 1e-9)
+            if share >= 0.002:
+                spans.append(RecordedSpan(name, 0, at, took, {"took": f"{share:.1%}"}))
+                at += took
+        rows.append((f"rank {rank}", spans))
     more = f", the first {MOST_RANKS} of {len(phases)} ranks" if len(phases) > MOST_RANKS else ""
-    head = f'<text class="head" x="{LEFT}" y="18">How busy the devices were: {seconds:.1f} s{more}</text>'
-    colours, height = legend(names, bottom + 18, left=LEFT, right=WIDTH - RIGHT)
-    return document(head + "".join(parts) + colours, [*names, OTHER.name], WIDTH, height)
+    return lanes_picture(
+        f"How busy the devices were: {seconds:.1f} s{more}", rows, 0.0, seconds, height=LANE, ruler=0.0
+    )
 
 
 def _image(svg: str) -> str:

@@ -1,9 +1,10 @@
-"""Lanes of spans as SVG: what the timeline of one run, and the picture of several, are drawn with.
+"""Lanes of spans as SVG: what the timeline of one run, and the pictures of several and of predictions, are drawn with.
 
 Work fills a lane's height, waiting a third of it; time without a span is left empty. Spans that overlap the work are a
 line below the lane. Colours follow the viewer's light or dark mode.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -11,8 +12,48 @@ from meshfit.observe.kinds import KINDS, kind_of
 from meshfit.observe.reading import RecordedSpan
 from meshfit.units import seconds
 
+WIDTH, LANE, GAP, LEFT, TOP, RIGHT = 1100, 30, 8, 92, 34, 12
 OVERLAPPED = 4  # height of the line below a lane
 REST = 0.8  # share of an animation after which all is shown
+
+Rows = Sequence[tuple[str, Sequence[RecordedSpan]]]
+"""Lanes, each with its label."""
+
+
+def lanes_picture(
+    heading: str,
+    rows: Rows,
+    start: float,
+    end: float,
+    *,
+    height: float = LANE,
+    ruler: float = 1.0,
+    passed: Iterable[tuple[int, float, int, float]] = (),
+    moving: float = 0.0,
+) -> str:
+    """The whole file: ``rows`` between the times ``start`` and ``end``, with a legend. ``ruler``: how long a second
+    is called below them; 0: there is no ruler. ``passed``: lines from a row at a time to another. ``moving``: seconds
+    in which all is revealed from left to right, again and again."""
+    right = WIDTH - RIGHT
+    scale = (right - LEFT) / max(end - start, 1e-12)
+    labels, boxes, names = [], [], dict[str, None]()
+    for i, (label, spans) in enumerate(rows):
+        y = TOP + i * (height + GAP)
+        at = f'x="{LEFT - 10}" y="{y + height / 2 + 4}"'
+        labels.append(f'<text class="lane" {at} text-anchor="end">{escape(label)}</text>')
+        boxes.append(lane(spans, start, end, left=LEFT, top=y, height=height, scale=scale))
+        names |= dict.fromkeys(names_between(spans, start, end))
+    middle = lambda row: TOP + row * (height + GAP) + height / 2
+    for one, at, other, until in passed:
+        ends = f'x1="{LEFT + (at - start) * scale:.1f}" x2="{LEFT + (until - start) * scale:.1f}"'
+        boxes.append(f'<line class="passed" {ends} y1="{middle(one)}" y2="{middle(other)}"/>')
+    bottom, shown = TOP + len(rows) * (height + GAP), "".join(boxes)
+    if moving:
+        shown = animated(shown, left=LEFT, right=right, top=TOP - 6, bottom=bottom, loop=moving)
+    colours, below = legend(names, bottom + (40 if ruler else 18), left=LEFT, right=right)
+    head = f'<text class="head" x="{LEFT}" y="20">{escape(heading)}</text>'
+    times = axis((end - start) * ruler, scale / ruler, bottom) if ruler else ""
+    return document(head + "".join(labels) + times + colours + shown, names, WIDTH, below)
 
 
 def lane(
@@ -31,13 +72,32 @@ def lane(
         if kind.phase == "overlapped":
             y, tall = top + height + 1, OVERLAPPED
         box = f'x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" height="{tall:.1f}"'
-        tip = escape(f"{kind.label}, step {span.step}, {seconds(span.seconds)}")
+        took = span.about.get("took") or f"step {span.step}, {seconds(span.seconds)}"
+        tip = escape(f"{kind.label}, {took}")
         parts.append(f'<rect class="k-{escape(span.name)}" {box}><title>{tip}</title></rect>')
         if "microbatch" in span.about and wide > 11:
             number = escape(str(span.about["microbatch"]))
             at = f'x="{x + wide / 2:.2f}" y="{top + height / 2 + 4}" text-anchor="middle"'
             parts.append(f'<text class="micro" {at}>{number}</text>')
     return "".join(parts)
+
+
+def axis(length: float, scale: float, y: float) -> str:
+    """So many seconds, at ``scale`` pixels a second, down to ``y``."""
+    parts, step = [], nice(max(length, 1e-9) / 8)
+    for i in range(int(length / step + 1e-9) + 1):
+        x, left = LEFT + i * step * scale, length - i * step
+        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{y - 2}"/>')
+        anchor = "middle" if left * scale > 24 else "end"  # or it would reach out of the picture
+        at = f'x="{x:.1f}" y="{y + 12}" text-anchor="{anchor}"'
+        parts.append(f'<text class="tick" {at}>{i * step * 1e3:.6g} ms</text>')
+    return "".join(parts)
+
+
+def nice(step: float) -> float:
+    """1, 2 or 5 times a power of ten, not below ``step``."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 
 def names_between(spans: Iterable[RecordedSpan], start: float, end: float) -> list[str]:

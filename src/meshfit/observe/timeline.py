@@ -6,20 +6,16 @@ and what is passed from stage to stage is a line between lanes.
 
 import gzip
 import json
-import math
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from meshfit.observe.kinds import PHASES, kind_of
 from meshfit.observe.reading import Rank, RecordedRun, RecordedSpan
-from meshfit.observe.svg import animated, document, lane, legend, names_between
-
-WIDTH, LANE, GAP, LEFT, TOP, RIGHT = 1100, 30, 8, 92, 34, 12
+from meshfit.observe.svg import lanes_picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,30 +157,15 @@ def picture(run: RecordedRun, window: StepRange | None = None, *, title: str | N
     window = window or next(iter(windows(run)), None)
     if window is None:
         return ""
-    start, end, right = window.start, window.end, WIDTH - RIGHT
-    scale = (right - LEFT) / max(end - start, 1e-9)
-    labels, boxes, names = [], [], dict[str, None]()
-    for row, (label, rank) in enumerate(lanes(run)):
-        y, spans = TOP + row * (LANE + GAP), [*drawn(rank), *overlapped(rank)]
+    rows = []
+    for label, rank in lanes(run):
         device = str(rank.facts.get("device", ""))
         label += f" {device}" if device.startswith("cuda") else ""
-        at = f'x="{LEFT - 10}" y="{y + LANE / 2 + 4}"'
-        labels.append(f'<text class="lane" {at} text-anchor="end">{escape(label)}</text>')
-        boxes.append(lane(spans, start, end, left=LEFT, top=y, height=LANE, scale=scale))
-        names |= dict.fromkeys(names_between(spans, start, end))
-    bottom = TOP + len(labels) * (LANE + GAP)
-    middle = lambda row: TOP + row * (LANE + GAP) + LANE / 2
-    for one, at, other, until in passed(run, window):
-        ends = f'x1="{LEFT + (at - start) * scale:.1f}" x2="{LEFT + (until - start) * scale:.1f}"'
-        boxes.append(f'<line class="passed" {ends} y1="{middle(one)}" y2="{middle(other)}"/>')
-    shown = "".join(boxes)
-    if moving:
-        shown = animated(shown, left=LEFT, right=right, top=TOP - 6, bottom=bottom, loop=moving)
-    colours, height = legend(names, bottom + 40, left=LEFT, right=right)
-    to = f" to {window.last}" if window.last > window.first else ""
-    heading = escape(title or f"{run.plan}   step {window.first}{to}")
-    head = f'<text class="head" x="{LEFT}" y="20">{heading}</text>'
-    return document(head + "".join(labels) + axis(end - start, scale, bottom) + colours + shown, names, WIDTH, height)
+        rows.append((label, [*drawn(rank), *overlapped(rank)]))
+    heading = title or f"{run.plan}   step {window.first}" + (
+        f" to {window.last}" if window.last > window.first else ""
+    )
+    return lanes_picture(heading, rows, window.start, window.end, passed=passed(run, window), moving=moving)
 
 
 def passed(run: RecordedRun, window: StepRange) -> list[tuple[int, float, int, float]]:
@@ -203,20 +184,3 @@ def passed(run: RecordedRun, window: StepRange) -> list[tuple[int, float, int, f
             if row != other and later.at >= span.end:
                 found.append((row, span.end, other, later.at))
     return found
-
-
-def axis(length: float, scale: float, y: float) -> str:
-    parts, step = [], nice(max(length, 1e-9) / 8)
-    for i in range(int(length / step + 1e-9) + 1):
-        x, left = LEFT + i * step * scale, length - i * step
-        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{y - 2}"/>')
-        anchor = "middle" if left * scale > 24 else "end"  # or it would reach out of the picture
-        at = f'x="{x:.1f}" y="{y + 12}" text-anchor="{anchor}"'
-        parts.append(f'<text class="tick" {at}>{i * step * 1e3:.6g} ms</text>')
-    return "".join(parts)
-
-
-def nice(step: float) -> float:
-    """1, 2 or 5 times a power of ten, not below ``step``."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))

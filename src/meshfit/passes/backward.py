@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshfit.axes.tensor.column import ColumnProduct
+from meshfit.axes.tensor.functions import ColumnProduct
 from meshfit.torch_private.autograd import PRODUCT_NODES
 
 Node = Any

@@ -24,6 +24,7 @@ Sources of ``rates``, ``bandwidth``, ``memory``, ``watts`` and link speeds: the 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
@@ -73,10 +74,8 @@ class Accelerator:
 
     def rate(self, precision: str) -> float:
         """Peak in FLOP/s; what the device lacks runs as the next wider precision that it has."""
-        for word in WIDER[WIDER.index(precision) :]:
-            if word in self.rates:
-                return self.rates[word]
-        return max(self.rates.values())
+        word = self._there(precision)
+        return self.rates[word] if word else max(self.rates.values())
 
     def best(self, precision: str) -> float:
         """What the best shape reaches while power does not limit it, FLOP/s."""
@@ -84,107 +83,80 @@ class Accelerator:
 
     def sustained(self, precision: str) -> float:
         """What large products reach, FLOP/s."""
-        for word in WIDER[WIDER.index(precision) :]:
-            if word in self.rates:
-                return self.rates[word] * self.reached.get(word, 0.75)
-        return 0.75 * max(self.rates.values())
+        return self.rate(precision) * self.reached.get(self._there(precision), 0.75)
+
+    def _there(self, precision: str) -> str:
+        """The next precision that the device has; empty: none that is as wide."""
+        return next((word for word in WIDER[WIDER.index(precision) :] if word in self.rates), "")
 
 
 WIDER = ("fp4", "fp8", "fp16", "bf16", "tf32", "fp32")
 
 
 def _nvidia(
-    name: str, memory: float, bandwidth: float, half: float, *, reached: float = 0.75, fp8: float = 0.0, **rest
+    name: str,
+    memory: float,
+    bandwidth: float,
+    half: float,
+    fp32: float,
+    *,
+    reached: float = 0.75,
+    fp8: float = 0.0,
+    fp4: tuple[float, float] | None = None,
+    fp16_alone: bool = False,
+    nvlink: float = 0.0,
+    pcie: float = 32.0,
+    **rest: Any,
 ) -> Accelerator:
-    """``memory`` GiB, ``bandwidth`` TB/s, ``half`` TFLOP/s of bf16 and fp16."""
-    rates = {"fp16": half * TERA, "bf16": half * TERA, "tf32": half / 2 * TERA, "fp32": half / 16 * TERA}
-    shares = {"fp16": reached, "bf16": reached, "tf32": reached}
+    """``memory`` GiB; ``bandwidth`` TB/s; TFLOP/s of bf16 and fp16 (``half``), of fp32, and of fp4 with its share that
+    is reached; ``fp8``: the share of twice ``half``; links in GB/s. ``fp16_alone``: neither bf16 nor tf32."""
+    rates = {"fp16": half} if fp16_alone else {"fp16": half, "bf16": half, "tf32": half / 2}
+    rates["fp32"], shares = fp32, dict.fromkeys(("bf16", "fp16", "tf32"), reached)
     if fp8:
-        rates["fp8"], shares["fp8"] = 2 * half * TERA, fp8
-    rates |= {key: value * TERA for key, value in rest.pop("others", {}).items()}
-    shares |= rest.pop("shares", {})
-    nvlink, pcie = rest.pop("nvlink", 0.0) * GIGA, rest.pop("pcie", 32) * GIGA
-    rates, shares = dict(sorted(rates.items())), dict(sorted(shares.items()))
+        rates["fp8"], shares["fp8"] = 2 * half, fp8
+    if fp4:
+        rates["fp4"], shares["fp4"] = fp4
     return Accelerator(
         name=name,
         memory=int(memory * GIB),
         bandwidth=bandwidth * TERA,
-        rates={key: rate for key, rate in rates.items() if rate},
-        reached=shares,
-        nvlink=nvlink,
-        pcie=pcie,
+        rates={word: rates[word] * TERA for word in sorted(rates)},
+        reached=dict(sorted(shares.items())),
+        nvlink=nvlink * GIGA,
+        pcie=pcie * GIGA,
         **rest,
     )
 
 
-_V100 = {"units": 80, "tile": (128, 128), "reached": 0.80, "others": {"bf16": 0, "tf32": 0, "fp32": 15.7}, "pcie": 16}
-_A100 = {"units": 108, "tile": (128, 256), "fastest": 0.87, "reached": 0.80, "others": {"fp32": 19.5}}
-_HOPPER = {"units": 132, "fastest": 0.80, "pcie": 64, "fp8": 0.62, "others": {"fp32": 67}}
+_SMALL = {"tile": (128, 128)}
+_V100 = {"units": 80, "reached": 0.80, "fp16_alone": True, "pcie": 16, "watts": 300, "nvlink": 150, **_SMALL}
+_A100 = {"units": 108, "fastest": 0.87, "reached": 0.80}
+_HOPPER = {"units": 132, "fastest": 0.80, "pcie": 64, "fp8": 0.62}
 _BLACKWELL = {"units": 148, "fastest": 0.78, "tile": (256, 256), "pcie": 64, "streamed": 0.67, "nvlink": 900}
 
 ACCELERATORS = {
     device.name: device
     for device in (
-        _nvidia("V100-16GB", 16, 0.9, 125, watts=300, nvlink=150, **_V100),
-        _nvidia("V100-32GB", 32, 0.9, 125, watts=300, nvlink=150, **_V100),
-        _nvidia("A100-40GB", 40, 1.555, 312, watts=400, nvlink=300, **_A100),
-        _nvidia("A100-80GB", 80, 2.039, 312, watts=400, nvlink=300, **_A100),
-        _nvidia("A100-PCIe", 80, 1.935, 312, watts=300, **(_A100 | {"reached": 0.75})),
-        _nvidia("H100-SXM", 80, 3.35, 989, reached=0.70, watts=700, nvlink=450, **_HOPPER),
-        _nvidia("H100-SXM-500W", 96, 2.4, 989, reached=0.58, watts=500, nvlink=450, **(_HOPPER | {"fp8": 0.50})),
-        _nvidia("H100-PCIe", 80, 2.0, 756, reached=0.55, watts=350, **(_HOPPER | {"units": 114})),
-        _nvidia("H200", 141, 4.8, 989, reached=0.72, watts=700, nvlink=450, **_HOPPER),
-        _nvidia(
-            *("B200", 180, 8.0, 2250),
-            **_BLACKWELL,
-            reached=0.50,
-            fp8=0.50,
-            watts=1000,
-            others={"fp4": 9000, "fp32": 75},
-            shares={"fp4": 0.50},
-        ),
-        _nvidia(
-            *("B300", 288, 8.0, 2250),
-            **_BLACKWELL,
-            reached=0.60,
-            fp8=0.60,
-            watts=1200,
-            others={"fp4": 13500, "fp32": 75},
-            shares={"fp4": 0.40},
-        ),
-        _nvidia(
-            *("GB200", 186, 8.0, 2450),
-            **_BLACKWELL,
-            reached=0.55,
-            fp8=0.55,
-            watts=1200,
-            others={"fp4": 9800, "fp32": 80},
-            shares={"fp4": 0.55},
-        ),
-        _nvidia(
-            *("GB300", 288, 8.0, 2450),
-            **_BLACKWELL,
-            reached=0.64,
-            fp8=0.64,
-            watts=1400,
-            others={"fp4": 14700, "fp32": 80},
-            shares={"fp4": 0.43},
-        ),
-        _nvidia("A10", 24, 0.6, 125, watts=150, units=72, tile=(128, 128), reached=0.55, others={"fp32": 31.2}),
-        _nvidia("A10G", 24, 0.6, 70, watts=300, units=80, tile=(128, 128), others={"fp32": 35}),
-        _nvidia("L4", 24, 0.3, 121, watts=72, units=58, tile=(128, 128), reached=0.50, fp8=0.50, others={"fp32": 30.3}),
-        _nvidia("L40S", 48, 0.864, 362, watts=350, units=142, reached=0.65, fp8=0.60, others={"fp32": 91.6}),
-        _nvidia(
-            *("T4", 16, 0.32, 65),
-            watts=70,
-            units=40,
-            tile=(128, 128),
-            reached=0.55,
-            pcie=16,
-            others={"bf16": 0, "tf32": 0, "fp32": 8.1},
-        ),
-        _nvidia("RTX3090", 24, 0.936, 71, watts=350, units=82, tile=(128, 128), others={"fp32": 35.6}),
-        _nvidia("RTX4090", 24, 1.008, 165, watts=450, units=128, tile=(128, 128), fp8=0.75, others={"fp32": 82.6}),
+        _nvidia("V100-16GB", 16, 0.9, 125, 15.7, **_V100),
+        _nvidia("V100-32GB", 32, 0.9, 125, 15.7, **_V100),
+        _nvidia("A100-40GB", 40, 1.555, 312, 19.5, watts=400, nvlink=300, **_A100),
+        _nvidia("A100-80GB", 80, 2.039, 312, 19.5, watts=400, nvlink=300, **_A100),
+        _nvidia("A100-PCIe", 80, 1.935, 312, 19.5, watts=300, **(_A100 | {"reached": 0.75})),
+        _nvidia("H100-SXM", 80, 3.35, 989, 67, reached=0.70, watts=700, nvlink=450, **_HOPPER),
+        _nvidia("H100-SXM-500W", 96, 2.4, 989, 67, reached=0.58, watts=500, nvlink=450, **(_HOPPER | {"fp8": 0.50})),
+        _nvidia("H100-PCIe", 80, 2.0, 756, 67, reached=0.55, watts=350, **(_HOPPER | {"units": 114})),
+        _nvidia("H200", 141, 4.8, 989, 67, reached=0.72, watts=700, nvlink=450, **_HOPPER),
+        _nvidia("B200", 180, 8.0, 2250, 75, reached=0.50, fp8=0.50, fp4=(9000, 0.50), watts=1000, **_BLACKWELL),
+        _nvidia("B300", 288, 8.0, 2250, 75, reached=0.60, fp8=0.60, fp4=(13500, 0.40), watts=1200, **_BLACKWELL),
+        _nvidia("GB200", 186, 8.0, 2450, 80, reached=0.55, fp8=0.55, fp4=(9800, 0.55), watts=1200, **_BLACKWELL),
+        _nvidia("GB300", 288, 8.0, 2450, 80, reached=0.64, fp8=0.64, fp4=(14700, 0.43), watts=1400, **_BLACKWELL),
+        _nvidia("A10", 24, 0.6, 125, 31.2, reached=0.55, watts=150, units=72, **_SMALL),
+        _nvidia("A10G", 24, 0.6, 70, 35, watts=300, units=80, **_SMALL),
+        _nvidia("L4", 24, 0.3, 121, 30.3, reached=0.50, fp8=0.50, watts=72, units=58, **_SMALL),
+        _nvidia("L40S", 48, 0.864, 362, 91.6, reached=0.65, fp8=0.60, watts=350, units=142),
+        _nvidia("T4", 16, 0.32, 65, 8.1, reached=0.55, fp16_alone=True, watts=70, units=40, pcie=16, **_SMALL),
+        _nvidia("RTX3090", 24, 0.936, 71, 35.6, watts=350, units=82, **_SMALL),
+        _nvidia("RTX4090", 24, 1.008, 165, 82.6, fp8=0.75, watts=450, units=128, **_SMALL),
         Accelerator(
             name="MI300X",
             memory=192 * GIB,

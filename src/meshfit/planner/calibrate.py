@@ -11,6 +11,7 @@ that others use, too.
     collectives   all-reduce of a small and of a large message over gloo or NCCL, in as many ranks as there are devices
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,14 +67,14 @@ def fitted(base: Cluster, every: Sequence[Mapping[str, Sequence[float]]]) -> Clu
     accelerator = base.accelerator
     bandwidth, launch = took["copy"][0], took["launch"][0]
     if accelerator.name == "cpu":
-        accelerator = replace(accelerator, bandwidth=COPIED / bandwidth, streamed=1.0, launch=launch)
-        accelerator = replace(accelerator, reached={"fp32": 1.0}, fastest=1.0, units=1, rates={"fp32": 1e9})
-        timing = Timing(replace(accelerator, bandwidth=1e18, launch=0.0))
+        one = {"reached": {"fp32": 1.0}, "rates": {"fp32": 1e9}, "fastest": 1.0, "units": 1}
+        timing = Timing(replace(accelerator, **one, bandwidth=1e18, launch=0.0))
         slower = [
             sum(timing(MatrixProduct(*each, precision="fp32")) for each in products(*shape)) / own
             for shape, own in zip(SHAPES, took["fp32"], strict=True)
         ]
-        accelerator = replace(accelerator, rates={"fp32": 1e9 * median(slower)})
+        one |= {"rates": {"fp32": 1e9 * median(slower)}, "bandwidth": COPIED / bandwidth, "streamed": 1.0}
+        accelerator = replace(accelerator, **one, launch=launch)
     else:
         rate = {
             word: max(2.0 * m * n * k / own for (m, n, k), own in zip(LARGE, took[word], strict=True)) for word in GPU
@@ -182,30 +183,6 @@ def _link(base: Cluster, small: float, big: float) -> Link:
 
 
 def save(cluster: Cluster, path: Path) -> None:
-    """As TOML, which ``Cluster.of`` reads."""
+    """As JSON, which ``Cluster.of`` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(toml(cluster.to_dict()))
-
-
-def toml(values: dict[str, Any]) -> str:
-    """Plain values and tables of them; what is None is left out."""
-    plain = [f"{key} = {_value(v)}" for key, v in values.items() if not isinstance(v, dict) and v is not None]
-    return "\n".join([*plain, *_tables(values, "")]) + "\n"
-
-
-def _tables(values: dict[str, Any], above: str) -> list[str]:
-    lines = []
-    for key, inner in ((k, v) for k, v in values.items() if isinstance(v, dict)):
-        own = [f"{k} = {_value(v)}" for k, v in inner.items() if not isinstance(v, dict) and v is not None]
-        lines += ["", f"[{above}{key}]", *own, *_tables(inner, f"{above}{key}.")]
-    return lines
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    return repr(value)
+    path.write_text(json.dumps(cluster.to_dict(), indent=1))

@@ -29,7 +29,7 @@ def profile_path(kind: str | None = None) -> Path | None:
     """Where ``meshfit calibrate`` keeps what it measured on this machine; None where nothing is kept."""
     folder = cache_folder()
     word = "gpu" if on_gpus(kind) else "cpu"
-    return None if folder is None else folder / f"cluster-{platform.node()}-{word}.toml"
+    return None if folder is None else folder / f"cluster-{platform.node()}-{word}.json"
 
 
 def detected(devices: int | None = None, kind: str | None = None, here: int | None = None) -> Cluster:
@@ -46,7 +46,7 @@ def detected(devices: int | None = None, kind: str | None = None, here: int | No
         if base.nodes > 1:
             return replace(base, accelerator=device)
         return replace(base, accelerator=device, inside=replace(known.inside, domain=base.inside.domain))
-    more = _share(base.devices_per_node) / _share(known.devices_per_node)  # of the cores, for each rank
+    more = known.devices_per_node / base.devices_per_node  # of the cores, for each rank
     device = replace(
         known.accelerator,
         memory=base.accelerator.memory,
@@ -58,20 +58,15 @@ def detected(devices: int | None = None, kind: str | None = None, here: int | No
     return replace(base, name=f"{base.name}, measured", accelerator=device, inside=link, network=far)
 
 
-def _share(ranks: int) -> float:
-    return (psutil.cpu_count(logical=False) or 1) / ranks
-
-
 def guessed(devices: int | None = None, kind: str | None = None, here: int | None = None) -> Cluster:
     """By what the devices are called, and their data sheets. ``here``: of ``devices`` those on this machine, where
     there are as many others on each of several."""
-    if on_gpus(kind):
-        count = devices or torch.cuda.device_count()
-        return _gpus(count, here or count)
-    cores = psutil.cpu_count(logical=False) or 1
-    count = devices or cores
+    memory, cores = psutil.virtual_memory().total, psutil.cpu_count(logical=False) or 1
+    count = devices or (torch.cuda.device_count() if on_gpus(kind) else cores)
     ranks = here or count
-    memory, share = psutil.virtual_memory().total, max(1.0, cores / ranks)
+    if on_gpus(kind):
+        return _gpus(count, ranks, memory)
+    share = max(1.0, cores / ranks)
     cpu = Accelerator(
         name="cpu",
         memory=memory // ranks,
@@ -97,29 +92,23 @@ def guessed(devices: int | None = None, kind: str | None = None, here: int | Non
     )
 
 
-def _gpus(count: int, here: int) -> Cluster:
+def _gpus(count: int, here: int, host_memory: int) -> Cluster:
     found = torch.cuda.get_device_properties(0)
     name = like(found.name, found.total_memory)
     base = cluster_of(f"{-(-count // here)}x{here}x{name}")
     device = replace(base.accelerator, memory=found.total_memory, units=found.multi_processor_count)
+    name = f"{count} x {found.name}{' here' if here == count else ''}"
     base = joined(base, topology())
-    total = psutil.virtual_memory().total
-    return replace(
-        base,
-        name=f"{count} x {found.name}{' here' if here == count else ''}",
-        accelerator=device,
-        host_memory=total,
-        price=None,
-    )
+    return replace(base, name=name, accelerator=device, host_memory=host_memory, price=None)
 
 
 def joined(base: Cluster, found: Topology | None) -> Cluster:
     """With the links that the machine says it has, where it says so."""
     if found is None or found.gpus < 2 or base.nodes > 1:
         return base
+    slow = Link(kind="pcie", bandwidth=base.accelerator.pcie, latency=PCIE_LATENCY, domain=0)
     if found.domain == 1:
-        link = Link(kind="pcie", bandwidth=base.accelerator.pcie, latency=PCIE_LATENCY, domain=base.devices)
-        return replace(base, inside=link)
+        return replace(base, inside=replace(slow, domain=base.devices))
     fast = replace(
         base.inside,
         kind="nvlink",
@@ -127,7 +116,6 @@ def joined(base: Cluster, found: Topology | None) -> Cluster:
         latency=NVLINK_LATENCY,
         domain=min(found.domain, base.devices),
     )
-    slow = Link(kind="pcie", bandwidth=base.accelerator.pcie, latency=PCIE_LATENCY, domain=0)
     return replace(base, inside=fast, network=slow if fast.domain < base.devices else base.network)
 
 
@@ -136,9 +124,9 @@ def like(name: str, memory: int) -> str:
     one with the nearest memory."""
     words = name.upper().replace(" ", "").replace("NVIDIA", "").replace("GEFORCE", "")
     model = lambda device: device.name.upper().split("-")[0]
-    known = [device for device in ACCELERATORS.values() if words.startswith(model(device))]
-    if not known:
-        known = [device for device in ACCELERATORS.values() if model(device) in words] or list(ACCELERATORS.values())
+    every = list(ACCELERATORS.values())
+    known = [device for device in every if words.startswith(model(device))]
+    known = known or [device for device in every if model(device) in words] or every
     longest = max(len(model(device)) for device in known)
     pcie = lambda device: ("PCIE" in device.name.upper()) != ("PCIE" in words)
     best = [device for device in known if len(model(device)) == longest]

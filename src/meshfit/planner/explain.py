@@ -55,11 +55,11 @@ def row(prediction: Prediction, cluster: Cluster, steps: int = 0) -> dict[str, A
         "plan": str(prediction.plan),
         "seconds": total,
         "samples_per_second": prediction.samples_per_second,
-        "tokens_per_second": prediction.tokens / total,
-        "share_of_peak": prediction.model_flops / total / peak,
-        "memory": prediction.used,
+        "tokens_per_second": prediction.work.tokens / total,
+        "share_of_peak": prediction.work.model_flops / total / peak,
+        "memory": prediction.memory.device,
         "capacity": prediction.capacity,
-        "held": dict(prediction.held),
+        "held": dict(prediction.memory.held),
         "phases": {phase: dict(kinds) for phase, kinds in prediction.kinds.items()},
         "items": dict(items),
         "exposed": items.get("collectives", 0.0) / total,
@@ -111,9 +111,9 @@ def warnings(plan: Plan, cluster: Cluster) -> list[str]:
 
 def itemised(prediction: Prediction) -> list[str]:
     """Its memory by kind and its seconds by item, the largest first."""
-    memory, took = _parts(prediction.held), _parts(prediction.items)
+    memory, took = _parts(prediction.memory.held), _parts(prediction.items)
     said = lambda parts, unit: ", ".join(f"{name} {unit(value)}" for name, value in parts)
-    low, high = (used - sum(prediction.held.values()) for used in prediction.used)
+    low, high = (used - prediction.memory.allocated for used in prediction.memory.device)
     beside = f"; beside these {size(low)} to {size(high)} of the process and its allocator"
     return [f"memory: {said(memory, size)}{beside}", f"a step: {said(took, in_words)}"]
 
@@ -129,14 +129,16 @@ def reasons(found: Found, cluster: Cluster) -> list[str]:
     best = found.best
     if best is None:
         return ["nothing fits", *(family.reason for family in found.rejected[:2])]
-    about = row(best, cluster)
     after = next((f.best for f in found.families if f.best is not None and f.best is not best), None)
-    said = f"{best.plan}: {in_words(best.seconds)} a step, {100 * about['share_of_peak']:.0f} % of the peak"
-    memory = f"{size(best.used[1])} of {size(best.capacity)}, most of it {largest(best.held)}"
-    if after is None:
-        return [said, memory, f"nothing else was allowed or fits ({found.written} plans looked at)"]
-    slower = after.seconds / best.seconds - 1
-    return [said, memory, f"next is {after.plan}, {100 * slower:.0f} % slower ({found.written} plans looked at)"]
+    beside = "nothing else was allowed or fits"
+    if after is not None:
+        beside = f"next is {after.plan}, {100 * (after.seconds / best.seconds - 1):.0f} % slower"
+    share = row(best, cluster)["share_of_peak"]
+    return [
+        f"{best.plan}: {in_words(best.seconds)} a step, {100 * share:.0f} % of the peak",
+        f"{size(best.memory.device[1])} of {size(best.capacity)}, most of it {largest(best.memory.held)}",
+        f"{beside} ({found.written} plans looked at)",
+    ]
 
 
 def largest(held: Mapping[str, float]) -> str:

@@ -12,15 +12,12 @@ the buffers of collectives (``CONTEXT``), and the allocator what it cannot hand 
 shows is more than what torch has allocated.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from meshfit.planner.decoder import Decoder, Degrees, layers_of, parameters_of
+from meshfit.planner.prediction import StepMemory
 from meshfit.planner.software import Software
 from meshfit.schedule.actions import V_SHAPED
-
-CONTEXT = 1.6 * 2**30
-"""CUDA's context and libraries: 1.57 GB on an A100 in the logs of BLOOM's preparation."""
 
 PASSING = 0.3
 """Gradients of activations on their way through a layer, over what the layer keeps: those of its widest products."""
@@ -28,33 +25,6 @@ PASSING = 0.3
 HEAD_CHUNK = 4
 """Logits that are there at once where their loss is computed some tokens at a time, over elements of the head's input:
 a chunk has as many, a few times over, and its input's gradient is there from the loss on."""
-
-SLACK = (0.02, 0.08)
-"""Reserved beyond allocated: 2 to 8 % in SimuMax's rows."""
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """At its most in a step, on one rank of the pipeline."""
-
-    rank: int
-    held: dict[str, float]
-
-    @property
-    def allocated(self) -> float:
-        """Bytes of tensors."""
-        return sum(self.held.values())
-
-    @property
-    def reserved(self) -> tuple[float, float]:
-        """What the allocator may hold: from, to."""
-        return self.allocated * (1 + SLACK[0]), self.allocated * (1 + SLACK[1])
-
-    @property
-    def device(self) -> tuple[float, float]:
-        """What the device has in use: from, to."""
-        low, high = self.reserved
-        return low + CONTEXT, high + CONTEXT
 
 
 def step_memory(model: Decoder, d: Degrees, software: Software) -> StepMemory:
@@ -96,7 +66,7 @@ def rank_memory(model: Decoder, d: Degrees, software: Software, rank: int) -> St
         "logits": logits * (4.0 if software.fused_loss else 14.0),
         "passing": passing,
     }
-    return StepMemory(rank, held)
+    return StepMemory(held, rank)
 
 
 def in_flight(d: Degrees, rank: int) -> float:

@@ -1,6 +1,6 @@
 """A narrow stand-in for a model of Hugging Face that is too large for trials, or on meta: a few layers, each of its
-widths divided by one number, the heads as many. What tensor= and context= find on it is told of the large one: the same
-cuts of all its layers, as many times as wide, and as many bytes more in their collectives.
+widths divided by one number, the heads as many. What tensor= and context= find on it is taken for the large one too:
+the same cuts of all its layers, as many times as wide, and as many bytes more in their collectives.
 """
 
 import copy
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfit.axes.context.find import ContextPlan
+from meshfit.axes.context.plan import ContextPlan
 from meshfit.axes.tensor.region import Cut, Region, TensorPlan, joined
 from meshfit.comm.group import Traffic
 from meshfit.data import tree

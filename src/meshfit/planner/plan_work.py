@@ -13,7 +13,7 @@ from meshfit.cost import CollectiveCall
 from meshfit.optimizers import Optimizers
 from meshfit.plan import Plan
 from meshfit.plan_cost import Costing, costed
-from meshfit.planner.work import StageWork, StepWork
+from meshfit.planner.step import StageWork, StepWork
 from meshfit.schedule.actions import stages_of, usual_chunks
 
 ROUNDING = 3

@@ -30,7 +30,7 @@ from meshfit.anatomy.samples import Unlike, at_samples
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.compile.axis import compilable
 from meshfit.axes.compile.saved import Kept, after_compile, kept_by_compiled
-from meshfit.axes.context.find import ContextPlan
+from meshfit.axes.context.plan import ContextPlan
 from meshfit.axes.find import Study
 from meshfit.axes.kept import kept_path, read_kept, write_kept
 from meshfit.axes.order import ORDER
@@ -45,13 +45,11 @@ from meshfit.optimizers import Optimizers
 from meshfit.plan import Plan
 from meshfit.plan_cost import Costing, costed
 from meshfit.planner.cluster import Cluster
-from meshfit.planner.memory import CONTEXT, SLACK
 from meshfit.planner.narrow import NarrowModel, narrowed
 from meshfit.planner.plan_work import plan_work
-from meshfit.planner.prediction import Limits, Prediction, phases
-from meshfit.planner.software import MESHFIT, Software
-from meshfit.planner.step import StepModel
-from meshfit.planner.work import StepWork
+from meshfit.planner.prediction import CONTEXT, Limits, Prediction, StepMemory, phases
+from meshfit.planner.software import MESHFIT
+from meshfit.planner.step import StepModel, StepWork
 
 SIZES = (11, 13)
 """Samples of the two batches that are traced. Primes: rows of a batch are then seldom as many as channels."""
@@ -74,60 +72,48 @@ class TracedPredictor:
         batch: Any,
         optimizer: torch.optim.Optimizer | Optimizers,
         cluster: Cluster,
-        software: Software = MESHFIT,
         *,
         device: str = "cuda",
     ):
         self.model, self.objective, self.batch, self.optimizer = model, objective, batch, optimizer
-        self.cluster, self.software, self.device = cluster, software, device
-        self.steps = StepModel(cluster, software)
+        self.cluster, self.device = cluster, device
+        self.steps = StepModel(cluster, MESHFIT)
         self._traces: dict[Any, Trace] = {}
-        self._found: dict[Any, Any] = {}
-        self._costings: dict[Any, list[Costing]] = {}
+        self._made: dict[Any, Any] = {}
 
     def __call__(self, plan: Plan, batch: int) -> Prediction:
         """A step of ``batch`` samples over all devices. ``PlanError`` where the plan cannot be."""
         ranks, work = self._costed(plan, batch), self._work(plan, batch)
         time = self.steps(work)
-        most = max(ranks, key=lambda costing: costing.total.most).total
-        kinds = phases(most.held, most.passed)
-        held = max(kinds.values(), key=lambda kind: sum(kind.values()))
         loudest = max(ranks, key=lambda costing: sum(c.bytes * c.count for c in costing.total.collectives)).total
         return Prediction(
             plan=plan,
             batch=batch,
             seconds=time.seconds,
             items=time.items,
-            held=held,
-            used=self._in_use(sum(held.values())),
+            memory=self.memory(plan, batch),
             capacity=self.cluster.accelerator.memory,
-            tokens=work.tokens,
-            model_flops=work.model_flops,
-            kinds=kinds,
+            kinds=self._phases(plan, batch),
             collectives=loudest.collectives,
             work=work,
         )
 
-    def memory_of(self, plan: Plan, batch: int) -> Mapping[str, float]:
-        """Bytes of tensors on the device that has most, by kind."""
-        most = max(self._costed(plan, batch), key=lambda costing: costing.total.most).total
-        return max(phases(most.held, most.passed).values(), key=lambda kind: sum(kind.values()))
+    def memory(self, plan: Plan, batch: int) -> StepMemory:
+        """On the device that has most, in the phase in which it has most."""
+        held = max(self._phases(plan, batch).values(), key=lambda kind: sum(kind.values()))
+        return StepMemory(held, context=CONTEXT if self.device == "cuda" else 0.0)
 
-    def used(self, plan: Plan, batch: int) -> tuple[float, float]:
-        """Bytes in use on the device that has most: from, to."""
-        return self._in_use(sum(self.memory_of(plan, batch).values()))
+    def _phases(self, plan: Plan, batch: int) -> dict[str, dict[str, float]]:
+        most = max(self._costed(plan, batch), key=lambda costing: costing.total.most).total
+        return phases(most.held, most.passed)
 
     def at_least(self, plan: Plan, batch: int) -> float:
         """Seconds that ``__call__`` will not go below."""
         return self.steps.at_least(self._work(plan, batch))
 
-    @property
+    @cached_property
     def limits(self) -> Limits:
         """What the model lets the axes be, as far as a trace tells."""
-        return self._limits
-
-    @cached_property
-    def _limits(self) -> Limits:
         trace = self._trace(Plan(precision="bf16"), SIZES[0])
         blocks = sum(len(block.paths) for block in trace.blocks if len(block.paths) > 1)
         heads = {op.heads for e in trace.events for op in e.cost.forward if isinstance(op, FusedAttention)}
@@ -173,16 +159,26 @@ class TracedPredictor:
         return self._traces[*how, samples]
 
     def _traced(self, plan: Plan, samples: int, fine: bool) -> Trace:
-        path = kept_path("traces", *self._known, plan.precision, plan.cuts, fine, samples, self.device)
-        if (kept := read_kept(path, Trace)) is not None:
-            return kept
-        share = {"share": FINE} if fine else {}
-        content = self._taken(samples)
-        found = traced(self.model, self.objective, content, device=self.device, plan=plan, operations=True, **share)
-        if isinstance(found, TraceError):
-            raise PlanError("the model cannot be traced", found.headline, *found.facts)
-        write_kept(path, found)
-        return found
+        def made() -> Trace:
+            how: dict[str, Any] = {"share": FINE} if fine else {}
+            how |= {"device": self.device, "plan": plan, "operations": True}
+            found = traced(self.model, self.objective, self._taken(samples), **how)
+            if isinstance(found, TraceError):
+                raise PlanError("the model cannot be traced", found.headline, *found.facts)
+            return found
+
+        return self._once(made, "traces", plan.precision, plan.cuts, fine, samples, kept=Trace)
+
+    def _once(self, make: Callable[[], Any], *key: Any, kept: type | None = None) -> Any:
+        """What ``make`` returns, by ``key``; on disk too, where ``kept`` says of what class it is."""
+        if key not in self._made:
+            path = None if kept is None else kept_path(key[0], *self._known, *key[1:], self.device)
+            found = None if kept is None else read_kept(path, kept)
+            if found is None:
+                found = make()
+                write_kept(path, found)
+            self._made[key] = found
+        return self._made[key]
 
     @cached_property
     def _known(self) -> tuple[nn.Module, Program | None]:
@@ -206,61 +202,44 @@ class TracedPredictor:
         return after_compile(trace, kept)
 
     def _kept_by_compiled(self, plan: Plan, blocks: tuple[str, ...], samples: int) -> Kept:
-        key = ("compiled", plan.precision, blocks, samples)
-        if key not in self._found:
-            path = kept_path(key[0], *self._known, *key[1:], self.device)
-            found = read_kept(path, dict)
-            if found is None:
-                how = {"precision": plan.precision, "device": self.device}
-                try:
-                    found = kept_by_compiled(self.model, self.objective, self._taken(samples), blocks, **how)
-                except Exception:  # of whatever code the model has: then it counts as eager, which keeps more
-                    found = {}
-                write_kept(path, found)
-            self._found[key] = found
-        return self._found[key]
+        def made() -> Kept:
+            how = {"precision": plan.precision, "device": self.device}
+            try:
+                return kept_by_compiled(self.model, self.objective, self._taken(samples), blocks, **how)
+            except Exception:  # of whatever code the model has: then it counts as eager, which keeps more
+                return {}
+
+        return self._once(made, "compiled", plan.precision, blocks, samples, kept=dict)
 
     # What the axes act on, and cost
 
     def _findings(self, plan: Plan, trace: Trace) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for word in TRIED:
-            if getattr(plan, word) > 1:
-                found[word] = self._tried(plan, word)
+        found = {word: self._tried(plan, word) for word in TRIED if getattr(plan, word) > 1}
         if plan.pipeline > 1:
             strategy = pipeline_of(plan)
-            key = ("cut", id(trace), strategy.stages, plan.cut)
-            if key not in self._found:
-                self._found[key] = strategy.cut_of(trace)
-            found["pipeline"] = FoundStages(None, 0.0, trace=trace, cut=self._found[key])  # type: ignore[arg-type]
+            make = lambda: (trace, strategy.cut_of(trace))  # with the trace, so that no other gets its id
+            _, cut = self._once(make, "cut", id(trace), strategy.stages, plan.cut)
+            found["pipeline"] = FoundStages(None, 0.0, trace=trace, cut=cut)  # type: ignore[arg-type]
         return found
 
     def _tried(self, plan: Plan, word: str) -> Any:
-        by_rows = splits_sequence(plan, self.device) if word == "tensor" else plan.attention
-        key = (word, getattr(plan, word), by_rows)
-        if key not in self._found:
-            kept = kept_path("context-plans", *self._known, *key, self.device) if word == "context" else None
-            found = read_kept(kept, ContextPlan)
-            if found is None:
-                found = self._on_stand_in(plan, word) if self._on_meta else self._study(plan, word)
-                write_kept(kept, found)
-            self._found[key] = found
-        return self._found[key]
+        make = lambda: self._on_stand_in(plan, word) if self._on_meta else self._study(plan, word)
+        degree = getattr(plan, word)
+        if word == "context":
+            return self._once(make, "context-plans", word, degree, plan.attention, kept=ContextPlan)
+        return self._once(make, word, degree, word == "tensor" and splits_sequence(plan, self.device))
 
-    def _study(self, plan: Plan, word: str, model: nn.Module | None = None, batch: Any = None) -> Any:
-        alone = replace(Plan(precision=plan.precision), **{word: getattr(plan, word)}, **_ways(plan, word))
-        given = (self.model, self.batch) if model is None else (model, batch)
-        return Study(alone, given[0], self.objective, given[1], self.device, (), ORDER).found(word)
+    def _study(self, plan: Plan, word: str, small: NarrowModel | None = None) -> Any:
+        alone = replace(Plan(precision=plan.precision), **{word: getattr(plan, word)}, **_how(plan, word))
+        model, batch = (self.model, self.batch) if small is None else (small.model, small.batch)
+        return Study(alone, model, self.objective, batch, self.device, (), ORDER).found(word)
 
     def _on_stand_in(self, plan: Plan, word: str) -> Any:
-        small = self._small
-        found = (
-            None
-            if small is None or word not in ("tensor", "context")
-            else self._study(plan, word, small.model, small.batch)
-        )
-        if found is not None and small is not None:
-            found = small.tensor(found, self.model) if word == "tensor" else small.context(found)
+        found = None
+        if (small := self._small) is not None and word in ("tensor", "context"):
+            found = self._study(plan, word, small)
+            if found is not None:
+                found = small.tensor(found, self.model) if word == "tensor" else small.context(found)
         if found is None:
             raise PlanError(
                 f"{plan}: what {word}= splits is found by trials, for which the model must have weights",
@@ -279,27 +258,19 @@ class TracedPredictor:
     def _costed(self, plan: Plan, batch: int) -> list[Costing]:
         """By rank of the pipeline; those that run the same are costed once."""
         samples = ceil(batch / (plan.shares * plan.microbatches))
-        if (plan, samples) in self._costings:
-            return self._costings[plan, samples]
+        return self._once(lambda: self._ranks(plan, samples), "costs", plan, samples)
+
+    def _ranks(self, plan: Plan, samples: int) -> list[Costing]:
         check(plan, self.model)
         trace = self._compiled(plan, self._trace(plan, samples), samples)
         found = self._findings(plan, trace)
-        place = lambda rank: {"pipeline": rank}
-        one = lambda rank: costed(
-            *(plan, trace, self.optimizer),
-            found=found,
-            place=place(rank),
-            ahead=self.device == "cuda",
-            estimates=True,
-            state=self._state,
-        )
+        how = {"found": found, "ahead": self.device == "cuda", "estimates": True, "state": self._state}
         alike: dict[Any, Costing] = {}
-        ranks = []
-        for rank in range(plan.pipeline):
-            key = self._likeness(plan, trace, found, rank)
-            ranks.append(alike.setdefault(key, one(rank)) if key not in alike else alike[key])
-        self._costings[plan, samples] = ranks
-        return ranks
+        keys = [self._likeness(plan, trace, found, rank) for rank in range(plan.pipeline)]
+        for rank, key in enumerate(keys):
+            if key not in alike:
+                alike[key] = costed(plan, trace, self.optimizer, place={"pipeline": rank}, **how)
+        return [alike[key] for key in keys]
 
     @staticmethod
     def _likeness(plan: Plan, trace: Trace, found: Mapping[str, Any], rank: int) -> Any:
@@ -320,15 +291,8 @@ class TracedPredictor:
         ranks = self._costed(plan, batch)
         return plan_work(plan, ranks, samples=batch, tokens=self.tokens * batch, model_flops=flops)
 
-    # Memory
 
-    def _in_use(self, allocated: float) -> tuple[float, float]:
-        context = CONTEXT if self.device == "cuda" else 0.0
-        low, high = (allocated * (1 + slack) + context for slack in SLACK)
-        return low, high
-
-
-def _ways(plan: Plan, word: str) -> dict[str, str]:
+def _how(plan: Plan, word: str) -> dict[str, str]:
     """How an axis works, as far as the plan says."""
     said = {"tensor": {"sequence": plan.sequence}, "context": {"attention": plan.attention}}.get(word, {})
     if word == "tensor" and plan.sequence == "auto" and plan.partitions_modules:

@@ -7,8 +7,41 @@ from typing import Protocol
 from meshfit.cost import CollectiveCall
 from meshfit.plan import Plan
 from meshfit.planner.cluster import Cluster
-from meshfit.planner.step import StepModel
-from meshfit.planner.work import StepWork
+from meshfit.planner.step import StepModel, StepWork
+
+CONTEXT = 1.6 * 2**30
+"""Bytes of CUDA's context and libraries: 1.57 GB on an A100 in the logs of BLOOM's preparation."""
+
+SLACK = (0.02, 0.08)
+"""Reserved beyond allocated: 2 to 8 % in SimuMax's rows."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """At its most in a step, on a device of one stage of a pipeline and one branch."""
+
+    held: Mapping[str, float]
+    """Bytes of tensors, by kind."""
+
+    stage: int = 0
+    branch: int = 0
+    context: float = CONTEXT
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of tensors."""
+        return sum(self.held.values())
+
+    @property
+    def reserved(self) -> tuple[float, float]:
+        """What the allocator may hold: from, to."""
+        return self.allocated * (1 + SLACK[0]), self.allocated * (1 + SLACK[1])
+
+    @property
+    def device(self) -> tuple[float, float]:
+        """What the device has in use: from, to."""
+        low, high = self.reserved
+        return low + self.context, high + self.context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +57,8 @@ class Prediction:
     """computing, collectives (those that are waited for), bubble, update, slack, offload: they add up to
     ``seconds``."""
 
-    held: Mapping[str, float]
-    """Bytes of tensors on the device that has most, by kind."""
-
-    used: tuple[float, float]
-    """Bytes in use on that device, with context and allocator: from, to."""
+    memory: StepMemory
+    """Of the device that has most."""
 
     capacity: float
     """Bytes that it has."""
@@ -39,14 +69,8 @@ class Prediction:
     collectives: tuple[CollectiveCall, ...] = ()
     """Of a step, one by one, on the rank that says most. Of a model that was traced."""
 
-    tokens: float = 0.0
-    """A step; 0 where samples are not sequences."""
-
-    model_flops: float = 0.0
-    """Of all devices together, without what is computed again."""
-
-    work: StepWork | None = field(default=None, repr=False)
-    """What it was made of, for a picture."""
+    work: StepWork = field(repr=False)
+    """What it was made of."""
 
     @property
     def phases(self) -> dict[str, float]:
@@ -56,7 +80,7 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Even if the allocator holds as much as it may."""
-        return self.used[1] <= self.capacity
+        return self.memory.device[1] <= self.capacity
 
     @property
     def samples_per_second(self) -> float:
@@ -124,12 +148,8 @@ class Predictor(Protocol):
         """All of it."""
         ...
 
-    def used(self, plan: Plan, batch: int) -> tuple[float, float]:
-        """Bytes in use on the device that has most: what is asked first, of all plans."""
-        ...
-
-    def memory_of(self, plan: Plan, batch: int) -> Mapping[str, float]:
-        """Bytes of tensors on it, by kind."""
+    def memory(self, plan: Plan, batch: int) -> StepMemory:
+        """What is asked first, of all plans."""
         ...
 
     def at_least(self, plan: Plan, batch: int) -> float:

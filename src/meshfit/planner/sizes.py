@@ -14,12 +14,11 @@ from meshfit.errors import PlanError
 from meshfit.plan import Plan
 from meshfit.planner.cluster import Cluster
 from meshfit.planner.decoder import Decoder, Degrees
-from meshfit.planner.memory import StepMemory, rank_memory
-from meshfit.planner.prediction import Limits, Prediction, phases
-from meshfit.planner.software import MESHFIT, Software
-from meshfit.planner.step import StepModel
+from meshfit.planner.memory import rank_memory
+from meshfit.planner.prediction import Limits, Prediction, StepMemory, phases
+from meshfit.planner.software import MESHFIT
+from meshfit.planner.step import StepModel, StepWork
 from meshfit.planner.transformer import step_work
-from meshfit.planner.work import StepWork
 from meshfit.schedule.actions import usual_chunks
 
 RECOMPUTED = {"none": "none", "selective": "cheap", "full": "full"}
@@ -30,10 +29,9 @@ SHORTEST = 4096
 class DecoderPredictor:
     """Of ``model``, with sequences of ``length`` tokens."""
 
-    def __init__(self, model: Decoder, cluster: Cluster, length: int, software: Software = MESHFIT):
-        self.model, self.cluster, self.length, self.software = model, cluster, length, software
-        self._cut = replace(software, master=True)  # what shard= with zero=1 and 2 holds
-        self.steps = StepModel(cluster, software)
+    def __init__(self, model: Decoder, cluster: Cluster, length: int):
+        self.model, self.cluster, self.length = model, cluster, length
+        self.steps = StepModel(cluster, MESHFIT)
         self.memory = lru_cache(maxsize=65536)(self._memory)
 
     @property
@@ -71,11 +69,12 @@ class DecoderPredictor:
         )
 
     def work(self, plan: Plan, batch: int) -> StepWork:
-        return step_work(self.model, self.degrees(plan, batch), self.software)
+        return step_work(self.model, self.degrees(plan, batch), MESHFIT)
 
     def _memory(self, plan: Plan, batch: int) -> StepMemory:
         d, last = self.degrees(plan, batch), plan.pipeline - 1
-        software = self._cut if plan.shard > 1 and plan.zero < 3 and plan.precision != "fp32" else self.software
+        rounded = plan.shard > 1 and plan.zero < 3 and plan.precision != "fp32"  # on every device, fp32 at the owners
+        software = replace(MESHFIT, master=True) if rounded else MESHFIT
         ranks = {0, min(1, last), last}  # the first keeps most microbatches, the last its logits
         most = max((rank_memory(self.model, d, software, rank) for rank in ranks), key=lambda m: m.allocated)
         held = dict(most.held)
@@ -90,13 +89,7 @@ class DecoderPredictor:
                 held[kind] = 0.0
         if plan.offloads("activations"):
             held["activations"] /= max(1, self.model.layers // plan.pipeline)  # the layer at hand
-        return StepMemory(most.rank, held)
-
-    def used(self, plan: Plan, batch: int) -> tuple[float, float]:
-        return self.memory(plan, batch).device
-
-    def memory_of(self, plan: Plan, batch: int) -> dict[str, float]:
-        return self.memory(plan, batch).held
+        return StepMemory(held, most.stage)
 
     def at_least(self, plan: Plan, batch: int) -> float:
         return self.steps.at_least(self.work(plan, batch)) + self._copied(plan, batch)
@@ -119,11 +112,8 @@ class DecoderPredictor:
             batch=batch,
             seconds=step.seconds + copied,
             items=step.items | ({"offload": copied} if copied else {}),
-            held=memory.held,
+            memory=memory,
             kinds=phases(held, passing),
-            used=memory.device,
             capacity=self.cluster.accelerator.memory,
-            tokens=work.tokens,
-            model_flops=work.model_flops,
             work=work,
         )

@@ -1,4 +1,7 @@
-"""Seconds of a step, item by item: computing, collectives that are waited for, the pipeline's bubble, the update.
+"""The work of a step, as lists of what devices compute and communicate, and its seconds, item by item: computing,
+collectives that are waited for, the pipeline's bubble, the update.
+
+``transformer.py`` makes the work of a decoder that is described by its sizes, ``plan_work.py`` that of a traced model.
 
 Every action of the pipeline's schedule is simulated with the seconds of its stage (``meshfit.schedule``). After a few
 rounds all microbatches take the same, so that the simulation takes two lengths of the schedule and goes on in a line.
@@ -14,10 +17,53 @@ from meshfit.planner.cluster import Cluster
 from meshfit.planner.collectives import CollectiveCall, beside, seconds
 from meshfit.planner.operations import Timing
 from meshfit.planner.software import Software
-from meshfit.planner.work import StageWork, StepWork
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule, rank_of, stages_of
 from meshfit.schedule.orders import schedule
 from meshfit.schedule.simulate import Simulated, duration, simulate
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One stage's work on one microbatch."""
+
+    forward: tuple[Operation, ...] = ()
+    backward: tuple[Operation, ...] = ()
+    again: tuple[Operation, ...] = ()
+    """Of the forward, computed again in backward."""
+
+    weights: float = 0.5
+    """Share of backward that the gradients of weights take: what schedules that split backward put off."""
+
+    calls: tuple[CollectiveCall, ...] = ()
+    """Collectives of the microbatch, with their phase; those of ``again`` are in backward."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What the ranks of one pipeline do in a step; of ranks that do the same, one."""
+
+    stages: tuple[StageWork, ...]
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    ranks: int = 1
+    """Of the pipeline. ``stages`` holds as many as there are chunks on all of them."""
+
+    sent: float = 0.0
+    """Bytes from a stage to the next, and of the gradient back."""
+
+    stride: int = 1
+    """Ranks from a stage to the next."""
+
+    calls: tuple[CollectiveCall, ...] = ()
+    """Collectives of the step: gradients, gathered weights."""
+
+    update: tuple[Operation, ...] = ()
+    """The optimizer's, on the rank that has most."""
+
+    tokens: float = 0.0
+    samples: float = 0.0
+    model_flops: float = 0.0
+    """Of all devices together, without what is computed again."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +74,9 @@ class StepTime:
     items: dict[str, float]
     """computing, collectives (those that are waited for), bubble, update, slack: they add up to ``seconds``."""
 
-    tokens: float = 0.0
-    model_flops: float = 0.0
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+StageTime = tuple[float, float, float, float]
+"""Of a microbatch: forward, what is waited for beside it; backward, what is waited for beside that."""
 
 
 class StepModel:
@@ -56,7 +99,7 @@ class StepModel:
         total = pipeline + waited + update
         items = {"computing": computing, "collectives": exposed, "bubble": bubble, "update": update}
         items["slack"] = total * (self.software.slack - 1)
-        return StepTime(total * self.software.slack, items, work.tokens, work.model_flops)
+        return StepTime(total * self.software.slack, items)
 
     def at_least(self, work: StepWork) -> float:
         """Seconds that no schedule can go below, without simulating it: what the busiest rank does, and the way of the
@@ -70,8 +113,7 @@ class StepModel:
             ahead += sum(each[rank][:2] if splits else each[rank])
         return (found + self._waited(work, each) + self._computing(work.update)) * self.software.slack
 
-    def stages(self, work: StepWork) -> list[tuple[float, float, float, float]]:
-        """Of each stage, a microbatch's forward and backward: computing, and what is waited for beside it."""
+    def stages(self, work: StepWork) -> list[StageTime]:
         times = {key: self._stage(stage) for key, stage in {id(stage): stage for stage in work.stages}.items()}
         return [times[id(stage)] for stage in work.stages]
 
@@ -86,7 +128,7 @@ class StepModel:
             known = self._computed[id(operations)] = (operations, max(device, host))
         return known[1]  # kept with its operations, so that no others get their id
 
-    def _stage(self, stage: StageWork) -> tuple[float, float, float, float]:
+    def _stage(self, stage: StageWork) -> StageTime:
         forward = self._computing(stage.forward)
         backward = self._computing(stage.backward) + self._computing(stage.again)
         ahead = [call for call in stage.calls if call.phase == "forward"]
@@ -107,7 +149,7 @@ class StepModel:
         hidden *= 1 - self.software.exposed
         return open_ + (beside(computing, hidden, kind) - computing if hidden else 0.0)
 
-    def _slowest(self, work: StepWork, each: list[tuple[float, float, float, float]]) -> tuple[float, float]:
+    def _slowest(self, work: StepWork, each: list[StageTime]) -> tuple[float, float]:
         """Of the busiest rank, one microbatch: computing, and what is waited for."""
         ranks = [[0.0, 0.0] for _ in range(work.ranks)]
         for stage, (forward, ahead, backward, back) in enumerate(each):
@@ -117,7 +159,7 @@ class StepModel:
         computing, waited = max(ranks, key=sum)
         return computing, waited
 
-    def _waited(self, work: StepWork, each: list[tuple[float, float, float, float]]) -> float:
+    def _waited(self, work: StepWork, each: list[StageTime]) -> float:
         """For the collectives of the step; hidden ones run beside the backward of the last microbatch, or the forward
         of the first."""
         slots = {"backward": max(e[2] for e in each), "forward": max(e[0] for e in each), "step": 0.0}
@@ -138,34 +180,30 @@ class StepModel:
         whole = sum(took.values())
         return {axis: total * each / whole for axis, each in took.items()} if whole else {}
 
-    def _pipeline(self, work: StepWork, each: list[tuple[float, float, float, float]]) -> float:
+    def _pipeline(self, work: StepWork, each: list[StageTime]) -> float:
         """Seconds from the first forward to the last backward."""
         if work.ranks == 1:
             return work.microbatches * sum(map(sum, each))
-        send = CollectiveCall("send", work.sent, 2, work.stride)
-        transfer = seconds(send, self.cluster)
-        waits = transfer if self.software.blocks_sends else 0.0
-        takes = self._takes(work, each, waits)
-
-        def length(made: Schedule) -> float:
-            return duration(made, takes, transfer - waits)
-
         if work.schedule in ("zb1p", "zb2p"):
-            return self._zero_bubble(work, each, transfer)
-        chunks = len(each) // work.ranks
-        word = "interleaved" if chunks > 1 and work.schedule == "1f1b" else work.schedule
+            return self._zero_bubble(work, each)
+        transfer, waits = self._transfer(work)
+        takes = self._takes(work, each, waits)
+        length = lambda count: duration(_schedule(work, count), takes, transfer - waits)
         short, longer = (2 * work.ranks, 3 * work.ranks) if work.ranks <= 16 else (work.ranks, 2 * work.ranks)
         if work.microbatches <= longer:
             try:
-                return length(schedule(word, work.ranks, work.microbatches, chunks))
+                return length(work.microbatches)
             except PlanError:
                 short, longer = work.ranks, 2 * work.ranks
-        a, b = (length(schedule(word, work.ranks, count, chunks)) for count in (short, longer))
+        a, b = length(short), length(longer)
         return a + (b - a) / (longer - short) * (work.microbatches - short)
 
-    def _takes(
-        self, work: StepWork, each: list[tuple[float, float, float, float]], waits: float
-    ) -> Callable[[Action], float]:
+    def _transfer(self, work: StepWork) -> tuple[float, float]:
+        """Seconds from a stage to the next, and those of them that both ranks wait."""
+        transfer = seconds(CollectiveCall("send", work.sent, 2, work.stride), self.cluster)
+        return transfer, transfer if self.software.blocks_sends else 0.0
+
+    def _takes(self, work: StepWork, each: list[StageTime], waits: float) -> Callable[[Action], float]:
         """Seconds of an action, with what its rank waits for a transfer."""
         table: dict[tuple[str, int], float] = {}
         for stage, (forward, ahead, backward, back) in enumerate(each):
@@ -175,21 +213,24 @@ class StepModel:
             table[WEIGHT, stage] = (backward + back) * share
         return lambda action: table[action.kind, action.stage]
 
-    def timeline(self, work: StepWork, most: int = 0) -> Simulated:
-        """Forward and backward of every rank of the pipeline, of ``most`` microbatches (0: all of them)."""
-        transfer = seconds(CollectiveCall("send", work.sent, 2, work.stride), self.cluster)
-        waits = transfer if self.software.blocks_sends else 0.0
-        chunks, count = len(work.stages) // work.ranks, min(work.microbatches, most or work.microbatches)
-        word = "interleaved" if chunks > 1 and work.schedule == "1f1b" else work.schedule
-        made = schedule(word, work.ranks, count, chunks)
+    def timeline(self, work: StepWork, most: int) -> Simulated:
+        """Forward and backward of every rank of the pipeline, of ``most`` microbatches."""
+        transfer, waits = self._transfer(work)
+        made = _schedule(work, min(work.microbatches, most))
         return simulate(made, self._takes(work, self.stages(work), waits), transfer - waits)
 
-    def _zero_bubble(self, work: StepWork, each: list[tuple[float, float, float, float]], transfer: float) -> float:
+    def _zero_bubble(self, work: StepWork, each: list[StageTime]) -> float:
         """ZB-H1 and ZB-H2 by their formulas (Qi et al. 2024): 1f1b's bubble less what gradients of weights fill."""
-        waits = transfer if self.software.blocks_sends else 0.0
+        transfer, waits = self._transfer(work)
         slowest = max(sum(e) for e in each) + 2 * waits
         forward, back = max(e[0] + e[1] for e in each), max(e[2] + e[3] for e in each)
         weights = back * max(stage.weights for stage in work.stages)
         filled = weights * (1 if work.schedule == "zb1p" else 2)
         bubble = max(0.0, forward + back - weights - filled)
         return work.microbatches * slowest + (work.ranks - 1) * (bubble + 2 * transfer)
+
+
+def _schedule(work: StepWork, microbatches: int) -> Schedule:
+    chunks = len(work.stages) // work.ranks
+    word = "interleaved" if chunks > 1 and work.schedule == "1f1b" else work.schedule
+    return schedule(word, work.ranks, microbatches, chunks)

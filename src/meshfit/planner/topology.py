@@ -63,10 +63,6 @@ class Topology:
         each = (max(out(one)) if self.switched else sum(out(one)) for one in range(self.gpus))
         return min(each) * LANE
 
-    @property
-    def crosses_sockets(self) -> bool:
-        return "SYS" in self.links.values()
-
 
 def parsed(text: str) -> Topology | None:
     """What ``nvidia-smi topo -m`` printed; None if it is no such table."""

@@ -20,7 +20,7 @@ from meshfit.planner.decoder import (
     stage_parameters,
 )
 from meshfit.planner.software import Software
-from meshfit.planner.work import StageWork, StepWork
+from meshfit.planner.step import StageWork, StepWork
 
 
 @dataclass

@@ -75,38 +75,38 @@ def cheapest(
 
 def largest_batch(predictor: Predictor, batch: int, allowed: Allowed) -> Prediction | None:
     """The best plan of the largest batch in one pass of all devices, without recomputing or offloading more than is
-    allowed: doubled while it fits, then by halves between."""
+    allowed."""
     alone = replace(allowed, fixed={**allowed.fixed, "microbatches": 1}, offload=False)
-    best, low, high = None, 0, max(1, batch)
-    try_it = lambda size: search(predictor, size, alone).best
-    while (found := try_it(high)) is not None and high < batch << 12:
-        best, low, high = found, high, 2 * high
-    if best is None:  # not even that: smaller ones
-        while high > 1 and best is None:
-            high //= 2
-            best, low = try_it(high), high
-        return best
-    step = max(1, predictor.cluster.devices)
-    while high - low > max(step, low // 16):
-        middle = (low + high) // 2 // step * step
-        if middle <= low:
-            break
-        found = try_it(middle)
-        best, low, high = (found, middle, high) if found is not None else (best, low, middle)
-    return best
+    fits = lambda size: search(predictor, size, alone).best
+    found = _largest(fits, batch, batch << 12, predictor.cluster.devices)
+    return None if found is None else found[1]
 
 
 def largest_model(
     model: Decoder, predicting: Callable[[Decoder], Predictor], batch: int, allowed: Allowed
 ) -> tuple[Decoder, Prediction] | None:
     """The same decoder with as many layers as fit."""
-    best, low, high = None, 0, model.layers
-    fits = lambda layers: search(predicting(replace(model, layers=layers)), batch, allowed).best
-    while (found := fits(high)) is not None and high < model.layers << 8:
-        best, low, high = (replace(model, layers=high), found), high, 2 * high
+    deeper = lambda layers: replace(model, layers=layers)
+    fits = lambda layers: search(predicting(deeper(layers)), batch, allowed).best
+    found = _largest(fits, model.layers, model.layers << 8, 1)
+    return None if found is None else (deeper(found[0]), found[1])
+
+
+def _largest(
+    fits: Callable[[int], Prediction | None], first: int, limit: int, step: int
+) -> tuple[int, Prediction] | None:
+    """The largest number that fits, to a part in 32 and in multiples of ``step``, with what it gives: doubled from
+    ``first`` on while it fits, then by halves between. Smaller ones than ``step`` are tried where none else fits."""
+    best, low, high = None, 0, max(1, first)
+    while high < limit and (found := fits(high)) is not None:
+        best, low, high = (high, found), high, 2 * high
     while high - low > max(1, low // 32):
         middle = (low + high) // 2
-        found = fits(middle)
-        low, high = (middle, high) if found is not None else (low, middle)
-        best = (replace(model, layers=middle), found) if found is not None else best
+        middle = middle // step * step or middle
+        if middle <= low:
+            break
+        if (found := fits(middle)) is None:
+            high = middle
+        else:
+            best, low = (middle, found), middle
     return best

@@ -1,9 +1,9 @@
 """A job in fp64: model, optimizer state, loss and floating-point data cast to double. Integers stay as they are."""
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.copies import to_precision
 from meshfit.data import tree
 from meshfit.data.datasets import NO_KEY, SampleStream, open_source
 from meshfit.data.draw import Key
 from meshfit.data.source import DerivedSource, Source
 from meshfit.job import Job
 from meshfit.torch_private.modules import map_tensors_in_place
+
+LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+_double = partial(to_precision, dtype=torch.float64)
 
 
 def doubled(job: Job) -> Job:
@@ -34,12 +38,6 @@ def doubled(job: Job) -> Job:
     return replace(job, model=model, optimizer=optimizer, loss=loss, data=DoubleData(job.data))
 
 
-def _double(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def _double_leaf(leaf: Any) -> Any:
     if isinstance(leaf, np.floating | np.ndarray) and leaf.dtype.kind == "f":
         return np.asarray(leaf, np.float64)
@@ -48,9 +46,9 @@ def _double_leaf(leaf: Any) -> Any:
 
 def _cast_loss(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """With the tensors that a loss holds."""
-    if isinstance(loss, functools.partial):
+    if isinstance(loss, partial):
         keywords = {key: _double(v) if isinstance(v, Tensor) else v for key, v in loss.keywords.items()}
-        return functools.partial(_cast_loss(loss.func) or loss.func, *loss.args, **keywords)
+        return partial(_cast_loss(loss.func) or loss.func, *loss.args, **keywords)
     return copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
 
 
@@ -92,6 +90,3 @@ class LowerPrecision(TorchFunctionMode):
             made = result if isinstance(result, tuple | list) else (result,)
             self.found = any(isinstance(t, Tensor) and t.dtype in LOWER and t.requires_grad for t in made)
         return result
-
-
-LOWER = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)

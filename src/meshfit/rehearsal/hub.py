@@ -1,4 +1,5 @@
-"""The caller's part of a rehearsal: what ranks say to each other goes through here, and whoever waits in vain is told.
+"""The caller's part of a rehearsal: messages between ranks go through here, and a rank that
+waits in vain gets an answer that says so.
 
 Ranks that have not ended either run or wait. Where all that are left wait, and nothing that was said answers any of
 them, nothing ever will.
@@ -77,9 +78,8 @@ class Hub:
             nearest = self.places.nearest(rank, self._here.intersection(asked.group))
             return asked.key, rank if nearest is None else nearest
         word, name, number = asked.key
-        varying = self.places.axes_of(asked.group)
-        own = self.places.of(rank)
-        alike = [r for r in self._here if all(self.places.of(r)[axis] == own[axis] for axis in own if axis in varying)]
+        at, varying = self.places.all, self.places.differing(asked.group)
+        alike = [other for other in self._here if all(at[other][axis] == at[rank][axis] for axis in varying)]
         nearest = self.places.nearest(rank, alike)
         if nearest is None:
             return asked.key, rank

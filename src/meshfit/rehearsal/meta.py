@@ -1,6 +1,6 @@
 """A rank's program on tensors without values: shapes and dtypes go through all of it, numbers through none.
 
-Whoever asks such a tensor for a number is told one. Weights stay without values, messages say what they hold and hold
+A number read from such a tensor is one. Weights stay without values, messages say what they hold and hold
 nothing, and nobody looks whether a loss is finite or an index in range. torch ignores autocast there, so that
 activations travel in fp32. What decides by values (which expert takes a token, a loop that runs until something
 converges) cannot be rehearsed so.
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from meshfit.axes import place
-from meshfit.axes.tensor import cut, vocabulary_loss
 from meshfit.comm.transport import Transport
 from meshfit.nonfinite import NonFiniteWatch
 from meshfit.patches import replaced
@@ -36,16 +35,14 @@ def without_values() -> Iterator[None]:
         "__index__": lambda tensor: 1,
     }
     with ExitStack() as stack:
-        for name, told in numbers.items():
-            make = partial(_told, told)
+        for name, answer in numbers.items():
+            make = partial(_answering, answer)
             real = getattr(torch.Tensor, name)
             stack.enter_context(replaced(torch.Tensor, name, make, everywhere=True, real=real))
         for name in ("allclose", "equal"):
             stack.enter_context(replaced(torch, name, _equal, everywhere=True))
         for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(replaced(torch, name, _on_host, everywhere=True))
-        for owner, name in ((cut, "_in_range"), (vocabulary_loss, "_in_bounds")):
-            stack.enter_context(replaced(vars(owner), name, lambda before: _looked_away, everywhere=True))
         copies = partial(replaced, torch.Tensor, "copy_", everywhere=True, real=torch.Tensor.copy_)
         stack.enter_context(copies(_kept))
         for name in ("announce", "receive_layouts", "_warm_up"):
@@ -59,9 +56,9 @@ def _number(tensor: Tensor) -> Any:
     return torch.ones((), dtype=tensor.dtype).item()
 
 
-def _told(told: Callable[[Tensor], Any], before: Callable[..., Any]) -> Callable[..., Any]:
+def _answering(answer: Callable[[Tensor], Any], before: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return told(tensor) if tensor.is_meta else before(tensor, *args, **kwargs)
+        return answer(tensor) if tensor.is_meta else before(tensor, *args, **kwargs)
 
     return call
 

@@ -64,8 +64,8 @@ class Others:
     _count: Counter[Key] = field(default_factory=Counter)
 
     def __call__(self, method: str, group: dist.ProcessGroup, communicator: str, args: tuple[Any, ...]) -> "Done":
-        kind = COLLECTIVES[method]
-        if kind == "send":
+        kind, _ = COLLECTIVES[method]
+        if method in ("send", "recv"):
             return self._message(method, group, communicator, args)
         if kind == "broadcast":
             return self._broadcast(group, communicator, args)

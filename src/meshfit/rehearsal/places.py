@@ -5,10 +5,9 @@ parts, so of these the first and the last along all of them run. What a rank wou
 nearest one issued, with the ranks of its own lines in the mesh.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 
 from meshfit.comm.order_check import Operation, communicator
 from meshfit.plan import DEGREES, Plan
@@ -16,83 +15,66 @@ from meshfit.plan import DEGREES, Plan
 MODULES = ("pipeline", "branch")
 """Axes along which ranks hold other modules: all of these ranks run."""
 
-Place = tuple[int, ...]
+ALIKE = tuple(axis for axis in DEGREES if axis not in MODULES)
 
 
 @dataclass(frozen=True)
 class Places:
-    """The ranks of a plan, by their index along each axis, as ``axes.mesh`` has them."""
+    """The ranks of a plan, by their index along each axis."""
 
     plan: Plan
 
     @cached_property
-    def degrees(self) -> dict[str, int]:
-        return {axis: getattr(self.plan, axis) for axis in DEGREES}
-
-    @cached_property
-    def all(self) -> list[Place]:
+    def all(self) -> list[dict[str, int]]:
         """By rank."""
-        return list(product(*(range(degree) for degree in self.degrees.values())))
+        return self.plan.places
 
     @cached_property
-    def ranks(self) -> dict[Place, int]:
-        return {place: rank for rank, place in enumerate(self.all)}
-
-    @cached_property
-    def _named(self) -> list[dict[str, int]]:
-        return [dict(zip(self.degrees, place, strict=True)) for place in self.all]
-
-    def of(self, rank: int) -> dict[str, int]:
-        """Its index along each axis."""
-        return self._named[rank]
+    def _ranks(self) -> dict[tuple[int, ...], int]:
+        return {tuple(place.values()): rank for rank, place in enumerate(self.all)}
 
     def share(self, rank: int) -> int:
         """Which part of a batch it takes."""
-        at = self.of(rank)
-        return (at["data"] * self.plan.shard + at["shard"]) * self.plan.expert + at["expert"]
+        return self.plan.share_at(self.all[rank])
 
     def sample(self) -> list[int]:
         """Ranks whose programs may differ."""
-        last = {axis: degree - 1 for axis, degree in self.degrees.items() if axis not in MODULES}
+        last = {axis: getattr(self.plan, axis) - 1 for axis in ALIKE}
         return sorted({*self.column({}), *self.column(last)})
 
-    def column(self, at: dict[str, int]) -> list[int]:
+    def column(self, at: Mapping[str, int]) -> list[int]:
         """The ranks of all stages and branches at one place along the other axes, which is 0 where not said."""
-        own = [range(self.degrees[axis]) if axis in MODULES else [at.get(axis, 0)] for axis in self.degrees]
-        return [self.ranks[place] for place in product(*own)]
+        return [rank for rank, own in enumerate(self.all) if all(own[axis] == at.get(axis, 0) for axis in ALIKE)]
 
     def stage(self, stage: int, branch: int = 0) -> list[int]:
         """The ranks that hold it."""
-        at = {"pipeline": stage, "branch": branch}
-        return [rank for rank, place in enumerate(self._named) if all(place[axis] == i for axis, i in at.items())]
+        return [rank for rank, at in enumerate(self.all) if (at["pipeline"], at["branch"]) == (stage, branch)]
 
     def columns(self) -> list[list[int]]:
         """All ranks, by their place along the axes along which they hold the same modules."""
-        free = [axis for axis in self.degrees if axis not in MODULES]
-        return [
-            self.column(dict(zip(free, at, strict=True))) for at in product(*(range(self.degrees[a]) for a in free))
-        ]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(self.all):
+            found.setdefault(tuple(place[axis] for axis in ALIKE), []).append(rank)
+        return list(found.values())
 
     def nearest(self, rank: int, among: Iterable[int]) -> int | None:
         """Of ``among`` the one that holds the same modules, and differs along the fewest axes."""
-        mine, fixed = self.all[rank], [i for i, axis in enumerate(self.degrees) if axis in MODULES]
-        alike = [other for other in among if all(self.all[other][i] == mine[i] for i in fixed)]
-        apart = lambda other: (sum(a != b for a, b in zip(self.all[other], mine, strict=True)), other)
+        mine = self.all[rank]
+        alike = [other for other in among if all(self.all[other][axis] == mine[axis] for axis in MODULES)]
+        apart = lambda other: (sum(self.all[other][axis] != i for axis, i in mine.items()), other)
         return min(alike, key=apart, default=None)
 
     def moved(self, ranks: Sequence[int], source: int, target: int) -> tuple[int, ...]:
         """The ranks that are to ``target`` what ``ranks`` are to ``source``: along axes on which these differ the same
         ones, along the others those of ``target``."""
-        places = [self.all[rank] for rank in ranks]
-        fixed = [len(set(along)) == 1 and along[0] == own for along, own in self._along(places, source)]
-        goal = self.all[target]
-        return tuple(
-            self.ranks[tuple(own if same else i for i, own, same in zip(place, goal, fixed, strict=True))]
-            for place in places
-        )
+        goal, differing = self.all[target], self.differing((*ranks, source))
+        fixed = {axis: i for axis, i in goal.items() if axis not in differing}
+        return tuple(self._ranks[tuple((self.all[rank] | fixed).values())] for rank in ranks)
 
-    def _along(self, places: Sequence[Place], source: int) -> list[tuple[tuple[int, ...], int]]:
-        return list(zip(zip(*places, strict=True), self.all[source], strict=True))
+    def differing(self, ranks: Iterable[int]) -> list[str]:
+        """The axes along which they differ."""
+        places = [self.all[rank] for rank in ranks]
+        return [axis for axis in DEGREES if len({place[axis] for place in places}) > 1]
 
     def log_of(self, target: int, source: int, log: Iterable[Operation]) -> list[Operation]:
         """What ``target`` issues if it does what ``source`` did."""
@@ -110,12 +92,7 @@ class Places:
             found.append(replace(operation, communicator=name, ranks=ranks))
         return found
 
-    def axes_of(self, ranks: Sequence[int]) -> str:
-        """Along which axes they differ, in words."""
-        along = zip(self.degrees, zip(*(self.all[rank] for rank in ranks), strict=True), strict=True)
-        return " and ".join(axis for axis, at in along if len(set(at)) > 1)
-
     def named(self, rank: int) -> str:
         """A rank, and where it is."""
-        at = [f"{axis} {i}" for axis, i in self.of(rank).items() if self.degrees[axis] > 1]
+        at = [f"{axis} {i}" for axis, i in self.all[rank].items() if getattr(self.plan, axis) > 1]
         return f"rank {rank} ({', '.join(at)})" if at else f"rank {rank}"

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshfit.anatomy.shares import as_ranges
 from meshfit.comm.order_check import BlockedRank, Mismatch, Operation
 from meshfit.rehearsal.places import Places
 from meshfit.rehearsal.rank import Failure, RankReport
 
 MOST = 4
-"""Problems of one kind that are told one by one."""
+"""Problems of one kind that are listed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,8 @@ def mismatches(places: Places, found: Sequence[Mismatch]) -> list[Problem]:
         for rank in members:
             groups.setdefault(by.get(rank, differ[0].theirs), []).append(rank)
         few = min(groups.items(), key=lambda item: (len(item[1]), item[0] is None))
-        facts = [
-            f"{_issues(ranks, operation, number)}" for operation, ranks in sorted(groups.items(), key=lambda i: i[1])
-        ]
-        axes = places.axes_of(members) or "a rank with itself"
+        facts = [_issues(ranks, operation) for operation, ranks in sorted(groups.items(), key=lambda item: item[1])]
+        axes = " and ".join(places.differing(members)) or "a rank with itself"
         who = places.named(few[1][0]) if len(few[1]) == 1 else ranged(few[1])
         problems.append(
             Problem(
@@ -83,7 +82,7 @@ def mismatches(places: Places, found: Sequence[Mismatch]) -> list[Problem]:
     return _most(problems)
 
 
-def _issues(ranks: Sequence[int], operation: Operation | None, number: int) -> str:
+def _issues(ranks: Sequence[int], operation: Operation | None) -> str:
     if operation is None:
         return f"  {ranged(ranks)}: nothing more"
     return f"  {ranged(ranks)}: {operation.what}" + (f", at {operation.where}" if operation.where else "")
@@ -132,12 +131,7 @@ def _most(problems: list[Problem]) -> list[Problem]:
 
 def ranged(ranks: Sequence[int]) -> str:
     """Ranks in words: "rank 3", "ranks 0 to 3, 8"."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    runs = as_ranges(sorted(set(ranks)))
+    texts = [str(start) if stop == start + 1 else f"{start} to {stop - 1}" for start, stop in runs]
     shown = ", ".join(texts[:6]) + (f" and {len(texts) - 6} more" if len(texts) > 6 else "")
     return f"rank{'s' * (len(set(ranks)) > 1)} {shown}"

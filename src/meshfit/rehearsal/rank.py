@@ -6,8 +6,8 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -64,6 +64,8 @@ class RankReport:
     """What a rank came to."""
 
     rank: int
+    phase: str = "building"
+    """Where it is: building, data, first step, second step."""
     log: list[Operation] = field(default_factory=list)
     failure: Failure | None = None
     asked_rank: str = ""
@@ -100,7 +102,7 @@ class RankWork:
     meta: bool
     """Whether tensors have no values."""
     same: bool
-    """Whether all ranks are handed the same model; else each builds its own."""
+    """Whether all ranks get the same model; else each builds its own."""
     steps: int = 2
 
     def __call__(self, world: World, channel: Channel) -> RankReport:
@@ -111,21 +113,19 @@ class RankWork:
             os.environ |= {k: str(v) for k, v in {"RANK": rank, "WORLD_SIZE": self.size, **local}.items()}
         torch.set_num_threads(1 if rank else cores())  # the first rank tries the model, while the others wait
         fake_ranks.connect(rank, self.size, "meta" if self.meta else "cpu")
-        log, phase = CollectiveLog(Others(rank, channel), where), ReachedPhase()
+        log = CollectiveLog(Others(rank, channel), where)
         try:
-            with log, as_on_gpus(), asking(report), ExitStack() as stack:
-                if self.meta:
-                    stack.enter_context(without_values())
-                self._run(report, rank, world.rank, phase)
+            with log, as_on_gpus(), asking(report), without_values() if self.meta else nullcontext():
+                self._run(report, rank, world.rank)
         except Exception as error:
-            report.failure = failure_of(error, phase.name)
+            report.failure = failure_of(error, report.phase)
         finally:
             report.log, report.cpu = log.log, time.process_time() - began
             dist.destroy_process_group()
             channel.send(RankEnded())
         return report
 
-    def _run(self, report: RankReport, rank: int, index: int, phase: "ReachedPhase") -> None:
+    def _run(self, report: RankReport, rank: int, index: int) -> None:
         device = torch.device("meta" if self.meta else "cpu")
         run = Run(self.job, World(rank, self.size, device), same=self.same)
         report.found = dict(run.placed.found) if rank == 0 else {}
@@ -134,17 +134,17 @@ class RankWork:
             run.placed.shards.lockstep.ahead = True  # as on GPUs
         for each in run.phases:
             each.guard = None  # it looks at gradients of ranks that are not there
-        phase.name = "data"
+        report.phase = "data"
         for share in self.shares[index]:
             self._read(report, run.loader, share)
         seen = run.epochs
 
         def epochs() -> Iterator[Batch]:
             for batch in seen():
-                tell(report, run.share, batch, run.loader)
-                phase.name = "second step" if run.step else "first step"
+                note_samples(report, run.share, batch, run.loader)
+                report.phase = "second step" if run.step else "first step"
                 yield batch
-                phase.name = "data"
+                report.phase = "data"
 
         run.epochs = epochs  # type: ignore[method-assign]
         for _ in train(run):
@@ -152,49 +152,21 @@ class RankWork:
 
     def _read(self, report: RankReport, loader: Loader, share: int) -> None:
         """The samples of the first step that another share of the batch takes."""
-        other = replaced_rank(loader, share)
+        same = ("source", "batch_size", "ranks", "device", "microbatches", "seed", "shuffle")
+        readers = Readers.of(0)  # which read when they are asked
+        other = Loader(
+            **{name: getattr(loader, name) for name in same}, rank=share, workers=readers.workers, kind=readers.kind
+        )
         try:
-            tell(report, share, next(iter(other.epoch(0, 0))), other)
+            note_samples(report, share, next(iter(other.epoch(0, 0))), other)
         except Exception as error:
-            found = failure_of(error, "data")
-            raise ShareError(share, found) from error
+            error.share = share  # type: ignore[attr-defined]
+            raise
         finally:
             other.close()
 
 
-class ShareError(Exception):
-    """Samples of another share of the batch cannot be read."""
-
-    def __init__(self, share: int, failure: Failure):
-        super().__init__(share, failure)
-        self.share, self.failure = share, failure
-
-
-@dataclass
-class ReachedPhase:
-    """Where a rank is."""
-
-    name: str = "building"
-
-
-def replaced_rank(loader: Loader, share: int) -> Loader:
-    """The loader of another share of the batch, which reads when it is asked."""
-    readers = Readers.of(0)
-    return Loader(
-        source=loader.source,
-        batch_size=loader.batch_size,
-        rank=share,
-        ranks=loader.ranks,
-        device=loader.device,
-        microbatches=loader.microbatches,
-        seed=loader.seed,
-        shuffle=loader.shuffle,
-        workers=readers.workers,
-        kind=readers.kind,
-    )
-
-
-def tell(report: RankReport, share: int, batch: Batch, loader: Loader) -> None:
+def note_samples(report: RankReport, share: int, batch: Batch, loader: Loader) -> None:
     """Note the samples of the first step, and the shapes of its tensors."""
     if share in report.samples:
         return
@@ -209,16 +181,19 @@ def tell(report: RankReport, share: int, batch: Batch, loader: Loader) -> None:
 
 def failure_of(error: Exception, phase: str) -> Failure:
     """Without the frames of ours and of torch's, as far as there are others."""
-    if isinstance(error, ShareError):
-        return replace(error.failure, share=error.share)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((OURS, TORCH, *LIBRARIES))]
     line = f"{near(own[-1].filename)}:{own[-1].lineno}" if own else ""
     first, *rest = [*(str(error).splitlines() or [""]), *getattr(error, "__notes__", [])]
     headline = first if isinstance(error, MeshfitError) else f"{type(error).__name__}: {first}"
-    trace = "".join(traceback.format_exception(error))
     return Failure(
-        phase, headline, tuple(fact.strip() for fact in rest[:6]), line, trace, waits=isinstance(error, NeverHeard)
+        phase,
+        headline,
+        tuple(fact.strip() for fact in rest[:6]),
+        line,
+        "".join(traceback.format_exception(error)),
+        waits=isinstance(error, NeverHeard),
+        share=getattr(error, "share", None),
     )
 
 
@@ -230,14 +205,20 @@ def near(file: str) -> str:
 
 def where() -> str:
     """The line that issued a collective: the user's, or ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*BETWEEN, TORCH, *LIBRARIES)):
-        frame = frame.f_back
+    frame = _frame_outside((*BETWEEN, TORCH, *LIBRARIES))
     if frame is None:
         return ""
     file = frame.f_code.co_filename
     name = file.removeprefix(os.path.dirname(OURS.rstrip(os.sep)) + os.sep)
     return sys.intern(f"{name if file.startswith(OURS) else near(file)}:{frame.f_lineno}")
+
+
+def _frame_outside(files: tuple[str, ...]) -> FrameType | None:
+    """The nearest frame of a file whose path begins with none of ``files``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(files):
+        frame = frame.f_back
+    return frame
 
 
 @contextmanager
@@ -253,17 +234,16 @@ def asking(report: RankReport) -> Iterator[None]:
             _note(report)
         return before(self, name)
 
-    with ExitStack() as stack:
-        stack.enter_context(replaced(dist, "get_rank", lambda before: partial(noted, before), everywhere=True))
-        lookup = partial(replaced, type(os.environ), "__getitem__", everywhere=True)
-        stack.enter_context(lookup(lambda before: partial(looked_up, before)))
+    lookup = lambda before: partial(looked_up, before)
+    with (
+        replaced(dist, "get_rank", lambda before: partial(noted, before), everywhere=True),
+        replaced(type(os.environ), "__getitem__", lookup, everywhere=True),
+    ):
         yield
 
 
 def _note(report: RankReport) -> None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*BETWEEN, *LIBRARIES)):
-        frame = frame.f_back
+    frame = _frame_outside((*BETWEEN, *LIBRARIES))
     file = "" if frame is None else frame.f_code.co_filename
     if frame is not None and not report.asked_rank and not file.startswith((OURS, TORCH)):
         report.asked_rank = f"{near(file)}:{frame.f_lineno}"

@@ -7,25 +7,106 @@ updates between the weights it was computed with and those it is applied to, is 
 No worker is more than ``staleness`` of its own steps ahead of the slowest: it gets its next weights when that one has
 caught up. The first server keeps clocks and tickets; the others step when a worker says so.
 
+``Tickets`` number the batches. A worker works on the batch of its ticket; what it took and did not finish, because it
+died, is given out again: so every batch is worked on once, by whoever is free.
+``Clocks`` count each worker's own steps. Under a bound of k a worker that is k steps ahead of the slowest at work
+waits: so it never has done more than k steps more. Of w workers a gradient is then at most 2k(w-1) updates late.
+
 Each worker reports its own steps, a few at a time. The first server remembers the last of all, so that those of a
 worker that dies before it has reported them are known to who saves: no step before a checkpoint is missing.
 """
 
+import math
 import time
 from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meshfit.events import current
 from meshfit.server.client import Client, Push
-from meshfit.server.clocks import Clocks, Tickets
 from meshfit.server.keeper import squared
 from meshfit.server.wire import Message
 
 if TYPE_CHECKING:
     from meshfit.server.server import Server
 
-
 REMEMBERED = 1000  # steps
+
+
+@dataclass
+class Tickets:
+    total: int | None = None
+    """Batches in all; None: as many as are asked for."""
+    next: int = 0
+    returned: list[int] = field(default_factory=list)
+    out: dict[int, int] = field(default_factory=dict)
+    """By worker: what it works on."""
+
+    def take(self, worker: int) -> int | None:
+        """The next batch for ``worker``; None: nothing is left to take, at least for now. Asked again before it is
+        done, the same."""
+        if worker in self.out:
+            return self.out[worker]
+        if self.returned:
+            self.returned.sort()
+            ticket = self.returned.pop(0)
+        elif self.total is None or self.next < self.total:
+            ticket, self.next = self.next, self.next + 1
+        else:
+            return None
+        self.out[worker] = ticket
+        return ticket
+
+    def done(self, worker: int) -> None:
+        self.out.pop(worker, None)
+
+    def give_back(self, worker: int) -> None:
+        if worker in self.out:
+            self.returned.append(self.out.pop(worker))
+
+    def close(self) -> None:
+        """Give out no more."""
+        self.total, self.returned = self.next, []
+
+    @property
+    def finished(self) -> bool:
+        """Nothing left to take, and nothing under way."""
+        return self.total is not None and self.next >= self.total and not self.returned and not self.out
+
+    def facts(self) -> dict[str, object]:
+        return {"total": self.total, "next": self.next, "returned": sorted([*self.returned, *self.out.values()])}
+
+    @classmethod
+    def after(cls, first: int, applied: Collection[int], total: int | None) -> "Tickets":
+        """From ``first`` on, without those that are ``applied``."""
+        upto = max(applied, default=first - 1) + 1
+        return cls(total, upto, [ticket for ticket in range(first, upto) if ticket not in applied])
+
+    @classmethod
+    def of(cls, facts: dict) -> "Tickets":
+        return cls(facts["total"], facts["next"], list(facts["returned"]))
+
+
+@dataclass
+class Clocks:
+    bound: float = math.inf
+    steps: dict[int, int] = field(default_factory=dict)
+    """By worker at work."""
+
+    def join(self, worker: int) -> None:
+        """Start beside the slowest: a worker that comes late holds nobody up for what it missed."""
+        self.steps[worker] = min(self.steps.values(), default=0)
+
+    def leave(self, worker: int) -> None:
+        self.steps.pop(worker, None)
+
+    def advance(self, worker: int) -> None:
+        if worker in self.steps:
+            self.steps[worker] += 1
+
+    def may_go(self, worker: int) -> bool:
+        return worker not in self.steps or self.steps[worker] - min(self.steps.values()) < self.bound
 
 
 class AsynchronousCoordinator:
@@ -33,8 +114,6 @@ class AsynchronousCoordinator:
         self.server, self.keeper, self.settings = server, server.keeper, server.settings
         self.tickets = Tickets.after(self.settings.first, self.settings.applied, self.settings.total)
         self.clocks = Clocks(self.settings.staleness)
-        self.expected = set(range(self.settings.workers))
-        """Workers that must have come before the first batch is given out."""
         self.recent_steps: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
         """The last ones, as who took them would report them."""
 
@@ -47,11 +126,6 @@ class AsynchronousCoordinator:
     def join(self, client: Client) -> None:
         self.clocks.join(client.id)
 
-    def _may_begin(self) -> bool:
-        if self.expected and self.server.all_here(self.expected):
-            self.expected = set()
-        return not self.expected
-
     def lost(self, worker: int, *, left: bool) -> None:
         self.tickets.give_back(worker)
         self.clocks.leave(worker)
@@ -61,7 +135,7 @@ class AsynchronousCoordinator:
         """Its next batch, once it may go on. At the end it waits until the last batch of all others is done."""
         if not self.server.coordinates:
             return self._place(client, None)
-        self.server.wait(client, self._may_begin)
+        self.server.wait(client, self.server.may_begin)
         while True:
             self.server.wait(client, lambda: self.clocks.may_go(client.id))
             ticket = self.tickets.take(client.id)
@@ -127,4 +201,4 @@ class AsynchronousCoordinator:
         return {"tickets": self.tickets.facts()}
 
     def restore(self, facts: dict[str, Any]) -> None:
-        self.tickets, self.expected = Tickets.of(facts["tickets"]), set()
+        self.tickets, self.server.expected = Tickets.of(facts["tickets"]), set()

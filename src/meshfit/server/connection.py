@@ -6,7 +6,6 @@ compression, there is a copy between.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -23,8 +22,10 @@ from meshfit.server.wire import AGAIN_SECONDS, ConnectionLost, Message, Wire, Wi
 
 
 class ServerConnection:
-    """``statistics`` are BatchNorm's, by name, on the connection to the server that keeps them. ``moved`` counts bytes
-    of payload, by either way; None: the ranks that hold parts of it do (worker_group.py)."""
+    """``statistics`` are BatchNorm's, by name, on the connection to the server that keeps them."""
+
+    counts = True
+    """Whether bytes of payload are noted here; else the ranks that hold parts of it do (worker_group.py)."""
 
     def __init__(
         self,
@@ -36,9 +37,8 @@ class ServerConnection:
         worker: int,
         device: torch.device,
         compress: str,
-        moved: Counter[str] | None,
     ):
-        self.address, self.secret, self.worker, self.moved = address, secret, worker, moved
+        self.address, self.secret, self.worker = address, secret, worker
         self.parameters = dict(parameters)
         self.parcel, running = Parcel.of(parameters), Parcel.of(statistics)
         codec = Codec(compress, self.parcel)
@@ -74,7 +74,7 @@ class ServerConnection:
         until = time.monotonic() + patience
         while True:
             try:
-                self.wire = connect(self.address, self.secret, worker=self.worker, patience=until - time.monotonic())
+                self.wire = connect(self.address, self.secret, worker=self.worker)
                 return self._greet(self.wire)
             except ConnectionLost as error:
                 self.close()
@@ -110,21 +110,20 @@ class ServerConnection:
             self.wire.close()
             self.wire = None
 
-    def send(self, kind: str, sequence: int, words: dict[str, Any] | None = None, *, push: bool = False) -> None:
+    def send(self, kind: str, sequence: int, words: dict[str, Any] | None = None) -> None:
         """Ask for something. Where the connection is lost meanwhile, ``recv`` says so."""
-        self._request = kind, sequence, words, push
+        self._request = kind, sequence, words
         if self.wire is None:
             return
         with suppress(ConnectionLost):
-            payload = view(self.memory.up) if push and not self.shared else None
+            payload = view(self.memory.up) if kind == "push" and not self.shared else None
             self.wire.send(kind, sequence=sequence, version=self.version, words=words, payload=payload)
-        if push:
+        if kind == "push":
             self._count("push", self.memory.up)
 
     def send_again(self) -> None:
         """By its sequence number the server knows whether a request was carried out."""
-        kind, sequence, words, push = self._request
-        self.send(kind, sequence, words, push=push)
+        self.send(*self._request)
 
     def recv(self, timeout: float, waits: Callable[[], object] = lambda: None) -> Message:
         """The answer; new weights that come with it are then in the parameters. ``timeout``: seconds without a word;
@@ -154,8 +153,7 @@ class ServerConnection:
             buffer.copy_(received)
 
     def _count(self, kind: str, payload: Tensor) -> None:
-        if self.moved is not None:
-            self.moved[kind] += payload.nbytes
+        if self.counts:
             current().moved(kind, payload.nbytes)
 
     # The payload

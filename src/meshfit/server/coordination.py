@@ -3,7 +3,7 @@
 A worker is a world of its own: one rank that holds the model whole, or a worker group whose ranks hold it by a layout
 (worker_group.py). The servers hand out its batches. So no worker waits for another but through them, and one that is
 killed is missed by nobody. BatchNorm over the whole batch goes through the servers too (workers.py); only worker groups
-use collectives for it. What one worker does for all is the leader's: leader.py.
+use collectives for it. What one worker does for all is the leader's.
 
     server=s data=w               a step is a batch, shared by the workers that are there: the step of one device
     server=s data=w staleness=k   a step is one worker's gradient over batch_size/w samples, applied as it comes.
@@ -40,13 +40,12 @@ from meshfit.run.coordination import Coordination, Metrics
 from meshfit.run.phase_parts import make_exchange
 from meshfit.server.fingerprint import facts_of
 from meshfit.server.join import addresses, ask
-from meshfit.server.leader import Leader
 from meshfit.server.process import LONGER, last_ticket, own_batch
 from meshfit.server.server_state import ServerState
 from meshfit.server.shared_model import stand_in
+from meshfit.server.snapshot import newest, write
 from meshfit.server.worker import ServerUpdate, Worker
-from meshfit.server.worker_group import WorkerGroup
-from meshfit.server.worker_world import own_world
+from meshfit.server.worker_group import WorkerGroup, own_world
 from meshfit.server.workers import Workers
 from meshfit.step import Reading, Step
 
@@ -152,7 +151,7 @@ class ServerCoordination(Coordination):
                 "the schedule is the servers', and workers evaluate",
                 f"{replace(run.plan, server=0)} works",
             )
-        self._state = ServerState(run, self.exchange, update, self.exchange.parcels)
+        self._state = ServerState(run, self.exchange, update)
         phase.update, phase.exchange = update, self.exchange
 
     def _reach(self, model: nn.Module, device: torch.device) -> Worker:
@@ -326,3 +325,47 @@ class ServerCoordination(Coordination):
             self.exchange.stop()
         elif self.run.plan.staleness:
             self.exchange.pull()
+
+
+class Leader:
+    """The first connected worker: it evaluates, keeps the best weights, saves.
+
+    What must outlive it is in the folder where the workers meet: the last evaluation, and the best weights so far. The
+    next worker takes over from there; an evaluation that was not finished is made again, with the same weights, as no
+    step was taken meanwhile.
+    """
+
+    def __init__(self, run: Run, folder: Path):
+        self.run, self.folder = run, folder
+        self.taken = False
+        """Whether this worker is the leader."""
+        self.missed: dict[int, dict[str, float]] = {}
+        """By step: an evaluation that the leader before may not have reported."""
+        self._found: dict[str, Any] = {}
+
+    def take(self) -> None:
+        """Be the leader from now on."""
+        self.taken, found, best = True, newest(self.folder), self.run.best
+        if found is None:
+            return
+        tensors, self._found = found
+        if best is not None:
+            best.restore_facts(self._found["best"])
+            best.weights = {name: tensor.to(self.run.world.device) for name, tensor in tensors.items()}
+
+    def evaluate(self, make: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """What ``make`` measures, kept; or what the leader before has measured already."""
+        if not self.taken:
+            self.take()
+        if self._found.get("step") == self.run.step:
+            return self._found["measured"]
+        measured = make()
+        if self.run.plan.data > 1:
+            self._keep(measured)
+        return measured
+
+    def _keep(self, measured: dict[str, float]) -> None:
+        best = self.run.best
+        kept = {} if best is None else {name: tensor.cpu() for name, tensor in best.weights.items()}
+        facts = {"step": self.run.step, "measured": measured, "best": None if best is None else best.facts()}
+        write(self.folder, self.run.step, kept, facts)

@@ -48,12 +48,8 @@ def facts_of(job: Job, model: nn.Module, source: Source | SampleStream) -> Facts
     return found
 
 
-def differences(run: Facts, mine: Facts) -> list[str]:
+def differences(run: Facts, mine: Facts) -> Iterator[str]:
     """What differs, one line each; none: it is the same job."""
-    return list(_differences(run, mine))
-
-
-def _differences(run: Facts, mine: Facts) -> Iterator[str]:
     for key in ("batch_size", "seed", "shuffle", "samples", "loss", "data"):
         if run.get(key) != mine.get(key):
             yield f"{WHAT.get(key, key)}: {run.get(key)} there, {mine.get(key)} here"

@@ -94,7 +94,7 @@ class Invitation:
         if job is None:
             return self.facts
         try:
-            found = differences(self.fingerprint, job)
+            found = list(differences(self.fingerprint, job))
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise WireError("what was sent is no description of a job", f"{type(error).__name__}: {error}") from None
         if found:

@@ -71,14 +71,10 @@ class Keeper:
         self.steps = 0
         """Of the schedule."""
 
-    def load(self, flats: list[Tensor]) -> None:
-        """Take these gradients for the sum."""
+    def load(self, flats: list[Tensor], *, add: bool = False) -> None:
+        """Take these gradients for the sum, or ``add`` them to it."""
         for mine, theirs in zip(self.gradients, flats, strict=True):
-            mine.copy_(theirs)
-
-    def add(self, flats: list[Tensor]) -> None:
-        for mine, theirs in zip(self.gradients, flats, strict=True):
-            mine.add_(theirs)
+            mine.add_(theirs) if add else mine.copy_(theirs)
 
     def step(
         self,
@@ -112,8 +108,9 @@ class Keeper:
         """late=damp: a gradient that is t updates late steps by 1/(1+t) of the learning rate. late=shorten: late
         gradients are momentum of their own, so the optimizer's memory, 1/(1-m) steps, is made shorter by as many steps
         as gradients are usually late."""
-        before = [{key: group[key] for key in ("lr", "momentum", "betas") if key in group} for group in self._groups]
-        for group in self._groups:
+        groups = self.optimizer.param_groups
+        before = [{key: group[key] for key in ("lr", "momentum", "betas") if key in group} for group in groups]
+        for group in groups:
             if self.late == "damp":
                 group["lr"] = group["lr"] / (1 + staleness)
             if self.late == "shorten" and group.get("momentum"):
@@ -123,12 +120,8 @@ class Keeper:
         try:
             yield
         finally:
-            for group, kept in zip(self._groups, before, strict=True):
+            for group, kept in zip(groups, before, strict=True):
                 group.update(kept)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
 
     def square(self) -> float:
         """The squared norm of the sum."""
@@ -159,7 +152,7 @@ class Keeper:
             held = self.optimizer.state.get(p, {})
             facts["state"][name] = {k: v for k, v in held.items() if isinstance(v, int | float | None | bool)}
             tensors |= {f"state/{name}/{k}": v.detach().clone() for k, v in held.items() if isinstance(v, Tensor)}
-        for group in self._groups:
+        for group in self.optimizer.param_groups:
             plain = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
             facts["groups"].append({k: v for k, v in plain.items() if _plain(v)})
         if self.average is not None:

@@ -6,6 +6,7 @@ must go on from the same step: each from the newest snapshot that all of them ha
 
 import math
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,15 +19,20 @@ from meshfit.server.settings import gone_mark
 MOST_STARTS = 8  # of a run: what dies more often dies of something that another start does not mend
 
 
+@dataclass(eq=False, repr=False)
 class Servers:
     """``count`` processes, each running ``work(world, channel)``, that meet the ranks in ``folder``."""
 
-    def __init__(self, work: Work, *, count: int, folder: str, hang: float = math.inf, log: Path | None = None):
-        """``hang``: seconds after which one that is stopped is ended."""
-        self._work, self._count, self._folder, self._log, self._hang = work, count, folder, log, hang
-        self._starts = 0
-        self.notes: list[str] = []
-        """What they had to say, and what became of them, in words."""
+    work: Work
+    _: KW_ONLY
+    count: int
+    folder: str
+    hang: float = math.inf
+    """Seconds after which one that is stopped is ended."""
+    log: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    """What they had to say, and what became of them, in words."""
+    starts: int = 0
 
     def __enter__(self) -> Self:
         self._start()
@@ -36,9 +42,9 @@ class Servers:
         self._ranks.__exit__(kind, *error)
 
     def _start(self) -> None:
-        self._starts += 1
-        how: dict[str, Any] = {"role": "server", "folder": self._folder, "joined": False, "log": self._log}
-        self._ranks = LocalRanks(self._work, size=self._count, devices=Devices("cpu", None), hang=self._hang, **how)
+        self.starts += 1
+        how: dict[str, Any] = {"role": "server", "meet": self.folder, "joined": False, "log": self.log}
+        self._ranks = LocalRanks(self.work, size=self.count, devices=Devices("cpu", None), hang=self.hang, **how)
         self._ranks.__enter__()
 
     @property
@@ -48,7 +54,7 @@ class Servers:
     def gone(self, worker: int) -> None:
         """A worker has ended. Servers that are started again would wait for it."""
         with suppress(OSError):
-            gone_mark(Path(self._folder), worker).touch()
+            gone_mark(Path(self.folder), worker).touch()
 
     def watch(self) -> None:
         """Report those that have stalled; start them again if one hangs."""
@@ -68,7 +74,7 @@ class Servers:
             self._start_again(death)
 
     def _start_again(self, death: Died) -> None:
-        if self._starts == MOST_STARTS:
+        if self.starts == MOST_STARTS:
             raise death
         self.notes.append(f"{death.headline}, and was started again")
         self._ranks.__exit__()

@@ -59,6 +59,8 @@ class Server:
         self.incarnation = secrets.token_hex(8)
         """Another one for each start: who knew an earlier one must look again."""
         self.coordinates = settings.index == 0
+        self.expected = set(range(settings.workers))
+        """Workers that must have come before the first batch is given out."""
         self.lock = threading.Condition()
         self.access = ReadWriteLock()
         self.clients: dict[int, Client] = {}
@@ -88,25 +90,16 @@ class Server:
     def address(self) -> str:
         return self._listeners[0].address
 
-    @property
-    def usual_staleness(self) -> float:
-        total = sum(self.staleness.values())
-        return sum(late * count for late, count in self.staleness.items()) / total if total else 0.0
-
     # For those who wait for it
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until all is done and every worker has left."""
+        done = lambda: (self.coordinator.finished or not self.coordinates) and self.left and not self.clients
         with self.lock:
-            if not self.lock.wait_for(lambda: self.failed or self._done, timeout):
+            if not self.lock.wait_for(lambda: self.failed or done(), timeout):
                 raise TimeoutError("the server still has work, or workers")
         if self.failed is not None:
             raise self.failed
-
-    @property
-    def _done(self) -> bool:
-        done = self.coordinator.finished or not self.coordinates
-        return done and bool(self.left) and not self.clients
 
     def close(self) -> None:
         for listener in self._listeners:
@@ -129,9 +122,11 @@ class Server:
                 if hello is None:
                     return
                 client = self._client(wire, hello)
-                turn.enter_context(self._turn(client))
+                turn.enter_context(client.record.turn)
                 self._admit(client, hello.words)
-                self._work_for(client)
+                into = None if wire.local else view(client.memory.up)  # a gradient that is shared is there already
+                while self._answer(client, wire.recv(into, check=partial(check_from, client.id))):
+                    client.heard = time.monotonic()
                 self.drop(client, "")
             except (ConnectionLost, TimeoutError, WireError) as error:
                 if isinstance(error, WireError):
@@ -140,11 +135,6 @@ class Server:
                     self.drop(client, str(error))
             except (Exception, SystemExit) as error:  # of an optimizer, say: no step can follow
                 self._fail(error if isinstance(error, Exception) else RuntimeError(f"left by sys.exit({error})"))
-
-    def _work_for(self, client: Client) -> None:
-        into = None if client.wire.local else view(client.memory.up)  # a gradient that is shared is there already
-        while self._answer(client, client.wire.recv(into, check=partial(check_from, client.id))):
-            client.heard = time.monotonic()
 
     def _fail(self, error: Exception) -> None:
         with self.lock:
@@ -180,23 +170,18 @@ class Server:
         return hello
 
     def _client(self, wire: Wire, hello: Message) -> Client:
+        """The worker. Its old connection is closed, and what was under way there is carried out to its end before a new
+        request is heard, in its turn: both have the same memory."""
         sizes = self.codec.bytes + self.keeper.statistics.bytes, self.keeper.bytes
         memory = SharedMemory.map(hello.fds[0], *sizes) if hello.fds else SharedMemory.own(*sizes)
         wire.local, wire.worker = bool(hello.fds), hello.worker
         with self.lock:
             record = self.records.setdefault(hello.worker, ClientRecord())
-        return Client(hello.worker, wire, memory, self.codec, record)
-
-    def _turn(self, client: Client) -> threading.Lock:
-        """To serve this worker. Its old connection is closed, and what was under way there is carried out to its end
-        before a new request is heard: both have the same memory."""
-        with self.lock:
-            old = self.clients.get(client.id)
-            if old is not None:
+            if (old := self.clients.get(hello.worker)) is not None:
                 old.replaced = True
                 old.wire.close()
                 self.lock.notify_all()
-        return client.record.turn
+        return Client(hello.worker, wire, memory, self.codec, record)
 
     def _admit(self, client: Client, words: dict[str, Any]) -> None:
         worker, wire = client.id, client.wire
@@ -240,10 +225,12 @@ class Server:
         """Those, without the ones that came later, from elsewhere."""
         return [worker for worker in self.ready if worker < self.settings.workers]
 
-    def all_here(self, expected: set[int]) -> bool:
-        """Whether these workers are ready, but for those that died before they were, and will not come."""
-        absent, at = expected.difference(self.ready), self.settings.meeting
-        return not absent or (at is not None and all(gone_mark(at, worker).exists() for worker in absent))
+    def may_begin(self) -> bool:
+        """Whether all that are expected have come, but for those that died before they were ready, and will not."""
+        absent, at = self.expected.difference(self.ready), self.settings.meeting
+        if not absent or (at is not None and all(gone_mark(at, worker).exists() for worker in absent)):
+            self.expected = set()
+        return not self.expected
 
     def _answer(self, client: Client, message: Message) -> bool:
         """Do what a worker asks, and say so. False: it has left."""
@@ -251,7 +238,7 @@ class Server:
         if kind in ("leave", "progress"):
             return kind == "progress"
         if kind == "pull":
-            self._deliver(client, sequence, {}, averaged=words.get("averaged", False), place=False)
+            self._deliver(client, sequence, {}, averaged=words.get("averaged", False))
             return True
         with self.lock:
             done = sequence <= client.record.applied
@@ -279,19 +266,17 @@ class Server:
                 case _:
                     raise WireError(f"a worker sent {kind!r}, which is for servers to say")
         if kind == "step" and reply is not None and words["pull"]:
+            if self.coordinates:
+                with self.lock:
+                    reply |= self.coordinator.place(client)  # it waits until it may go on
             self._deliver(client, sequence, reply)
         else:
             answer = "again" if reply is None else "reply"
             client.wire.send(answer, sequence=sequence, version=self.version, words=reply)
         return True
 
-    def _deliver(
-        self, client: Client, sequence: int, words: dict[str, Any], *, averaged: bool = False, place: bool = True
-    ) -> None:
-        """Send the weights, as they are once the worker may go on."""
-        if place and self.coordinates:
-            with self.lock:
-                words = words | self.coordinator.place(client)
+    def _deliver(self, client: Client, sequence: int, words: dict[str, Any], *, averaged: bool = False) -> None:
+        """Send the weights as they are now."""
         with self.access.reading():
             version = self.version
             self._fill(client, averaged=averaged)
@@ -333,8 +318,9 @@ class Server:
         names, number = self.keeper.parcel.names, self.version + 1
         reached = set().union(*(push.reached(names) for push in summed))
         scalars = {key: words[key] for key in ("loss", "correction", "norm")}
+        usual = sum(each * count for each, count in self.staleness.items()) / max(1, self.staleness.total())
         with self.access.changing(), current().span("update"):
-            updated = self.keeper.step(reached, **scalars, staleness=late, usual=self.usual_staleness, ticks=ticks)
+            updated = self.keeper.step(reached, **scalars, staleness=late, usual=usual, ticks=ticks)
             if updated.taken:
                 self.keeper.statistics.merge([push.statistics for push in summed])
             self.version = number

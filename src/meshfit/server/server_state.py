@@ -1,6 +1,6 @@
 """The state that model servers hold (optimizer, schedule, averaged weights), fetched for a checkpoint."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from meshfit.data.loader import Loader, Position
-from meshfit.exchange.parcel import Parcel
 from meshfit.run import Run
 from meshfit.server.keeper import load_schedule
 from meshfit.server.shared_model import mine
@@ -17,9 +16,8 @@ from meshfit.server.worker_group import WorkerGroup
 
 
 class ServerState:
-    def __init__(self, run: Run, worker: Worker | WorkerGroup, update: ServerUpdate, parcels: Sequence[Parcel]):
-        """``parcels``: what each server owns."""
-        self.run, self.worker, self.update, self.parcels = run, worker, update, parcels
+    def __init__(self, run: Run, worker: Worker | WorkerGroup, update: ServerUpdate):
+        self.run, self.worker, self.update = run, worker, update
         self._scheduled = 0
         """Steps that the scheduler has been taken through."""
         self.recent_steps: list[dict[str, Any]] = []
@@ -65,7 +63,7 @@ class ServerState:
     def _weigh(self, held: list[Tensor]) -> None:
         """Have the weights of the moment in which the state was put down: others may have stepped since."""
         named = dict(self.run.model.named_parameters())
-        for parcel, weights in zip(self.parcels, held, strict=True):
+        for parcel, weights in zip(self.worker.parcels, held, strict=True):
             for name, whole in parcel.views(weights).items():
                 named[name].copy_(mine(self.run.placed, named[name], whole))
         self.run.placed.changed()

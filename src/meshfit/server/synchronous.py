@@ -51,8 +51,6 @@ class SynchronousCoordinator:
     def __init__(self, server: "Server"):
         self.server, self.keeper, self.settings = server, server.keeper, server.settings
         self.round: Round | None = None
-        self.expected = set(range(self.settings.workers))
-        """Workers that must have come before the first round."""
         self.stopped = False
         self._rounds = 0
 
@@ -91,14 +89,13 @@ class SynchronousCoordinator:
         self._begin()
 
     def _begin(self) -> None:
-        here_now = self.server.own and self.server.all_here(self.expected)
-        if self.server.coordinates and here_now and self.ticket is not None:
+        server = self.server
+        if server.coordinates and self.ticket is not None and server.own and server.may_begin():
             self._rounds += 1
-            self.round = Round(f"{self.server.incarnation}/{self._rounds}", self.ticket, tuple(self.server.ready))
-            self.expected = set()
-        elif self.server.coordinates:
+            self.round = Round(f"{server.incarnation}/{self._rounds}", self.ticket, tuple(server.ready))
+        elif server.coordinates:
             self.round = None
-        self.server.lock.notify_all()
+        server.lock.notify_all()
 
     def place(self, client: Client) -> dict[str, Any]:
         """Which batch is next for this worker, and with whom it shares it; waits until there is one."""
@@ -183,7 +180,7 @@ class SynchronousCoordinator:
         current().step = self.server.version + 1
         with current().span("sum"):
             for i, push in enumerate(pushes):
-                (self.keeper.add if i else self.keeper.load)(push.gradients)
+                self.keeper.load(push.gradients, add=i > 0)
         sent = [push.words for push in pushes]
         losses = [words["loss"] for words in sent]
         broken = {push.client.id: push.words["broken"] for push in pushes}
@@ -237,4 +234,4 @@ class SynchronousCoordinator:
         return {"workers": self.server.own}
 
     def restore(self, facts: dict[str, Any]) -> None:
-        self.expected = set(facts["workers"])
+        self.server.expected = set(facts["workers"])

@@ -12,7 +12,6 @@ started again, and every batch is still computed once.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from meshfit.server.wire import ConnectionLost, Message
 if TYPE_CHECKING:
     from meshfit.server.worker_group import WorkerGroup
 
+PATIENCE = 60.0  # seconds for a server to be there again
 BETWEEN_SECONDS = 0.002  # two looks at servers that are about to step
 
 
@@ -52,16 +52,12 @@ class Worker:
         staleness: float = 0,
         compress: str = "none",
         timeout: float = 600.0,
-        patience: float = 60.0,
     ):
-        """``timeout``: seconds without a word of a server that is to answer, be it that it waits for others;
-        ``patience``: for a server to be there again."""
-        self.id, self.timeout, self.patience = id, timeout, patience
+        """``timeout``: seconds without a word of a server that is to answer, be it that it waits for others."""
+        self.id, self.timeout = id, timeout
         self.asynchronous, self.device = staleness != 0, torch.device(device)
         self.named = dict(model.named_parameters())
         self.parameters = [p for p in self.named.values() if p.requires_grad]
-        self.moved: Counter[str] = Counter()
-        """Bytes that went up and came down, so far."""
         self.samples = 0.0
         """Of this worker in the batch under way."""
         self.epoch, self.last = 0, False
@@ -91,15 +87,14 @@ class Worker:
         self._reached: set[Tensor] = set()
         self._payload = Payload.of(model, servers=len(addresses), compress=compress)
         self._hooks = [p.register_post_accumulate_grad_hook(self._reached.add) for p in self.parameters]
-        how: dict[str, Any] = {"worker": id, "device": self.device, "compress": compress, "moved": self.moved}
-        lots = zip(addresses, shares(model, len(addresses)), strict=True)
+        how: dict[str, Any] = {"worker": id, "device": self.device, "compress": compress}
         self.connections = [
-            ServerConnection(address, secret, lot, {} if i else running_statistics(model), **how)
-            for i, (address, lot) in enumerate(lots)
+            ServerConnection(address, secret, owned, {} if i else running_statistics(model), **how)
+            for i, (address, owned) in enumerate(zip(addresses, shares(model, len(addresses)), strict=True))
         ]
         try:
             for connection in self.connections:
-                connection.connect(patience)
+                connection.connect(PATIENCE)
                 connection.clear()
             self._ask_place()
         except BaseException:
@@ -270,7 +265,7 @@ class Worker:
         """Send to all, then receive from all."""
         connections = self.connections if connections is None else connections
         for connection, request in zip(connections, words, strict=True):
-            connection.send(kind, self.sequence, request, push=kind == "push")
+            connection.send(kind, self.sequence, request)
         return [self._answer(connection) for connection in connections]
 
     def _answer(self, connection: ServerConnection) -> Message:
@@ -290,11 +285,11 @@ class Worker:
     def _reconnect(self, connection: ServerConnection) -> None:
         """Reach a server again. One that was started anew is where its snapshot was: so are then all, and we."""
         try:
-            if not connection.connect(self.patience):
+            if not connection.connect(PATIENCE):
                 return
             for other in self.connections:
                 if other is not connection:
-                    other.connect(self.patience)
+                    other.connect(PATIENCE)
         except ConnectionLost as error:
             raise RankError(str(error), f"worker {self.id} was at step {self.version}") from None
         self._start_over()

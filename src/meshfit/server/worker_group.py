@@ -13,6 +13,7 @@ so all ranks have the same batch, the same weights, and repeat a batch together.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,11 +32,15 @@ from meshfit.exchange.parcel import Parcel
 from meshfit.exchange.protocol import RepeatBatch, StepScalars
 from meshfit.exchange.server_cost import BROADCAST, Payload, worker_group
 from meshfit.exchange.update import Updated
+from meshfit.launch.world import World
+from meshfit.plan import Plan
 from meshfit.server.shared_memory import SharedMemory
 from meshfit.server.shared_model import SharedPart, hand_out, receive
 from meshfit.server.snapshot import put_down
 from meshfit.server.worker import Worker
+from meshfit.torch_private.groups import become_world
 
+Group = dist.ProcessGroup | None
 WAITS = -1.0
 """In place of an answer: the first rank waits for its servers, which wait for other workers."""
 
@@ -71,8 +76,6 @@ class WorkerGroup:
         """Of that batch, and whether it ends one."""
         self.norm: Tensor | None = None
         """Of the gradients of all workers, as summed, after ``finish``."""
-        self.moved = {"push": 0, "pull": 0}
-        """Bytes that went up and came down, so far."""
         self.parts = self._parts(*self._share(model, reach, address))
         self._up_bytes = sum(part.nbytes for part in self.parts if part.sends)
         self._down_bytes = sum(part.nbytes for part in self.parts)
@@ -99,7 +102,7 @@ class WorkerGroup:
             buffer.data = views[name]
         self.worker = reach(model)
         for connection in self.worker.connections:
-            connection.moved = None
+            connection.counts = False
         connections = [connection.memory for connection in self.worker.connections]
         hand_out(address, [memory.fd for memory in (*connections, *beside) if memory.fd is not None], self.size - 1)
         return connections, beside
@@ -148,7 +151,7 @@ class WorkerGroup:
         for part, sent in given:
             if sent is not None and part.sends:
                 part.up.copy_(part.piece.of(sent))
-        self._count("push", self._up_bytes)
+        current().moved("push", self._up_bytes)
         return {part.name for part, sent in given if sent is not None}
 
     @torch.no_grad()
@@ -157,11 +160,7 @@ class WorkerGroup:
         for part in self.parts:
             part.piece.of(part.tensor.detach()).copy_(part.down)
         self.placed.changed()
-        self._count("pull", self._down_bytes)
-
-    def _count(self, kind: str, size: int) -> None:
-        self.moved[kind] += size
-        current().moved(kind, size)
+        current().moved("pull", self._down_bytes)
 
     # What the first rank does, broadcast to all
 
@@ -310,3 +309,38 @@ class WorkerGroup:
     def stop(self) -> None:
         """Let the training end here, for all workers."""
         self._first(lambda worker: worker.stop())
+
+
+def own_world(plan: Plan, world: World, *, timeout: float) -> tuple[World, Group, Group]:
+    """The world of this rank's worker, which may wait for others ``timeout`` seconds; the ranks in its place in all
+    workers, and those with which it shares a batch where that reaches beyond its own. All ranks call it together, once.
+
+    Worker i of groups of n is ranks i·n to i·n + n - 1. They talk to other workers where BatchNorm is over the whole
+    batch, and where gradients are compared; for all else the worker group is the world.
+    """
+    size = plan.worker_size
+    own = World(world.rank % size, size, world.device, world.folder)
+    if plan.data == 1 or not dist.is_initialized():
+        return own, None, None
+    if size == 1:
+        return own, dist.group.WORLD, dist.group.WORLD if plan.joins_batchnorms else None
+
+    limit = timedelta(seconds=timeout)
+
+    def line(key: Callable[[int], object]) -> dist.ProcessGroup:
+        """Ranks with the same key; all ranks make all such groups."""
+        lines: dict[object, list[int]] = {}
+        for rank in range(world.size):
+            lines.setdefault(key(rank), []).append(rank)
+        made = {each: dist.new_group(ranks, timeout=limit) for each, ranks in lines.items()}
+        return made[key(world.rank)]  # type: ignore[return-value]
+
+    peers = line(lambda rank: rank % size)
+    batch: Group = peers if plan.in_step else None
+    if plan.in_step and plan.shares > plan.data:
+        places = plan.worker.places
+        same = lambda place: tuple(at for axis, at in place.items() if axis not in ("shard", "expert"))
+        batch = line(lambda rank: same(places[rank % size]))
+    own_group = line(lambda rank: rank // size)
+    become_world(own_group, peers, *([batch] if batch not in (None, peers) else []))
+    return own, peers, batch

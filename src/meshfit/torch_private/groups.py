@@ -1,9 +1,9 @@
 """Process groups: collectives over several tensors at once, noted as they are called; worlds, stores and timeouts."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
+
+from meshfit.patches import replaced
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """``all_gather_into_tensor`` until torch 2.12."""
@@ -20,78 +22,75 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 COLLECTIVES = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "reduce": "reduce",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "send",
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "reduce": ("reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "alltoall": ("all_to_all", 1),
+    "barrier": ("barrier", -1),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
 }
-"""Methods of process groups, and what each does."""
+"""Methods of process groups: what each does, and which argument is what this rank gives."""
 
 
 def all_gather_rows(
     wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False
 ) -> list[dist.Work]:
     """Every rank's part of several rows, of any dtypes, in one call. What to wait for, if ``async_op``."""
-    wholes, parts = [row.view(torch.uint8) for row in wholes], [row.view(torch.uint8) for row in parts]
-    if len(wholes) == 1 or not _takes_several(group, wholes[0]):
-        one = zip(wholes, parts, strict=True)
-        return _begun(async_op, *(all_gather_single(w, p, group=group, async_op=async_op) for w, p in one))
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return _begun(async_op, group.allgather_into_tensor_coalesced(wholes, parts, options))
+    rows = [row.view(torch.uint8) for row in wholes], [row.view(torch.uint8) for row in parts]
+    return _issued(all_gather_single, "allgather_into_tensor_coalesced", AllgatherOptions(), rows, group, async_op)
 
 
 def reduce_scatter_rows(
     parts: list[Tensor], rows: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False
 ) -> list[dist.Work]:
     """This rank's part of the sum of several rows, of one dtype; likewise."""
-    if len(rows) == 1 or not _takes_several(group, rows[0]):
-        one = zip(parts, rows, strict=True)
-        return _begun(async_op, *(reduce_scatter_single(p, r, group=group, async_op=async_op) for p, r in one))
-    options = ReduceScatterOptions()
-    options.asyncOp = async_op
-    return _begun(async_op, group.reduce_scatter_tensor_coalesced(parts, rows, options))
+    several, options = "reduce_scatter_tensor_coalesced", ReduceScatterOptions()
+    return _issued(reduce_scatter_single, several, options, (parts, rows), group, async_op)
 
 
 def all_reduce_rows(rows: list[Tensor], group: dist.ProcessGroup, *, async_op: bool = False) -> list[dist.Work]:
     """The sums of several rows, of one dtype; likewise."""
-    if len(rows) == 1 or not _takes_several(group, rows[0]):
-        return _begun(async_op, *(dist.all_reduce(row, group=group, async_op=async_op) for row in rows))
-    options = AllreduceCoalescedOptions()
-    options.asyncOp = async_op
-    return _begun(async_op, group.allreduce_coalesced(rows, options))
+    return _issued(dist.all_reduce, "allreduce_coalesced", AllreduceCoalescedOptions(), (rows,), group, async_op)
 
 
-def _takes_several(group: dist.ProcessGroup, row: Tensor) -> bool:
-    """Not gloo with tensors of GPUs: torch 2.11 then ends the process."""
-    return row.is_cpu or group._get_backend(row.device).name() != "gloo"
-
-
-def _begun(async_op: bool, *works: dist.Work | None) -> list[dist.Work]:
-    """As torch's own functions: handles, or on GPUs what comes next in this stream waits."""
-    begun = [work for work in works if work is not None]
+def _issued(
+    single: Callable[..., dist.Work | None],
+    several: str,
+    options: Any,
+    rows: tuple[list[Tensor], ...],
+    group: dist.ProcessGroup,
+    async_op: bool,
+) -> list[dist.Work]:
+    """The method ``several`` of the group, where it takes more than one row, else ``single`` of each. Not gloo with
+    tensors of GPUs: torch 2.11 then ends the process. As torch's own functions: handles, or on GPUs what comes next in
+    this stream waits."""
+    first = rows[-1][0]
+    if len(rows[-1]) > 1 and (first.is_cpu or group._get_backend(first.device).name() != "gloo"):
+        options.asyncOp = async_op
+        issued = [getattr(group, several)(*rows, options)]
+    else:
+        issued = [single(*each, group=group, async_op=async_op) for each in zip(*rows, strict=True)]
+    works = [work for work in issued if work is not None]
     if async_op:
-        return begun
-    for work in begun:
+        return works
+    for work in works:
         work.wait()
     return []
 
@@ -137,51 +136,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def told(group: dist.ProcessGroup, number: int) -> list[int]:
-    """What each rank of ``group`` says. Straight to its backend for CPUs: no device waits, and no meter counts it."""
-    return telling(group, number)()
-
-
-def telling(group: dist.ProcessGroup, number: int) -> Callable[[], list[int]]:
-    """The same, to be waited for later."""
+def gather_number(group: dist.ProcessGroup, number: int) -> Callable[[], list[int]]:
+    """What waits for the numbers of all ranks of ``group``. Straight to its backend for CPUs: no device waits, and no
+    meter counts it."""
     mine = torch.tensor([number])
     every = [torch.empty_like(mine) for _ in range(group.size())]
     backend: Any = group._get_backend(torch.device("cpu"))
     work = backend.allgather([every], [mine])
 
-    def heard() -> list[int]:
+    def wait() -> list[int]:
         work.wait()
         return [int(each) for each in every]
 
-    return heard
-
-
-CALLS = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "reduce": ("reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "alltoall": ("all_to_all", 1),
-    "barrier": ("barrier", -1),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-}
-"""Methods of process groups: what each does, and which argument is what this rank gives."""
+    return wait
 
 
 @contextmanager
@@ -190,25 +157,29 @@ def noted(note: Callable[[str, str, str, str], None]) -> Iterator[None]:
     from Python: of gloo, of NCCL, or of another backend."""
     members: dict[str, str] = {}
 
-    def noting(op: str, given: int, real: Any) -> Any:
+    def noting(op: str, given: int, before: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             name = group.group_name
             ranks = members.get(name)
             if ranks is None:
                 ranks = members[name] = _listed(dist.get_process_group_ranks(group)) if dist.is_initialized() else ""
             note(name, ranks, op, _described(op, args, given))
-            return real(group, *args, **kwargs)
+            return before(group, *args, **kwargs)
 
         return call
 
-    found = {name: vars(dist.ProcessGroup)[name] for name in CALLS if name in vars(dist.ProcessGroup)}
-    for name, real in found.items():
-        setattr(dist.ProcessGroup, name, noting(*CALLS[name], real))
-    try:
+    with replaced_methods(lambda method: partial(noting, *COLLECTIVES[method])):
         yield
-    finally:
-        for name, real in found.items():
-            setattr(dist.ProcessGroup, name, real)
+
+
+@contextmanager
+def replaced_methods(make: Callable[[str], Callable[[Callable[..., Any]], Callable[..., Any]]]) -> Iterator[None]:
+    """Within it ``make(method)(before)`` is called in place of each of the ``COLLECTIVES``, in all threads."""
+    with ExitStack() as stack:
+        for method in COLLECTIVES:
+            if (real := vars(dist.ProcessGroup).get(method)) is not None:
+                stack.enter_context(replaced(dist.ProcessGroup, method, make(method), everywhere=True, real=real))
+        yield
 
 
 def _described(op: str, args: tuple[Any, ...], given: int) -> str:

@@ -1,15 +1,25 @@
 """Operators: their schemas, and the modes and subclasses that are asked about them."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshfit.torch_private.trees import tree_leaves
 
 __all__ = ["TorchDispatchMode"]  # documented, but only in this place
 
 OpOverload = torch._ops.OpOverload
+"""An operation, and not a function that calls some."""
+
+
+WRITES = dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var"))
+"""Arguments written to by operations whose schema does not say so."""
 
 
 def schema_of(op: Any) -> Any:
@@ -27,9 +37,22 @@ def qualified_name(packet: Any) -> str:
     return packet._qualified_op_name
 
 
-def is_overload(func: Any) -> bool:
-    """Whether it is an operation, not a function that calls some."""
-    return isinstance(func, torch._ops.OpOverload)
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operation writes to."""
+    schema = schema_of(func)
+    unsaid = WRITES.get(schema.name.partition("::")[2], ())
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.name in unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
+
+
+def written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    found = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    return [t for each in found for t in tree_leaves(each) if isinstance(t, Tensor)]
 
 
 def is_composite(overload: Any) -> bool:

@@ -110,8 +110,9 @@ def settle(flow: Flow, owner: list[int]) -> set[int]:
 
 def _dealt(flow: Flow, owner: list[int], degree: int, costs: Sequence[float]) -> Dealt:
     trace, total = flow.trace, sum(costs)
-    held = {name: tuple(sorted({owner[e] for e in events})) for name, events in flow.users(_parameters).items()}
-    used = {name: {owner[e] for e in events} for name, events in flow.users(_buffers).items()}
+    of_parameters, of_buffers = flow.users(lambda event: event.parameters), flow.users(lambda event: event.buffers)
+    held = {name: tuple(sorted({owner[e] for e in events})) for name, events in of_parameters.items()}
+    used = {name: {owner[e] for e in events} for name, events in of_buffers.items()}
     phases = {late: flow.phases(owner, degree, late=late).phases[0] for late in (False, True)}
     spent, late = min((_time(trace, some, costs), late) for late, some in phases.items())
     names = counted(trace.events)
@@ -136,14 +137,6 @@ def _time(trace: Trace, phases: Iterable[Phase], costs: Sequence[float]) -> floa
         entered = sum(trace.values[id].bytes for id in phase.enters if trace.values[id].needs_grad)
         spent += sum(costs[event] for event in phase.trunk) + max(loads) + LINK * (joined + 2 * entered)
     return spent
-
-
-def _parameters(event: Event) -> tuple[str, ...]:
-    return event.parameters
-
-
-def _buffers(event: Event) -> tuple[str, ...]:
-    return event.buffers
 
 
 def owners_like(dealt: Dealt, flow: Flow) -> list[int]:

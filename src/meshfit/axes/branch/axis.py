@@ -59,84 +59,78 @@ WORTH = 0.95
 Objective = Callable[[nn.Module, Any], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Branch:
-    """Deal out the model's branches over the ``branch`` axis."""
+def find_branches(
+    model: nn.Module,
+    objective: Objective,
+    batch: Any,
+    degree: int,
+    *,
+    atoms: tuple[str, ...] = (),
+    precision: str = "fp32",
+    device: str = "cuda",
+) -> "BranchPlan":
+    """Who runs what of ``degree`` ranks, from one step recorded on ``batch``: on one rank, for all of them. ``atoms``:
+    modules that must not be opened, since something acts where they are called."""
+    found, trace = [], None
+    for share in SHARES:
+        how = {"share": share, "atoms": atoms, "refusal": partial(_refusal, degree), "precision": precision}
+        opened, recording = faithful(model, objective, batch, device=device, **how)
+        trace = _relative(recording.trace)
+        _check(trace, degree)
+        flow = Flow(replace(recording, trace=trace))
+        if (dealt := deal(flow, degree)) is not None:
+            found.append(BranchPlan(dealt, share, opened, flow))
+            if dealt.time < 1.1 / degree:
+                break
+    assert trace is not None
+    return _worth(min(found, key=lambda each: each.dealt.time, default=None), trace, degree)
 
-    degree: int
 
-    atoms: tuple[str, ...] = ()
-    """Paths of modules that must not be opened, since something acts where they are called."""
+def deal_stages(recording: Recording, degree: int) -> "BranchPlan":
+    """Who runs what of a recording that is to be cut into stages: its events stand with branches side by side."""
+    trace = recording.trace
+    _check(trace, degree)
+    flow = Flow(recording)
+    dealt = deal(flow, degree)
+    found = _worth(None if dealt is None else BranchPlan(dealt, 0.0, (), flow), trace, degree)
+    order = side_by_side(flow, found.dealt.when)
+    return replace(found, flow=Flow(reordered(recording, order)), order=tuple(order))
 
-    precision: str = "fp32"
 
-    def find(self, model: nn.Module, objective: Objective, batch: Any, *, device: str = "cuda") -> "BranchPlan":
-        """Who runs what, from one step recorded on ``batch``: on one rank, for all of them."""
-        found, trace = [], None
-        for share in SHARES:
-            how = {"share": share, "atoms": self.atoms, "refusal": self._refusal, "precision": self.precision}
-            atoms, recording = faithful(model, objective, batch, device=device, **how)
-            trace = _relative(recording.trace)
-            self._check(trace)
-            flow = Flow(replace(recording, trace=trace))
-            if (dealt := deal(flow, self.degree)) is not None:
-                found.append(BranchPlan(dealt, share, atoms, flow))
-                if dealt.time < 1.1 / self.degree:
-                    break
-        best = min(found, key=lambda each: each.dealt.time, default=None)
-        assert trace is not None
-        self._worth(trace, best)
-        assert best is not None
+def _check(trace: Trace, degree: int) -> None:
+    asks = [e for e in trace.events if e.kind == "glue" and e.name in ("grad", "backward") and e.reads]
+    if asks:
+        error = TraceError(f"{asks[0].name} at {asks[0].line} asks for gradients in the middle of the forward")
+        raise _refusal(degree, "no rank has all that it looks back on", error)
+
+
+def _refusal(degree: int, what: str, error: TraceError) -> PlanError:
+    return PlanError(
+        f"branch={degree}: {what}", error.headline, *error.facts, f"data={degree} takes the model as it is"
+    )
+
+
+def _worth(best: "BranchPlan | None", trace: Trace, degree: int) -> "BranchPlan":
+    """``best``; a ``PlanError`` where the model has no branches that are worth a device each."""
+    if best is not None and best.dealt.time <= WORTH and all(best.dealt.loads):
         return best
-
-    def deal(self, recording: Recording) -> "BranchPlan":
-        """Who runs what of a recording that is to be cut into stages: its events stand with branches side by side."""
-        self._check(recording.trace)
-        flow = Flow(recording)
-        dealt = deal(flow, self.degree)
-        found = None if dealt is None else BranchPlan(dealt, 0.0, (), flow)
-        self._worth(recording.trace, found)
-        assert found is not None
-        order = side_by_side(flow, found.dealt.when)
-        return replace(found, flow=Flow(reordered(recording, order)), order=tuple(order))
-
-    def _worth(self, trace: Trace, best: "BranchPlan | None") -> None:
-        if best is None or best.dealt.time > WORTH or not all(best.dealt.loads):
-            raise self._nothing(trace, best)
-
-    def _check(self, trace: Trace) -> None:
-        asks = [e for e in trace.events if e.kind == "glue" and e.name in ("grad", "backward") and e.reads]
-        if asks:
-            error = TraceError(f"{asks[0].name} at {asks[0].line} asks for gradients in the middle of the forward")
-            raise self._refusal("no rank has all that it looks back on", error)
-
-    def _refusal(self, what: str, error: TraceError) -> PlanError:
-        return PlanError(
-            f"branch={self.degree}: {what}",
-            error.headline,
-            *error.facts,
-            f"data={self.degree} takes the model as it is",
-        )
-
-    def _nothing(self, trace: Trace, best: "BranchPlan | None") -> PlanError:
-        """The refusal of a model without branches that are worth a device each."""
-        groups = [[b for b in branches(trace) if b.group == number] for number in range(3)]
-        facts = [
-            f"found: {len(group)} parts of {' and '.join(f'{b.share:.0%}' for b in group[:4])} of the cost, "
-            f"before {trace.events[group[0].join].name if group[0].join < len(trace.events) else 'its end'}"
-            for group in groups
-            if group
-        ]
-        if best is not None and all(best.dealt.loads):
-            facts.append(f"side by side, traffic included, a step would take {best.dealt.time:.0%} of the time")
-        elif best is not None:
-            most = sum(load > 0 for load in best.dealt.loads)
-            facts.append(f"at most {most} of them can run at once: branch={most} would use all of its devices")
-        return PlanError(
-            f"branch={self.degree}: this model has no parts that are worth {self.degree} devices",
-            *(facts or ["each of its larger parts needs what another one makes"]),
-            f"data={self.degree} shares the samples out; pipeline={self.degree} cuts it into layers",
-        )
+    groups = [[b for b in branches(trace) if b.group == number] for number in range(3)]
+    facts = [
+        f"found: {len(group)} parts of {' and '.join(f'{b.share:.0%}' for b in group[:4])} of the cost, "
+        f"before {trace.events[group[0].join].name if group[0].join < len(trace.events) else 'its end'}"
+        for group in groups
+        if group
+    ]
+    if best is not None and all(best.dealt.loads):
+        facts.append(f"side by side, traffic included, a step would take {best.dealt.time:.0%} of the time")
+    elif best is not None:
+        most = sum(load > 0 for load in best.dealt.loads)
+        facts.append(f"at most {most} of them can run at once: branch={most} would use all of its devices")
+    raise PlanError(
+        f"branch={degree}: this model has no parts that are worth {degree} devices",
+        *(facts or ["each of its larger parts needs what another one makes"]),
+        f"data={degree} shares the samples out; pipeline={degree} cuts it into layers",
+    )
 
 
 def branch_cost(
@@ -261,14 +255,14 @@ class BranchAxis(Axis):
             staged = study.found("pipeline")
             found = replace(staged.inner, cut=staged.cut)
         else:
-            strategy = Branch(degree=study.plan.branch, atoms=study.closed(), precision=study.plan.precision)
-            found = strategy.find(study.model, study.objective, study.batch, device=study.device)
+            how = {"atoms": study.closed(), "precision": study.plan.precision, "device": study.device}
+            found = find_branches(study.model, study.objective, study.batch, study.plan.branch, **how)
             study.prove(Replayed(study.objective, share=found.share, atoms=found.atoms))
         study.notes.append(found.note)
         return found
 
     def deal(self, plan: Plan, recording: Recording) -> BranchPlan:
-        return Branch(degree=plan.branch).deal(recording)
+        return deal_stages(recording, plan.branch)
 
     def apply(self, placed: "Placed", finding: BranchPlan) -> "Branched":
         """Keep this rank's part of the model, and let go of the rest: those parameters have no elements any more."""

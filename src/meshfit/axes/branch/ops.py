@@ -138,11 +138,11 @@ def join(
     line: Line, token: Tensor, mine: Sequence[Tensor], layouts: Layouts, copies: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor]]:
     """What every rank has, rank after rank; ``copies`` says what of it the trunk will change in place."""
-    mine, said = locals_of(mine)
-    if layouts[line.ranks.rank] != said:
-        i = next(i for i, (a, b) in enumerate(zip(layouts[line.ranks.rank], said, strict=True)) if a != b)
+    mine, now = locals_of(mine)
+    if layouts[line.ranks.rank] != now:
+        i = next(i for i, (a, b) in enumerate(zip(layouts[line.ranks.rank], now, strict=True)) if a != b)
         raise JobError(
-            f"what a branch hands on has another size than before: {said[i].shape}",
+            f"what a branch hands on has another size than before: {now[i].shape}",
             f"it was {layouts[line.ranks.rank][i].shape}, for a microbatch of the same shape: it depends on the values",
             "data= takes the model as it is",
         )

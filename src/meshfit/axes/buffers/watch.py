@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfit import generators
-from meshfit.anatomy.aten import written
 from meshfit.anatomy.copies import twin
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
 from meshfit.torch_private.kernels import foreach_copy_
 from meshfit.torch_private.modules import own_buffers, own_parameters
-from meshfit.torch_private.operators import TorchDispatchMode
+from meshfit.torch_private.operators import TorchDispatchMode, written
 from meshfit.torch_private.tensors import storage_id
 from meshfit.torch_private.trees import tree_leaves
 

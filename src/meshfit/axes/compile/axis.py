@@ -25,7 +25,7 @@ from meshfit.axes.compile.parts import BlockOfParts
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.forward import wrap
 from meshfit.axes.pipeline.cut import Shell
-from meshfit.axes.tensor.plain import untraceable
+from meshfit.axes.tensor.cut import untraceable
 from meshfit.comm.group import RankGroup
 from meshfit.errors import PlanError
 from meshfit.launch.peak import peak_flops

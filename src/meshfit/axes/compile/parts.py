@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.axes.spec import SplitTensor, to_local
-from meshfit.axes.tensor.plain import trying
+from meshfit.axes.tensor.border import trying
 from meshfit.axes.tensor.region import SEQUENCE
-from meshfit.axes.tensor.vocabulary import SlicedTensor
+from meshfit.axes.tensor.sliced import SlicedTensor
 from meshfit.comm.group import Group
 from meshfit.generators import Generators
 from meshfit.torch_private.trees import tree_flatten, tree_unflatten

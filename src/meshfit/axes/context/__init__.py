@@ -9,8 +9,8 @@ attend   attention, by gathered keys or by heads
 causal   the first of causal attention, in parts
 carry    recurrent layers, whose state goes from rank to rank
 saved    what backward gathers again
-find     where in a model cutting begins
-meeting  in which of its modules positions meet
+plan     where in a model cutting begins, as a value
+find     the best such plan
 recurrence  what carries a state from position to position, to say why a model is not cut
 check    the proof, before anything is trained
 """

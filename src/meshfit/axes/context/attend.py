@@ -9,8 +9,8 @@
     gather    6 kv s (n-1)/n        gathered, gathered again, gradients scattered; each of keys and values
     ulysses   4 (h + kv) s (n-1)/n^2
 
-``auto`` takes ulysses where heads divide and less is said; with a mask that is given as a tensor it gathers, since
-under ulysses every rank would need the mask of all positions.
+``auto`` takes ulysses where heads divide and fewer bytes travel; with a mask that is given as a tensor it gathers,
+since under ulysses every rank would need the mask of all positions.
 """
 
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ from meshfit.axes.context.causal import causal_in_parts
 from meshfit.axes.context.piece import Piece, attended, rule, wholes
 from meshfit.axes.context.saved import noted
 from meshfit.axes.context.span import SplitDim
-from meshfit.axes.tensor.column import in_autocast
+from meshfit.axes.tensor.functions import in_autocast
 from meshfit.comm.collectives import all_to_all
 from meshfit.comm.draws import own_draws
 from meshfit.comm.group import Group

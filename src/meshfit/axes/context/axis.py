@@ -23,8 +23,9 @@ from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis, Splits
 from meshfit.axes.context.check import check
 from meshfit.axes.context.few_blocks import with_few_blocks
-from meshfit.axes.context.find import ContextPlan, Step, begin, find, shortened, some
+from meshfit.axes.context.find import Step, find, shortened, some
 from meshfit.axes.context.piece import guarded
+from meshfit.axes.context.plan import ContextPlan, begin
 from meshfit.axes.counted import HALVES, counted_cost
 from meshfit.axes.kept import kept_path, read_kept, write_kept
 from meshfit.axes.prove import Refused

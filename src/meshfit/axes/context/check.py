@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfit.anatomy.copies import converted, to_precision
-from meshfit.axes.context.find import ContextPlan, Step, begin, length_of, shortened, some
+from meshfit.axes.context.find import Step, length_of, shortened, some
 from meshfit.axes.context.piece import Piece, guarded
+from meshfit.axes.context.plan import ContextPlan, begin
 from meshfit.axes.prove import DRAWS, Refused, in_parts, in_precision
 from meshfit.axes.spec import name_of
 from meshfit.comm.group import ThreadGroup

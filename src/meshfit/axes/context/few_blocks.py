@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.calls import watched_calls
 from meshfit.anatomy.copies import replaced
 from meshfit.axes.context.find import Step
 from meshfit.axes.spec import name_of
-from meshfit.axes.tensor.twin import blocks_of, kinds_of
+from meshfit.axes.tensor.kinds import blocks_of, kinds_of
 from meshfit.torch_private.modules import emptied
 from meshfit.torch_private.trees import tree_leaves
 
@@ -65,14 +66,8 @@ def _observed(model: nn.Module, step: Step, batch: Any) -> tuple[dict[str, tuple
         else:
             times[path] += 2
 
-    hooks = [m.register_forward_hook(partial(called, path), with_kwargs=True) for path, m in model.named_modules()]
-    hooks += [m.register_forward_pre_hook(functions.entered) for m in model.modules()]
-    try:
-        with torch.no_grad(), functions:
-            step(model, copy.copy(batch))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watched_calls(model, functions.entered, called), torch.no_grad(), functions:
+        step(model, copy.copy(batch))
     return {path: alike.get(path, (kinds[path],)) for path in kinds}, times
 
 
@@ -83,18 +78,18 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.within: list[list[tuple]] = []
 
-    def entered(self, module: nn.Module, args: Any) -> None:
+    def entered(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.within.append([])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        said = name_of(func), *map(_said, tree_leaves((args, kwargs)))
+        call = name_of(func), *map(_kind, tree_leaves((args, kwargs)))
         for calls in self.within:
-            calls.append(said)
+            calls.append(call)
         return func(*args, **kwargs)
 
 
-def _said(x: Any) -> Any:
+def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return tuple(x.shape), x.dtype
     return x if isinstance(x, int | float | str | bool | torch.dtype) else type(x)

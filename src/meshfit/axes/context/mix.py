@@ -10,6 +10,7 @@ from meshfit.axes.context.local import argument, mapped, pointwise
 from meshfit.axes.context.piece import Piece, pieces, rule, wholes
 from meshfit.axes.context.saved import noted
 from meshfit.axes.spec import name_of
+from meshfit.axes.tensor.functions import loss_denominator
 from meshfit.comm.collectives import all_reduce
 
 # Products
@@ -149,10 +150,7 @@ def by_classes(func: Any, *args: Any, **kwargs: Any) -> Any:
     if reduction == "sum":
         return made
     target = wholes(target)
-    if soft:
-        return made / (target.numel() // target.shape[classes])
-    kept = target != ignore
-    return made / (kept.sum() if weight is None else (weight[target.clamp(min=0)] * kept).sum())
+    return made / (target.numel() // target.shape[classes] if soft else loss_denominator(target, weight, ignore))
 
 
 LOSSES = """

@@ -4,14 +4,13 @@ Found to say why sequences are not cut. A rank would need the state of the rank 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.calls import watched_calls
 from meshfit.data import tree
 
 SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "associative_scan")
@@ -21,7 +20,7 @@ LEAST = 4
 
 def recurrences(model: nn.Module, step: Any, batch: Any) -> list[str]:
     """In words, one for each kind of module and what it does. ``batch`` is of a few samples."""
-    with torch.enable_grad(), _Watch(model, batch) as seen, seen.under_way(model):
+    with torch.enable_grad(), _Watch(batch) as seen, watched_calls(model, seen.entered, seen.left):
         try:
             step(model, batch)
         except Exception:
@@ -44,7 +43,7 @@ def _one_of_each(model: nn.Module, found: dict[str, str]) -> list[str]:
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, model: nn.Module, batch: Any):
+    def __init__(self, batch: Any):
         super().__init__()
         self.samples = max((len(t) for t in tree.tensors(batch) if t.dim()), default=0)
         self.lengths = {t.shape[1] for t in tree.tensors(batch) if t.dim() > 1}
@@ -53,20 +52,13 @@ class _Watch(TorchFunctionMode):
         self.taken: dict[tuple[str, int], set[int]] = defaultdict(set)
         self.scans: dict[tuple[str, str], None] = {}
 
-    @contextmanager
-    def under_way(self, model: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            for path, module in model.named_modules():
-                before = lambda module, args, path=path: self._enter(path, module)
-                after = lambda module, args, out: (self.stack.pop(), None)[1]
-                stack.callback(module.register_forward_pre_hook(before).remove)
-                stack.callback(module.register_forward_hook(after).remove)
-            yield
-
-    def _enter(self, path: str, module: nn.Module) -> None:
+    def entered(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append(path)
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             self.layers[path] = type(module).__name__
+
+    def left(self, path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

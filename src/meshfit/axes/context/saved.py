@@ -90,7 +90,7 @@ def begin_forward(group: Group) -> None:
 
 @contextmanager
 def noted(*given: Any, later: bool = False) -> Iterator["Saving"]:
-    """For what is saved within of the wholes of those that are pieces, and of what is said to ``Saving``. ``later``:
+    """For what is saved within of the wholes of those that are pieces, and of what ``Saving`` gathers. ``later``:
     wholes are gathered within."""
     hooks = saved_tensors_hooks_now()
     again = checkpoint_now(again=True) is not None  # what is computed again is not saved at all

@@ -101,14 +101,14 @@ def some_of(x: Piece, start: int, stop: int) -> Piece | None:
 
 
 def one_of(x: Piece, at: int) -> Tensor:
-    """One position, which its owner tells all."""
+    """One position, sent to all by the rank that has it."""
     span, places, before = x.span, [], 0
     for start, stop in span.chunks(x.group.rank):
         places += [before + at - start] if start <= at < stop else []
         before += stop - start
     own = x.local.select(span.dim, places[0] if places else 0)
-    told = torch.where(own.new_full((), bool(places), dtype=torch.bool), own, own.new_zeros(()))
-    return all_reduce(told, x.group)
+    term = torch.where(own.new_full((), bool(places), dtype=torch.bool), own, own.new_zeros(()))
+    return all_reduce(term, x.group)
 
 
 @rule("select", "unbind")

@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from meshfit.anatomy.again import recomputed_blocks
 from meshfit.anatomy.operations import MatrixProduct, Operation
+from meshfit.anatomy.recompute import recomputed_blocks
 from meshfit.anatomy.record_build import tied
 from meshfit.anatomy.trace import EventCost, Trace
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.counted import float_bytes, growth
-from meshfit.axes.cut_parameters import CutParameters
-from meshfit.axes.expert.load import Load
+from meshfit.axes.cut_parameters import CutParameters, Undo
 from meshfit.axes.expert.mixture import ExpertPlan
 from meshfit.axes.expert.spread import spread
-from meshfit.axes.expert.travel import HEADER, Travel
+from meshfit.axes.expert.travel import HEADER, Load, Travel
 from meshfit.axes.mesh import OWN_EXPERT
-from meshfit.axes.tensor.cut import Undo
 from meshfit.axes.tensor.region import TensorPlan
 from meshfit.axes.tensors import check_ties
 from meshfit.comm.group import RankGroup
@@ -81,11 +79,14 @@ def expert_cost(
     for mixture in plan.mixtures:
         inside = any(f"{mixture.module}.".startswith(f"{path}.") for path in again)
         times, forwards = mixture.calls * microbatches, 2 if inside else 1
-        told = HEADER + (2 if mixture.listed else 1) * mixture.count
-        for phase, passes in (("forward", 1), ("backward", forwards)):  # what is computed again is said in backward
+        numbers = HEADER + (2 if mixture.listed else 1) * mixture.count
+        for phase, passes in (
+            ("forward", 1),
+            ("backward", forwards),
+        ):  # again: in backward
             how = {"degree": plan.degree, "axis": "expert", "phase": phase}
-            asked, size = times * (passes - (phase == "backward")), 8 * plan.degree * told
-            calls.append(CollectiveCall("all_gather", size, count=asked, dtype="int64", **how))
+            count, size = times * (passes - (phase == "backward")), 8 * plan.degree * numbers
+            calls.append(CollectiveCall("all_gather", size, count=count, dtype="int64", **how))
             for width in (mixture.width, mixture.made):
                 size = mixture.rows * width * wide * grown
                 calls.append(CollectiveCall("all_to_all", size, count=times * passes, dtype="float32", **how))

@@ -8,7 +8,6 @@ listed    modules of one kind in a list, called one by one; with "expert" in its
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.calls import watched_calls
 from meshfit.anatomy.copies import study
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.expert.check import check
@@ -23,9 +23,10 @@ from meshfit.axes.expert.grouped import linears
 from meshfit.axes.expert.mixture import ExpertPlan, Mixture
 from meshfit.axes.expert.spread import roles
 from meshfit.axes.prove import Given, Refused
+from meshfit.axes.tensor.kinds import kinds_of
 from meshfit.axes.tensor.region import Cut, even_ranges
-from meshfit.axes.tensor.twin import kinds_of
 from meshfit.axes.tensor.watch import Uses
+from meshfit.axes.tensors import shared_names
 from meshfit.torch_private.modules import has_forward_hooks, own_modules
 from meshfit.torch_private.tensors import base_of
 from meshfit.torch_private.trees import tree_leaves, tree_map
@@ -73,7 +74,7 @@ def plan_experts(model: nn.Module, step: Step, degree: int, samples: int = 0) ->
     """How to place the experts of ``model`` on ``degree`` ranks; ``step`` runs it. A mixture whose parts do not compute
     what it does is left whole. Counts that ``degree`` does not divide are in ``why`` too."""
     twin = study(model)
-    seen, shared, kinds = _watched(twin, step), _shared(twin), kinds_of(twin)
+    seen, shared, kinds = _watched(twin, step), shared_names(twin), kinds_of(twin)
     every = (*_slices(twin, seen, degree), *_lists(twin, seen, degree, kinds))
     found: list[Mixture] = []
     why = {
@@ -123,10 +124,8 @@ def _watched(twin: nn.Module, step: Step) -> _Seen:
         for module in twin.modules()
         if any(len(own_modules(each)) > 1 for each in module.modules() if _is_list(each))
     }
-    paths = {module: path for path, module in twin.named_modules()}
 
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        path = paths[module]
+    def before(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         seen.calls[path] += 1
         seen.callers[path].add(under_way[-1] if under_way else None)
         if under_way:
@@ -141,21 +140,13 @@ def _watched(twin: nn.Module, step: Step) -> _Seen:
         firsts.append(args[0] if args else None)
         seen.inner[path].append([])
 
-    def after(module: nn.Module, args: tuple, result: Any) -> None:
+    def after(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         under_way.pop()
         firsts.pop()
         if isinstance(result, Tensor) and result.dim() > 1:
-            seen.made[paths[module]] = result.shape[-1]
+            seen.made[path] = result.shape[-1]
 
-    with ExitStack() as stack, torch.no_grad():
-        for module in paths:
-            for hook in (
-                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-                module.register_forward_hook(after),
-            ):
-                stack.callback(hook.remove)
-        met = stack.enter_context(Uses(twin, (), under_way))
-        stack.enter_context(_Batched(twin, seen))
+    with watched_calls(twin, before, after), torch.no_grad(), Uses(twin, (), under_way) as met, _Batched(twin, seen):
         step(twin)
     seen.readers = met.readers
     return seen
@@ -262,14 +253,6 @@ def _lists(twin: nn.Module, seen: _Seen, degree: int, kinds: dict[str, int]) -> 
             )
         )
     return found
-
-
-def _shared(twin: nn.Module) -> set[str]:
-    """Parameters that are known by several names."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, p in twin.named_parameters(remove_duplicate=False):
-        names[id(p)].append(name)
-    return {name for many in names.values() if len(many) > 1 for name in many}
 
 
 def _read(mixture: Mixture, seen: _Seen) -> str:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.axes.cut_parameters import Undo
 from meshfit.axes.expert.grouped import Grouped
 from meshfit.axes.expert.mixture import Mixture
 from meshfit.axes.expert.shared import SharedExpert
 from meshfit.axes.expert.travel import Journey, Travel
 from meshfit.axes.forward import wrap
-from meshfit.axes.tensor.cut import Undo
 from meshfit.errors import JobError
 from meshfit.generators import Generators
 from meshfit.torch_private.tensors import version
@@ -45,7 +45,7 @@ def spread(model: nn.Module, mixture: Mixture, travel: Travel) -> list[Undo]:
         undo.append(partial(setattr, module, name, getattr(module, name)))
         setattr(module, name, travel.share)
     if mixture.listed:
-        Listed(model, mixture, travel).apply(module)
+        Listed(model, mixture, travel)
     else:
         own = [named[cut.name] for cut in mixture.cuts]
         paths = dict(model.named_modules()) if mixture.beside else {}
@@ -90,10 +90,10 @@ def _fused(
     choices, flat = chosen.shape[1], chosen.flatten()
     by_expert, order = flat.masked_fill(flat < 0, travel.count).sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(travel.count + 1, device=flat.device, dtype=flat.dtype))
-    announced = travel.announce(x, ends.diff())  # what lies beyond the last end is nobody's
+    send = travel.announce(x, ends.diff())  # what lies beyond the last end is nobody's
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     rows = _Taken.apply(x, order, inverse, choices)
-    journey = announced.go(rows, meanwhile)  # type: ignore[arg-type]
+    journey = send(rows, meanwhile)  # type: ignore[arg-type]
     arrived = journey.arrived
     if len(arrived):
         new = {found[0]: arrived, found[1]: journey.experts()[:, None].to(chosen.dtype)}
@@ -136,11 +136,14 @@ class Listed:
 
     def __init__(self, model: nn.Module, mixture: Mixture, travel: Travel):
         self.travel = travel
-        self.experts = [model.get_submodule(path) for path in mixture.listed]
-        self._forwards: list[Callable[..., Any]] = []
+        experts = [model.get_submodule(path) for path in mixture.listed]
+        self._forwards = [expert.forward for expert in experts]
         """Their own."""
         self._grouped: Grouped | None = None
-        self._may_group, self._always = bool(mixture.grouped), mixture.grouped == "always"
+        if mixture.grouped:
+            own = slice(travel.own.start, travel.own.stop)
+            first = self._forwards[travel.own.start]
+            self._grouped = Grouped(experts[own], first, always=mixture.grouped == "always")
         self._asked: list[tuple[int, Tensor]] | None = None
         """Calls that are noted; None: they are answered."""
         self._answers: list[tuple[int, Tensor]] = []
@@ -148,16 +151,11 @@ class Listed:
         """What experts make of no rows, by the kind of rows."""
         self._kept: deque[_Call] = deque()
         """Of the first time: calls of other modules before that of any expert."""
-
-    def apply(self, module: nn.Module) -> None:
-        for number, expert in enumerate(self.experts):
-            self._forwards.append(expert.forward)
+        for number, expert in enumerate(experts):
             wrap(expert, lambda forward, number=number: partial(self._expert, number))
-        if self._may_group:
-            own = slice(self.travel.own.start, self.travel.own.stop)
-            self._grouped = Grouped(self.experts[own], self._forwards[own.start], always=self._always)
+        module = model.get_submodule(mixture.module)
         for child in module.children():
-            if not any(each in self.experts for each in child.modules()):
+            if not any(each in experts for each in child.modules()):
                 wrap(child, lambda forward, child=child: partial(self._other, child, forward))
         wrap(module, lambda forward: partial(self._run, forward))
 

@@ -16,14 +16,42 @@ import torch
 from torch import Tensor
 
 from meshfit.axes.data import batchnorm
-from meshfit.axes.expert.load import Load
 from meshfit.comm.collectives import all_to_all, send_rows
 from meshfit.comm.group import Group
 from meshfit.errors import RankError
+from meshfit.event_detail import in_detail
+from meshfit.events import Events
+from meshfit.torch_private.autograd import in_backward
 from meshfit.transfer import HostCopy, upload
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HEADER = 4  # which mixture, whether its samples count, dtype and width of rows; then rows for each expert, and calls
+
+
+class Load:
+    """How many rows each expert got, of the samples of one copy of the experts, in steps whose events are kept in
+    detail. ``tells``: whether this rank writes."""
+
+    def __init__(self, paths: Sequence[str], tells: bool):
+        self.paths, self.tells = paths, tells
+        self._rows: dict[int, list[int]] = {}
+
+    def add(self, mixture: int, counts: Sequence[Sequence[int]]) -> None:
+        """``counts`` of each rank; what is computed again was counted already."""
+        if not self.tells or in_backward():
+            return
+        before = [self._rows[mixture]] if mixture in self._rows else []
+        self._rows[mixture] = [sum(each) for each in zip(*before, *counts, strict=True)]
+
+    def tell(self, events: Events) -> None:
+        """At the end of a step: the rows of each expert, by mixture; and those of the busiest, over their mean."""
+        rows, self._rows = self._rows, {}
+        if not rows or not events.kept or not in_detail(events.step):
+            return
+        events.instant("expert_load", rows={self.paths[i]: each for i, each in sorted(rows.items())})
+        busiest = [max(each) * len(each) / sum(each) for each in rows.values() if sum(each)]
+        if busiest:
+            events.scalar("busiest_expert", max(busiest))
 
 
 class Travel:
@@ -36,17 +64,31 @@ class Travel:
         """Experts that are here."""
         self._anchor = torch.empty(0, requires_grad=True)
 
-    def announce(self, like: Tensor, counts: Tensor) -> "Announced":
-        """Tell the others how many rows there are for each expert; ``counts`` are on the device. ``like``: the rows."""
+    def announce(self, like: Tensor, counts: Tensor) -> Callable[[Tensor, Callable[[], None]], "Journey"]:
+        """Tell the others how many rows there are for each expert; ``counts`` are on the device. ``like``: the rows.
+
+        Returns what then sends the rows, which lie by expert; behind those that have an expert others may lie. The
+        host waits there for the counts of all ranks: what is given to the device before that runs meanwhile. What it
+        takes beside the rows is called while they are on their way."""
         every = self.group.all_gather(torch.cat([upload(self._header(like), counts.device), counts]))
-        return Announced(self, every, HostCopy(every))
+        coming = HostCopy(every)
+
+        def send(rows: Tensor, meanwhile: Callable[[], None]) -> Journey:
+            numbers = coming.tolist()
+            self._kind_of_rows(numbers)
+            counts = [theirs[HEADER:] for theirs in numbers]
+            sent = sum(counts[self.group.rank])
+            own = every[:, HEADER + self.own.start : HEADER + self.own.stop]
+            return Journey(self, rows if sent == len(rows) else rows[:sent], counts, counts, own, meanwhile)
+
+        return send
 
     def meet(
         self, rows: Tensor | None, counts: Sequence[int], calls: Sequence[int], device: torch.device
     ) -> "Journey | None":
         """``rows`` lie by expert, ``counts`` for each, which the host knows. None: there is nothing to be sent."""
         every = self.group.exchange([*self._header(rows), *counts, *calls])
-        kind = self._heard(every)
+        kind = self._kind_of_rows(every)
         if kind is None:
             return None
         if rows is None:
@@ -58,7 +100,7 @@ class Travel:
         kind = (-1, -1) if rows is None else (DTYPES.index(rows.dtype), rows.shape[1])
         return self.number, int(batchnorm.counted()), *kind
 
-    def _heard(self, every: list[list[int]]) -> tuple[int, int] | None:
+    def _kind_of_rows(self, every: list[list[int]]) -> tuple[int, int] | None:
         """Dtype and width of the rows of all ranks; None where nobody has any."""
         if any(theirs[0] != self.number for theirs in every):
             raise RankError(
@@ -73,23 +115,6 @@ class Travel:
             counted = [theirs[HEADER : HEADER + self.count] for theirs in every if theirs[1]]
             self.load.add(self.number, counted)
         return kinds.pop() if kinds else None
-
-
-class Announced:
-    """The counts of all ranks, on their way to the host. What is given to the device before ``go`` runs meanwhile."""
-
-    def __init__(self, travel: Travel, every: Tensor, coming: HostCopy):
-        self._travel, self._every, self._coming = travel, every, coming
-
-    def go(self, rows: Tensor, meanwhile: Callable[[], None]) -> "Journey":
-        """Send ``rows``, which lie by expert; behind those that have an expert others may lie. The host waits here.
-        ``meanwhile`` is called while they are on their way."""
-        travel, heard = self._travel, self._coming.tolist()
-        travel._heard(heard)
-        counts = [theirs[HEADER:] for theirs in heard]
-        sent = sum(counts[travel.group.rank])
-        own = self._every[:, HEADER + travel.own.start : HEADER + travel.own.stop]
-        return Journey(travel, rows if sent == len(rows) else rows[:sent], counts, counts, own, meanwhile)
 
 
 class Journey:

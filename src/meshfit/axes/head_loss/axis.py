@@ -50,9 +50,11 @@ class HeadLossAxis(Axis):
         works = f"{without} works"
         if isinstance(study.trace, TraceError):
             raise PlanError(f"{study.plan}: the model cannot be traced", study.trace.headline, LOOKED_FOR, works)
-        found = head_of(study.trace)
-        if isinstance(found, NoHead):
-            raise PlanError(f"{study.plan}: there is no head whose loss could be computed in chunks", *found.why, works)
+        try:
+            found = head_of(study.trace)
+        except NoHead as none:
+            headline = f"{study.plan}: there is no head whose loss could be computed in chunks"
+            raise PlanError(headline, *none.args, LOOKED_FOR, works) from none
         layer = study.model.get_submodule(found.head)
         if type(layer) is not nn.Linear or "forward" in vars(layer):
             kind = f"{type(layer).__module__}.{type(layer).__name__}"
@@ -82,8 +84,9 @@ class HeadLossAxis(Axis):
 def in_chunks(unsharded: Trace, trace: Trace) -> tuple[Trace, int]:
     """``trace`` with what is kept then, and how many chunks there are; ``unsharded`` has the parameters that a rank
     computes with."""
-    found = head_of(trace)
-    if isinstance(found, NoHead):
+    try:
+        found = head_of(trace)
+    except NoHead:
         return trace, 0
     head = trace.events[found.events[0]]
     given, logits = (trace.values[i] for i in (head.reads[0], head.writes[0]))

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshfit.axes.tensor import vocabulary_loss
+from meshfit.axes.tensor.functions import cross_entropy, loss_denominator
 from meshfit.comm.group import Group
 
 if TYPE_CHECKING:
@@ -91,12 +91,7 @@ class Chunks:
             how = {"weight": self.weight, "ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
             if self.group is None:
                 return F.cross_entropy(logits, target, reduction="none", **how)
-            return vocabulary_loss.cross_entropy(logits, target, self.group, reduction="none", **how)
-
-    def counts(self, target: Tensor) -> Tensor:
-        """What a mean is over."""
-        kept = target != self.ignore_index
-        return kept.sum() if self.weight is None else (self.weight[torch.where(kept, target, 0)] * kept).sum()
+            return cross_entropy(logits, target, self.group, reduction="none", **how)
 
     def run(
         self, given: tuple[Tensor, Tensor, Tensor | None], target: Tensor, wants: Sequence[bool], grad: Tensor | None
@@ -199,4 +194,6 @@ def chunked_cross_entropy(
         return made.view(shape)
     dtype = chunks.dtype if chunks.of_loss.dtype is None else _wide(chunks.dtype)  # as autocast has it
     total = made if at_once else made.sum(dtype=_wide(made.dtype))
-    return (total / chunks.counts(target) if chunks.reduction == "mean" else total).to(dtype)
+    if chunks.reduction == "mean":
+        total = total / loss_denominator(target, chunks.weight, chunks.ignore_index)
+    return total.to(dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshfit.anatomy.trace import Event, Trace
 from meshfit.axes.head_loss.logits import BY_CHUNKS
-from meshfit.axes.tensor.vocabulary import MOVES, SHAPES
+from meshfit.axes.tensor.sliced import MOVES, SHAPES
 
 BETWEEN = {name.strip("_") for name in BY_CHUNKS | MOVES | SHAPES.keys() | {"clone", "view_as"}}
 """Functions that may stand between a head and its loss, as a trace calls them."""
@@ -27,20 +27,21 @@ class HeadPath:
     """Its call, what is done to the logits, the loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoHead:
-    why: tuple[str, ...]
+class NoHead(Exception):
+    """There is none; with the reason."""
 
 
-def head_of(trace: Trace) -> HeadPath | NoHead:
-    """The one with the most logits, if there are several."""
-    losses = [event for event in trace.events if _kind(trace, event) in NAMES]
-    if not losses:
-        return NoHead(("no cross entropy is called in a step", LOOKED_FOR))
-    found = [_path(trace, loss) for loss in losses]
-    paths = [path for path in found if isinstance(path, HeadPath)]
+def head_of(trace: Trace) -> HeadPath:
+    """The one with the most logits, if there are several; raises ``NoHead``."""
+    paths: list[HeadPath] = []
+    why: NoHead | None = None
+    for loss in (event for event in trace.events if _kind(trace, event) in NAMES):
+        try:
+            paths.append(_path(trace, loss))
+        except NoHead as reason:
+            why = why or reason
     if not paths:
-        return next(path for path in found if isinstance(path, NoHead))
+        raise why or NoHead("no cross entropy is called in a step")
     return max(paths, key=lambda path: trace.values[trace.events[path.events[0]].writes[0]].bytes)
 
 
@@ -48,26 +49,26 @@ def _kind(trace: Trace, event: Event) -> str:
     return trace.kinds.get(event.name, "") if event.kind == "module" else event.name
 
 
-def _path(trace: Trace, loss: Event) -> HeadPath | NoHead:
+def _path(trace: Trace, loss: Event) -> HeadPath:
     events, value = [loss.index], loss.reads[0]
     while True:
         made_by = trace.values[value].made_by
         if made_by < 0:
-            return NoHead((f"what {loss.name} reads ({loss.line}) is made by no layer of the model", LOOKED_FOR))
+            raise NoHead(f"what {loss.name} reads ({loss.line}) is made by no layer of the model")
         event = trace.events[made_by]
         events.append(event.index)
         if why := _otherwise(trace, value, events):
-            return NoHead((why, "logits that are read otherwise have to be there", LOOKED_FOR))
+            raise NoHead(why, "logits that are read otherwise have to be there")
         if event.kind == "module" and trace.kinds.get(event.name) == "Linear":
             calls = sum(each.name == event.name and each.kind == "module" for each in trace.events)
             if calls > 1:
-                return NoHead((f"{event.name} is called {calls} times in a step", LOOKED_FOR))
+                raise NoHead(f"{event.name} is called {calls} times in a step")
             return HeadPath(event.name, tuple(reversed(events)))
         activations = [read for read in event.reads if trace.values[read].needs_grad]
         waits = event.kind == "glue" and event.name in BETWEEN and not event.parameters and not event.mutates
         if not waits or len(activations) != 1:
             what = f"{event.name} ({trace.kinds[event.name]})" if event.kind == "module" else event.name
-            return NoHead((f"between the last layer and {loss.name} stands {what} ({event.line})", LOOKED_FOR))
+            raise NoHead(f"between the last layer and {loss.name} stands {what} ({event.line})")
         value = activations[0]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.head_loss.chunks import Autocast, Chunks, HeldGradients, chunked_cross_entropy
 from meshfit.axes.spec import Spec, SplitTensor, name_of
-from meshfit.axes.tensor.vocabulary import POINTWISE, SlicedTensor, local_of
+from meshfit.axes.tensor.sliced import POINTWISE, SlicedTensor, local_of
 from meshfit.comm.group import Group
 from meshfit.torch_private.trees import tree_leaves
 
@@ -34,7 +34,7 @@ class Head:
         self.path, self.layer = path, layer
         self.held: ReferenceType[HeldGradients] | None = None
         """Gradients of its weight that wait for their backward."""
-        self._said = False
+        self._warned = False
 
     def around(self, forward: Forward) -> Forward:
         """For its forward: logits that wait for their loss."""
@@ -52,12 +52,12 @@ class Head:
 
     def read_by(self, name: str) -> None:
         """Logits were computed whole, for the function ``name``."""
-        if not self._said:
+        if not self._warned:
             logger = logging.getLogger("meshfit")
             logger.warning(
                 "recompute=loss: all logits of %s were computed at once, because %s reads them", self.path, name
             )
-        self._said = True
+        self._warned = True
 
 
 class PendingLogits(SlicedTensor):
@@ -77,28 +77,12 @@ class PendingLogits(SlicedTensor):
 
     @staticmethod
     def made_by(head: Head, x: Tensor, weight: Tensor, bias: Tensor | None) -> "PendingLogits":
-        out = x.as_subclass(PendingLogits)
-        out._set(head, weight, bias, Autocast.now(x.device), ())
-        out.group, out.at, out.shown = None, -1, False
-        return out
-
-    def _set(self, head: Head, weight: Tensor, bias: Tensor | None, autocast: Autocast, todo: tuple) -> None:
-        self.head, self.weight, self.bias, self.autocast, self.todo = head, weight, bias, autocast, todo
-        self.gathered, self.changed, self.length, self.put_together, self.entrances = None, False, 0, None, {}
-
-    def like(  # type: ignore[override]
-        self, local: Tensor, *, view: bool = False, at: int | None = None, todo: tuple | None = None
-    ) -> "PendingLogits":
-        out = local.as_subclass(PendingLogits)
-        out._set(self.head, self.weight, self.bias, self.autocast, self.todo if todo is None else todo)
-        out.group, out.at, out.shown = self.group, self.at if at is None else at, view
-        return out
+        of_head = {"head": head, "weight": weight, "bias": bias, "autocast": Autocast.now(x.device)}
+        return PendingLogits.made(x, **of_head, todo=(), group=None, at=-1, length=0)
 
     def over(self, group: Group) -> "PendingLogits":
         """The same, of which each rank of ``group`` has some classes."""
-        out = self.like(local_of(self))
-        out.group = group
-        return out
+        return self.like(local_of(self), group=group)
 
     @property
     def full_length(self) -> int:

@@ -97,7 +97,7 @@ class Pipeline:
         of several ranks in a stage runs what, and in what order the step is then cut."""
         refused: PlanError | None = None
         found: list[tuple[float, FoundStages]] = []
-        for share in (min(SHARE, 1 / (4 * self.stages)), 0.0):  # finer only if need be: see record_atoms
+        for share in (min(SHARE, 1 / (4 * self.stages)), 0.0):  # finer only if need be: see record
             atoms, recording = faithful(
                 model,
                 objective,

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshfit.anatomy.again import after_recompute, recomputed_blocks
 from meshfit.anatomy.operations import Operation, part_of
+from meshfit.anatomy.recompute import after_recompute, recomputed_blocks
 from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import EventCost, Trace
 from meshfit.axes.axis import Axis

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from meshfit.torch_private.groups import told
+from meshfit.torch_private.groups import gather_number
 
 GATHER, SCATTER = 0, 1
 
@@ -111,7 +111,7 @@ class Lockstep:
 
     def _round(self, mine: int) -> list[Meeting]:
         """What the ranks want next, each once; nothing when all are done."""
-        every = [mine] if self.group is None else told(self.group, mine)
+        every = [mine] if self.group is None else gather_number(self.group, mine)()
         self._alike = len(set(every)) == 1
         wanted = dict.fromkeys(number for number in every if number >= 0)
         return [Meeting(number % 2, number // 2) for number in wanted]

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.copies import converted, sharing
-from meshfit.anatomy.record_build import tied
-from meshfit.axes.prove import Refused
-from meshfit.axes.tensor.check import Reference, check, reference, undrawn
+from meshfit.axes.prove import NoDraws, Refused
+from meshfit.axes.tensor.check import Reference, check, reference
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import SEQUENCE, Region, joined
-from meshfit.axes.tensor.twin import blocks_of
 from meshfit.axes.tensor.watch import Observed
+from meshfit.axes.tensors import shared_names
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import CountingGroup, Traffic
 
@@ -31,7 +30,6 @@ class Between:
 
     model: nn.Module
     seen: Observed
-    kinds: dict[str, int]
     regions: Sequence[Region]
     degree: int
 
@@ -79,9 +77,7 @@ class Between:
 
     def _modules(self, widths: set[int]) -> dict[str, bool]:
         """Their paths, and whether they draw random numbers."""
-        ties = tied(self.model)
-        shared = {*ties, *ties.values()}
-        held = self._held()
+        shared, held = shared_names(self.model), self._held()
         found: dict[str, bool] = {}
         known: dict[Any, bool | None] = {}
         for path, module in self.model.named_modules():
@@ -91,7 +87,7 @@ class Between:
             alone = all(name not in shared and path in self.seen.readers.get(name, (path,)) for name in names)
             if not alone or any(place == path or place.startswith(f"{path}.") for place in held):
                 continue
-            key = self._kind(path)
+            key = self.seen.kind(path)
             if key not in known:
                 known[key] = self._draws(path, widths)
             draws = known[key]
@@ -114,13 +110,13 @@ class Between:
             return None
         module, x = converted(self.model.get_submodule(path), torch.float64), given.detach().double()
         half = x.shape[SEQUENCE] // 2
+        met: list[Tensor | None] = []
         try:
-            with torch.no_grad():
-                (all_of_it, first, last), met = undrawn(module, (x, x[..., :half, :], x[..., half:, :]))
+            with torch.no_grad(), NoDraws(met.append):
+                whole, parts = module(x), torch.cat((module(x[..., :half, :]), module(x[..., half:, :])), SEQUENCE)
         except (RuntimeError, TypeError, ValueError):
             return None
-        apart = torch.cat((first, last), SEQUENCE)
-        same = apart.shape == all_of_it.shape and torch.allclose(apart, all_of_it, rtol=1e-5, atol=1e-7)
+        same = parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-5, atol=1e-7)
         return bool(met) if same and None not in met else None
 
     def _held(self) -> set[str]:
@@ -137,13 +133,10 @@ class Between:
         homes = [r.module for r in self.regions if r.leaves]
         return any(not home or path.startswith(f"{home}.") for home in homes)
 
-    def _kind(self, path: str) -> tuple:
-        return self.kinds[path], self.seen.shapes.get(path)
-
     def _like(self, path: str) -> str | None:
         """A module of the same kind whose call was kept."""
         kept = (other for other in self.seen.calls if other in self.seen.outputs)
-        return next((other for other in kept if self._kind(other) == self._kind(path)), None)
+        return next((other for other in kept if self.seen.kind(other) == self.seen.kind(path)), None)
 
     def _output(self, path: str) -> Any:
         like = self._like(path)
@@ -155,9 +148,7 @@ class Between:
     def _check(self, regions: list[Region], whole: bool) -> None:
         if whole:
             return _passes(reference(self.model, self.seen.calls[""]), regions, self.degree)
-        alike = {path: self._kind(path) for path in self.kinds}
-        blocks = blocks_of(self.model, alike, self.seen.times)
-        for paths in blocks.values():
+        for paths in self.seen.blocks():
             home = next(path for path in paths if path in self.seen.calls)
             inside = [part for region in regions if (part := _part(region, home)) is not None]
             if inside:
@@ -165,10 +156,10 @@ class Between:
         return None
 
 
-def counted(
+def counted_traffic(
     model: nn.Module, run: Callable[[nn.Module], Any], regions: Sequence[Region], degree: int
 ) -> tuple[Traffic, ...]:
-    """The collectives of a forward and backward: what a rank alone, with all of the weights, would say to others."""
+    """The collectives of a forward and backward, counted on one rank that has all of the weights."""
     twin, group = sharing(model), CountingGroup(counted=degree)
     stream = Stream(group)
     for region in regions:
@@ -181,9 +172,9 @@ def counted(
     return tuple(group.log)
 
 
-def foretold(regions: Sequence[Region]) -> tuple[Traffic, ...]:
-    """The same from what each region says by itself, without running the model: all but a few collectives at the ends
-    of chains of regions."""
+def expected_traffic(regions: Sequence[Region]) -> tuple[Traffic, ...]:
+    """The same from the traffic of each region, without running the model: all but a few collectives at the ends of
+    chains of regions."""
     found: list[Traffic] = []
     for region in regions:
         if not any(leave.rows for leave in region.leaves):

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from meshfit.anatomy.copies import converted, sharing
-from meshfit.axes.prove import Close, NoDraws, PassResult, Refused, in_parts, in_precision, run_once, size_of, summed
+from meshfit.axes.prove import Close, PassResult, Refused, in_parts, in_precision, run_once, size_of, summed
 from meshfit.axes.tensor.cut import cut
 from meshfit.axes.tensor.region import Region, joined
 from meshfit.comm.draws import Stream
 from meshfit.comm.group import ThreadGroup, Traffic
 from meshfit.errors import in_short
 from meshfit.generators import Generators
-from meshfit.torch_private.trees import tree_map
 
 TOLERANCE = {torch.float64: (1e-8, 1e-5), torch.float32: (2e-4, 1e-2)}
 """By how much an element may differ, relative to itself and to the root mean square of its tensor; and how small that
@@ -159,15 +158,3 @@ def _close(whole: Reference) -> Close:
     tolerance, floor = TOLERANCE[torch.float32 if whole.result.narrow else whole.dtype]
     grads = (*whole.result.parameters.values(), *whole.result.inputs)
     return Close(tolerance, floor * max((size_of(grad) for grad in grads if grad is not None), default=1.0))
-
-
-def undrawn(module: nn.Module, given: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]]:
-    """What ``module`` gives for each, without dropout; and where that was met: None for other random numbers."""
-    met: list[Tensor | None] = []
-    with NoDraws(met.append):
-        return [module(x) for x in given], met
-
-
-def alias(out: Any) -> Any:
-    """``out`` with a view for each tensor: a gradient that comes to the view came from outside."""
-    return tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t, out)

@@ -5,7 +5,6 @@ Weights that no layer holds are met at the border of the lowest module around th
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import takewhile
 
 import torch
@@ -13,10 +12,10 @@ from torch import nn
 
 from meshfit.anatomy.pair import Pair
 from meshfit.anatomy.pairs import LAYERS, Pairs
-from meshfit.anatomy.record_build import tied
 from meshfit.axes.prove import Refused
 from meshfit.axes.tensor.region import Cut, Leave, Patch, Raw, Region, even_ranges, joined
 from meshfit.axes.tensor.watch import Observed
+from meshfit.axes.tensors import shared_names
 from meshfit.torch_private.modules import Convolution, RunningNorm
 
 NORMS = (RunningNorm, nn.GroupNorm)
@@ -27,8 +26,7 @@ class Claims:
 
     def __init__(self, model: nn.Module, seen: Observed, degree: int):
         self.modules, self.seen, self.degree = dict(model.named_modules()), seen, degree
-        ties = tied(model)
-        self.tied = {*ties, *ties.values()}
+        self.tied = shared_names(model)
 
     def of_pair(self, pair: Pair) -> Region:
         """Raises ``Refused`` where there is no place to put what the pair needs."""
@@ -174,27 +172,9 @@ def around(paths: list[str]) -> str:
 
 def merged(home: str, claims: list[Region]) -> Region:
     """Several claims as one, on the module ``home`` around them."""
-
-    def within(claim: Region, name: str) -> str:
-        return joined(claim.module, name)[len(home) + 1 if home else 0 :]
-
+    rest = len(home) + 1 if home else 0
+    within = [each.renamed(home, lambda name, at=each.module: joined(at, name)[rest:]) for each in claims]
+    lists = ("cuts", "enters", "leaves", "raw", "sources", "partial", "patches", "heads")
     return Region(
-        module=home,
-        kind=claims[0].kind,
-        cuts=tuple(replace(c, name=within(r, c.name)) for r in claims for c in r.cuts),
-        enters=tuple(within(r, path) for r in claims for path in r.enters),
-        leaves=tuple(
-            replace(each, module=within(r, each.module), bias=each.bias and within(r, each.bias))
-            for r in claims
-            for each in r.leaves
-        ),
-        raw=tuple(
-            Raw(within(r, raw.module), *(tuple(within(r, name) for name in names) for names in (raw.columns, raw.rows)))
-            for r in claims
-            for raw in r.raw
-        ),
-        sources=tuple(within(r, path) for r in claims for path in r.sources),
-        partial=tuple(within(r, name) for r in claims for name in r.partial),
-        patches=tuple(replace(patch, module=within(r, patch.module)) for r in claims for patch in r.patches),
-        heads=tuple(within(r, path) for r in claims for path in r.heads),
+        module=home, kind=claims[0].kind, **{name: tuple(x for r in within for x in getattr(r, name)) for name in lists}
     )

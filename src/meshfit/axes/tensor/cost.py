@@ -6,14 +6,54 @@ in between counts too little, what regions add (sums, gathered outputs) counts a
 regions, so is what is computed of them; what a region keeps of its input is all of it.
 """
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from meshfit.anatomy.operations import MatrixProduct, Operation, divided, with_part
-from meshfit.anatomy.trace import Event, EventCost, Trace
-from meshfit.axes.tensor.region import Cut, TensorPlan, joined
-from meshfit.axes.tensor.vocabulary import POINTWISE
+from meshfit.anatomy.trace import Event, EventCost, Parameter, Trace
+from meshfit.axes.counted import counted_cost
+from meshfit.axes.tensor.region import VOCABULARY, Cut, TensorPlan, joined
+from meshfit.axes.tensor.sliced import POINTWISE
+from meshfit.cost import CollectiveCall, Cost
+
+HIDDEN = {(name, "backward"): "products" for name in ("all_reduce", "reduce_scatter")}
+"""Sums of gradients of a region's input run beside the products for gradients of its weights: see functions.py."""
 
 WHOLE, COLUMN, INSIDE, ROW, ROWS = "whole", "column", "inside", "row", "rows"
+
+
+def tensor_cost(trace: Trace, plan: TensorPlan, *, microbatches: int = 1, half: str = "") -> tuple[Trace, Cost]:
+    """Of a step on one rank. Collectives are those counted when the plan was checked; ``half``: the dtype of what
+    products make under autocast, and of its gradients. Rows of an embedding, and what the loss is made of, are fp32."""
+    cuts = plan.cuts
+
+    def own(tensors: dict[str, Parameter]) -> dict[str, Parameter]:
+        return {name: _cut(p, cuts[name]) if name in cuts else p for name, p in tensors.items()}
+
+    parameters = own(trace.parameters)
+    how: dict[str, Any] = {"axis": "tensor", "degree": plan.degree, "samples": plan.samples}
+    how |= {"microbatches": microbatches, "hidden": HIDDEN}
+    full, rest = [], plan.collectives
+    if not plan.traffic:
+        every = [(region, each) for region in plan.regions for each in region.traffic]
+        full = [(r.calls, each) for r, each in every if r.kind in VOCABULARY and not each.backward]
+        rest = [(r.calls, each) for r, each in every if r.kind not in VOCABULARY or each.backward]
+    added = counted_cost(full, trace, **how) + counted_cost(rest, trace, **how, half=half)
+    sums: Counter[tuple[str, int]] = Counter()
+    for name in plan.shared:
+        sums[parameters[name].dtype, cuts[name].copies if name in cuts else plan.degree] += parameters[name].bytes
+    summed = (
+        CollectiveCall("all_reduce", size, degree, axis="tensor", dtype=dtype, phase="step", once=True)
+        for (dtype, degree), size in sums.items()
+    )
+    added += Cost(collectives=tuple(summed))
+    return replace(shrunk(trace, plan), parameters=parameters, buffers=own(trace.buffers)), added
+
+
+def _cut(p: Parameter, each: Cut) -> Parameter:
+    shape = (*p.shape[: each.dim], each.own, *p.shape[each.dim + 1 :])
+    return replace(p, shape=shape, bytes=p.bytes * each.own // each.size)
 
 
 def shrunk(trace: Trace, plan: TensorPlan) -> Trace:
@@ -133,9 +173,9 @@ class _Roles:
     def own_kernels(self, event: Event, role: str) -> EventCost:
         """Its cost, where a region computes it in another way than autograd would."""
         cost = event.cost
-        if role == COLUMN and event.name in self.products:  # see column.py: rounded anew in backward
+        if role == COLUMN and event.name in self.products:  # see functions.py: rounded anew in backward
             return replace(cost, rounded=0)
-        if role == INSIDE and event.name == "cross_entropy":  # see vocabulary_loss.py: one gradient in fp32, not two
+        if role == INSIDE and event.name == "cross_entropy":  # see functions.py: one gradient in fp32, not two
             wide = max((use.bytes for use in cost.uses if use.made), default=0)
             return replace(cost, passed=min(cost.passed, wide)) if cost.passed == 2 * wide else cost
         return cost

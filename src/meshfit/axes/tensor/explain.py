@@ -38,9 +38,7 @@ def _line(region: "Region") -> str:
         names = [path for path in (*region.lookups, *region.slices) if path] or [region.module]
         return f"{region.kind}  {', '.join(names)} along the vocabulary{said}"
     if region.rows:
-        names = list(dict.fromkeys(map(numberless, region.rows)))
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        return f"rows  {', '.join(names[:MOST_NAMES])}{more}: each rank its share, put together for regions"
+        return f"rows  {_some(map(numberless, region.rows))}: each rank its share, put together for regions"
     if region.gathers:
         return f"layer  {numberless(region.module)} by output channels, gathered"
     rows = tuple(leave.module for leave in region.leaves)
@@ -54,9 +52,7 @@ def _line(region: "Region") -> str:
         parts.setdefault(role, []).append(numberless(path if own == "weight" and path else cut.name))
     roles = []
     for role in sorted(parts, key=lambda role: "rows" in role):
-        names = list(dict.fromkeys(parts[role]))
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        roles.append(f"{', '.join(names[:MOST_NAMES])}{more} {role}")
+        roles.append(f"{_some(parts[role])} {role}")
     ahead = sum(not each.backward for each in region.traffic)
     back = len(region.traffic) - ahead
     return f"{region.kind or 'pair'}  {', '.join(roles)}; sums: {ahead} forward, {back} backward"
@@ -72,10 +68,15 @@ def _whole(plan: "TensorPlan") -> list[str]:
     lines = []
     ordered = sorted(reasons.items(), key=lambda item: -sum(item[1].values()))
     for reason, held in ordered[:MOST_REASONS]:
-        names = sorted(held, key=lambda name: -held[name])
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        lines.append(f"whole  {', '.join(names[:3])}{more} ({sum(held.values()) / total:.1%}): {reason}")
+        names = _some(sorted(held, key=lambda name: -held[name]), 3)
+        lines.append(f"whole  {names} ({sum(held.values()) / total:.1%}): {reason}")
     return lines
+
+
+def _some(names: Iterable[str], most: int = MOST_NAMES) -> str:
+    """ "a, b and 3 more": each name once."""
+    every = list(dict.fromkeys(names))
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def numberless(name: str) -> str:

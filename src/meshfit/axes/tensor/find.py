@@ -19,8 +19,8 @@ from meshfit.anatomy.pairs import Pairs, find_pairs
 from meshfit.anatomy.shares import divisors
 from meshfit.axes.tensor.explain import as_degrees, numberless
 from meshfit.axes.tensor.region import joined
-from meshfit.axes.tensor.twin import blocks_of
 from meshfit.axes.tensor.watch import Observed
+from meshfit.errors import in_short
 from meshfit.torch_private.trees import tree_leaves, tree_map
 
 SMALL = 2**24
@@ -33,59 +33,50 @@ WORTH_A_LOOK = 0.01
 """Share of the parameters that lies around blocks, below which it is not looked at."""
 
 
-def find(
-    model: nn.Module, seen: Observed, kinds: dict[str, int], degree: int, apart: Collection[str] = ()
-) -> tuple[Pairs, list[str]]:
+def find(model: nn.Module, seen: Observed, degree: int, apart: Collection[str] = ()) -> tuple[Pairs, list[str]]:
     """What can be split, and notes. Modules at ``apart`` are known already."""
     total = sum(p.numel() for p in model.parameters())
     if total <= SMALL:
         split = find_pairs(model, seen.inputs, degree=degree, copies=True, limits=False)
         return split, other_degrees(model, seen.inputs, split, "")
-    alike = {path: (kinds[path], seen.shapes.get(path)) for path in kinds}
-    groups = blocks_of(model, alike, seen.times)
-    pairs: list[Pair] = []
-    gathered: list[str] = []
-    whole: list[str] = []
+    found: list[tuple[str, Pairs]] = []
+    """By the path of the module in which they were found."""
+    gathered, whole = list[str](), list[str]()
     why: dict[str, str] = {}
     notes: list[str] = []
     stand_ins: dict[str, nn.Module] = {path: StandIn(seen.outputs[path]) for path in apart if path in seen.outputs}
-    for paths in groups.values():
+    for paths in seen.blocks():
         rep = next(path for path in paths if path in seen.calls)
         stand_ins |= {path: StandIn(seen.outputs[rep]) for path in paths}
         try:
             block, given = model.get_submodule(rep), Arguments(*seen.calls[rep].inputs)
             split = find_pairs(block, given, degree=degree, copies=True, limits=False)
             notes += other_degrees(block, given, split, rep)
+            found += [(path, split) for path in paths]
         except (RuntimeError, TypeError, ValueError) as error:
-            notes.append(f"{rep}: cannot be run by itself: {str(error).splitlines()[0][:160] if str(error) else ''}")
+            notes.append(f"{rep}: cannot be run by itself: {in_short(error)}")
             gathered += [joined(p, name) for p in paths for name, _ in model.get_submodule(rep).named_parameters()]
-            continue
-        for path in paths:
-            pairs += [_moved(pair, path) for pair in split.pairs]
-            gathered += [joined(path, name) for name in split.gathered]
-            whole += [joined(path, name) for name in split.whole]
-            why |= {joined(path, name): reason for name, reason in split.why.items()}
     known = {joined(path, name) for path in stand_ins for name, _ in model.get_submodule(path).named_parameters()}
     rest = {name: p for name, p in model.named_parameters() if name not in known}
     if sum(p.numel() for p in rest.values()) >= WORTH_A_LOOK * total:
         try:
-            split = find_pairs(replaced(model, stand_ins), seen.inputs, degree=degree, copies=True, limits=False)
-            pairs += split.pairs
-            gathered += split.gathered
-            whole += split.whole
-            why |= split.why
+            around = find_pairs(replaced(model, stand_ins), seen.inputs, degree=degree, copies=True, limits=False)
+            found.append(("", around))
         except (RuntimeError, TypeError, ValueError) as error:
-            notes.append(f"around its blocks the model cannot be looked at: {str(error)[:160]}")
+            notes.append(f"around its blocks the model cannot be looked at: {in_short(error)}")
             gathered += [name for name in rest if name.endswith("weight")]
     else:
-        why |= dict.fromkeys(rest, "too small to be worth a collective")
+        why = dict.fromkeys(rest, "too small to be worth a collective")
         whole += rest
-    held = sum(pair.bytes for pair in pairs)
+    pairs = tuple(_moved(pair, path) for path, split in found for pair in split.pairs)
+    for path, split in found:
+        gathered += [joined(path, name) for name in split.gathered]
+        whole += [joined(path, name) for name in split.whole]
+        why |= {joined(path, name): reason for name, reason in split.why.items()}
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    cover = held / max(size, 1)
-    return Pairs(
-        degree=degree, pairs=tuple(pairs), gathered=tuple(gathered), whole=tuple(whole), why=why, cover=cover
-    ), notes
+    cover = sum(pair.bytes for pair in pairs) / max(size, 1)
+    made = Pairs(degree=degree, pairs=pairs, gathered=tuple(gathered), whole=tuple(whole), why=why, cover=cover)
+    return made, notes
 
 
 def other_degrees(model: nn.Module, inputs: Any, found: Pairs, path: str) -> list[str]:

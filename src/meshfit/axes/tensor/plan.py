@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 from meshfit.anatomy.copies import study
-from meshfit.anatomy.record_build import tied
 from meshfit.axes.prove import Refused, forgotten
-from meshfit.axes.tensor.between import Between, counted, foretold
+from meshfit.axes.tensor.between import Between, counted_traffic, expected_traffic
 from meshfit.axes.tensor.check import check, reference
 from meshfit.axes.tensor.claim import NORMS, Claims, around, is_layer, merged
 from meshfit.axes.tensor.find import find
+from meshfit.axes.tensor.kinds import is_number, kinds_of
 from meshfit.axes.tensor.region import VOCABULARY, Patch, Region, TensorPlan, joined
-from meshfit.axes.tensor.twin import is_number, kinds_of
 from meshfit.axes.tensor.vocabulary_claim import candidates, of_vocabulary, verify
 from meshfit.axes.tensor.watch import watch
+from meshfit.axes.tensors import shared_names
 from meshfit.comm.group import Traffic
 from meshfit.launch import heap
 from meshfit.torch_private.trees import tree_leaves
@@ -61,11 +61,9 @@ def plan_tensor(model: nn.Module, run: Callable[[nn.Module], Any], degree: int, 
 class _Planner:
     def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any], degree: int):
         self.model, self.run, self.degree = study(model), run, degree
-        self.kinds = kinds_of(self.model)
         self.modules = dict(self.model.named_modules())
         self.parameters = dict(self.model.named_parameters())
-        ties = tied(self.model)
-        self.tied = {*ties, *ties.values()}
+        self.tied = shared_names(self.model)
         self.notes: list[str] = []
         self.first: dict[Any, Region] = {}
         """Of each kind, the one that is checked."""
@@ -75,13 +73,14 @@ class _Planner:
 
     def plan(self, by_rows: bool) -> TensorPlan:
         total = sum(p.numel() for p in self.parameters.values())
-        found = candidates(self.model, self.kinds, WORTH_GATHERING * total)
+        kinds = kinds_of(self.model)
+        found = candidates(self.model, kinds, WORTH_GATHERING * total)
         self.seen = seen = watch(
-            self.model, self.run, found.paths, kinds=self.kinds, heads=found.heads, counted=found.tensors
+            self.model, self.run, found.paths, kinds=kinds, heads=found.heads, counted=found.tensors
         )
         vocabulary, why = of_vocabulary(self.model, found, seen, self.degree)
-        apart = [joined(r.module, path) for r in vocabulary for path in (*r.lookups, *r.slices)]
-        split, notes = find(self.model, seen, self.kinds, self.degree, apart)
+        apart = [path for region in vocabulary for path in region.inner]
+        split, notes = find(self.model, seen, self.degree, apart)
         self.notes += notes
         made = Claims(self.model, seen, self.degree)
         pairs, layers = [], [layer for layer in made.of_layers(split) if not self._read_elsewhere(layer)]
@@ -311,20 +310,20 @@ class _Planner:
 
     def _by_rows(self, regions: list[Region]) -> tuple[list[Region], tuple[Traffic, ...]]:
         """The regions with rows cut between them, and the collectives of a step; as they are, where that is refused."""
-        between, large = Between(self.model, self.seen, self.kinds, regions, self.degree), self._too_large("")
+        between, large = Between(self.model, self.seen, regions, self.degree), self._too_large("")
         try:
             cut = between.by_rows(whole=not large)
         except Refused as refused:
             self.notes.append(f"rows between regions are whole on every rank: {refused}")
             return regions, ()
-        return cut, foretold(cut) if large else counted(self.model, self.run, cut, self.degree)
+        return cut, expected_traffic(cut) if large else counted_traffic(self.model, self.run, cut, self.degree)
 
     def _too_large(self, path: str) -> bool:
         return sum(p.numel() for p in self.modules[path].parameters()) * self.degree > CHECKED_WHOLE
 
     def _likeness(self, claim: Region) -> tuple:
         """Equal for claims of which one check is enough."""
-        return self.kinds[claim.module], self.seen.shapes[claim.module], replace(claim, module="")
+        return self.seen.kind(claim.module), replace(claim, module="")
 
 
 def _held(regions: list[Region]) -> set[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfit.anatomy.calls import watched_calls
 from meshfit.anatomy.copies import study, twin
 from meshfit.anatomy.record_program import tensors
 from meshfit.data import tree
@@ -45,35 +46,23 @@ def program_of(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: A
     that fails too."""
     batch = tree.map_tensors(torch.clone, batch)  # each in memory of its own, whatever they were views of
     for copied in (partial(twin, model, meta=True), partial(study, model)):
-        sizes: dict[str, int] = {}
         try:
             copy = copied().train()
             digest = _Digest(copy, batch)
-            for path, module in copy.named_modules():
-                module.register_forward_pre_hook(partial(digest.entered, path))
-                module.register_forward_hook(_noted(sizes, path, digest))
-            watched = watched_functions(digest.applied)
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), watched, digest:
+            calls, functions = watched_calls(copy, digest.entered, digest.left), watched_functions(digest.applied)
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), calls, functions, digest:
                 loss(copy, batch)
         except Exception:  # of the model's own code, in ways that cannot be foreseen
             continue
-        return Program(digest.shaped.hexdigest(), digest.shapeless.hexdigest(), sizes)
+        return Program(digest.shaped.hexdigest(), digest.shapeless.hexdigest(), digest.sizes)
     return None
-
-
-def _noted(sizes: dict[str, int], path: str, digest: "_Digest") -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, out: Any) -> None:
-        digest.add(f"left {path}")
-        first = next(iter(tensors(out)), None)
-        sizes.setdefault(path, 0 if first is None else first.numel())
-
-    return hook
 
 
 class _Digest(TorchDispatchMode):
     def __init__(self, model: nn.Module, batch: Any):
         super().__init__()
         self.shaped, self.shapeless = hashlib.sha256(), hashlib.sha256()
+        self.sizes: dict[str, int] = {}
         self._numbers: dict[int, int] = {}
         self._names: dict[Any, str] = {}
         self._held: list[torch.UntypedStorage] = []  # an address must not be used again
@@ -81,13 +70,18 @@ class _Digest(TorchDispatchMode):
             self._number(tensor, made=True)
         self._given = len(self._numbers)
 
-    def add(self, said: str, shapeless: str | None = None) -> None:
-        self.shaped.update(said.encode())
-        self.shapeless.update((said if shapeless is None else shapeless).encode())
+    def add(self, operation: str, shapeless: str | None = None) -> None:
+        self.shaped.update(operation.encode())
+        self.shapeless.update((operation if shapeless is None else shapeless).encode())
 
-    def entered(self, path: str, module: nn.Module, args: Any) -> None:
+    def entered(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plans change what modules take and return: the same operations outside of one are another program."""
         self.add(f"entered {path}")
+
+    def left(self, path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self.add(f"left {path}")
+        first = next(iter(tensors(out)), None)
+        self.sizes.setdefault(path, 0 if first is None else first.numel())
 
     def applied(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Of an ``autograd.Function`` the backward does not run here: its code counts."""
@@ -98,15 +92,15 @@ class _Digest(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves, spec = tree_flatten((args, kwargs))
         name = f"{self._named(func)} {torch.is_grad_enabled()}"
-        said, read = [name, self._named(spec)], [name]
+        operation, read = [name, self._named(spec)], [name]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 number = self._number(leaf)
                 read.append(str(number))
-                said.append(f"{number} {leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.storage_offset()}")
+                operation.append(f"{number} {leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.storage_offset()}")
             elif not isinstance(leaf, torch.device | torch.Generator):
-                said.append(repr(leaf))
-        self.add("|".join(said), "" if self._is_of_table(func, args) else "|".join(read))
+                operation.append(repr(leaf))
+        self.add("|".join(operation), "" if self._is_of_table(func, args) else "|".join(read))
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             moved = [_to_meta(leaf) for leaf in leaves]
             if any(new is not old for new, old in zip(moved, leaves, strict=True)):

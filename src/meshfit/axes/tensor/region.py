@@ -6,6 +6,7 @@ own: it is entered, and ``gathers`` what it returns.
 """
 
 from collections import Counter
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +45,10 @@ class Cut:
         """How many ranks hold each share. If more than one, each has part of its gradient."""
         held = [ranges for ranges in self.ranges if ranges]
         return len(held) // len(set(held))
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold what ``rank`` holds, itself among them."""
+        return tuple(other for other, ranges in enumerate(self.ranges) if ranges == self.ranges[rank])
 
     @property
     def size(self) -> int:
@@ -97,12 +102,12 @@ class Leave:
     """The dim of the output that the bias lies along."""
 
     rows: bool = False
-    """Of the sum, each rank goes on with its rows: see ``rows``."""
+    """Each rank goes on with its rows of the sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A module in whose code products with weights of its own, which no layer holds, are met: see ``raw``."""
+    """A module whose code multiplies with weights of its own, which no layer holds: see ``border.Products``."""
 
     module: str
     columns: tuple[str, ...]
@@ -141,7 +146,7 @@ class Region:
     """Embeddings that are cut by rows: each rank looks up those it holds, and the sum over ranks has all."""
 
     slices: tuple[str, ...] = ()
-    """Modules that return the rank's share of the last dim, and leave it at that: see ``vocabulary``."""
+    """Modules that return the rank's share of the last dim, and leave it at that: see sliced.py."""
 
     rows: tuple[str, ...] = ()
     """Modules between regions, of which each rank computes its own rows."""
@@ -165,6 +170,56 @@ class Region:
 
     calls: int = 1
     """Of the module, in one forward."""
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """Full paths of modules at whose own calls it acts, wherever in ``module`` they are."""
+        return tuple(joined(self.module, path) for path in (*self.lookups, *self.slices, *self.rows))
+
+    def renamed(self, module: str, name: Callable[[str], str]) -> "Region":
+        """As a region of ``module``, where a path or name is ``name`` of what it is here."""
+
+        def every(names: Collection[str]) -> tuple[str, ...]:
+            return tuple(map(name, names))
+
+        return replace(
+            self,
+            module=module,
+            cuts=tuple(replace(each, name=name(each.name)) for each in self.cuts),
+            enters=every(self.enters),
+            leaves=tuple(
+                replace(each, module=name(each.module), bias=each.bias and name(each.bias)) for each in self.leaves
+            ),
+            gathers=tuple((name(path), dim) for path, dim in self.gathers),
+            lookups=every(self.lookups),
+            slices=every(self.slices),
+            rows=every(self.rows),
+            raw=tuple(Raw(name(each.module), every(each.columns), every(each.rows)) for each in self.raw),
+            sources=every(self.sources),
+            partial=every(self.partial),
+            patches=tuple(replace(each, module=name(each.module)) for each in self.patches),
+            heads=every(self.heads),
+        )
+
+    def part(self, modules: Container[str], tensors: Container[str]) -> "Region | None":
+        """What of it lies in a part of the model with ``modules`` and ``tensors``, if anything."""
+        if not self.inner:
+            return self if self.module in modules else None
+
+        def held(names: Collection[str], by: Container[str] = modules) -> tuple[str, ...]:
+            return tuple(name for name in names if joined(self.module, name) in by)
+
+        own = replace(
+            self,
+            cuts=tuple(each for each in self.cuts if joined(self.module, each.name) in tensors),
+            enters=held(self.enters),
+            lookups=held(self.lookups),
+            slices=held(self.slices),
+            rows=held(self.rows),
+            partial=held(self.partial, tensors),
+            patches=tuple(each for each in self.patches if joined(self.module, each.module) in modules),
+        )
+        return own if own.inner else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +268,14 @@ class TensorPlan:
         elements = {name: size for name, size in self.elements.items() if name in names}
         return replace(self, regions=regions, elements=elements)
 
-    def silent(self) -> "TensorPlan":
-        """Without its collectives."""
-        return replace(self, regions=tuple(replace(region, traffic=()) for region in self.regions), traffic=())
+    def part(self, modules: Container[str], tensors: Container[str]) -> "TensorPlan":
+        """What of it lies in one rank's part of the model, with ``modules`` and ``tensors``."""
+        own = (region.part(modules, tensors) for region in self.regions)
+        return replace(self, regions=tuple(region for region in own if region is not None))
+
+    def inside_modules(self) -> "TensorPlan":
+        """Without what is in the model's own code, which no rank runs as a whole where modules are spread."""
+        return replace(self, regions=tuple(r for r in self.regions if r.module or r.inner))
 
     @property
     def copied(self) -> tuple[str, ...]:

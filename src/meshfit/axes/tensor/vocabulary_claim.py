@@ -20,7 +20,7 @@ from meshfit.anatomy.shares import divisors
 from meshfit.axes.tensor.check import ObservedCall, check, reference
 from meshfit.axes.tensor.claim import around
 from meshfit.axes.tensor.explain import as_degrees
-from meshfit.axes.tensor.region import Cut, Patch, Region, even_ranges, joined
+from meshfit.axes.tensor.region import Cut, Patch, Region, even_ranges
 from meshfit.axes.tensor.watch import Observed
 from meshfit.comm.group import Traffic
 from meshfit.torch_private.trees import tree_map
@@ -94,8 +94,8 @@ def of_vocabulary(
 
 
 def _gathered(seen: Observed, path: str) -> bool:
-    said = seen.said.get(path, ())
-    return not said or any(each.op == "all_gather" for each in said)
+    traffic = seen.traffic.get(path, ())
+    return not traffic or any(each.op == "all_gather" for each in traffic)
 
 
 def _holds(model: nn.Module, path: str, parameter: int) -> bool:
@@ -118,7 +118,7 @@ def _region(
     for path in heads:
         shape, trained = seen.shapes[path][0]
         traffic += [Traffic("all_reduce", True, prod(shape), shape)] * (seen.times[path] if trained else 0)
-        traffic += seen.said[path]
+        traffic += seen.traffic[path]
     return Region(
         module=home,
         kind="tied" if lookups and heads else "head" if heads else "embedding",
@@ -134,20 +134,11 @@ def _region(
 def verify(model: nn.Module, region: Region, seen: Observed, degree: int) -> None:
     """Raises ``Refused`` if embedding, head and loss differ from those of one device."""
     size = ENTRIES * degree
-    paths = [joined(region.module, path) for path in (*region.lookups, *region.slices)]
-    uses = _Uses([(model.get_submodule(path), seen.calls[path].inputs) for path in paths], size)
+    uses = _Uses([(model.get_submodule(path), seen.calls[path].inputs) for path in region.inner], size)
     place = {path: f"layers.{i}" for i, path in enumerate((*region.lookups, *region.slices))}
-    names = {id(p): name for name, p in uses.named_parameters()}
-    cuts = tuple(Cut(name, 0, even_ranges(size, degree)) for name in names.values())
-    small = replace(
-        region,
-        module="",
-        cuts=cuts,
-        enters=tuple(place[path] for path in region.enters),
-        lookups=tuple(place[path] for path in region.lookups),
-        slices=tuple(place[path] for path in region.slices),
-        patches=tuple(replace(p, module=place[p.module], value=ENTRIES) for p in region.patches),
-    )
+    small = region.renamed("", lambda name: place.get(name, name))
+    cuts = tuple(Cut(name, 0, even_ranges(size, degree)) for name, _ in uses.named_parameters())
+    small = replace(small, cuts=cuts, patches=tuple(replace(each, value=ENTRIES) for each in small.patches))
     check(reference(uses, ObservedCall((tuple(uses.given), {}), uses.used)), (small,), degree)
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshfit.anatomy.calls import watched_calls
 from meshfit.anatomy.dataflow import Arguments
 from meshfit.axes.prove import tensors_of
-from meshfit.axes.tensor.check import ObservedCall, alias
-from meshfit.axes.tensor.vocabulary import SlicedTensor
+from meshfit.axes.tensor.check import ObservedCall
+from meshfit.axes.tensor.kinds import blocks_of
+from meshfit.axes.tensor.sliced import SlicedTensor
 from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.errors import JobError
 from meshfit.torch_private.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -23,7 +25,11 @@ from meshfit.torch_private.trees import tree_flatten, tree_leaves, tree_map, tre
 
 @dataclass(eq=False)
 class Observed:
-    inputs: Any
+    """What was seen of ``model``, whose modules are of ``kinds``."""
+
+    model: nn.Module
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    inputs: Any = None
     """Of the model: a tuple of arguments, or a dict of keyword arguments."""
 
     within: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -47,11 +53,19 @@ class Observed:
     uses: dict[int, int] = field(default_factory=dict)
     """How many functions took a parameter, by its id, of those that were asked for."""
 
-    said: dict[str, tuple[Traffic, ...]] = field(default_factory=dict)
+    traffic: dict[str, tuple[Traffic, ...]] = field(default_factory=dict)
     """Of each head, the collectives that its logits would need if they were cut."""
 
     def called(self, path: str) -> bool:
         return path in self.within
+
+    def kind(self, path: str) -> tuple:
+        """Equal for modules that are alike and were given tensors of the same shapes."""
+        return self.kinds[path], self.shapes.get(path)
+
+    def blocks(self) -> list[list[str]]:
+        """Modules that the model repeats, those of a kind together."""
+        return list(blocks_of(self.model, {path: self.kind(path) for path in self.kinds}, self.times).values())
 
     def nearest(self, path: str) -> str:
         """The module at ``path``, or the lowest around it that is called."""
@@ -71,7 +85,7 @@ def watch(
 ) -> Observed:
     """Run ``model``, a copy to look into, and keep what the modules at ``paths`` are given; of modules of one of the
     ``kinds``, given tensors of the same shapes, the first."""
-    seen = Observed(None)
+    seen = Observed(model, kinds or {})
     under_way: list[str] = []
     given: list[Any] = []
     nodes: dict[str, list[Any]] = {}
@@ -83,7 +97,7 @@ def watch(
         seen.within[path] = seen.within.get(path, frozenset(under_way)) & frozenset(under_way)
         seen.times[path] = seen.times.get(path, 0) + 1
         shapes = seen.shapes.setdefault(path, _shapes((args, kwargs)))
-        if kinds is not None and seen.times[path] == 1 and (kinds[path], shapes) not in known:
+        if kinds and seen.times[path] == 1 and (kinds[path], shapes) not in known:
             known.add((kinds[path], shapes))
             wanted.add(path)
         if path == "" and not given:
@@ -94,7 +108,7 @@ def watch(
     def after(path: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         del under_way[len(under_way) - 1 - under_way[::-1].index(path) :]
         if path in wanted:
-            out = alias(out)
+            out = tree_map(_viewed, out)
             if path not in nodes:
                 nodes[path] = [t.grad_fn for t in tensors_of(out)]
                 seen.outputs[path] = tree_map(lambda t: t.detach() if type(t) is Tensor else t, out)
@@ -102,16 +116,8 @@ def watch(
             return SlicedTensor.of(out, groups[path])  # type: ignore[arg-type]
         return out
 
-    hooks = []
-    for path, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda m, a, k, p=path: before(p, m, a, k), with_kwargs=True))
-        hooks.append(module.register_forward_hook(lambda m, a, k, o, p=path: after(p, m, a, k, o), with_kwargs=True))
-    try:
-        with torch.enable_grad(), Uses(model, counted, under_way) as met:
-            loss = run(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watched_calls(model, before, after), torch.enable_grad(), Uses(model, counted, under_way) as met:
+        loss = run(model)
     if not given:
         raise JobError(
             "the objective never calls the model itself, so there is nothing to split over devices",
@@ -122,7 +128,7 @@ def watch(
     for path, call in seen.calls.items():
         call.used = tuple(node is None or node in reached for node in nodes[path])
     seen.inputs, seen.readers, seen.uses = given[0], met.readers, met.uses
-    seen.said = {path: tuple(group.log) for path, group in groups.items()}
+    seen.traffic = {path: tuple(group.log) for path, group in groups.items()}
     return seen
 
 
@@ -159,6 +165,11 @@ class Uses(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         return name in QUESTIONS
+
+
+def _viewed(x: Any) -> Any:
+    """A view of a tensor: a gradient that comes to it came from outside of what made the tensor."""
+    return x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def _reached(nodes: list[Any]) -> set[Any]:

@@ -1,13 +1,20 @@
-"""Layers that are cut by output channels: the gradient of their input is summed over the ranks while their weights get
-theirs.
+"""Autograd functions of a step under tensor=: products with weights that are cut by output channels, and the cross
+entropy of logits that are cut by classes.
 
-Autograd takes what is ready in the reverse order of forward, so what is put between two nodes there runs between them:
+Products: the gradient of their input is summed over the ranks while the gradients of their weights are computed.
+Autograd runs what is ready in the reverse order of forward, so what is put between two nodes there runs between them:
 
     forward    arrive(x), then the weights of all layers that x enters, then enter(x), then the products
     backward   products: the gradient of x alone; enter: its sum over ranks is started; weights: their gradients;
                arrive: the sum is waited for
 
 Where it enters nothing else, x does so in the dtype that autocast gives to products: that is what travels.
+
+Cross entropy: three numbers a token are summed over the ranks, not the logits.
+
+    forward    all-reduce of the largest logit of each token; of its sum of exponentials and its target's logit
+    backward   each rank's own: softmax less the target, times the gradient
+    memory     the slice of the logits, and one number a token; its gradient in fp32 while it is made
 """
 
 from collections.abc import Callable, Iterable
@@ -17,14 +24,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from meshfit.axes.forward import is_wrapped
 from meshfit.axes.tensor.region import SEQUENCE
 from meshfit.comm import collectives
 from meshfit.comm.collectives import Collective, even
-from meshfit.comm.group import Group
+from meshfit.comm.group import MAX, Group
 from meshfit.torch_private.autograd import will_run
+from meshfit.torch_private.kernels import assert_on_device
 from meshfit.torch_private.tensors import storage_id
+
+# Products
 
 
 def is_product(layer: nn.Module) -> bool:
@@ -182,3 +193,99 @@ def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
     """In place of a gradient that is computed later. There must be one: autograd runs a node without any in another
     thread."""
     return torch.zeros((), device=device, dtype=dtype)
+
+
+# Cross entropy
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    group: Group,
+    *,
+    at: int = -1,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As ``F.cross_entropy`` of the whole, from this rank's slice of the dim ``at``; the same on all ranks."""
+    shape, dtype = target.shape, logits.dtype
+    logits = logits.movedim(at, -1).reshape(-1, logits.shape[at])
+    classes = logits.shape[-1] * group.size
+    target = target.reshape(-1)
+    keep = target != ignore_index
+    check_range(torch.where(keep, target, 0), classes, "Target {} is out of bounds.")
+    target = torch.where(keep, target, -1)
+    if dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else dtype
+    start = group.rank * logits.shape[-1]
+    of_classes = None
+    if label_smoothing:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        of_classes = torch.ones(classes, device=logits.device, dtype=wide) if weight is None else weight.to(wide)
+    apart, smooth = _CrossEntropy.apply(logits, target, of_classes, start, group)  # type: ignore[misc]
+    counts = keep.to(apart.dtype)
+    if weight is not None:
+        counts = weight.to(apart.dtype)[target.clamp(min=0)] * counts
+    each = torch.where(keep, apart, 0.0) * counts
+    if label_smoothing:
+        smooth = torch.where(keep, smooth, 0.0) * (label_smoothing / classes)
+        each = each * (1 - label_smoothing) + smooth
+    if reduction == "none":
+        return each.view(shape).to(dtype)
+    total = each.sum()
+    return (total / counts.sum() if reduction == "mean" else total).to(dtype)
+
+
+def loss_denominator(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What the mean of a cross entropy is over: the targets that are not ignored, each by the weight of its class."""
+    kept = target != ignore_index
+    return kept.sum() if weight is None else (weight[torch.where(kept, target, 0)] * kept).sum()
+
+
+def check_range(index: Tensor, size: int, message: str) -> None:
+    """Raise ``IndexError`` with the first of ``index`` that is not from 0 to ``size``. On a GPU, which is not waited
+    for, an assertion fails instead; on meta there is nothing to look at."""
+    if index.is_meta:
+        return
+    wrong = (index < 0) | (index >= size)
+    if index.is_cuda:
+        assert_on_device(~wrong.any())
+    elif bool(wrong.any()):
+        raise IndexError(message.format(int(index[wrong][0])))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Of each token: the loss; and its mean over all classes, times their number, where that is asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, start: int, group: Group
+    ) -> tuple[Tensor, Tensor | None]:
+        size = logits.shape[-1]
+        wide = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+        top = group.all_reduce_(logits.amax(-1).to(wide), MAX)
+        here = (target >= start) & (target < start + size)
+        index = torch.where(here, target - start, 0)
+        picked = logits.gather(-1, index[:, None])[:, 0].to(wide).masked_fill(~here, 0.0)
+        sums = [(logits - top[:, None]).exp_().sum(-1), picked]  # logits in half are subtracted from as they are
+        own = None
+        if weight is not None:
+            own, ctx.weights = weight[start : start + size], weight.sum()
+            sums.append(logits.to(wide) @ own)
+        total = group.all_reduce_(torch.stack(sums))
+        scale = top + total[0].log()
+        ctx.save_for_backward(logits, scale, index, here, own)
+        return scale - total[1], None if weight is None else ctx.weights * scale - total[2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, smooth: Tensor | None) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        logits, scale, index, here, own = ctx.saved_tensors
+        each = grad if own is None or smooth is None else grad + ctx.weights * smooth
+        out = (logits - scale[:, None]).exp_().mul_(each[:, None])
+        out.scatter_add_(-1, index[:, None], -(grad * here)[:, None])
+        if own is not None and smooth is not None:
+            out.addcmul_(smooth[:, None], own, value=-1)
+        return out.to(logits.dtype), None, None, None, None

@@ -1,4 +1,4 @@
-"""Which modules of a model are alike, and which of them are blocks that it repeats."""
+"""Which modules of a model are of one kind, and which of them are blocks that it repeats."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

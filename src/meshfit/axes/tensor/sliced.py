@@ -1,23 +1,23 @@
-"""Logits that no rank holds whole: a slice of the classes on each, which shows the shape of all of them.
+"""Tensors that no rank holds whole, which show the shape of the whole: logits, of which each rank has a slice of the
+classes, and activations, of which it has some rows (sequence=split).
 
 The head of a model is cut by its output channels and returns a ``SlicedTensor``. What keeps the classes apart (other
-types and shapes, scaling, tanh) is done to the slice. ``F.cross_entropy`` is computed from slices: see vocabulary_loss.
+types and shapes, scaling, tanh) is done to the slice. ``F.cross_entropy`` is computed from slices: see functions.py.
 Whatever else reads it gets the whole, gathered from all ranks: exact, differentiable, and a collective, so that all
 ranks have to come by. ``whole_output`` does that for what leaves a step.
 """
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfit.axes.spec import Spec, SplitTensor, changes, name_of
-from meshfit.axes.tensor.column import Entrance
+from meshfit.axes.tensor.functions import Entrance, cross_entropy
 from meshfit.axes.tensor.region import SEQUENCE
-from meshfit.axes.tensor.vocabulary_loss import cross_entropy
 from meshfit.comm import collectives
 from meshfit.comm.collectives import even
 from meshfit.comm.group import Group
@@ -46,6 +46,10 @@ MOVES = {"transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis", 
 """Functions that put dims elsewhere, whatever their sizes."""
 
 
+OF_ITSELF = ("gathered", "put_together", "entrances", "changed", "shown")
+"""Attributes of a slice that another one made from it does not have."""
+
+
 class SlicedTensor(SplitTensor):
     """A rank's share of one dim of a tensor; every rank has another one, of the same size."""
 
@@ -56,34 +60,38 @@ class SlicedTensor(SplitTensor):
     length: int
     """Of the dim that is cut, where it is of rows: then not all shares are of one size."""
 
-    gathered: Tensor | None
-    put_together: Tensor | None
+    gathered: Tensor | None = None
+    """The whole, once it was asked for."""
+
+    put_together: Tensor | None = None
+    """All rows, once they entered a region without a gradient."""
+
     entrances: dict[bool, Entrance]
-    changed: bool
+    changed = False
     """The whole was changed in place: the slice no longer counts."""
 
-    shown: bool
+    shown = False
     """It is a view of another slice."""
 
-    @staticmethod
-    def of(local: Tensor, group: Group, at: int = -1, *, view: bool = False) -> "SlicedTensor":
-        out = local.as_subclass(SlicedTensor)
-        out.group, out.at, out.gathered, out.changed, out.shown = group, at, None, False, view
-        out.length, out.put_together, out.entrances = 0, None, {}
+    @classmethod
+    def made(cls, local: Tensor, **attributes: Any) -> Self:
+        out = local.as_subclass(cls)
+        vars(out).update(attributes, entrances={})
         return out
 
     @staticmethod
-    def rows(local: Tensor, length: int, group: Group, *, view: bool = False) -> "SlicedTensor":
+    def of(local: Tensor, group: Group, at: int = -1) -> "SlicedTensor":
+        return SlicedTensor.made(local, group=group, at=at, length=0)
+
+    @staticmethod
+    def rows(local: Tensor, length: int, group: Group) -> "SlicedTensor":
         """A rank's rows (tokens): ``length`` in parts that are even up to one."""
-        out = SlicedTensor.of(local, group, SEQUENCE, view=view)
-        out.length = length
-        return out
+        return SlicedTensor.made(local, group=group, at=SEQUENCE, length=length)
 
-    def like(self, local: Tensor, *, view: bool = False, at: int | None = None) -> "SlicedTensor":
-        """Another, cut as this one is; ``at``: its dim is elsewhere."""
-        out = SlicedTensor.of(local, self.group, self.at if at is None else at, view=view)
-        out.length = self.length
-        return out
+    def like(self, local: Tensor, *, view: bool = False, **others: Any) -> Self:
+        """Another, cut as this one is, but for ``others`` of its attributes; ``view``: of this one."""
+        kept = {name: value for name, value in vars(self).items() if name not in OF_ITSELF}
+        return self.made(local, **kept | others, shown=view)
 
     @property
     def full_length(self) -> int:

@@ -1,5 +1,5 @@
-"""How the caller's process speaks, for its ranks to do alike: what is logged and in which form, which warnings are not
-given. Scripts say so once, and are not run again in ranks."""
+"""The caller's settings of logging and warnings, for its ranks to have alike: scripts make them once, and are not run
+again in ranks."""
 
 import logging
 import sys
@@ -12,8 +12,8 @@ def _form() -> tuple[str, str | None, bool] | None:
     """Of the root logger's lines on the terminal: format, dates, and whether they go to standard output."""
     for handler in logging.getLogger().handlers:
         if type(handler) is logging.StreamHandler:
-            said = handler.formatter or logging.Formatter()
-            return said._fmt or "%(message)s", said.datefmt, handler.stream is sys.stdout
+            form = handler.formatter or logging.Formatter()
+            return form._fmt or "%(message)s", form.datefmt, handler.stream is sys.stdout
     return None
 
 
@@ -29,15 +29,15 @@ def _filters() -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Speech:
-    """Taken where it is made; ``adopt`` it elsewhere."""
+class LoggingSettings:
+    """Those of the process that makes it; ``apply`` them in another."""
 
     form: tuple[str, str | None, bool] | None = field(default_factory=_form)
     levels: dict[str, int] = field(default_factory=_levels)
     """By logger, of those that have one of their own."""
     warnings: list[Any] = field(default_factory=_filters)
 
-    def adopt(self) -> None:
+    def apply(self) -> None:
         warnings.filters[:] = self.warnings  # type: ignore[index]
         if self.form is None:
             return
