@@ -304,7 +304,7 @@ def watch_backwards(run: Run) -> Callable[[], int]:
     shards, most = run.placed.shards, 0
     if shards is None:
         return lambda: 0
-    exchange = shards.exchange
+    exchange: Any = shards.exchange
     returned = exchange.returned
 
     def watched(*args: Any) -> None:

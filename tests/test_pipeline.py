@@ -17,7 +17,6 @@ from benchmarks.gantt import ActionTimes, gantt
 from meshfit.axes.data.axis import Replicated
 from meshfit.axes.pipeline.staged import Staged
 from meshfit.axes.pipeline.stages import Pipeline
-from meshfit.axes.pipeline.weights import collect
 from meshfit.axes.precision import LossScale, Precision
 from meshfit.axes.spec import locals_of
 from meshfit.comm.order_check import CollectiveLog
@@ -28,7 +27,7 @@ from meshfit.exchange.across import Across
 from meshfit.exchange.allreduce import AllReduce
 from meshfit.loss.objective import Objective, call, split
 from meshfit.loss.probe import find_denominator
-from meshfit.passes.backward import input_gradients
+from meshfit.passes.backward import input_backward
 from meshfit.passes.loss_sum import LossSum
 from meshfit.passes.pipeline import LocalStages, Pipelined, StageForward
 from meshfit.passes.whole import Passes
@@ -314,11 +313,10 @@ def test_what_goes_with_parameters_comes_together() -> None:
     found = [pipeline.find(model, objective, zoo.next_tokens(4), device="cpu").to_send() if rank == 0 else None]
     dist.broadcast_object_list(found)
     assert found[0] is not None
-    staged = Staged.of(pipeline, model, found[0], rank)
+    staged = Staged.of(pipeline, model, found[0], rank, dist.group.WORLD)
     assert tuple(staged.tied) == ("token.weight",)
-    assert dist.group.WORLD is not None
     mine = {name: {"twice": p.detach() * 2, "step": torch.tensor(3.0)} for name, p in staged.model.named_parameters()}
-    states = collect(mine, staged.owners, dist.group.WORLD, keep=rank == 0)
+    states = staged.collect(mine, keep=rank == 0)
     assert set(states) == ({name for name, _ in built(zoo.TiedGPT).named_parameters()} if rank == 0 else set())
     assert all(torch.equal(state["twice"], 2 * whole[name]) for name, state in states.items())
 
@@ -393,12 +391,12 @@ def test_halves_are_the_whole() -> None:
     model.zero_grad()
     hooked.clear()
     leaves = [t.clone().requires_grad_() for t in given]
-    owed = input_gradients(model(*leaves), back, leaves)
+    second = input_backward(model(*leaves), back, leaves)
     assert all(torch.equal(t.grad, w) for t, w in zip(leaves, want_inputs, strict=True))  # type: ignore[arg-type]
     late = {name for name, p in model.named_parameters() if p.grad is None}
     assert {"once.weight", "once.bias", "conv.weight", "attention.out_proj.weight"} <= late
     assert not {"twice.weight", "norm.weight", "group.weight", "table.weight"} & late
-    owed.pay()
+    second.run()
     for name, p in model.named_parameters():
         assert torch.equal(p.grad, want[name])  # type: ignore[arg-type]
     assert hooked == Counter(dict(model.named_parameters()).keys())

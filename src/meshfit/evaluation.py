@@ -19,7 +19,7 @@ from meshfit.axes.mesh import SHARES
 from meshfit.axes.place import Placed
 from meshfit.axes.precision import Precision
 from meshfit.comm.group import RankGroup
-from meshfit.comm.streams import Streams
+from meshfit.comm.sample_streams import SampleStreams
 from meshfit.data import tree
 from meshfit.data.loader import Loader
 from meshfit.data.order import share
@@ -81,7 +81,7 @@ def measure(
     together = placed.together or whole is not None or over.gathers
     forward = PlacedForward(placed, run if whole is None else returned, precision, loader.device)
     with evaluating(placed), buffers_kept(placed.model) as restore:
-        for batch in Streams(placed.mesh.world).in_agreement(loader, loader.epoch(0)):
+        for batch in SampleStreams(placed.mesh.world).in_agreement(loader, loader.epoch(0)):
             LIVE.tick()
             (part,) = batch.microbatches
             result = None

@@ -13,7 +13,7 @@ from meshfit.exchange.protocol import RepeatBatch
 from meshfit.exchange.update import Evaluated
 from meshfit.nonfinite import NonFiniteWatch
 from meshfit.observe.rank import tell_batch
-from meshfit.phases import PhaseStep, TrainedPhase, together
+from meshfit.phases import PhaseStep, TrainedPhase, combined_reading
 from meshfit.run import Run
 from meshfit.step import Step
 
@@ -62,7 +62,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
             lr=done[0].lr,
             samples=run.samples,
             seconds=time.perf_counter() - run.started,
-            reading=readings[0] if len(run.phases) == 1 else together(done),
+            reading=readings[0] if len(run.phases) == 1 else combined_reading(done),
             valid=run.evaluations.make() if run.evaluations.due_here(batch) else None,
             staleness=run.staleness,
         )

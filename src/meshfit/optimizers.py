@@ -76,21 +76,20 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
     def _owners(self) -> dict[Tensor, Optimizer]:
         return {p: one for one in self._optimizers.each for group in one.param_groups for p in group["params"]}
 
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+    def _holding(self, parameter: Tensor) -> dict[Tensor, Any]:
         for one in self._optimizers.each:
             if parameter in one.state:
-                return one.state[parameter]
+                return one.state
         raise KeyError(parameter)
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        return self._holding(parameter)[parameter]
 
     def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
         self._owners[parameter].state[parameter] = state
 
     def __delitem__(self, parameter: Tensor) -> None:
-        for one in self._optimizers.each:
-            if parameter in one.state:
-                del one.state[parameter]
-                return
-        raise KeyError(parameter)
+        del self._holding(parameter)[parameter]
 
     def __iter__(self) -> Iterator[Tensor]:
         for one in self._optimizers.each:

@@ -179,7 +179,7 @@ class PhaseStep:
         return Reading(self.loss, self.norm, self.taken, self.stop, *self.broken, named=self.values)
 
 
-def together(done: Sequence[PhaseStep]) -> Reading:
+def combined_reading(done: Sequence[PhaseStep]) -> Reading:
     """A step of several phases: the sum of their losses, the norm of all gradients; each loss by its phase's name."""
     values: dict[str, Tensor | float] = {}
     for one in done:

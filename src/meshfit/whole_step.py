@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshfit.axes.place import Placed
 from meshfit.checkpoint.box import Box, volume, whole
-from meshfit.checkpoint.pieces import LocalBox, layout_of
+from meshfit.checkpoint.pieces import layout_of
 from meshfit.comm.group import RankGroup
 from meshfit.comm.objects import all_gather_object
 from meshfit.cost import CollectiveCall, Cost, tallied
@@ -85,58 +85,32 @@ class WholeStep:
 
     @torch.no_grad()
     def _to_owners(self) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
-        """The wholes of what this rank owns."""
+        """Weights and gradients of what this rank owns, whole."""
         weights = {p: p.new_empty(self.shapes[p], requires_grad=False) for p in self.owned}
         gradients = {p: torch.empty_like(weight, dtype=grad_dtype(p)) for p, weight in weights.items()}
-        me = self.group.rank
         for dtype, kind in self._kinds(grad_dtype):
-            sent: list[list[Tensor]] = [[] for _ in range(self.group.size)]
-            taken: list[list[tuple[nn.Parameter, Box]]] = [[] for _ in range(self.group.size)]
+            sent, wanted = self._by_rank(), self._by_rank()
             for p, owner in kind:
                 first = _first_holders(self.boxes[p])
-                for piece in self.pieces[p]:
-                    if first[piece.box] != me:
-                        continue
-                    both = piece.of(p.detach()), None if p.grad is None else piece.of(p.grad)
-                    if owner == me:
-                        _put(weights[p], piece.box, both[0])
-                        _put(gradients[p], piece.box, both[1])
-                    else:
-                        weight = both[0].to(dtype)
-                        sent[owner] += [weight, torch.zeros_like(weight) if both[1] is None else both[1]]
-                if owner == me:
+                both = p.detach(), torch.zeros_like(p) if p.grad is None else p.grad
+                mine = [piece for piece in self.pieces[p] if first[piece.box] == self.group.rank]
+                sent[owner] += [piece.of(tensor).to(dtype) for piece in mine for tensor in both]
+                if owner == self.group.rank:
                     for box, rank in first.items():
-                        taken[rank] += [(p, box)] if rank != me else []
-            came = self._exchanged(dtype, sent, [sum(2 * volume(box) for _, box in some) for some in taken])
-            at = 0
-            for p, box in (each for some in taken for each in some):
-                for room in (weights[p], gradients[p]):
-                    _put(room, box, came[at : at + volume(box)])
-                    at += volume(box)
+                        wanted[rank] += [tensor[_slices(box)] for tensor in (weights[p], gradients[p])]
+            self._exchange(dtype, sent, wanted)
         return weights, gradients
 
     @torch.no_grad()
     def _to_holders(self, stepped: dict[nn.Parameter, Tensor]) -> None:
         """New weights to all that hold a piece."""
-        me = self.group.rank
         for dtype, kind in self._kinds(lambda p: p.dtype):
-            sent: list[list[Tensor]] = [[] for _ in range(self.group.size)]
-            taken: list[list[tuple[nn.Parameter, LocalBox]]] = [[] for _ in range(self.group.size)]
+            sent, wanted = self._by_rank(), self._by_rank()
             for p, owner in kind:
-                if owner == me:
-                    for rank, boxes in enumerate(self.boxes[p]):
-                        sent[rank] += [stepped[p][_slices(box)] for box in boxes] if rank != me else []
-                for piece in self.pieces[p]:
-                    if owner == me:
-                        piece.of(p.detach()).copy_(stepped[p][_slices(piece.box)])
-                    else:
-                        taken[owner].append((p, piece))
-            came = self._exchanged(dtype, sent, [sum(volume(piece.box) for _, piece in some) for some in taken])
-            at = 0
-            for p, piece in (each for some in taken for each in some):
-                room = piece.of(p.detach())
-                room.copy_(came[at : at + room.numel()].view(room.shape))
-                at += room.numel()
+                for rank, boxes in enumerate(self.boxes[p] if owner == self.group.rank else ()):
+                    sent[rank] += [stepped[p][_slices(box)] for box in boxes]
+                wanted[owner] += [piece.of(p.detach()) for piece in self.pieces[p]]
+            self._exchange(dtype, sent, wanted)
 
     def _kinds(
         self, dtype_of: Callable[[nn.Parameter], torch.dtype]
@@ -147,12 +121,24 @@ class WholeStep:
             kinds.setdefault(dtype_of(p), []).append((p, owner))
         return list(kinds.items())
 
-    def _exchanged(self, dtype: torch.dtype, sent: list[list[Tensor]], taken: list[int]) -> Tensor:
+    def _by_rank(self) -> list[list[Tensor]]:
+        return [[] for _ in range(self.group.size)]
+
+    def _exchange(self, dtype: torch.dtype, sent: list[list[Tensor]], wanted: list[list[Tensor]]) -> None:
+        """Send the tensors of each rank to it, and fill those ``wanted`` of each rank, in order."""
+        me = self.group.rank
+        for tensor, target in zip(sent[me], wanted[me], strict=True):
+            target.copy_(tensor)
+        sent[me], wanted[me] = [], []
+        sizes = [[sum(tensor.numel() for tensor in some) for some in every] for every in (sent, wanted)]
         parts = [tensor.reshape(-1) for some in sent for tensor in some]
         row = torch.cat(parts).to(self.device) if parts else torch.empty(0, dtype=dtype, device=self.device)
-        found, wait = self.group.start_all_to_all(row, [sum(t.numel() for t in some) for some in sent], taken)
+        found, wait = self.group.start_all_to_all(row, *sizes)
         wait()
-        return found.to(next(iter(self.boxes)).device)  # offload=parameters keeps them on the host
+        found = found.to(next(iter(self.boxes)).device)  # offload=parameters keeps them on the host
+        targets = [target for some in wanted for target in some]
+        for target, part in zip(targets, found.split([target.numel() for target in targets]), strict=True):
+            target.copy_(part.view(target.shape))
 
 
 def whole_step_cost(held: Sequence[Sequence[Sequence[Box]]], sizes: Sequence[tuple[int, int]], rank: int) -> Cost:
@@ -197,12 +183,3 @@ def _first_holders(every: Sequence[Sequence[Box]]) -> dict[Box, int]:
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in box)
-
-
-def _put(room: Tensor, box: Box, part: Tensor | None) -> None:
-    """Have ``part``, or zeros, in a box of ``room``."""
-    there = room[_slices(box)]
-    if part is None:
-        there.zero_()
-    else:
-        there.copy_(part.view(there.shape) if part.dim() == 1 else part)

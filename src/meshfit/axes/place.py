@@ -26,9 +26,8 @@ from meshfit.axes.find import Findings, find
 from meshfit.axes.forward import is_wrapped, unwrap
 from meshfit.axes.mesh import Mesh
 from meshfit.axes.order import ORDER
-from meshfit.axes.partition import Partition
+from meshfit.axes.partition import Named, Partition
 from meshfit.axes.pipeline.staged import Staged
-from meshfit.axes.pipeline.weights import collect
 from meshfit.axes.precision import Precision
 from meshfit.axes.shard.gather import Shards
 from meshfit.axes.tensor.axis import splits_sequence
@@ -160,22 +159,19 @@ class Placed:
             found |= {name: known[tensor] for name, tensor in names if tensor in known}
         return found if keep else {}
 
-    def wholes(
-        self, mine: dict[str, dict[str, Tensor]], uncut: Collection[Tensor] = ()
-    ) -> dict[str, dict[str, Tensor]]:
+    def wholes(self, mine: Named, uncut: Collection[Tensor] = ()) -> Named:
         """Tensors that go with parameters (gradients, optimizer state), whole, on the CPU: by the parameter's name,
         then by a name of their own. A rank without a slice of a parameter may lack them. ``uncut``: parameters whose
         tensors one rank has whole. All ranks call it together."""
         return self._collected(self._wholes(mine, uncut), keep=True)
 
-    def _collected(self, mine: dict[str, dict[str, Tensor]], keep: bool) -> dict[str, dict[str, Tensor]]:
+    def _collected(self, mine: Named, keep: bool) -> Named:
         """``mine`` together with that of the ranks that hold other modules."""
         for partition in reversed(self.partitions):
-            assert partition.group is not None
-            mine = collect(mine, partition.owners, partition.group, keep=keep or partition is not self.partitions[0])
+            mine = partition.collect(mine, keep=keep or partition is not self.partitions[0])
         return mine
 
-    def _wholes(self, mine: dict[str, dict[str, Tensor]], uncut: Collection[Tensor]) -> dict[str, dict[str, Tensor]]:
+    def _wholes(self, mine: Named, uncut: Collection[Tensor]) -> Named:
         """Of the parameters of this rank."""
         named = dict(self.model.named_parameters())
         if self.shards is None and not any(layer.cuts for layer in self.layers.values()):
@@ -187,7 +183,7 @@ class Placed:
                 alike = {key: p not in uncut and t.dim() and t.numel() == p.numel() for key, t in many.items()}
                 said[name] = {key: t.dtype if alike[key] else t.cpu() for key, t in many.items()}
         every = [said] if self.mesh.world is None else all_gather_object(said, self.mesh.world)
-        found: dict[str, dict[str, Tensor]] = {}
+        found: Named = {}
         for name, p in named.items():
             for key in dict.fromkeys(key for each in every for key in each.get(name, {})):
                 value = next(each[name][key] for each in every if key in each.get(name, {}))

@@ -153,29 +153,27 @@ def _check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     parts = not plan.server and plan.partitions_modules
     if not cuts and not parts and not plan.offloads("optimizer") and plan.server < 2 and not plan.rounds:
         return
-    kind, found = type(optimizer).__name__, probe_optimizer(optimizer)
-    if plan.server > 1 and not found.separate:
-        raise PlanError(
-            f"{plan}: each server steps a part of the model, which {kind} cannot",
-            found.why,
-            f"{replace(plan, server=1)} works",
-        )
-    if plan.offloads("optimizer") and not found.separate:
-        raise PlanError(
-            f"{plan}: {kind} cannot have its state in host memory", found.why, f"{replace(plan, offload='none')} works"
-        )
-    if plan.rounds and not found.separate:
+    found = probe_optimizer(optimizer)
+    if found.separate:
+        return
+    kind, why = type(optimizer).__name__, found.why
+    if plan.server > 1:
+        works = f"{replace(plan, server=1)} works"
+        raise PlanError(f"{plan}: each server steps a part of the model, which {kind} cannot", why, works)
+    if plan.offloads("optimizer"):
+        works = f"{replace(plan, offload='none')} works"
+        raise PlanError(f"{plan}: {kind} cannot have its state in host memory", why, works)
+    if plan.rounds:
         master = replace(plan, precision=plan.precision.removesuffix("-true"), states="fp32")
         raise PlanError(
             f"{plan}: {kind} cannot step what is held in bf16",
-            f"parameters are stepped in fp32, some at a time; {found.why}",
+            f"parameters are stepped in fp32, some at a time; {why}",
             f"{master} works",
         )
     usual = {field.name: field.default for field in fields(plan)}
     split = ("shard", "zero", "tensor", "sequence", "expert", "pipeline", "schedule", "chunks", "cut", "branch")
     whole = replace(plan, **{word: usual[word] for word in split})
     works = f"{replace(whole, data=plan.devices, offload='none')} works: all then hold them whole"
-    if parts and not found.separate:
-        raise PlanError(f"{plan}: each rank steps its own modules, which {kind} cannot", found.why, works)
-    if cuts and not found.separate:
-        raise PlanError(f"{plan}: {kind} cannot step parameters that are cut over devices", found.why, works)
+    if parts:
+        raise PlanError(f"{plan}: each rank steps its own modules, which {kind} cannot", why, works)
+    raise PlanError(f"{plan}: {kind} cannot step parameters that are cut over devices", why, works)

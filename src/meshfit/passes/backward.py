@@ -1,8 +1,8 @@
-"""Backward in two halves: gradients of what a stage was fed, at once; gradients of its weights, later.
+"""Backward in two halves: gradients of a stage's inputs, at once; gradients of its weights, later.
 
-The first half runs autograd towards the inputs alone, and notes the gradients that arrive at the products and
-convolutions where a weight comes in. The second half runs each of those once more, towards its weights alone. What is
-left to the first half:
+The first half runs autograd towards the inputs alone, and keeps the gradients that arrive at the products and
+convolutions where a weight comes in. The second half runs each of those once more, towards its weights alone. What
+stays in the first half:
 
     weights that come in at several operations of a stage (shared layers): going on from one would pass by the others
     weights that come in elsewhere: at norms they cost next to nothing (and torch's kernel of GroupNorm may crash when
@@ -11,6 +11,7 @@ left to the first half:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,53 +27,50 @@ PRODUCTS = PRODUCT_NODES | {f"{ColumnProduct.__name__}Backward"}
 
 
 @dataclass(eq=False)
-class Owed:
-    """Gradients of weights that are still to be computed."""
+class WeightBackward:
+    """The second half."""
 
     outputs: Sequence[Tensor] = ()
     gradients: Sequence[Tensor | None] = ()
-    """Where nothing was done yet: the whole backward."""
+    """Where there was no first half: the whole backward."""
 
-    parts: list[tuple[Node, list[Tensor]]] = field(default_factory=list)
-    """Operations, and the weights that come in there."""
+    weights: dict[Node, list[Tensor]] = field(default_factory=dict)
+    """By the operation at which they come in."""
 
     arrived: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    """Gradients, at those operations."""
 
-    def pay(self) -> None:
+    def run(self) -> None:
         """Add the gradients of the weights, and let go of what they needed."""
         if self.outputs:
             torch.autograd.backward(self.outputs, self.gradients)
-        for node, weights in self.parts:
+        for node, weights in self.weights.items():
             found = [(i, g) for i, g in enumerate(self.arrived.get(node, ())) if g is not None]
             if found:
                 edges = [GradientEdge(node, i) for i, _ in found]
                 torch.autograd.backward(edges, [g for _, g in found], inputs=weights)
-        self.outputs, self.gradients, self.parts, self.arrived = (), (), [], {}
+        self.outputs, self.gradients, self.weights, self.arrived = (), (), {}, {}
 
 
-def input_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> Owed:
-    """Add the gradients of ``inputs`` (leaves); return what is owed to the weights."""
+def input_backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> WeightBackward:
+    """The first half: add the gradients of ``inputs``, which are leaves."""
     if not inputs:
-        return Owed(outputs, gradients)
-    owed, now = _divided(outputs, inputs)
-    hooks = [node.register_prehook(_note(owed, node)) for node, _ in owed.parts]
+        return WeightBackward(outputs, gradients)
+    later, now = _divided(outputs, inputs)
+    second = WeightBackward(weights=later)
+    hooks = [node.register_prehook(partial(second.arrived.__setitem__, node)) for node in later]
     try:
-        torch.autograd.backward(outputs, gradients, inputs=[*inputs, *now], retain_graph=bool(owed.parts))
+        torch.autograd.backward(outputs, gradients, inputs=[*inputs, *now], retain_graph=bool(later))
     finally:
         for hook in hooks:
             hook.remove()
-    return owed
+    return second
 
 
-def _note(owed: Owed, node: Node) -> Any:
-    def note(arrived: tuple[Tensor | None, ...]) -> None:
-        owed.arrived[node] = arrived
-
-    return note
-
-
-def _divided(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Owed, list[Tensor]]:
-    """Which weights can wait, by the one operation where they come in; and those that cannot."""
+def _divided(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[dict[Node, list[Tensor]], list[Tensor]]:
+    """The weights that can wait, by the one operation where they come in; and those that cannot."""
     goals = {get_gradient_edge(t).node for t in inputs}
     roots = list(dict.fromkeys(get_gradient_edge(t).node for t in outputs))
     order = _from_the_leaves(roots)
@@ -100,7 +98,7 @@ def _divided(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Owed,
             now.append(weight.variable)
         else:
             later.setdefault(node, []).append(weight.variable)
-    return Owed(parts=list(later.items())), now
+    return later, now
 
 
 def _from_the_leaves(roots: list[Node]) -> list[Node]:

@@ -29,20 +29,13 @@ from meshfit.axes.place import Placed
 from meshfit.axes.precision import Precision
 from meshfit.axes.spec import whole_output
 from meshfit.comm.group import Group
-from meshfit.comm.transport import (
-    Layout,
-    Pending,
-    Transport,
-    packed,
-    packed_size,
-    unpacked,
-)
+from meshfit.comm.transport import Layout, Pending, Transport, packed, packed_size, unpacked
 from meshfit.data.loader import Batch
 from meshfit.data.order import mix
 from meshfit.events import current
 from meshfit.loss.batch_loss import BatchLoss, backward_from, leaves_of
 from meshfit.loss.objective import LossDenominator
-from meshfit.passes.backward import Owed, input_gradients
+from meshfit.passes.backward import WeightBackward, input_backward
 from meshfit.passes.loss_sum import LossSum
 from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, SPANS, Action, Message, Schedule
 from meshfit.schedule.issue import Entry, Transfer, issued
@@ -60,7 +53,7 @@ class StageActivations:
     outputs."""
     gradients: list[Tensor] | None = None
     """Of those outputs."""
-    owed: Owed | None = None
+    weight_backward: WeightBackward | None = None
 
 
 class Pipelined:
@@ -296,8 +289,8 @@ class _BatchOfStages:
             case "W":
                 kept = self.kept.pop((action.stage, action.microbatch))
                 with self.pipelined.timed(action):
-                    if kept.owed is not None:
-                        kept.owed.pay()
+                    if kept.weight_backward is not None:
+                        kept.weight_backward.run()
             case _:
                 self._backward(action)
 
@@ -341,7 +334,7 @@ class _BatchOfStages:
         arrived = [*arrived, *map(torch.zeros_like, kept.made[len(arrived) :])]
         with self.pipelined.timed(action):
             if action.kind == INPUT and self.pipelined.split_backward and not self.programs[at].recomputes:
-                kept.owed = input_gradients(kept.made, arrived, kept.fed) if kept.made else None
+                kept.weight_backward = input_backward(kept.made, arrived, kept.fed) if kept.made else None
             elif any(t.requires_grad for t in kept.made):
                 torch.autograd.backward(kept.made, arrived)
             back = [torch.zeros_like(t) if t.grad is None else t.grad for t in kept.fed]

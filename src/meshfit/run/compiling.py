@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from meshfit.axes.compile.axis import Compile, expected_step_seconds
+from meshfit.axes.compile.axis import expected_step_seconds, pays
 from meshfit.axes.compile.pieces import InPieces
 from meshfit.data import tree
 from meshfit.data.datasets import SampleStream
@@ -56,15 +56,14 @@ class Compiling:
         blocks = None if in_fp8 else blocks
         whole = run.placed.plain and run.plan.compile != "block" and not gathers and not in_fp8
         means = "whole" if whole else "block" if blocks is not None else "none"
-        choice = Compile(run.plan.compile)
-        self._done, why = choice.decide(device=device, step_seconds=seconds, steps=steps, means=means)
+        self._done, why = pays(run.plan.compile, device=device, step_seconds=seconds, steps=steps, means=means)
         if device.type == "cuda" or self._done:
             run.notes[:] = [note for note in run.notes if not note.startswith("compile")] + [why]
         if self._done and whole and isinstance(run.schedule, Passes):
             sums = isinstance(run.exchange, AllReduce) and run.exchange.degree > 1
+            backend = InPieces(BUCKET_BYTES, FIRST_BUCKET_BYTES) if sums else "inductor"
             for phase in run.phases:
-                pieces = InPieces(BUCKET_BYTES, FIRST_BUCKET_BYTES) if sums else None
-                phase.schedule.objective = choice.apply(phase.schedule.objective, pieces)
+                phase.schedule.objective = torch.compile(phase.schedule.objective.__call__, backend=backend)
         elif self._done and blocks is not None:
             blocks.compile()
             if isinstance(run.schedule, Pipelined):

@@ -25,7 +25,7 @@ from meshfit.best import Best
 from meshfit.checkpoint.initial import InitialWeights
 from meshfit.checkpoint.resume import to_resume
 from meshfit.comm.first import from_first_rank
-from meshfit.comm.streams import Streams
+from meshfit.comm.sample_streams import SampleStreams
 from meshfit.data.datasets import open_source
 from meshfit.data.loader import Batch, Loader, Position
 from meshfit.data.order import mix
@@ -252,7 +252,7 @@ class Run:
         LIVE.kind(self.mesh.part)
         self.step = self.samples = 0
         self.position = Position()
-        self.streams = Streams(self.mesh.world, 0 if self.plan.in_step else self.plan.every)
+        self.streams = SampleStreams(self.mesh.world, 0 if self.plan.in_step else self.plan.every)
         self.coordination.ready()
         self.started = time.perf_counter()
 

@@ -13,6 +13,9 @@ from meshfit.schedule.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, S
 UNITS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
 """The usual: backward takes twice as long as forward, half of that for the gradients of the weights."""
 
+WIDTH = 160
+"""Columns of a grid, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class ActionSpan:
@@ -62,10 +65,10 @@ class Simulated:
             for order in self.schedule.orders
         )
 
-    def grid(self, width: int = 160) -> str:
+    def grid(self) -> str:
         """A row a rank, time to the right; a cell is about as long as the shortest action."""
         shortest = min((span.end - span.start for rank in self.spans for span in rank), default=1.0) or 1.0
-        columns = min(width, max(1, round(self.seconds / shortest)))
+        columns = min(WIDTH, max(1, round(self.seconds / shortest)))
         unit = self.seconds / columns or 1.0
         size = max((len(_cell(span.action, self.schedule)) for rank in self.spans for span in rank), default=1) + 1
         lines = []
@@ -124,12 +127,3 @@ def _times(
         free[rank] = end = start + takes(action)
         ends.append(end)
         yield step, start, end
-
-
-def formula(word: str, ranks: int, microbatches: int, chunks: int = 1) -> float | None:
-    """The idle share as textbooks give it; None where there is no such formula."""
-    if word == "sequential":
-        return (ranks - 1) / ranks
-    if word in ("gpipe", "1f1b", "interleaved"):
-        return (ranks - 1) / (chunks * microbatches + ranks - 1)
-    return None

@@ -143,7 +143,7 @@ class Buffers:
                 done = collect.done({state.name: state.now for state in mine})
             except Differs:
                 raise _differs(writer) from None
-            totals = self._totals.setdefault(writer.path, Totals(done.update))
+            totals = self._totals.setdefault(writer.path, Totals(done))
             totals.add(done, self._samples)
             return result
 

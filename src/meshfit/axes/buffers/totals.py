@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,25 +12,24 @@ from meshfit.comm.group import Group
 
 @dataclass
 class Totals:
-    update: BufferUpdate
-    calls: dict[int, tuple[Any, list[Any], Any]] = field(default_factory=dict)
-    """Settings, of a call that counts if there is one."""
+    like: Collected
+    """One of the parts, one that counts if there is one: settings and dtypes are its."""
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Sums, and of means the sum over samples."""
     extremes: dict[int, Tensor] = field(default_factory=dict)
     numbers: dict[tuple[int, int], float] = field(default_factory=dict)
     samples: float = 0.0
-    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
-    """Of the statistics, as the update takes them."""
-    integers: dict[tuple[int, int], bool] = field(default_factory=dict)
-    """Whether each of the numbers is one."""
+
+    @property
+    def update(self) -> BufferUpdate:
+        return self.like.update
 
     def add(self, call: Collected, samples: int) -> None:
         """``samples=0``: a stand-in, which adds nothing."""
         if call.update is not self.update and call.update != self.update:
             raise ValueError("the parts of a batch were updated in different ways")
-        if not self.calls or not self.samples:
-            self.calls = call.calls
+        if not self.samples:
+            self.like = call
         for at, tensor in call.statistics.items():
             kind = self.update.statistics[at].kind
             if kind in (MAX, MIN):
@@ -52,8 +50,6 @@ class Totals:
         for at, number in call.numbers.items():
             self.numbers[at] = self.numbers.get(at, 0.0) + (number if samples else 0.0)
         self.samples += samples
-        self.dtypes = {at: tensor.dtype for at, tensor in call.statistics.items()}
-        self.integers = {at: isinstance(number, int) for at, number in call.numbers.items()}
 
     def over(self, group: Group) -> None:
         """Those of all ranks of ``group``. They call it together."""
@@ -76,13 +72,13 @@ class Totals:
     def made(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """The buffers of the whole batch; ``states`` are those of before, and are changed."""
         statistics = {at: self._whole(at, tensor) for at, tensor in (self.sums | self.extremes).items()}
-        numbers = {at: int(number) if self.integers[at] else number for at, number in self.numbers.items()}
-        return replay(self.update, self.calls, statistics, numbers, states)
+        numbers = {at: type(self.like.numbers[at])(number) for at, number in self.numbers.items()}
+        return replay(self.update, self.like.calls, statistics, numbers, states)
 
     def _whole(self, at: int, tensor: Tensor) -> Tensor:
         if self.update.statistics[at].kind == MEAN:
             tensor = tensor / self.samples
-        return tensor.to(self.dtypes[at])
+        return tensor.to(self.like.statistics[at].dtype)
 
 
 def _nothing(dtype: torch.dtype, kind: str) -> float:

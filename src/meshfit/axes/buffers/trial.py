@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshfit import generators
 from meshfit.axes.buffers.record import Record, Uncombined, update_of
 from meshfit.axes.buffers.totals import Totals
-from meshfit.axes.buffers.trace import BufferUpdate, Collect, Differs, Opaque, look_away
+from meshfit.axes.buffers.trace import BufferUpdate, Collect, Collected, Differs, Opaque, look_away
 from meshfit.axes.buffers.watch import named_state, undisturbed
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.data import tree
@@ -137,7 +137,7 @@ class Trial:
             for part in parts if not update.exchanged else ():
                 self._compare(part.final_states(), whole, limit)
             if update.exchanged:
-                totals = Totals(update)
+                totals = Totals(Collected(update))
                 for some in rows.split(sizes):
                     self._set(start)
                     collect = Collect([update], self._named(), dropout=False)

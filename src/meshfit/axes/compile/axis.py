@@ -22,7 +22,6 @@ from meshfit.anatomy.record import TraceError
 from meshfit.anatomy.trace import Trace
 from meshfit.axes.axis import Applied, Axis
 from meshfit.axes.compile.parts import BlockOfParts
-from meshfit.axes.compile.pieces import InPieces
 from meshfit.axes.data.batchnorm import batch_norms
 from meshfit.axes.forward import wrap
 from meshfit.axes.pipeline.cut import Shell
@@ -52,36 +51,23 @@ EFFICIENCY = 0.4  # of peak, eager
 USUAL_PEAK = 312e12  # an A100's, where the device is not known
 
 
-@dataclass(frozen=True, slots=True)
-class Compile:
-    word: str = "auto"
-    """"whole", "none", or "auto"."""
-
-    def decide(self, *, device: torch.device, step_seconds: float, steps: int | None, means: str) -> tuple[bool, str]:
-        """Whether to compile, and why, in words. ``means``: what can be compiled, "whole", "block" or "none"."""
-        if self.word == "block" and means == "none":
-            return False, "compile: no, there is no block in which nothing acts"
-        if self.word != "auto":
-            return self.word != "none", f"compile={self.word}, as asked"
-        if device.type != "cuda":
-            return False, "compile: no, on CPUs it rarely pays"
-        if means == "none":
-            return False, "compile: no, there is no block in which nothing acts"
-        if steps is None:
-            return False, "compile: no, the length of the run is not known"
-        saved = step_seconds * steps * SHARE_SAVED
-        verdict = saved > SECONDS_TO_COMPILE
-        return verdict, (
-            f"compile: {f'yes, {means}' if verdict else 'no'}, it would save about {saved:.0f} s"
-            f" of {step_seconds * steps:.0f} s and take about {SECONDS_TO_COMPILE:.0f} s"
-        )
-
-    @staticmethod
-    def apply(objective: Callable, pieces: InPieces | None = None) -> Callable:
-        """Model and loss together; in pieces where gradients are awaited."""
-        if pieces is None:
-            return torch.compile(objective.__call__)
-        return torch.compile(objective.__call__, backend=pieces)
+def pays(word: str, *, device: torch.device, step_seconds: float, steps: int | None, means: str) -> tuple[bool, str]:
+    """Whether to compile under ``compile=word``, and why. ``means``: what can be compiled, "whole", "block" or
+    "none"."""
+    if means == "none" and (word == "block" or (word == "auto" and device.type == "cuda")):
+        return False, "compile: no, there is no block in which nothing acts"
+    if word != "auto":
+        return word != "none", f"compile={word}, as asked"
+    if device.type != "cuda":
+        return False, "compile: no, on CPUs it rarely pays"
+    if steps is None:
+        return False, "compile: no, the length of the run is not known"
+    saved = step_seconds * steps * SHARE_SAVED
+    verdict = saved > SECONDS_TO_COMPILE
+    return verdict, (
+        f"compile: {f'yes, {means}' if verdict else 'no'}, it would save about {saved:.0f} s"
+        f" of {step_seconds * steps:.0f} s and take about {SECONDS_TO_COMPILE:.0f} s"
+    )
 
 
 class CompileAxis(Axis):

@@ -17,6 +17,8 @@ from torch import nn
 from meshfit.axes.axis import Axis, Splits
 from meshfit.axes.expert import balance
 from meshfit.axes.pipeline.program import Replayed
+from meshfit.axes.pipeline.staged import Staged
+from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
 from meshfit.comm.transport import Transport
 from meshfit.plan import Plan
 from meshfit.schedule.issue import pairs
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
     from meshfit.axes.find import Study
     from meshfit.axes.place import Placed
     from meshfit.plan_cost import Costing
-
-from meshfit.axes.pipeline.staged import Staged
-from meshfit.axes.pipeline.stages import FoundStages, pipeline_of
 
 
 class PipelineAxis(Axis):

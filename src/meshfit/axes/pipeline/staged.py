@@ -81,14 +81,8 @@ class Staged(Partition):
         return {name: ranks for name, ranks in self.holders.items() if len(ranks) > 1 and name in trained}
 
     @property
-    def owners(self) -> dict[str, int]:
-        """The rank whose word counts, for every parameter and buffer of the model: the first that holds it; for a
-        buffer that a stage writes there is but one."""
-        return {name: ranks[0] for name, ranks in self.holders.items()}
-
-    @property
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that hold each parameter and buffer of the model, in the same order on every rank."""
+        """Of a buffer that a stage writes, there is but one."""
         found: dict[str, list[int]] = {}
         split = self.found.split
         for stage, names in enumerate(zip(split.parameters, split.buffers, strict=True)):

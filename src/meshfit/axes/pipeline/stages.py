@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -21,10 +21,6 @@ from meshfit.errors import PlanError
 from meshfit.plan import Plan
 from meshfit.schedule.actions import BACKWARD, FORWARD, Schedule, stages_of, usual_chunks
 from meshfit.schedule.orders import schedule
-
-if TYPE_CHECKING:
-    pass
-
 
 EVEN = 0.05
 """Imbalance of stages beyond which modules are opened further, for a better cut."""
@@ -102,7 +98,16 @@ class Pipeline:
         refused: PlanError | None = None
         found: list[tuple[float, FoundStages]] = []
         for share in (min(SHARE, 1 / (4 * self.stages)), 0.0):  # finer only if need be: see record
-            atoms, recording = self._record(model, objective, batch, share, device)
+            atoms, recording = faithful(
+                model,
+                objective,
+                batch,
+                device=device,
+                precision=self.precision,
+                share=share,
+                atoms=self.atoms,
+                refusal=self._refusal,
+            )
             trace, inner, cost = _relative(recording.trace), None, work
             try:
                 if deal is not None:
@@ -122,20 +127,6 @@ class Pipeline:
             assert refused is not None
             raise refused
         return min(found, key=lambda each: each[0])[1]
-
-    def _record(
-        self, model: nn.Module, objective: Any, batch: Any, share: float, device: str
-    ) -> tuple[tuple[str, ...], Recording]:
-        return faithful(
-            model,
-            objective,
-            batch,
-            device=device,
-            precision=self.precision,
-            share=share,
-            atoms=self.atoms,
-            refusal=self._refusal,
-        )
 
     def _refusal(self, what: str, error: TraceError) -> PlanError:
         return PlanError(
@@ -218,14 +209,10 @@ def _notes(trace: Trace, found: Stages) -> tuple[str, ...]:
     if found.imbalance < UNEVEN:
         return ()
     longest = max(range(len(found.costs)), key=found.costs.__getitem__)
-    events = [trace.events[i] for i in found.ranges[longest]]
-    largest = max(events, key=work)
-    return (
-        f"pipeline: stage {longest} takes {1 + found.imbalance:.1f} times as long as the mean of all stages,"
-        f" because {largest.name or 'the model itself'} cannot be cut"
-        if found.indivisible
-        else f"pipeline: stage {longest} takes {1 + found.imbalance:.1f} times as long as the mean of all stages",
-    )
+    largest = max((trace.events[i] for i in found.ranges[longest]), key=work)
+    because = f", because {largest.name or 'the model itself'} cannot be cut" if found.indivisible else ""
+    slow = f"pipeline: stage {longest} takes {1 + found.imbalance:.1f} times as long as the mean of all stages"
+    return (slow + because,)
 
 
 def _branches(trace: Trace) -> bool:

@@ -14,6 +14,15 @@ uses them) are gathered in that precision: half the bytes, the same numbers. A m
 found out at its first call, and its unit gathered as it is from then on. Under bf16-compute all fp32 weights are
 gathered in bf16, and computed with as they are. The parts that the optimizer steps stay as they were built.
 
+For readers of FSDP2:
+
+    FSDPParamGroup     a unit: units.py says of which parameters, open_unit.py is one at run time
+    unshard, reshard   Shards._unshard, Shards.reshard: gather.py
+    pre/post-forward   Shards.open, around the calls that enter the unit: gather.py
+    pre-backward       SavedWeights: when backward asks for a weight that a node saved: open_unit.py
+    post-backward      Gather.backward: open_unit.py; then Scatter.returned: exchange/scatter.py
+    prefetch           Lockstep.following: what all ranks gathered next in the last pass: lockstep.py
+
 Not torch's FSDP2, for what it cannot do (docs/LOG.md): units that are there for several calls but not between them,
 scalars, several dtypes in a block, ranks that differ in which parameters they reach, outputs that are views, parts
 equal to the element, an optimizer that was made before.

@@ -4,7 +4,7 @@ done with numbers."""
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
@@ -151,10 +151,11 @@ def _scattered(rows: list[FlatCost], times: int, degree: int, copies: int, *, on
     """Of a unit's gradients, by dtype; ``once``: a step."""
     for dtype in dict.fromkeys(row.grad_dtype for row in rows):
         size = sum(row.gradients for row in rows if row.trained and row.grad_dtype == dtype)
-        how = {"dtype": str(dtype).removeprefix("torch."), "phase": "backward", "hidden": "backward"}
-        yield CollectiveCall("reduce_scatter", size, degree, count=times, axis="shard", once=once, **how)
+        named = str(dtype).removeprefix("torch.")
+        how = partial(CollectiveCall, dtype=named, phase="backward", hidden="backward")
+        yield how("reduce_scatter", size, degree, count=times, axis="shard", once=once)
         if copies > 1:
-            yield CollectiveCall("all_reduce", size // degree, copies, axis="data", once=True, **how)
+            yield how("all_reduce", size // degree, copies, axis="data", once=True)
 
 
 def _gathered(

@@ -1,4 +1,4 @@
-"""Streams, read by each rank for itself: whether all of them got the same batches, and ended together.
+"""Streams of samples, read by each rank for itself: whether all of them got the same batches, and ended together.
 
 Of data with a length every rank knows the order of all samples, and so what each has: nothing need be said. A stream
 has an end that nobody knows before it comes. Where ranks read different ones (files that one does not see, one that
@@ -23,7 +23,7 @@ from meshfit.torch_private.groups import gather_number
 ENDED = -1
 
 
-class Streams:
+class SampleStreams:
     """Batches of one rank, compared with those of the others of ``group``; up to ``ahead`` of them later."""
 
     def __init__(self, group: ProcessGroup | None, ahead: int = 0):
