@@ -212,6 +212,23 @@ def test_outputs_that_cannot_be_gathered_are_told() -> None:
     assert "(8, 8)" in over.unfit
 
 
+def test_a_part_whose_loss_is_infinite_makes_no_whole() -> None:
+    class Spread(nn.Module):
+        """A single sample has no spread."""
+
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            out = self.head(x)
+            return out / out.std(0, unbiased=False).norm() if self.training else out
+
+    over = find_denominator(Objective(lambda o, y: o.square().mean()), Spread(), (X, Y), CPU)
+    assert over.kind == "batch"
+    assert "the mean over parts of 2 is" in over.why
+
+
 def test_samples_without_a_loss_are_left_out_of_the_trial() -> None:
     broken = X.clone()
     broken[2] = torch.nan
