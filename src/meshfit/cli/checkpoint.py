@@ -18,7 +18,6 @@ from meshfit.axes.precision import DTYPES
 from meshfit.checkpoint import manifest
 from meshfit.checkpoint.compare import differences
 from meshfit.checkpoint.export import SHARD
-from meshfit.checkpoint.export import export as export_weights
 from meshfit.checkpoint.files import Files, open_files
 from meshfit.checkpoint.keep import Keep
 from meshfit.checkpoint.keep import prune as remove_old
@@ -165,13 +164,15 @@ def export(
     shard: Annotated[float, typer.Option(help="GB of a file in a folder.")] = SHARD / 1e9,
 ) -> None:
     """Write the weights as one safetensors file, or in Hugging Face's layout, under the model's own names."""
+    from meshfit.checkpoint.export import export
+
     dtypes = {**DTYPES, "fp32": torch.float32}
     if dtype is not None and dtype not in dtypes:
         raise JobError(f"--dtype {dtype} is not known", f"known: {', '.join(dtypes)}")
     total = sum(each.nbytes for each in open_weights(source, what)[0].stored.values())
     cast = None if dtype is None else dtypes[dtype]
     with _progress("exported", total) as told:
-        written = export_weights(source, target, kind=what, dtype=cast, shard=round(shard * 1e9), told=told)
+        written = export(source, target, kind=what, dtype=cast, shard=round(shard * 1e9), told=told)
     for path in written:
         above, name = open_files(path).above()
         console.print(f"{path}  {size(above.size(name))}", highlight=False)
