@@ -335,6 +335,18 @@ def test_a_model_in_host_memory_runs_on_a_device() -> None:
     assert model(X).shape == X.shape
 
 
+def test_a_model_that_did_not_fit_on_the_device_is_as_it_was() -> None:
+    class Large(nn.Parameter):
+        def detach(self):
+            raise torch.OutOfMemoryError
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = Large(torch.ones(6, 6))
+    with pytest.raises(torch.OutOfMemoryError), running_on(torch.device("meta"), model, 2**20):
+        pass
+    assert not any(p.is_meta for p in model.parameters())
+
+
 def test_nothing_changes() -> None:
     """The trial leaves modes, buffers and random numbers alone."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))

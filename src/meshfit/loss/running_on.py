@@ -29,8 +29,8 @@ def running_on(device: torch.device, model: nn.Module, room: int | None = None) 
     with ExitStack() as stack:
         if sum(tensor.nbytes for tensor in tensors) <= room:
             copies = _Copies(device, [*model.modules()])
+            stack.callback(copies.end)  # before they are made, which may run out of memory halfway
             copies.begin()
-            stack.callback(copies.end)
         else:
             for module, whole in _parts(model, room):
                 copies = _Copies(device, [*module.modules()] if whole else [module])
