@@ -212,6 +212,23 @@ def test_outputs_that_cannot_be_gathered_are_told() -> None:
     assert "(8, 8)" in over.unfit
 
 
+def test_a_part_whose_loss_is_infinite_makes_no_whole() -> None:
+    class Spread(nn.Module):
+        """A single sample has no spread."""
+
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            out = self.head(x)
+            return out / out.std(0, unbiased=False).norm() if self.training else out
+
+    over = find_denominator(Objective(lambda o, y: o.square().mean()), Spread(), (X, Y), CPU)
+    assert over.kind == "batch"
+    assert "the mean over parts of 2 is" in over.why
+
+
 def test_samples_without_a_loss_are_left_out_of_the_trial() -> None:
     broken = X.clone()
     broken[2] = torch.nan
@@ -316,6 +333,18 @@ def test_a_model_in_host_memory_runs_on_a_device() -> None:
     with pytest.raises(RuntimeError), running_on(meta, model, 0):
         model(X[:, :4].to(meta))
     assert model(X).shape == X.shape
+
+
+def test_a_model_that_did_not_fit_on_the_device_is_as_it_was() -> None:
+    class Large(nn.Parameter):
+        def detach(self):
+            raise torch.OutOfMemoryError
+
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = Large(torch.ones(6, 6))
+    with pytest.raises(torch.OutOfMemoryError), running_on(torch.device("meta"), model, 2**20):
+        pass
+    assert not any(p.is_meta for p in model.parameters())
 
 
 def test_nothing_changes() -> None:

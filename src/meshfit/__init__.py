@@ -97,5 +97,8 @@ class _Package(ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> Any:  # else a function that names ``meshfit`` could not be sent to ranks
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from meshfit.data.extra import needed
 from meshfit.data.look import Look, look, picture
 from meshfit.data.opening import open as open_url
 from meshfit.errors import DataError
@@ -100,8 +101,6 @@ def _blocks(pixels: Tensor) -> list[Text]:
 def _write(found: Look, file: Path) -> None:
     if not found.images:
         raise DataError("there are no images to write", "the samples hold no bytes of height, width and colour")
-    from meshfit.data.extra import needed
-
     pixels = picture(found.images, max(64, *(image.shape[1] for image in found.images)))
     needed("PIL.Image", "data", "writing images").fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(file)
 

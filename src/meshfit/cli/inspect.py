@@ -25,6 +25,8 @@ from meshfit.anatomy.describe import describe
 from meshfit.anatomy.pairs import Pairs, find_pairs
 from meshfit.anatomy.record import SHARE, TraceError, record
 from meshfit.anatomy.trace import Trace
+from meshfit.axes.find import as_number
+from meshfit.axes.tensor.plan import plan_tensor
 from meshfit.cli.screen import show
 from meshfit.cli.script import Arguments, Which, instead_of_fit
 from meshfit.data import tree
@@ -71,9 +73,6 @@ class Subject:
     def tensor_splits(self, model: nn.Module) -> tuple[Pairs | None, list[str]]:
         """Pairs that can be split column then row, and the checked splits of ``tensor=2`` in words. None and nothing
         where the model is too large to try, or cannot be run by itself."""
-        from meshfit.axes.find import as_number
-        from meshfit.axes.tensor.plan import plan_tensor
-
         pairs: Pairs | None = None
         if sum(p.numel() for p in model.parameters()) > MOST_TRIED:
             return pairs, []

@@ -11,6 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from meshfit.errors import JobError
+from meshfit.observe.reading import read
+from meshfit.observe.report import write
+from meshfit.observe.verdict import findings
+from meshfit.observe.watch import PageServer
 
 Show = Annotated[bool, typer.Option("--show", help="Open it in a browser.")]
 
@@ -21,10 +25,6 @@ def report(
     show: Show = False,
 ) -> None:
     """Write one page about a run: losses, time, memory, timeline, and what limited its speed."""
-    from meshfit.observe.reading import read
-    from meshfit.observe.report import write
-    from meshfit.observe.verdict import findings
-
     run = read(folder)
     path = write(folder, to)
     console = Console(highlight=False, soft_wrap=True)
@@ -43,7 +43,6 @@ def watch(
     show: Show = False,
 ) -> None:
     """Serve the page of a run, or of several, to this machine while they train."""
-    from meshfit.observe.watch import PageServer
 
     async def serve() -> None:
         page = PageServer(folder)

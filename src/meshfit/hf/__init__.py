@@ -28,7 +28,7 @@ from meshfit.fit import fit
 from meshfit.hf.fields import refuse_fields
 from meshfit.hf.outputs import WholeSet, arrays, ignored, padded, predictions_of
 from meshfit.hf.overridden import refuse_overrides, steps_of
-from meshfit.hf.watching import Callbacks, TrainerLog, prefixed
+from meshfit.hf.watching import TrainerCallbacks, TrainerLog, check_callbacks, prefixed
 from meshfit.job import Job, plan_of
 from meshfit.launch.world import from_environment
 from meshfit.observe.track import TRACKERS, Track
@@ -41,8 +41,9 @@ class Trainer:
     ``callbacks`` are functions of a ``meshfit.Step``, or ``TrainerCallback`` objects. A subclass may define
     ``compute_loss``."""
 
-    kept_here = ("model", "train_dataset", "eval_dataset", "log_history", "result")
-    kept_here = (*kept_here, "_collate", "_metrics", "_callbacks", "_watching", "_optimizer", "_scheduler")
+    kept_here = """
+        model train_dataset eval_dataset log_history result _collate _metrics _callbacks _watching _optimizer _scheduler
+    """.split()  # noqa: SIM905
     """What a copy that computes losses elsewhere does without."""
 
     def __init__(
@@ -90,11 +91,11 @@ class Trainer:
         self.result: Result | None = None
         self._max_steps = max(0, self.args.max_steps)
         self._collate = self._collator(data_collator)
-        self._loss = None if compute_loss_func is None else _loss_of(compute_loss_func)
+        self._loss = compute_loss_func
         self._metrics = {}
         if compute_metrics is not None:
             self._metrics = {"eval": WholeSet(compute_metrics, preprocess_logits_for_metrics, ignored(self.model))}
-        self._callbacks, self._patience, watching = [], None, list[Any]()
+        self._callbacks, self._watching, self._patience = [], list[Any](), None
         for callback in callbacks or []:
             callback = callback() if isinstance(callback, type) else callback
             if isinstance(callback, transformers.EarlyStoppingCallback):
@@ -106,12 +107,12 @@ class Trainer:
             elif isinstance(callback, transformers.ProgressCallback | transformers.PrinterCallback):
                 continue  # meshfit shows the same
             elif isinstance(callback, transformers.TrainerCallback):
-                watching.append(callback)
+                self._watching.append(callback)
             elif callable(callback):
                 self._callbacks.append(callback)
             else:
                 raise JobError(f"callbacks= holds a {type(callback).__name__}", "a function of a meshfit.Step, say")
-        self._watching = Callbacks(watching)
+        check_callbacks(self._watching)
         self._optimizer = optimizers[0] or partial(_optimizer, args=self.args, chosen=optimizer_cls_and_kwargs)
         self._scheduler = optimizers[1] or partial(_scheduler, args=self.args)
         self._plan, self._devices = self._planned(plan), "cpu" if self.args.use_cpu else devices
@@ -135,8 +136,10 @@ class Trainer:
         if self._own_loss:
             step, valid_step = steps_of(self)
             common |= {"step": step, "valid_step": valid_step if evaluates else None}
-        watching = self._watching.of(args, log, lambda: self.state, self.processing_class)
-        if self._watching.given:
+        watching = TrainerCallbacks(
+            self._watching, args, log, lambda: self.state, processing_class=self.processing_class
+        )
+        if self._watching:
             plan = plan_of(self._settled())
             watching.begin(self.model if plan.devices == 1 and not plan.server else None)
         self.result = result = fit(
@@ -159,8 +162,8 @@ class Trainer:
             checkpoint=self._saves(),
             keep=args.save_total_limit or 2,
             resume=resume or False,
-            callbacks=[*([] if self._watching.given else [log]), *self._callbacks, *self._trackers()],
-            each_step=[watching] if self._watching.given else [],
+            callbacks=[*([] if self._watching else [log]), *self._callbacks, *self._trackers()],
+            each_step=[watching] if self._watching else [],
             progress=shown,
         )
         metrics = log.metrics(result.seconds)
@@ -239,13 +242,13 @@ class Trainer:
         return world is None or world.rank == 0
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        trainer_pt_utils().log_metrics(self, split, metrics)
+        _trainer_functions().log_metrics(self, split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        trainer_pt_utils().save_metrics(self, split, metrics, combined)
+        _trainer_functions().save_metrics(self, split, metrics, combined)
 
     def save_state(self) -> None:
-        trainer_pt_utils().save_state(self)
+        _trainer_functions().save_state(self)
 
     def __getattr__(self, name: str) -> Any:
         import transformers
@@ -342,7 +345,7 @@ class Trainer:
         return [Track(name, project=self.args.project, name=self.args.run_name) for name in names]
 
 
-def trainer_pt_utils() -> Any:
+def _trainer_functions() -> Any:
     from transformers import trainer_pt_utils
 
     return trainer_pt_utils
@@ -376,7 +379,3 @@ def _scheduler(optimizer: Any, total: int, *, args: Any) -> Any:
 
 def _collated(samples: list[Any], *, collate: Callable[[list[Any]], Any], kept: set[str]) -> Any:
     return collate([{k: v for k, v in sample.items() if k in kept} for sample in samples])
-
-
-def _loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda outputs, labels: function(outputs, labels)

@@ -7,8 +7,9 @@ from typing import Any
 from meshfit.errors import JobError
 from meshfit.step import Step
 
-RUN = ("on_init_end", "on_train_begin", "on_epoch_begin", "on_step_end", "on_log", "on_evaluate", "on_epoch_end")
-RUN = (*RUN, "on_train_end")
+RUN = """
+    on_init_end on_train_begin on_epoch_begin on_step_end on_log on_evaluate on_epoch_end on_train_end
+""".split()  # noqa: SIM905
 ASKS = ("should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
@@ -45,27 +46,19 @@ class TrainerLog:
         }
 
 
-class Callbacks:
-    """transformers' ``TrainerCallback`` objects. All devices wait for them after each step, so that what they ask for
-    is done in the step in which they ask."""
-
-    def __init__(self, given: list[Any]):
-        self.given = given
-        for one in given:
-            for name in _defined(one):
-                if name not in RUN:
-                    raise JobError(f"{type(one).__name__} defines {name}, which is not run", "on_step_end is")
-
-    def of(self, args: Any, log: TrainerLog, state: Callable[[], Any], processing_class: Any) -> "CallbackRun":
-        return CallbackRun(self.given, args, log, state, {"processing_class": processing_class})
+def check_callbacks(callbacks: list[Any]) -> None:
+    """Refuse hooks that would not be run."""
+    for one in callbacks:
+        for name in _defined(one):
+            if name not in RUN:
+                raise JobError(f"{type(one).__name__} defines {name}, which is not run", "on_step_end is")
 
 
-class CallbackRun:
-    """Callbacks during one training."""
+class TrainerCallbacks:
+    """transformers' ``TrainerCallback`` objects during one training. All devices wait for them after each step, so that
+    what they ask for is done in the step in which they ask."""
 
-    def __init__(
-        self, callbacks: list[Any], args: Any, log: TrainerLog, state: Callable[[], Any], given: dict[str, Any]
-    ):
+    def __init__(self, callbacks: list[Any], args: Any, log: TrainerLog, state: Callable[[], Any], **given: Any):
         from transformers import TrainerControl
 
         self._callbacks, self._args, self._log, self._state, self._given = callbacks, args, log, state, given

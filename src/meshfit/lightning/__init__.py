@@ -26,7 +26,7 @@ from meshfit.lightning.attached import AttachedTrainer, ModuleStep, TrainerFacts
 from meshfit.lightning.configured import configured, optimizer_of, scheduler_of
 from meshfit.lightning.data import Loaders, valid_every
 from meshfit.lightning.metric_calls import EpochMetrics, MetricCalls, is_metric, shell_of
-from meshfit.lightning.watching import Watching
+from meshfit.lightning.watching import BETWEEN, Watching
 from meshfit.plan import Plan, completed
 from meshfit.result import Result
 
@@ -84,9 +84,6 @@ HOOKS = {
     "on_exception": "leave it out",
 }
 """Hooks that would not be run as they are meant, with what to write instead."""
-
-BETWEEN = ("on_train_epoch_start", "on_train_epoch_end")
-"""Run on one device, where the module is the one that trains."""
 
 PRECISIONS = {"32": "", "32-true": "", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"}
 
@@ -152,13 +149,13 @@ def fit(
         TrainerFacts(
             max_epochs=max_epochs,
             max_steps=max_steps,
+            estimated_stepping_batches=min(ends) if ends else None,
+            num_training_batches=loaders.batches_of_epoch,
+            accumulate_grad_batches=accumulate_grad_batches,
+            default_root_dir=None if folder is None else str(folder),
             steps_of_epoch=each,
-            batches_of_epoch=loaders.batches_of_epoch,
-            accumulate=accumulate_grad_batches,
             recorded=str(job.plan) if job.plan.partitions_modules else "",
             cut=job.plan.shares > 1 or job.plan.microbatches > 1,
-            total=min(ends) if ends else None,
-            folder=None if folder is None else str(folder),
         )
     )
     alone = job.plan.devices == 1 and not job.plan.server
@@ -178,7 +175,7 @@ def fit(
             outputs=kept is not None,
             keeps_nothing=defines(module, "on_validation_epoch_end"),
         )
-        watching = Watching(module, attached, callbacks, said.monitors, alone=alone)
+        watching = Watching(module, attached, callbacks, alone=alone)
         watching.begin()
         result = fit_model(
             module,
@@ -217,9 +214,8 @@ def fit(
 
 def _refuse_arguments(others: dict[str, Any]) -> None:
     for name, value in others.items():
-        if name in LEFT or (name in INSTEAD and value in (None, False, "auto") and name != "strategy"):
-            continue
-        if name == "strategy" and value == "auto":
+        unset = ("auto",) if name == "strategy" else (None, False, "auto")
+        if name in LEFT or (name in INSTEAD and value in unset):
             continue
         known = [*fit.__wrapped__.__kwdefaults__]  # type: ignore[attr-defined]
         raise JobError(f"{name}={value!r} is not taken over", INSTEAD.get(name) or did_you_mean(name, known))

@@ -20,6 +20,8 @@ from meshfit.data import tree
 from meshfit.errors import JobError, PlanError
 from meshfit.lightning.metric_calls import BatchValue, MetricCalls
 
+LIBRARIES = "lightning", "pytorch_lightning"
+
 INSTEAD = {
     "world_size": "a batch is that of all devices: nothing is to be scaled by their number",
     "num_devices": "a batch is that of all devices: nothing is to be scaled by their number",
@@ -51,29 +53,33 @@ class StepCall:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFacts:
-    """What is known before the training begins."""
+    """What is known before the training begins: by Lightning's names, what a module may read of its trainer."""
 
     max_epochs: int | None
     max_steps: int
+    estimated_stepping_batches: int | None
+    num_training_batches: int | None
+    accumulate_grad_batches: int
+    default_root_dir: str | None
     steps_of_epoch: int | None
-    batches_of_epoch: int | None
-    accumulate: int
     recorded: str
     """The plan, where it runs a recording of the step; or empty."""
     cut: bool
     """Whether a batch is cut, over devices or microbatches."""
-    total: int | None
-    """Optimizer steps."""
-    folder: str | None
 
 
 class AttachedTrainer:
     """Stands where a module expects its trainer. It goes with every copy of the module, and knows no weights."""
 
+    _OWN = ("facts", "held", "_calls", "_outside", "_model")
+
     def __init__(self, facts: TrainerFacts):
-        hidden = self.__dict__
-        hidden["facts"], hidden["_calls"], hidden["_outside"], hidden["_model"] = facts, {}, (0, 0), None
-        hidden["held"] = {}  # callback_metrics, in the caller's process
+        self.facts = facts
+        self.held: dict[str, float] = {}
+        """``callback_metrics``, in the caller's process."""
+        self._calls: dict[int, StepCall] = {}
+        self._outside = 0, 0
+        self._model: nn.Module | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_calls": {}, "_model": None}
@@ -96,7 +102,7 @@ class AttachedTrainer:
 
     def outside(self, step: int, epoch: int, model: nn.Module | None = None) -> None:
         """Where the training is, for what runs between its steps."""
-        self.__dict__["_outside"], self.__dict__["_model"] = (step, epoch), model
+        self._outside, self._model = (step, epoch), model
 
     # What modules read
 
@@ -119,7 +125,7 @@ class AttachedTrainer:
     def batch_index(self) -> int:
         """Of the batch that is trained on."""
         self._refuse_recorded("batch_idx")
-        if self.facts.accumulate > 1:
+        if self.facts.accumulate_grad_batches > 1:
             raise JobError(
                 "training_step reads batch_idx", "with accumulate_grad_batches a batch is one optimizer step"
             )
@@ -166,24 +172,20 @@ class AttachedTrainer:
         if name.startswith("_") or "facts" not in self.__dict__:
             raise AttributeError(name)
         facts: dict[str, Any] = {
-            "max_epochs": self.facts.max_epochs,
-            "max_steps": self.facts.max_steps,
-            "estimated_stepping_batches": self.facts.total,
-            "num_training_batches": self.facts.batches_of_epoch,
-            "accumulate_grad_batches": self.facts.accumulate,
-            "default_root_dir": self.facts.folder,
-            "log_dir": self.facts.folder,
+            **vars(self.facts),
+            "log_dir": self.facts.default_root_dir,
             "training": self.call is not None and self.call.name == "training_step",
             "validating": self.call is not None and "validation" in self.call.name,
             **dict.fromkeys(("sanity_checking", "testing", "predicting", "barebones", "fast_dev_run"), False),
-            "progress_bar_callback": None,
         }
         if facts.get(name) is None and name != "progress_bar_callback":
             raise _refused(name)
-        return facts[name]
+        return facts.get(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise _refused(name)
+        if name not in self._OWN:
+            raise _refused(name)
+        super().__setattr__(name, value)
 
     # What modules log
 
@@ -191,27 +193,33 @@ class AttachedTrainer:
         call = self.call
         if call is None:
             return  # a block that is computed again in backward has logged it already
-        if reduce_fx not in ("mean",) and getattr(reduce_fx, "__name__", "") != "mean":
+        if reduce_fx != "mean" and getattr(reduce_fx, "__name__", "") != "mean":
             raise JobError(f"self.log({name!r}, reduce_fx={reduce_fx!r})", "values are averaged as the loss is")
-        if isinstance(value, MetricCalls):
-            if call.name == "validation_step" and value.path in call.metrics:
-                call.logged.setdefault(value.path, []).append(name)
-                return
-            value = value.batch_value()
-        if isinstance(value, BatchValue):
-            value = value.computed()
+        if _at_the_end(call, name, value):
+            return
+        value = _of_batch(value)
         if isinstance(value, Mapping):
             raise JobError(f"self.log({name!r}) was given a dict", "self.log_dict logs several")
         call.values[name] = value.detach() if isinstance(value, Tensor) else value
 
     def log_dict(self, dictionary: Any, *given: Any, **more: Any) -> None:
-        if isinstance(dictionary, MetricCalls) and self.call is not None and self.call.name == "validation_step":
-            self.call.logged.setdefault(dictionary.path, []).append("*")
-            return
-        dictionary = dictionary.batch_value() if isinstance(dictionary, MetricCalls) else dictionary
-        dictionary = dictionary.computed() if isinstance(dictionary, BatchValue) else dictionary
-        for name, value in dictionary.items():
-            self.log(name, value, **more)
+        if self.call is not None and not _at_the_end(self.call, "*", dictionary):
+            for name, value in _of_batch(dictionary).items():
+                self.log(name, value, **more)
+
+
+def _at_the_end(call: StepCall, name: str, value: Any) -> bool:
+    """Whether it is a metric of an evaluation, whose value is known at the end: then its ``name`` is noted; "*": it
+    has several values."""
+    if not (isinstance(value, MetricCalls) and call.name == "validation_step" and value.path in call.metrics):
+        return False
+    call.logged.setdefault(value.path, []).append(name)
+    return True
+
+
+def _of_batch(value: Any) -> Any:
+    value = value.batch_value() if isinstance(value, MetricCalls) else value
+    return value.computed() if isinstance(value, BatchValue) else value
 
 
 def _refused(name: str) -> JobError:
@@ -219,13 +227,14 @@ def _refused(name: str) -> JobError:
     return JobError(f"the module uses self.trainer.{name}, which meshfit does not give it", instead)
 
 
-def base_of(module: Any) -> type | None:
-    """Lightning's class that a module or data module is made from: ``lightning`` and ``pytorch_lightning`` have each
-    their own."""
-    for kind in type(module).__mro__:
-        if kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
-            return kind
-    return None
+def bases_of(value: Any) -> list[type]:
+    """Lightning's classes that a module, a data module or a callback is made from: ``lightning`` and
+    ``pytorch_lightning`` have each their own."""
+    return [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] in LIBRARIES]
+
+
+def base_of(value: Any) -> type | None:
+    return next(iter(bases_of(value)), None)
 
 
 def is_module(value: Any) -> bool:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshfit.errors import JobError
-from meshfit.lightning.attached import trainer_of
+from meshfit.lightning.attached import TrainerFacts, trainer_of
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,6 @@ class Configured:
     optimizers: list[Any]
     schedules: list[dict[str, Any]] = field(default_factory=list)
     """With scheduler, interval, frequency and monitor."""
-
-    @property
-    def monitors(self) -> list[str]:
-        return [each["monitor"] for each in self.schedules if each["monitor"] is not None]
 
 
 class EverySteps:
@@ -100,8 +96,8 @@ def _schedule(said: Any, monitor: str | None) -> dict[str, Any]:
     return {**usual, **given}
 
 
-def _schedulers(found: Configured, facts: Any) -> list[Any]:
-    made = []
+def _schedulers(found: Configured, facts: TrainerFacts) -> list[Any]:
+    made, steps = [], facts.steps_of_epoch
     for each in found.schedules:
         scheduler, every = each["scheduler"], each["frequency"]
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -116,10 +112,10 @@ def _schedulers(found: Configured, facts: Any) -> list[Any]:
             made.append(scheduler)
             continue
         if each["interval"] == "epoch":
-            if facts.steps_of_epoch is None:
+            if steps is None:
                 raise JobError("a schedule by epochs, of data without a length", '"interval": "step"')
-            every *= facts.steps_of_epoch
-        elif every != 1 and (facts.steps_of_epoch is None or facts.steps_of_epoch % every or facts.accumulate > 1):
+            every *= steps
+        elif every != 1 and (steps is None or steps % every or facts.accumulate_grad_batches > 1):
             raise JobError(f"a schedule every {every} steps, and an epoch is no multiple of them", '"frequency": 1')
         made.append(scheduler if every == 1 else EverySteps(scheduler, every))
     return made

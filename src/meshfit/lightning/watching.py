@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from meshfit.errors import JobError
-from meshfit.lightning.attached import AttachedTrainer, defines
+from meshfit.lightning.attached import AttachedTrainer, bases_of, defines
 from meshfit.result import Result
 from meshfit.step import Step
 
@@ -23,9 +23,12 @@ INSTEAD = {
     "DeviceStatsMonitor": "out=folder: the report there has memory and times",
 }
 
+BETWEEN = ("on_train_epoch_start", "on_train_epoch_end")
+"""Hooks between epochs: run on one device, where the module is the one that trains."""
+
 
 class Watching:
-    def __init__(self, module: Any, trainer: AttachedTrainer, callbacks: Any, monitors: list[str], *, alone: bool):
+    def __init__(self, module: Any, trainer: AttachedTrainer, callbacks: Any, *, alone: bool):
         self.module, self.trainer = module, trainer
         self.callbacks: list[Callable[[Step], Any]] = [self._keep]
         self.each_step: list[Callable[[Step], Any]] = []
@@ -33,20 +36,15 @@ class Watching:
         self._seen = 0
         for given in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
             self._add(given)
-        self._hooks = [hook for hook in ("on_train_epoch_start", "on_train_epoch_end") if defines(module, hook)]
+        self._hooks = [hook for hook in BETWEEN if defines(module, hook)]
         if alone and self._hooks:
             self.each_step.append(self._between)
 
     def _add(self, given: Any) -> None:
-        kinds = [
-            kind
-            for kind in type(given).__mro__
-            if kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
-        ]
-        names = [kind.__name__ for kind in kinds]
+        names = [kind.__name__ for kind in bases_of(given)]
         if "EarlyStopping" in names:
             self.each_step.append(lambda step: self._stops(given, step))
-        elif not kinds and callable(given):
+        elif not names and callable(given):
             self.callbacks.append(given)
         elif not any(name in SHOWS for name in names):
             name = type(given).__name__
@@ -85,7 +83,7 @@ class Watching:
         self._keep_valid(step)
         if "on_train_epoch_end" in self._hooks:
             self._run("on_train_epoch_end", step.step, step.epoch)
-        if "on_train_epoch_start" in self._hooks and step.step != self.trainer.facts.total:
+        if "on_train_epoch_start" in self._hooks and step.step != self.trainer.facts.estimated_stepping_batches:
             self._run("on_train_epoch_start", step.step, step.epoch + 1)
 
     def _keep(self, step: Step) -> None:

@@ -12,9 +12,10 @@ followed by its backward from there. Random numbers and buffers are put back in 
     traffic   an all_gather of outputs and targets, an all_reduce of the outputs' gradients
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -63,24 +64,19 @@ class BatchLoss:
         for made, content, counted in parts:
             with batchnorm.counting(counted):
                 outputs.append(self._all_rows(made, self.over.dims))
-                targets.append(self._all_rows(split(content)[1]))
-        together = lambda *leaves: _joined(leaves, next(dims))
-        dims = iter(self.over.dims)
-        whole = tree.map_leaves(together, *outputs)
-        dims = iter(lambda: 0, None)
-        wanted = tree.map_leaves(together, *targets)
+                targets.append(self._all_rows(split(content)[1], repeat(0)))
         with self._same_draws():
-            return self.loss(whole, wanted)
+            return self.loss(_joined(outputs, self.over.dims), _joined(targets, repeat(0)))
 
-    def _all_rows(self, content: Any, dims: Sequence[int | None] | None = None) -> Any:
-        """``content`` with the rows of all ranks in place of this one's."""
-        act, left = gathering.over(self.group), None if dims is None else iter(dims)
+    def _all_rows(self, content: Any, dims: Iterable[int | None]) -> Any:
+        """``content`` with the rows of all ranks in place of this one's; ``dims``: of the samples, by tensor."""
+        gather, left = gathering.over(self.group), iter(dims)
 
         def leaf(x: Any) -> Any:
-            dim = 0 if left is None else next(left)
-            if act is None or dim is None or not isinstance(x, Tensor) or not x.dim():
+            dim = next(left)
+            if gather is None or dim is None or not isinstance(x, Tensor) or not x.dim():
                 return x
-            return act(x.movedim(dim, 0)).movedim(0, dim)
+            return gather(x.movedim(dim, 0)).movedim(0, dim)
 
         return tree.map_leaves(leaf, content)
 
@@ -100,11 +96,17 @@ class BatchLoss:
                 own.restore()
 
 
-def _joined(parts: tuple[Any, ...], dim: int | None) -> Any:
-    first = parts[0]
-    if len(parts) == 1 or dim is None or not isinstance(first, Tensor) or not first.dim():
-        return first
-    return torch.cat(parts, dim)
+def _joined(parts: Sequence[Any], dims: Iterable[int | None]) -> Any:
+    """The outputs or targets of all microbatches as those of one batch."""
+    left = iter(dims)
+
+    def leaf(*each: Any) -> Any:
+        dim, first = next(left), each[0]
+        if len(each) == 1 or dim is None or not isinstance(first, Tensor) or not first.dim():
+            return first
+        return torch.cat(each, dim)
+
+    return tree.map_leaves(leaf, *parts)
 
 
 def leaves_of(made: Any) -> tuple[Any, list[Tensor]]:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import isfinite
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,14 @@ def samples_to_confirm(batch: Any, most: int, microbatch: int) -> int:
     return there if numbers <= SMALL else min(there, max(2, microbatch))
 
 
+class _Run(NamedTuple):
+    loss: LossRun
+    kept: dict[str, Any]
+    """What it left in Python, by path."""
+    weights: dict[str, Tensor]
+    """Trained weights that it wrote."""
+
+
 def confirmed(over: LossDenominator, loss: SampleLoss) -> LossDenominator | None:
     """``over``, with what code keeps in Python; or a loss of the whole batch, where single samples do not make the
     whole. None where it cannot be told: random numbers decide, or it does not run."""
@@ -61,7 +70,7 @@ def confirmed(over: LossDenominator, loss: SampleLoss) -> LossDenominator | None
 
 
 def _confirmed(
-    over: LossDenominator, loss: SampleLoss, undrawn: Undrawn, run: "Callable[..., _Run]"
+    over: LossDenominator, loss: SampleLoss, undrawn: Undrawn, run: Callable[..., _Run]
 ) -> LossDenominator | None:
     whole, kept, weights = run(loss.everything)
     same = lambda other: near(other.loss.value, whole.value, loss.limit)
@@ -81,9 +90,11 @@ def _confirmed(
                 return LossDenominator(kind="batch", remembers=f"{name}, a weight that the forward writes")
         counters = tuple(name for name in by_calls if name not in once)
         over = replace(over, counters=counters, writes=next(iter(weights), ""))
-    batch = lambda differs: LossDenominator(
-        kind="batch", why=f"of {loss.samples} samples it is {whole.value:.6g}; {differs}", mixes=True
-    )
+
+    def of_batch(each: int, mean: str) -> LossDenominator:
+        why = f"of {loss.samples} samples it is {whole.value:.6g}; the mean over parts of {each} is {mean}"
+        return LossDenominator(kind="batch", why=why, mixes=True)
+
     for each in PARTS:
         cuts = _cuts(loss.samples, each)
         try:
@@ -93,11 +104,11 @@ def _confirmed(
         if loss.explains(over, whole, parts, cuts):
             half = max(1, loss.samples // 2)
             mixed = _gradients_mix(over, loss, _cuts(loss.samples, half), run)
-            return batch(f"parts of {half} make the same, but not its gradient") if mixed else over
-        made = sum(s * part.value for s, part in zip(loss.shares(over, cuts), parts, strict=True) if s)
-        if isfinite(made):  # another value for the same samples: it draws numbers that nobody seeds
+            return of_batch(half, "as large, but not so its gradient") if mixed else over
+        values = [part.value for share, part in zip(loss.shares(over, cuts), parts, strict=True) if share]
+        if all(map(isfinite, values)):  # another value for the same samples: it draws numbers that nobody seeds
             steady = all(same(run(loss.everything)) for _ in range(3))  # two draws may happen to be alike
-            return batch(f"parts of {each} make {made:.6g}") if steady else None
+            return of_batch(each, f"{fmean(values):.6g}") if steady else None
     return None
 
 
@@ -106,21 +117,13 @@ def _cuts(samples: int, each: int) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], samples], strict=True)]
 
 
-def _gradients_mix(over: LossDenominator, loss: SampleLoss, cuts: list[slice], run: "Callable[..., _Run]") -> bool:
+def _gradients_mix(over: LossDenominator, loss: SampleLoss, cuts: list[slice], run: Callable[..., _Run]) -> bool:
     """Whether a backward looks at other samples, where the forward does not: by a hook, or a Function."""
     try:
         whole, *parts = [run(cut, gradients=True).loss for cut in (loss.everything, *cuts)]
     except Exception:  # training will say it
         return False
     return not loss.explains(over, whole, parts, cuts)
-
-
-class _Run(NamedTuple):
-    loss: LossRun
-    kept: dict[str, Any]
-    """What it left in Python, by path."""
-    weights: dict[str, Tensor]
-    """Trained weights that it wrote."""
 
 
 def _run(loss: SampleLoss, undrawn: Undrawn, cut: slice, *, gradients: bool, afresh: bool = True) -> _Run:

@@ -35,12 +35,9 @@ def gather(tensor: Tensor) -> Tensor:
     if act is None:
         return tensor
     if not isinstance(tensor, Tensor) or not tensor.dim():
-        raise JobError("meshfit.gather takes a tensor with a row for each sample", f"it was given {_what(tensor)}")
+        what = "a single number" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise JobError("meshfit.gather takes a tensor with a row for each sample", f"it was given {what}")
     return act(tensor)
-
-
-def _what(value: object) -> str:
-    return "a single number" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 @contextmanager

@@ -21,16 +21,16 @@ ROWS = 2
 def check(objective: Objective, model: nn.Module, few: Mapping[str, Tensor]) -> None:
     """Refuse a model in which other tokens of a row's first document change the loss of its last one."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    batch = {key: value[_several(few)][:ROWS].to(device) for key, value in few.items()}
+    document = (few["position_ids"] == 0).cumsum(1)
+    several = ((document > 1) & (few["labels"] != -100)).any(1)  # rows with labels in a document after the first
+    document = document[several][:ROWS].to(device)
+    batch = {key: value[several][:ROWS].to(device) for key, value in few.items()}
     if not len(batch["input_ids"]):
         return
-    starts = batch["position_ids"] == 0
-    document = starts.cumsum(1)
-    first = document == 1
-    last = document == _last_with_labels(document, batch["labels"])[:, None]
-    batch["labels"] = batch["labels"].masked_fill(~last, -100)
+    last = document.masked_fill(batch["labels"] == -100, 0).amax(1)  # of each row, with labels
+    batch["labels"] = batch["labels"].masked_fill(document != last[:, None], -100)
     tokens = batch["input_ids"]
-    other = torch.where(first, tokens.roll(1, 1).flip(1).roll(1, 0), tokens)
+    other = torch.where(document == 1, tokens.roll(1, 1).flip(1).roll(1, 0), tokens)
     values = [_loss(objective, model, {**batch, "input_ids": ids}) for ids in (tokens, other)]
     if abs(values[0] - values[1]) > NEAR * max(abs(values[0]), 1e-6):
         raise JobError(
@@ -49,16 +49,6 @@ def check_flash(plan: Plan) -> None:
             "pipeline=, branch= and context= run a recording, or a part of each row, and do not pass them on",
             'attn_implementation="sdpa" takes the documents as a mask, and works under this plan',
         )
-
-
-def _several(few: Mapping[str, Tensor]) -> Tensor:
-    """Rows with a document after the first that has labels."""
-    document = (few["position_ids"] == 0).cumsum(1)
-    return ((document > 1) & (few["labels"] != -100)).any(1)
-
-
-def _last_with_labels(document: Tensor, labels: Tensor) -> Tensor:
-    return document.masked_fill(labels == -100, 0).amax(1)
 
 
 def _loss(objective: Objective, model: nn.Module, batch: Any) -> float:

@@ -1,16 +1,16 @@
-"""What a loss is a mean over, found by a trial on a few samples.
+"""What a loss is a mean over, found on a few samples: parts of them, weighted rightly, make the whole.
 
-The loss of all of them, and its gradient, must be the weighted mean of those of the parts, for two ways to cut them:
-in double precision, on a copy of the model, up to one part in a million. Random numbers are the same on both sides: see
-loss/draws.py.
+    1  A cross entropy says of itself what it is a mean over (``stated``).
+    2  Of any other loss each weighting is tried on two parts, for two ways to cut them (trial.py). Where none makes the
+       whole (contrastive, ranking, over the batch's statistics), the loss is one of the whole batch:
+       ``LossDenominator(kind="batch")``. Which dim of each output is that of the samples is noted: along it they are
+       gathered.
+    3  What was said or found is held against single samples, as the model trains (confirm.py).
 
-Where the model is too large to be copied, or does not run in double precision, what rounding leaves is allowed, and the
-trial takes no more memory than a step does: it runs in the plan's precision, without a graph of the model, on the
-samples of one microbatch at a time (two at least), and what is found must hold for each of those. See loss/trial.py.
-
-A loss for which no weighting makes that true (contrastive, ranking, over the batch's statistics) is one of the whole
-batch: ``LossDenominator(kind="batch")``. What then has to be gathered is noted: which dim of each output is that of
-the samples.
+All three compare values and gradients of runs (sample_loss.py): on a copy of the model in double precision, up to one
+part in a million. Where the model is too large to be copied, or does not run in double precision, what rounding leaves
+is allowed, 3 is left out, and 2 takes no more memory than a step does: it runs in the plan's precision, without a graph
+of the model, on the samples of one microbatch at a time (two at least), and what is found must hold for each of those.
 """
 
 import copy

@@ -5,7 +5,7 @@ written back, so their forwards must not change buffers that matter, and nothing
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,27 +26,21 @@ def running_on(device: torch.device, model: nn.Module, room: int | None = None) 
         return
     if room is None:
         room = int(torch.cuda.mem_get_info(device)[0] * SHARE) if device.type == "cuda" else 2**30
-    if sum(tensor.nbytes for tensor in tensors) <= room:
-        visit = _Visit(device, [*model.modules()])
-        visit.begin()
-        try:
-            yield
-        finally:
-            visit.end()
-        return
-    handles: list[Any] = []
-    for module, whole in _parts(model, room):
-        visit = _Visit(device, [*module.modules()] if whole else [module])
-        handles.append(module.register_forward_pre_hook(_calling(visit.begin)))
-        handles.append(module.register_forward_hook(_calling(visit.end), always_call=True))
-    try:
+    with ExitStack() as stack:
+        if sum(tensor.nbytes for tensor in tensors) <= room:
+            copies = _Copies(device, [*model.modules()])
+            stack.callback(copies.end)  # before they are made, which may run out of memory halfway
+            copies.begin()
+        else:
+            for module, whole in _parts(model, room):
+                copies = _Copies(device, [*module.modules()] if whole else [module])
+                begin, end = _as_hook(copies.begin), _as_hook(copies.end)
+                stack.callback(module.register_forward_pre_hook(begin).remove)
+                stack.callback(module.register_forward_hook(end, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _calling(act: Callable[[], None]) -> Callable[..., None]:
+def _as_hook(act: Callable[[], None]) -> Callable[..., None]:
     return lambda *_: act()
 
 
@@ -61,7 +55,7 @@ def _parts(module: nn.Module, room: int) -> Iterator[tuple[nn.Module, bool]]:
     yield module, False
 
 
-class _Visit:
+class _Copies:
     """Some modules' tensors on a device, from ``begin`` to ``end``; calls may nest."""
 
     def __init__(self, device: torch.device, modules: list[nn.Module]):

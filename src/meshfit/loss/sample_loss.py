@@ -138,13 +138,13 @@ class SampleLoss:
         """Around what runs: what code rounds in double precision limits what can be told."""
         return _Rounding(self) if self.way.exact else nullcontext()
 
-    def _together(self, cut: slice) -> tuple[Any, list[Tensor]]:
+    def _together(self, cut: slice) -> tuple[Any, Sequence[Tensor]]:
         with self.around(), self.way.precision.arithmetic(self.way.device):
             loss = self.objective(self.model, self.part(cut))
         parameters = [p for p in self.model.parameters() if p.requires_grad]  # now: a forward may freeze some
         return loss, parameters[:FIRST] + parameters[FIRST:][-LAST:]
 
-    def _alone(self, cut: slice) -> tuple[Any, list[Tensor]]:
+    def _alone(self, cut: slice) -> tuple[Any, Sequence[Tensor]]:
         loss, given, dims = self.objective.loss, list[Tensor](), iter(self._dims)
         assert loss is not None
 

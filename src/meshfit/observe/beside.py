@@ -21,30 +21,31 @@ FETCHED = ("gather", "exchange", "average")
 
 def step_items(run: RecordedRun) -> dict[str, tuple[float, float]]:
     """Seconds of a step, predicted and measured, by item; empty where either is not known."""
-    told = run.about.get("predicted") or {}
-    if "items" not in told or not run.step_seconds or not run.ranks:
+    predicted = run.about.get("predicted") or {}
+    if "items" not in predicted or not run.step_seconds or not run.ranks:
         return {}
-    items, waited = told["items"], told["waited"]
+    items, waited = predicted["items"], predicted["waited"]
     inside = {axis: took for axis, took in waited.items() if axis in INSIDE}
     outside = {axis: took for axis, took in waited.items() if axis not in INSIDE}
     staged = run.degree("pipeline") > 1
-    busiest = max(run.ranks, key=lambda rank: _computing(rank, staged))
-    trained = max(1e-9, 1 - busiest.share("evaluate", "checkpoint"))
-    took = lambda share: run.step_seconds * share / trained
-    met, fetched = busiest.share(*MET), busiest.share(*FETCHED)
-    rest = max(0.0, trained - busiest.share("forward_backward", "exchange", "update"))
-    found = {"step": (told["seconds"], run.step_seconds)}
+    rank = max(run.ranks, key=lambda rank: _computing(rank, staged))
+    trained = max(1e-9, 1 - rank.share("evaluate", "checkpoint"))
     if run.on_gpu:
-        meanwhile = items["computing"] + sum(inside.values()) + items["bubble"]
-        found["forward and backward"] = (meanwhile, took(busiest.share("forward_backward")))
+        computed = items["computing"] + sum(inside.values()) + items["bubble"]
+        shares = {"forward and backward": (computed, rank.share("forward_backward"))}
     else:
-        found["computing"] = (items["computing"], took(_computing(busiest, staged)))
-        found[_waiting(inside)] = (sum(inside.values()), took(met))
-        if staged:
-            found["bubble"] = (items["bubble"], took(_idle(busiest, staged)))
-    found[_waiting(outside)] = (sum(outside.values()), took(fetched))
-    found["optimizer"] = (items["update"], took(busiest.share("update")))
-    found["all else"] = (items["slack"], took(rest))
+        shares = {
+            "computing": (items["computing"], _computing(rank, staged)),
+            _waiting(inside): (sum(inside.values()), rank.share(*MET)),
+            **({"bubble": (items["bubble"], rank.idle)} if staged else {}),
+        }
+    shares |= {
+        _waiting(outside): (sum(outside.values()), rank.share(*FETCHED)),
+        "optimizer": (items["update"], rank.share("update")),
+        "all else": (items["slack"], max(0.0, trained - rank.share("forward_backward", "exchange", "update"))),
+    }
+    found = {name: (took, run.step_seconds * share / trained) for name, (took, share) in shares.items()}
+    found = {"step": (predicted["seconds"], run.step_seconds), **found}
     return {name: pair for name, pair in found.items() if any(each > 1e-7 for each in pair)}
 
 
@@ -52,12 +53,13 @@ def learned(run: RecordedRun) -> tuple[Cluster, float]:
     """The machine as it was when the run was predicted, with devices as fast as the run's were; and how many times as
     long as predicted they computed. Links stay as they were: waits tell of late ranks, too."""
     timed = step_items(run)
-    told, got = timed.get("computing") or timed.get("forward and backward") or (0.0, 0.0)
-    if not told or not got:
+    predicted, measured = timed.get("computing") or timed.get("forward and backward") or (0.0, 0.0)
+    if not predicted or not measured:
         raise JobError(
             f"{run.folder} says nothing about this machine", "no seconds were predicted for it, or no step was timed"
         )
-    return slowed(Cluster.of(run.about["predicted"]["cluster"]), got / told), got / told
+    times = measured / predicted
+    return slowed(Cluster.of(run.about["predicted"]["cluster"]), times), times
 
 
 def _waiting(waited: dict[str, float]) -> str:
@@ -65,20 +67,16 @@ def _waiting(waited: dict[str, float]) -> str:
     return f"waiting: {' '.join(named) or 'other ranks'}"
 
 
-def _idle(rank: Rank, staged: bool) -> float:
-    """Share of the time in which a rank of a pipeline ran no action."""
-    return max(0.0, rank.share("forward_backward") - rank.share("forward", "backward", "weight")) if staged else 0.0
-
-
 def _computing(rank: Rank, staged: bool) -> float:
     """Share of the time in forward and backward, without waits in them."""
-    return max(0.0, rank.share("forward_backward") - _idle(rank, staged) - rank.share("gather", *MET))
+    waits = rank.share("gather", *MET) + (rank.idle if staged else 0.0)
+    return max(0.0, rank.share("forward_backward") - waits)
 
 
 def beside_tables(run: RecordedRun) -> list[dict[str, Any]]:
     """For the page: seconds of a step; what the first rank holds and moves."""
-    timed = [[name, seconds(told), seconds(got), _off(told, got)] for name, (told, got) in step_items(run).items()]
-    held = [[name, size(told), size(got), _off(told, got)] for name, told, got in _bytes(run) if told and got]
+    timed = [[name, *map(seconds, pair), _off(*pair)] for name, pair in step_items(run).items()]
+    held = [[name, *map(size, pair), _off(*pair)] for name, *pair in _bytes(run) if all(pair)]
     head = ["predicted", "measured", "off by"]
     return [
         {"title": "A step, predicted and measured", "head": ["the busiest rank", *head], "rows": timed},
@@ -86,8 +84,8 @@ def beside_tables(run: RecordedRun) -> list[dict[str, Any]]:
     ]
 
 
-def _off(told: float, got: float) -> str:
-    percent = round(100 * (told / got - 1)) if got else 1000
+def _off(predicted: float, measured: float) -> str:
+    percent = round(100 * (predicted / measured - 1)) if measured else 1000
     return "" if abs(percent) >= 1000 else f"{percent:+} %" if percent else "0 %"
 
 
@@ -99,7 +97,7 @@ def _bytes(run: RecordedRun) -> list[tuple[str, float, float]]:
     kept = first.facts.get("memory", {})
     rows = [(kind, held.get(kind, 0), kept.get(kind, 0)) for kind in ("weights", "gradients", "optimizer")]
     if peak := first.most("gpu_peak"):
-        stays = sum(told for _, told, _ in rows), sum(got for _, _, got in rows)
+        stays = sum(each for _, each, _ in rows), sum(each for _, _, each in rows)
         rows.append(("all else, at its most", predicted["most"] - stays[0], peak - stays[1]))
         rows.append(("peak memory", predicted["most"], peak))
     for name, count in first.moved.items():

@@ -16,7 +16,7 @@ Points = Sequence[tuple[float, float]]
 
 def charts(run: RecordedRun) -> list[dict[str, Any]]:
     """Those for which there is data."""
-    rate, validation = run.values("rate"), run.evaluations("loss")
+    rate, validation = run.values("rate"), run.values("loss", "valid")
     loss = [*_smooth(run.values("loss"), "training"), _series("validation", validation, 1, style="points")]
     named = (name for step in run.steps for kind in ("values", "valid") for name in step.get(kind, {}))
     metrics = dict.fromkeys(name for name in named if name != "loss")
@@ -55,7 +55,7 @@ def _by_step(run: RecordedRun, key: str, title: str, **more: Any) -> dict[str, A
 
 def _metric(run: RecordedRun, name: str) -> dict[str, Any]:
     title = name[:1].upper() + name[1:].replace("_", " ")
-    logged, evaluations = run.logged(name), _series(name, run.evaluations(name), 1, style="points")
+    logged, evaluations = run.values(name, "values"), _series(name, run.values(name, "valid"), 1, style="points")
     if not logged:
         return _chart(f"valid-{name}", title, "step", "", [evaluations])
     evaluations["name"] = "validation"

@@ -163,39 +163,32 @@ def new_prefix(url: str) -> str:
         raise JobError(
             f"out={without_secrets(url)!r} is a whole bucket", f'name a folder in it: "{without_secrets(url)}/runs/one"'
         )
-    return _tried(url, lambda: _taken(url))
-
-
-def _taken(url: str) -> str:
     base, mark, query = url.partition("?")
     n, candidate = 2, base.rstrip("/")
-    while True:
-        above, name = open_files(f"{candidate}{mark}{query}", patience=PATIENCE).above()
-        try:
-            if not above.inside(name).names():
-                above.make(name)
-                return f"{candidate}{mark}{query}"
-        except FileExistsError:
-            pass
-        candidate, n = f"{base.rstrip('/')}-{n}", n + 1
+    with _writing(url):
+        while True:
+            above, name = open_files(f"{candidate}{mark}{query}", patience=PATIENCE).above()
+            with suppress(FileExistsError):
+                if not above.inside(name).names():
+                    above.make(name)
+                    return f"{candidate}{mark}{query}"
+            candidate, n = f"{base.rstrip('/')}-{n}", n + 1
 
 
 def prefix_to_resume(url: str, folder: Path) -> str:
     """A run's own place in a bucket, for it to go on in; its metrics and logs come to ``folder``, to go on there."""
-
-    def prepare() -> str:
+    with _writing(url):
         files = folder_to_resume(url)
         for name in ("metrics.jsonl", *(f"logs/{each}" for each in files.names("logs"))):
             if files.size(name) >= 0:
                 download(files, name, folder)
-        return url
-
-    return _tried(url, prepare)
+    return url
 
 
-def _tried(url: str, act: Callable[[], str]) -> str:
+@contextmanager
+def _writing(url: str) -> Iterator[None]:
     try:
-        return act()
+        yield
     except MeshfitError:
         raise
     except OSError as error:

@@ -68,7 +68,7 @@ def tiles(run: RecordedRun) -> list[dict[str, Any]]:
         add("loss", f"{float(last['loss']):.4g}", f"after {last['step']:,} steps")
     valid = next((step["valid"] for step in reversed(run.steps) if step.get("valid")), {})
     for name, value in list(valid.items())[:2]:
-        before = run.evaluations(name)
+        before = run.values(name, "valid")
         note = "last evaluation" if len(before) < 2 else f"from {before[0][1]:.4g}"
         add(f"validation {name}" if name == "loss" else name, f"{float(value):.4g}", note)
     add("samples / s", quantity(run.rate), f"batch of {run.about.get('batch_size', '?')}")

@@ -92,6 +92,11 @@ class Rank:
         """Share of the time spent in spans ``names``."""
         return sum(self.steady.get(name, 0.0) for name in names) / max(self.wall, 1e-9)
 
+    @property
+    def idle(self) -> float:
+        """Share of the time in which a rank of a pipeline was in a pass, and ran no action of it."""
+        return max(0.0, self.share("forward_backward") - self.share("forward", "backward", "weight"))
+
     @cached_property
     def phase_shares(self) -> dict[str, float]:
         """Share of the time by phase; what no phase covers is "other". They add up to 1."""
@@ -174,17 +179,11 @@ class RecordedRun:
                     return f"rank {rank.rank}: {instant.get('what')}: {said[0]}"
         return None
 
-    def values(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of a number in metrics.jsonl."""
-        return [(float(step["step"]), float(step[key])) for step in self.steps if key in step]
-
-    def logged(self, name: str) -> list[tuple[float, float]]:
-        """(step, value) of a value that the step function logs."""
-        return [(float(s["step"]), float(s["values"][name])) for s in self.steps if name in s.get("values", {})]
-
-    def evaluations(self, name: str) -> list[tuple[float, float]]:
-        """(step, value) of a validation metric."""
-        return [(float(s["step"]), float(s["valid"][name])) for s in self.steps if name in s.get("valid", {})]
+    def values(self, name: str, of: str = "") -> list[tuple[float, float]]:
+        """(step, value) of a number in metrics.jsonl; ``of`` "values": that the step function logs, "valid": of
+        evaluations."""
+        lines = ((step["step"], step.get(of, {}) if of else step) for step in self.steps)
+        return [(float(step), float(line[name])) for step, line in lines if name in line]
 
     @property
     def last_step(self) -> int:
@@ -248,12 +247,9 @@ class RecordedRun:
 
     @cached_property
     def bubble(self) -> float:
-        """Share of the time in which ranks of a pipeline ran no action of a pass: their mean."""
+        """Share of the time in which ranks of a pipeline were idle: their mean."""
         staged = [r for r in self.ranks if r.wall and ("forward" in r.steady or "backward" in r.steady)]
-        if self.degree("pipeline") < 2 or not staged:
-            return 0.0
-        idle = [max(0.0, r.share("forward_backward") - r.share("forward", "backward", "weight")) for r in staged]
-        return statistics.fmean(idle)
+        return statistics.fmean(r.idle for r in staged) if staged and self.degree("pipeline") > 1 else 0.0
 
 
 class Reader:
