@@ -70,6 +70,8 @@ def find_denominator(
         best = [TrialWay(device=home, exact=True)]
         best = best if small and inside is None else [replace(way, **trained) for way in as_built]
         said = _found(objective, model, batch, several, (*best, *as_built), inside or nullcontext, left_out)
+        if said.weight is not None and not any(p.dtype == torch.float64 for p in model.parameters()):
+            said = replace(said, weight=said.weight.float())  # the trial was in double precision, training is not
     if not small or inside is not None:
         return said
     some = tree.to_device(tree.rows(batch, slice(0, looked_at(batch, SAMPLES, microbatch)), tree.size(batch)), home)

@@ -311,7 +311,7 @@ class LossTrial:
             unit = target.numel() / self.samples
             found = [place for place in places(self.batch) if are_targets(place(self.batch), target, ignore)]
             for place in self._followed(run, found, ignore) if len(found) > 1 else found:
-                yield LossDenominator(kind="targets", unit=unit, ignore=ignore, weight=_native(weight), targets=place)
+                yield LossDenominator(kind="targets", unit=unit, ignore=ignore, weight=weight, targets=place)
         if not any((target == ignore).any() for _, target, ignore, _ in whole.seen):
             yield LossDenominator(kind="samples")
         yield LossDenominator(kind="sum")
@@ -396,7 +396,3 @@ class LossTrial:
 
 def _near(a: float, b: float | None, limit: float, scale: float = 0.0) -> bool:
     return b is not None and abs(a - b) <= limit * max(abs(a), abs(b), scale)
-
-
-def _native(weight: Tensor | None) -> Tensor | None:
-    return weight.float() if weight is not None and weight.dtype == torch.float64 else weight
