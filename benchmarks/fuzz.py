@@ -57,7 +57,7 @@ LIMIT, LIMIT_SINGLE = 1e-9, 2e-4
 SHAKE, SHAKE_SINGLE, CHAOS = 2e-15, 1e-7, 1e-6
 """Changes of the weights that the loop is tried with; what it may become by the first is at most the last."""
 SMALL = 0.1  # a tensor whose largest element is smaller is compared by this
-SECONDS = 150.0  # until a draw counts as hung
+SECONDS = 300.0  # until a draw counts as hung
 
 WORDS = ("data", "shard", "tensor", "pipeline", "context", "expert", "branch")
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
@@ -66,19 +66,22 @@ SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 # Draws
 
 
-def drawn_plan(draw: random.Random) -> str:
-    """Words of one to four ranks."""
+def drawn_plan(draw: random.Random, blocks: tuple[str, ...], head: str) -> str:
+    """Words of one to four ranks, most of them such as this model can be spread by."""
+    axes = ["data", "data", "shard", "shard", "tensor", "tensor", "pipeline", "pipeline", "context"]
+    axes += ["expert"] * 4 * ("Experts" in blocks) + ["branch"] * 4 * ("Towers" in blocks)
+    axes += ["expert", "branch"] * (draw.random() < 0.1)
     kind = draw.random()
     if kind < 0.08:
         words = {"data": 1}
     elif kind < 0.6:
-        words = {draw.choice(WORDS): draw.choice((2, 2, 2, 3, 4))}
+        words = {draw.choice(axes): draw.choice((2, 2, 2, 3, 4))}
     else:
-        words = dict.fromkeys(draw.sample(WORDS, 2), 2)
+        words = dict.fromkeys((draw.choice(axes), draw.choice(axes)), 2)
     more: dict[str, Any] = {}
-    if draw.random() < 0.12:
+    if draw.random() < 0.15:
         words.setdefault("data", 2)
-        if math.prod(words.values()) <= 4:
+        if math.prod(words.values()) <= 4 and words["data"] > 1:
             more["server"] = draw.choice((1, 1, 2))
     if "shard" in words and draw.random() < 0.5:
         more["zero"] = draw.choice((1, 2))
@@ -89,11 +92,12 @@ def drawn_plan(draw: random.Random) -> str:
     if "pipeline" in words and draw.random() < 0.6:
         more["schedule"] = draw.choice(SCHEDULES)
     if draw.random() < 0.35:
-        more["microbatches"] = draw.choice((2, 3, 4))
+        more["microbatches"] = draw.choice((2, 2, 3, 4))
     if draw.random() < 0.25:
-        more["recompute"] = draw.choice(("full", "selective", "loss", "full+loss"))
-    if "server" not in more and draw.random() < 0.2:
-        more["offload"] = draw.choice(("optimizer", "parameters", "activations", "optimizer+activations"))
+        more["recompute"] = draw.choice(("full", "selective", *("loss", "full+loss") * (head in ("words", "tied"))))
+    if draw.random() < 0.2:
+        several = ("optimizer", "parameters", "activations", "optimizer+activations")
+        more["offload"] = draw.choice(("activations",) if "server" in more else several)
     return " ".join(f"{word}={value}" for word, value in (more | words).items())
 
 
@@ -103,13 +107,15 @@ def drawn(draw: random.Random, given: dict[str, Any]) -> Draw:
     how = draw.choice(("loss", "loss", "loss", "loss", "own", *STEPS))
     stem = draw.choice(("features", "features", "tokens", "pair", "fields"))
     heads = ["classes", "classes", "words", "numbers"] + ["tied"] * (2 * (stem in ("tokens", "fields")))
+    blocks = given.get("blocks", tuple(draw.choices(list(BLOCKS), k=draw.choice((1, 1, 2, 2, 3)))))
+    head = given.get("head", draw.choice(heads))
     made: dict[str, Any] = {
         "stem": stem,
-        "blocks": tuple(draw.choices(list(BLOCKS), k=draw.choice((1, 1, 2, 2, 3)))),
+        "blocks": blocks,
         "wiring": draw.choice(
             ("plain", "plain", "pre", "post", "shared", "dense", "scaled", "twice", "albert", "frozen")
         ),
-        "head": draw.choice(heads),
+        "head": head,
         "form": draw.choice(("tensor", "tensor", "dict", "tuple", "dataclass")),
         "given": draw.choice(("object", "function")),
         "how": how,
@@ -120,14 +126,14 @@ def drawn(draw: random.Random, given: dict[str, Any]) -> Draw:
         "batch": draw.choice((2, 3, 4, 4, 5, 6, 8)),
         "shuffle": some(0.3, 1, 0),
         "steps": draw.choice((3, 4, 5, 6)),
-        "plan": drawn_plan(draw),
+        "plan": drawn_plan(draw, blocks, head),
         "optimizer": some(0.3, "adamw", draw.choice(list(OPTIMIZERS))),
         "scheduler": some(0.3, draw.choice(list(SCHEDULERS)), ""),
         "clip": some(0.35, draw.choice((0.05, 0.5, 100.0)), 0.0),
         "ema": some(0.2, 0.7, 0.0),
         "valid": some(0.3, draw.choice((1, 2, 10)), 0),
         "metrics": "",
-        "resume": some(0.25, drawn_plan(draw), ""),
+        "resume": some(0.25, drawn_plan(draw, blocks, head), ""),
         "after": draw.choice((1, 2)),
         "verb": draw.choice(("fit", "fit", "fit", "steps", "callbacks")),
         "seed": draw.randrange(100),
@@ -179,6 +185,9 @@ def sensible(draw: Draw) -> Draw:
             name: " ".join(w for w in getattr(draw, name).split() if "microbatches" not in w)
             for name in ("plan", "resume")
         }
+    parts = max(math.prod(draw.degree(word) for word in ("data", "shard", "expert", "microbatches")), 1)
+    if draw.batch < parts and draw.seed % 8:  # else the plan is refused
+        change |= {"batch": parts, "samples": parts + draw.samples}
     if not draw.resume:
         change["after"] = 0
     elif draw.counts or draw.verb == "steps" or draw.data == "function":
@@ -223,7 +232,7 @@ def _fitted(draw: Draw, plan: str, steps: int, folder: str | None) -> Trained:
         "plan": plan,
         "devices": f"cpu:{Plan.parse(plan).devices}",
         "seed": draw.seed,
-        "timeout": 60.0,
+        "timeout": 120.0,
     }
     if draw.how == "loss":
         asked["loss"] = fuzz_models.LOSSES[draw.loss]
@@ -295,7 +304,7 @@ def far(got: Trained, want: Trained) -> list[tuple[float, str]]:
     for i, (a, b) in enumerate(zip(got.values, want.values, strict=True)):
         for name in a.keys() | b.keys():
             number(f"value {name} of step {i + 1}", a.get(name, math.inf), b.get(name, math.nan))
-    for step, (theirs,) in got.valid.items():
+    for step, (theirs, *_) in got.valid.items():
         best: list[tuple[float, str]] = []
         for mine in want.valid.get(step, [{}]):
             start = len(found)

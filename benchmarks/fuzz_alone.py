@@ -207,5 +207,5 @@ def _evaluated(draw: Draw, model: nn.Module) -> list[dict[str, float]]:
             found |= {"top/top": every.max().item(), "top/count": float(every.numel())}
         else:
             value = metric(every, labels)
-            found[draw.metrics] = float(value[0] / value[1] if isinstance(value, tuple) else value)
+            found[draw.metrics] = float(value[0]) / float(value[1]) if isinstance(value, tuple) else float(value)
     return [{"loss": mean, **found} for mean in means]

@@ -389,7 +389,7 @@ def weights_of(name: str, targets: Any) -> list[float]:
 def called(model: Any, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
 def make_step(draw: Draw) -> Callable[[Any, Any], Any]:
@@ -414,7 +414,7 @@ def make_step(draw: Draw) -> Callable[[Any, Any], Any]:
         return 0.5 * loss(first, batch[1]) + 0.5 * loss(logits_of(second) * 0.5, batch[1])
 
     def parts(model: Any, batch: Any) -> Any:
-        inputs = batch[0] if isinstance(batch[0], tuple) else (batch[0],)
+        inputs = batch[0] if isinstance(batch[0], tuple | list) else (batch[0],)
         x = model.body(model.enters(*inputs))
         return loss(model.head(x.mean(1) if draw.head in ("classes", "numbers") else x), batch[1])
 

@@ -75,6 +75,17 @@ def test_riders_tell_who_broke_and_who_stops() -> None:
 
 
 @distributed(world=2)
+def test_scalars_are_as_exact_as_the_parameters() -> None:
+    """Also where no bucket of gradients has room for them: complex numbers, integers."""
+    model = nn.Linear(2, 1, dtype=torch.complex128)
+    exchange = exchange_of(model)
+    exchange.arm(StepScalars(0.1, 0.2))
+    model(torch.ones(1, 2, dtype=torch.complex128)).abs().sum().backward()
+    scalars = exchange.finish()
+    assert (float(scalars.loss), float(scalars.count)) == (0.2, 0.4)
+
+
+@distributed(world=2)
 def test_a_parameter_has_a_gradient_if_any_rank_used_it() -> None:
     model = Branches()
     exchange = exchange_of(model)
@@ -131,7 +142,7 @@ def test_only_the_armed_backward_is_summed() -> None:
     torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 6.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128])
 @distributed(world=2)
 def test_cost_is_what_runs(dtype: torch.dtype) -> None:
     """Calls and bytes of the real collectives, counted, against ``cost``."""
@@ -143,7 +154,7 @@ def test_cost_is_what_runs(dtype: torch.dtype) -> None:
         calls.append(tensor.numel() * tensor.element_size()) or plain(tensor, **kwargs)
     )
     exchange.arm(StepScalars())
-    model(torch.ones(1, 20, dtype=dtype)).sum().backward()
+    model(torch.ones(1, 20, dtype=dtype)).sum().abs().backward()
     exchange.finish()
     cost = exchange.cost()
     assert cost.calls == {"all_reduce": len(calls)}

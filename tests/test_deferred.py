@@ -121,7 +121,28 @@ class Odd(nn.Module):
         assert self.first.bias.device.type == "cpu"
 
 
-BUILDS = (seeded_inside, own_generator, several_inits, as_in_old_code, memory_that_is_shared, Odd)
+def another_default_dtype() -> nn.Module:
+    """As scripts build a model in double precision, or in half: numbers are drawn, and rounded, in that."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Linear(3, 4)
+        model.table = nn.Parameter(torch.randn(5, 4) / 3)
+        model.register_buffer("scale", torch.full((2,), 0.1) * (torch.arange(2) / 3))
+        return model
+    finally:
+        torch.set_default_dtype(before)
+
+
+BUILDS = (
+    another_default_dtype,
+    seeded_inside,
+    own_generator,
+    several_inits,
+    as_in_old_code,
+    memory_that_is_shared,
+    Odd,
+)
 
 
 @pytest.mark.parametrize("build", BUILDS)

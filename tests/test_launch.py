@@ -112,6 +112,27 @@ def test_ranks_see_the_surroundings_of_now(tmp_path, monkeypatch):
 # Starting
 
 
+def test_ranks_compute_as_the_caller_set_torch() -> None:
+    seen = lambda world, channel: (
+        (torch.ones(2) * 0.1).dtype,
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    plain = torch.get_default_dtype(), torch.get_float32_matmul_precision(), False
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with LocalRanks(seen, size=2, devices=CPU) as ranks:
+            assert ranks.results == [(torch.float64, "high", True)] * 2
+    finally:
+        torch.set_default_dtype(plain[0])
+        torch.set_float32_matmul_precision(plain[1])
+        torch.use_deterministic_algorithms(False)
+    with LocalRanks(seen, size=1, devices=CPU) as ranks:
+        assert ranks.results == [plain]
+
+
 def test_a_script_without_guard_runs_once(tmp_path):
     script = start_script(
         tmp_path,

@@ -97,6 +97,18 @@ def test_targets_that_are_the_tokens_in_the_samples_on_trial(shift: int, first: 
     assert int(over.count({"ids": ids, "labels": other})) == int((other[:, shift:] != -100).sum())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_class_weights_are_as_exact_as_the_training(dtype: torch.dtype) -> None:
+    """0.2 has no exact binary form: what it is rounded to in single precision would weigh ranks otherwise."""
+    weight = torch.tensor([0.2, 1.0, 0.7], dtype=dtype)
+    loss = lambda out, y: F.cross_entropy(out, y, weight=weight.to(out.dtype))
+    model, x = classes(X).to(dtype), X.to(dtype)
+    over = find_denominator(Objective(loss), model, (x, Y), CPU)
+    assert over.weight is not None
+    assert over.weight.dtype == dtype
+    assert torch.equal(over.weight, weight)
+
+
 def contrastive(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out @ out.T, torch.arange(len(out)))
 

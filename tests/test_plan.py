@@ -2,6 +2,8 @@
 
 import pytest
 
+from meshfit.axes.buffers.check import check
+from meshfit.axes.buffers.find import BufferWriter, Written
 from meshfit.errors import PlanError
 from meshfit.launch.devices import Devices, find
 from meshfit.plan import Plan
@@ -95,3 +97,24 @@ def test_devices_as_written() -> None:
     for asked in ("gpu", "cpu:x", "cuda:0,0", "cuda:99", "cpu:0", -1):
         with pytest.raises(PlanError):
             find(asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "left"),
+    [
+        ("data=2 context=2 attention=ulysses", ["context"], "data=4"),
+        ("tensor=3 sequence=split", ["tensor"], "data=3"),
+        ("shard=2 zero=1 tensor=2", ["shard"], "data=2 tensor=2"),
+        ("pipeline=2 schedule=zbv branch=2 microbatches=2", ["pipeline", "branch"], "data=4 microbatches=2"),
+        ("server=1 data=2 compress=int8 lost=average", ["server"], "data=2"),
+    ],
+)
+def test_without_an_axis_its_devices_hold_copies(text: str, axes: list[str], left: str) -> None:
+    assert str(Plan.parse(text).without(*axes)) == left
+
+
+@pytest.mark.parametrize("text", ["data=2 context=2 attention=ulysses", "context=2 attention=gather recompute=full"])
+def test_a_refusal_for_a_buffer_names_a_plan_that_works(text: str) -> None:
+    written = Written(writers=(BufferWriter(path="block", states=("mean",), updates=(), opaque=()),))
+    with pytest.raises(PlanError, match=r"the buffer mean, which the forward writes(.|\n)*data=\d.* works"):
+        check(Plan.parse(text), written, by_rows=False, joins=False)

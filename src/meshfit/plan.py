@@ -33,6 +33,14 @@ from meshfit.plan_words import meant, words_of
 
 DEGREES = ("pipeline", "data", "shard", "expert", "context", "branch", "tensor")
 """From outer to inner: see axes/mesh.py."""
+HOW = {
+    "shard": ("zero",),
+    "tensor": ("sequence",),
+    "context": ("attention",),
+    "pipeline": ("schedule", "chunks", "cut"),
+    "server": ("staleness", "late", "lost", "compress"),
+}
+"""Words that say how an axis works: they go with it."""
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
@@ -291,6 +299,12 @@ class Plan:
     def worker(self) -> "Plan":
         """The plan of one worker of servers."""
         return replace(self, server=0, data=1, staleness=0, late="none", compress="none", lost="redo")
+
+    def without(self, *axes: str, **words: Any) -> Self:
+        """The plan whose devices along ``axes`` hold copies of the model instead, with ``words`` changed too."""
+        off = {word: USUAL[word] for axis in axes for word in (axis, *HOW.get(axis, ()))}
+        copies = self.data * math.prod(getattr(self, axis) for axis in axes if axis in DEGREES)
+        return replace(self, **({"data": copies} | off | words))
 
     @property
     def worker_size(self) -> int:

@@ -1,7 +1,7 @@
 """Refuses what a model cannot have: in the caller, before any process starts, with the nearest plan that works."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -107,11 +107,10 @@ def check_phases(plan: Plan, names: Sequence[str]) -> None:
     if plan.server:
         raise PlanError(asked, "a server takes one step for each batch", f"data={plan.data} works")
     if plan.partitions_modules:
-        whole = replace(plan, pipeline=1, branch=1, schedule="1f1b", chunks=0, cut="")
         raise PlanError(
             asked,
             f"{'pipeline' if plan.pipeline > 1 else 'branch'}= runs a recording of one loss, cut over ranks",
-            f"{replace(whole, data=plan.data * plan.pipeline * plan.branch)} works",
+            f"{plan.without('pipeline', 'branch')} works",
         )
     if plan.exchange != "allreduce":
         raise PlanError(
@@ -170,10 +169,8 @@ def _check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
             f"parameters are stepped in fp32, some at a time; {why}",
             f"{master} works",
         )
-    usual = {field.name: field.default for field in fields(plan)}
-    split = ("shard", "zero", "tensor", "sequence", "expert", "pipeline", "schedule", "chunks", "cut", "branch")
-    whole = replace(plan, **{word: usual[word] for word in split})
-    works = f"{replace(whole, data=plan.devices, offload='none')} works: all then hold them whole"
+    whole = plan.without("shard", "tensor", "expert", "pipeline", "branch", offload="none")
+    works = f"{whole} works: all then hold them whole"
     if parts:
         raise PlanError(f"{plan}: each rank steps its own modules, which {kind} cannot", why, works)
     raise PlanError(f"{plan}: {kind} cannot step parameters that are cut over devices", why, works)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,6 +85,8 @@ class RecordedOp:
     after so many draws."""
     drawn: int = 0
     """How many draws of that generator there were, with this one."""
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """Of tensors made without a dtype, when it was written down."""
 
     @property
     def empty(self) -> bool:
@@ -153,7 +155,7 @@ class BuildProgram:
         untouched = [storage for storage in self.wanted if storage not in last]
         for i, (op, live) in enumerate(self.ops):
             progress()
-            with torch.no_grad(), generators.around(op):
+            with torch.no_grad(), generators.around(op), _default_dtype(op.default):
                 self._do(op, memory if live else {}, generators)
             for storage in ends[i]:
                 if storage in self.wanted:
@@ -194,6 +196,19 @@ class BuildProgram:
                 memory[view.storage] = held
             else:
                 view.on(self._memory(memory, view.storage)).copy_(out)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if dtype == before:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class _Replayed:

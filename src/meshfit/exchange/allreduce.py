@@ -91,7 +91,7 @@ class AllReduce:
         scalars = self.numbers.numel() + len(self.parameters)
         grouped = _grouped(self.parameters)
         for group in grouped:
-            dtype = grad_dtype(group[0]) if group else torch.float32
+            dtype = _dtype(group, self.parameters)
             extra = scalars if group is grouped[-1] else 0
             layout = FlatLayout(group, dtype)
             flat = torch.zeros(layout.size + extra, dtype=dtype, device=device)
@@ -202,7 +202,7 @@ def cost(parameters: list[nn.Parameter], degree: int) -> Cost:
     buckets = _grouped(parameters)
     calls = []
     for bucket in buckets:
-        last, dtype = bucket is buckets[-1], grad_dtype(bucket[0]) if bucket else torch.float32
+        last, dtype = bucket is buckets[-1], _dtype(bucket, parameters)
         size = sum(aligned(_bytes(p)) for p in bucket)
         size += (STEP_SCALARS + degree + len(parameters)) * dtype.itemsize if last else 0
         how = {"axis": "data", "dtype": str(dtype).removeprefix("torch."), "phase": "backward", "once": True}
@@ -214,6 +214,14 @@ def cost(parameters: list[nn.Parameter], degree: int) -> Cost:
 def _bytes(parameter: nn.Parameter) -> int:
     """Of its gradient."""
     return parameter.numel() * grad_dtype(parameter).itemsize
+
+
+def _dtype(bucket: list[nn.Parameter], parameters: list[nn.Parameter]) -> torch.dtype:
+    """Of a bucket among those of ``parameters``; of one that has the scalars alone, as exact as the others are."""
+    if bucket:
+        return grad_dtype(bucket[0])
+    double = any(grad_dtype(p) in (torch.float64, torch.complex128) for p in parameters)
+    return torch.float64 if double else torch.float32
 
 
 def _grouped(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -1,7 +1,7 @@
 """What a rank does, from the fork to its last breath.
 
-It takes over the caller's surroundings (sys.path, folder, environment), joins the others, works, and
-sends what the work returned, or how it failed. Then it waits until the caller lets go of it: ranks leave
+It takes over the caller's surroundings (sys.path, folder, environment, what it set in torch), joins the others,
+works, and sends what the work returned, or how it failed. Then it waits until the caller lets go of it: ranks leave
 together, so none sees a connection close while it still works.
 """
 
@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
+
+import torch
 
 from meshfit.errors import MeshfitError, out_of_memory
 from meshfit.launch.channel import Channel, encode
@@ -40,6 +42,23 @@ Work = Callable[[World, Channel], Any]
 
 
 @dataclass(frozen=True, slots=True)
+class TorchSettings:
+    """What a script sets in torch for its whole process, and numbers depend on."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """Of tensors made without one."""
+    matmul: str = field(default_factory=torch.get_float32_matmul_precision)
+    deterministic: int = field(default_factory=torch.get_deterministic_debug_mode)
+
+    def apply(self) -> None:
+        torch.set_default_dtype(self.dtype)
+        if self.matmul != torch.get_float32_matmul_precision():
+            torch.set_float32_matmul_precision(self.matmul)
+        if self.deterministic != torch.get_deterministic_debug_mode():
+            torch.set_deterministic_debug_mode(self.deterministic)
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """The caller's surroundings, and the rank's place in the world."""
 
@@ -54,6 +73,7 @@ class Start:
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     logging: LoggingSettings = field(default_factory=LoggingSettings)
+    settings: TorchSettings = field(default_factory=TorchSettings)
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,7 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         os.environ.update(start.environ)
         sys.path[:], sys.argv[:] = start.path, start.argv
         start.logging.apply()
+        start.settings.apply()
         with importing_job():
             work: Work = channel.recv()
         world = replace(start.world, folder=start.world.folder or folder)

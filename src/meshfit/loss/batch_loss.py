@@ -141,11 +141,9 @@ def no_gather(plan: Plan) -> tuple[str, ...]:
             f"{replace(plan, microbatches=1)} works; so does loss=, a function of outputs and targets",
         )
     if plan.partitions_modules:
-        other = replace(plan, pipeline=1, branch=1, schedule="1f1b", chunks=0, cut="")
         return (
             f"{'pipeline' if plan.pipeline > 1 else 'branch'}= runs a recording of the step, cut over ranks",
-            f"{replace(other, data=plan.data * plan.pipeline * plan.branch)} works;"
-            " so does loss=, a function of outputs and targets",
+            f"{plan.without('pipeline', 'branch')} works; so does loss=, a function of outputs and targets",
         )
     if plan.lost != "redo":
         return (
@@ -210,7 +208,7 @@ def check(plan: Plan, over: LossDenominator, objective: Objective) -> None:
     if not plan.in_step:
         raise PlanError(headline, over.why, f"{_apart(plan)}: each device steps by its own samples", _in_step(plan))
     if plan.lost != "redo":
-        raise PlanError(headline, over.why, *no_gather(replace(plan, pipeline=1, branch=1, microbatches=1)))
+        raise PlanError(headline, over.why, *no_gather(plan.without("pipeline", "branch", microbatches=1)))
     if over.unfit:
         raise PlanError(
             headline,

@@ -72,6 +72,8 @@ def find_denominator(
         first = [TrialWay(device=home, exact=True)] if copied else [replace(way, **trained) for way in ways]
         together = SAMPLES if small else max(2, microbatch)
         said = _tried(objective, model, batch, together, (*first, *ways), inside or nullcontext, left_out)
+        if said.weight is not None and not any(p.dtype == torch.float64 for p in model.parameters()):
+            said = replace(said, weight=said.weight.float())  # the trial was in double precision, training is not
     if not copied or said.kind == "batch" or said.gathers:
         return said
     some = tree.rows(batch, slice(0, samples_to_confirm(batch, SAMPLES, microbatch)), tree.size(batch))

@@ -188,7 +188,6 @@ class LossTrial(SampleLoss):
             if target.is_floating_point() or float(result.detach()) != whole.value:
                 continue
             unit = target.numel() / self.samples
-            weight = weight.float() if weight is not None and weight.dtype == torch.float64 else weight
             found = [place for place in places(self.batch) if are_targets(place(self.batch), target, ignore)]
             for place in self._followed(found, ignore) if len(found) > 1 else found:
                 yield LossDenominator(kind="targets", unit=unit, ignore=ignore, weight=weight, targets=place)

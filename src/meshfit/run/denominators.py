@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -71,7 +70,7 @@ def _agreed(run: "Run", objective: Objective, loader: Loader, tried: Tried, insi
         raise PlanError(
             f"{run.plan}: each call of the loss changes {over.counters[0]}, a number that is kept in Python",
             "pipeline= and branch= run a recording of the step, in which it stays what it was",
-            f"{replace(run.plan, pipeline=1, branch=1, data=run.world_plan.devices)} works",
+            f"{run.plan.without('pipeline', 'branch')} works",
             "so does a buffer of the model (register_buffer) that counts",
         )
     if run.mesh.world is not None:

@@ -149,7 +149,7 @@ class ServerCoordination(Coordination):
             raise PlanError(
                 f"{run.plan}: {update.scheduler.name} follows a metric of evaluations",
                 "the schedule is the servers', and workers evaluate",
-                f"{replace(run.plan, server=0)} works",
+                f"{run.plan.without('server')} works",
             )
         self._state = ServerState(run, self.exchange, update)
         phase.update, phase.exchange = update, self.exchange

@@ -1,7 +1,5 @@
 """What a plan makes of buffers that a forward writes: exact, refused, or each rank's own where the plan says so."""
 
-from dataclasses import replace
-
 from meshfit.axes.buffers.find import Written
 from meshfit.errors import PlanError
 from meshfit.plan import Plan
@@ -26,29 +24,24 @@ def check(plan: Plan, written: Written, *, by_rows: bool, joins: bool) -> None:
         name, why = next(iter(written.refused.items()))
         raise _refusal(plan, name, why, "data=1 with one microbatch works as it is")
     if written.parameters and plan.cuts:
-        whole = replace(plan, shard=1, zero=3, offload="none", data=plan.data * plan.shard)
+        whole = plan.without("shard", offload="none")
         why = "it is a parameter, of which each rank keeps a slice: what the forward writes is a copy"
         raise _refusal(plan, written.parameters[0], why, f"{whole} works")
     if not written.writers or not (splits(plan) or by_rows):
         return
     name = written.combined[0]
-    whole = written.writers[0].path == ""
+    staged = plan.pipeline > 1 and written.writers[0].path == ""
     against = {
-        "rows of activations lie on different ranks": (by_rows, {"sequence": "whole"}),
-        "each rank has some positions of every sequence": (plan.context > 1, {"context": 1}),
-        "samples travel between ranks": (plan.expert > 1, {"expert": 1}),
-        "ranks hold different branches": (plan.branch > 1, {"branch": 1}),
-        "it is written by the forward of the whole model, which is cut": (plan.pipeline > 1 and whole, _NO_STAGES),
-        "it is read out of the forward, which is compiled whole": (plan.compile == "whole", {"compile": "auto"}),
+        "rows of activations lie on different ranks": (by_rows, [], {"sequence": "whole"}),
+        "each rank has some positions of every sequence": (plan.context > 1, ["context"], {}),
+        "samples travel between ranks": (plan.expert > 1, ["expert"], {}),
+        "ranks hold different branches": (plan.branch > 1, ["branch"], {}),
+        "it is written by the forward of the whole model, which is cut": (staged, ["pipeline"], {}),
+        "it is read out of the forward, which is compiled whole": (plan.compile == "whole", [], {"compile": "auto"}),
     }
-    for why, (so, instead) in against.items():
+    for why, (so, axes, words) in against.items():
         if so:
-            degrees = [axis for axis in ("context", "expert", "branch", "pipeline") if axis in instead]
-            more = {"data": plan.data * getattr(plan, degrees[0])} if degrees else {}
-            raise _refusal(plan, name, why, f"{replace(plan, **instead, **more)} works")
-
-
-_NO_STAGES = {"pipeline": 1, "schedule": "1f1b", "chunks": 0, "cut": ""}
+            raise _refusal(plan, name, why, f"{plan.without(*axes, **words)} works")
 
 
 def _refusal(plan: Plan, name: str, why: str, works: str) -> PlanError:

@@ -171,7 +171,7 @@ def _cut_by_experts(experts: ExpertPlan, split: TensorPlan) -> dict[str, str]:
 
 def _nothing(plan: Plan, experts: ExpertPlan) -> PlanError:
     """The refusal of a model without experts that could be spread."""
-    elsewhere = f"{replace(plan, expert=1, data=plan.data * plan.expert)} works"
+    elsewhere = f"{plan.without('expert')} works"
     if not experts.why and experts.batched:
         return PlanError(
             f"{plan}: the model has no experts that could be spread",
