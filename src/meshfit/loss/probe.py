@@ -63,17 +63,21 @@ def find_denominator(
     home = device if inside is not None else next((p.device for p in model.parameters()), device)
     small = sum(p.numel() for p in model.parameters()) <= LARGEST
     left_out = nullcontext if auxiliary else partial(balance.left_out, model)
-    if said is None:
-        several = SAMPLES if small else max(2, microbatch)
-        as_built = [TrialWay(device=home), TrialWay(device=home, training=True)]
-        trained = {"device": device, "gradients": False, "precision": precision or Precision()}
-        best = [TrialWay(device=home, exact=True)]
-        best = best if small and inside is None else [replace(way, **trained) for way in as_built]
-        said = _found(objective, model, batch, several, (*best, *as_built), inside or nullcontext, left_out)
+    several = SAMPLES if small else max(2, microbatch)
+    as_built = [TrialWay(device=home), TrialWay(device=home, training=True)]
+    trained = {"device": device, "gradients": False, "precision": precision or Precision()}
+    best = [TrialWay(device=home, exact=True)]
+    best = best if small and inside is None else [replace(way, **trained) for way in as_built]
+    tried = lambda some: _found(objective, model, some, several, (*best, *as_built), inside or nullcontext, left_out)
+    found = said or tried(batch)
     if not small or inside is not None:
-        return said
-    some = tree.to_device(tree.rows(batch, slice(0, looked_at(batch, SAMPLES, microbatch)), tree.size(batch)), home)
-    return _held(said, objective, model, some, home, left_out)
+        return found
+    there = tree.size(batch)  # the last ones: the trial took the first
+    some = tree.to_device(tree.rows(batch, slice(there - looked_at(batch, SAMPLES, microbatch), there), there), home)
+    kept = _held(found, objective, model, some, home, left_out)
+    if said is None and objective.loss and kept.mixes and (again := tried(some)).kind == "batch":
+        return again  # it is the loss, which these samples show and the first ones did not
+    return kept
 
 
 def _stated(objective: Objective, batch: Any) -> LossDenominator | None:

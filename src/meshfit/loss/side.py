@@ -37,6 +37,8 @@ class LossSide:
     seen: list[tuple[Tensor, Tensor, int, Tensor | None]] = field(default_factory=list)
     values: dict[str, tuple[float, float | None]] = field(default_factory=dict)
     """To be logged: each with its count, if it gives (sum, count)."""
+    full_mask: bool = False
+    """Whether it is over a mask that is all ones for these samples."""
 
 
 class Rounding(TorchDispatchMode):

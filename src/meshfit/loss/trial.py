@@ -222,7 +222,8 @@ class LossTrial:
             if given and total.requires_grad:
                 gradients = list(torch.autograd.grad(total, given, allow_unused=True))
         count = float(torch.as_tensor(loss[1]).detach()) if pair else None
-        return LossSide(float(total.detach()), count, gradients, heard.seen if heard else [], as_numbers(logged))
+        seen, full_mask = (heard.seen, heard.full_mask) if heard else ([], False)
+        return LossSide(float(total.detach()), count, gradients, seen, as_numbers(logged), full_mask)
 
     # Whole and parts
 
@@ -253,7 +254,12 @@ class LossTrial:
         found = [o for o in self._candidates(run, whole) if all(self.explains(o, *way, along) for way in ways)]
         found = [replace(over, logged=self._logged(over, ways)) for over in found]
         mean = sum(p.value * (c.stop - c.start) for p, c in zip(ways[0][1], ways[0][2], strict=True)) / self.samples
-        return found, f"of {self.samples} samples it is {whole.value:.6g}; the mean over two parts of them {mean:.6g}"
+        why = f"of {self.samples} samples it is {whole.value:.6g}; the mean over two parts of them {mean:.6g}"
+        if _near(mean, whole.value, self.limit):
+            why = f"of {self.samples} samples it is {whole.value:.6g}, as the mean over two parts is, but not its gradient"
+        if self._masked(whole):
+            why = f"it is over a mask that is all ones in the {self.samples} samples tried, and may not be in others"
+        return found, why
 
     def _sides(
         self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], whole: LossSide, cuts: list[slice]
@@ -305,6 +311,9 @@ class LossTrial:
         if whole.count is not None:
             yield LossDenominator(kind="pair")
             return
+        if self._masked(whole):  # what else explains it here need not do so where the mask has zeros
+            yield LossDenominator(kind="sum")
+            return
         for result, target, ignore, weight in whole.seen:
             if target.is_floating_point() or float(result.detach()) != whole.value:
                 continue
@@ -315,6 +324,10 @@ class LossTrial:
         if not any((target == ignore).any() for _, target, ignore, _ in whole.seen):
             yield LossDenominator(kind="samples")
         yield LossDenominator(kind="sum")
+
+    def _masked(self, whole: LossSide) -> bool:
+        """Whether the user's own code takes a mean over a mask, which happens to be all ones in these samples."""
+        return whole.full_mask and whole.count is None and bool(self.objective.code)
 
     def _followed(
         self, run: Callable[[slice], tuple[Any, Sequence[Tensor]]], found: list[TargetPlace], ignore: int
