@@ -324,7 +324,7 @@ def test_a_mask_that_is_all_ones_in_the_samples_tried_may_not_be_in_others(mean)
 
 
 def test_all_samples_are_looked_at_not_the_first_eight_alone() -> None:
-    """Weights that are alike in the first eight, and not in the others: the loss, not the model, is what mixes samples."""
+    """Weights that are alike in the first eight and not in the others: the loss mixes samples, not the model."""
     weights = torch.cat([torch.full((8,), 2.0), torch.tensor([2.0, 1, 3, 2, 0, 2, 5, 2])])
     loss = lambda out, w: (out.square().mean(-1) * w).sum() / w.sum()
     over = find_denominator(Objective(loss), classes(), (torch.cat([X, X]), weights), CPU)

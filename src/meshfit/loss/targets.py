@@ -1,6 +1,6 @@
 """Which of a batch's tensors holds the targets of a loss: noted where a cross entropy is computed, and looked for.
 
-Masks are noted as well: a loss over ``mask.sum()`` targets looks like a mean over samples, as long as the mask is all ones.
+Masks are noted as well: as long as ``mask`` is all ones, a loss over ``mask.sum()`` looks like a mean over samples.
 """
 
 import itertools
@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from meshfit.data import tree
 from meshfit.loss.objective import TargetPlace
-
 
 SUMS = (torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero)
 KEPT = (

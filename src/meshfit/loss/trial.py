@@ -256,7 +256,9 @@ class LossTrial:
         mean = sum(p.value * (c.stop - c.start) for p, c in zip(ways[0][1], ways[0][2], strict=True)) / self.samples
         why = f"of {self.samples} samples it is {whole.value:.6g}; the mean over two parts of them {mean:.6g}"
         if _near(mean, whole.value, self.limit):
-            why = f"of {self.samples} samples it is {whole.value:.6g}, as the mean over two parts is, but not its gradient"
+            why = (
+                f"of {self.samples} samples it is {whole.value:.6g}; two parts have the same mean, but another gradient"
+            )
         if self._masked(whole):
             why = f"it is over a mask that is all ones in the {self.samples} samples tried, and may not be in others"
         return found, why
