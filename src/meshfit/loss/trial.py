@@ -248,7 +248,13 @@ class LossTrial:
             except Exception as error:
                 if self.way.exact:
                     raise
-                why = f"of {self.samples} samples it is {whole.value:.6g}; the mean over two parts of them {mean:.6g}"
+                why = f"of {self.samples} samples it is {whole.value:.6g}; of {sizes[0]} alone: {in_short(error)}"
+                return [], why
+            ways.append((whole, parts, cuts))
+        found = [o for o in self._candidates(run, whole) if all(self.explains(o, *way, along) for way in ways)]
+        found = [replace(over, logged=self._logged(over, ways)) for over in found]
+        mean = sum(p.value * (c.stop - c.start) for p, c in zip(ways[0][1], ways[0][2], strict=True)) / self.samples
+        why = f"of {self.samples} samples it is {whole.value:.6g}; the mean over two parts of them {mean:.6g}"
         if _near(mean, whole.value, self.limit):
             why += ", but with another gradient"
         if self._masked(whole):
