@@ -564,3 +564,18 @@ def test_a_distributed_test_that_hangs_is_cut(capfd):
         if "in body_that_hangs" in told:
             return
     pytest.fail(told)
+
+
+def test_a_module_that_trains_when_it_is_imported_is_not_trained_again_by_ranks_that_import_it(tmp_path, monkeypatch):
+    """Each of which would start ranks that import it, and so on."""
+    (tmp_path / "trains_at_import.py").write_text(
+        "import meshfit, torch\n"
+        "def loss(outputs, targets): return (outputs - targets).square().mean()\n"
+        "optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)\n"
+        "x = torch.ones(4, 2)\n"
+        "how = {'loss': loss, 'optimizer': optimizer, 'steps': 1, 'plan': 'data=2', 'devices': 'cpu'}\n"
+        "meshfit.fit(torch.nn.Linear(2, 2), (x, x), **how)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(JobError, match="ranks import trains_at_import.py for functions of it"):
+        import trains_at_import  # noqa: F401  # type: ignore[import-not-found]

@@ -24,6 +24,7 @@ from meshfit.drive.work import Tap
 from meshfit.errors import MeshfitError
 from meshfit.job import Job, plan_of
 from meshfit.launch import twins
+from meshfit.launch.rank import refuse_training_at_import
 from meshfit.launch.world import from_environment
 from meshfit.plan import Plan
 from meshfit.plan_words import translated
@@ -36,6 +37,7 @@ __all__ = ["RANK_MODULES", "Training", "begin", "everywhere"]
 
 def begin(job: Job, *, lockstep: bool, tap: Tap | None = None) -> "Training":
     """Check the job, and set up its training. ``lockstep``: ranks wait for the caller after each step."""
+    refuse_training_at_import()
     with alone():
         return _begun(job.loaded(), lockstep, tap)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from meshfit.errors import MeshfitError, out_of_memory
+from meshfit.errors import JobError, MeshfitError, out_of_memory
 from meshfit.launch.channel import Channel, encode
 from meshfit.launch.heartbeat import SILENCE, Heart, SharedBoard, step_under_way
 from meshfit.launch.speech import Speech
@@ -34,6 +34,9 @@ LIBC = ctypes.CDLL(None)
 LINE_BUFFERED = 1
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+READING_JOB = False
+"""Whether this is a rank that has not yet read its job: modules that the job refers to are being imported."""
 
 Work = Callable[[World, Channel], Any]
 
@@ -123,7 +126,7 @@ def main(end: socket.socket, folder: str) -> NoReturn:
         os.environ.update(start.environ)
         sys.path[:], sys.argv[:] = start.path, start.argv
         start.speech.adopt()
-        work: Work = channel.recv()
+        work = _read_job(channel)
         world = replace(start.world, folder=start.world.folder or folder)
         connect(world if start.joined else replace(world, size=1), folder=folder, timeout=start.timeout)
         value = work(world, channel)
@@ -145,6 +148,31 @@ def main(end: socket.socket, folder: str) -> NoReturn:
     disconnect()
     _flush()
     os._exit(0)
+
+
+def _read_job(channel: Channel) -> Work:
+    global READING_JOB
+    READING_JOB = True
+    try:
+        return channel.recv()
+    finally:
+        READING_JOB = False
+
+
+def refuse_training_at_import() -> None:
+    """A module that trains when it is imported, and of which the job has a function: each rank that imports it would
+    train anew, and start ranks that import it."""
+    if not READING_JOB:
+        return
+    frame, path = sys._getframe(), ""
+    while frame := frame.f_back:
+        if frame.f_code.co_name == "<module>" and not path:
+            path = frame.f_code.co_filename
+    raise JobError(
+        f"ranks import {os.path.basename(path)} for functions of it, and it trains when it is imported",
+        f"in {path}",
+        'put the training under if __name__ == "__main__":, or into a function that is called from elsewhere',
+    )
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:
