@@ -577,5 +577,5 @@ def test_a_module_that_trains_when_it_is_imported_is_not_trained_again_by_ranks_
         "meshfit.fit(torch.nn.Linear(2, 2), (x, x), **how)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(JobError, match="ranks import trains_at_import.py for functions of it"):
+    with pytest.raises(JobError, match=r"ranks import trains_at_import\.py for functions"):
         import trains_at_import  # noqa: F401  # type: ignore[import-not-found]

@@ -1,5 +1,7 @@
 """The plan: text in, one value out, or one clear error."""
 
+import re
+
 import pytest
 
 from meshfit.errors import PlanError
@@ -95,3 +97,19 @@ def test_devices_as_written() -> None:
     for asked in ("gpu", "cpu:x", "cuda:0,0", "cuda:99", "cpu:0", -1):
         with pytest.raises(PlanError):
             find(asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data = 2", "write data=2"),
+        ("shard= 2 zero =1", "write shard=2 zero=1"),
+        ("DATA=2", "write data=2"),
+        ("zero1", "in meshfit that is zero=1"),
+        ({"data": 2, "tensor": 2}, 'plan="data=2 tensor=2"'),
+        (4, 'plan="data=4"'),
+    ],
+)
+def test_what_people_write_at_first_is_answered_with_what_works(text, said: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(said)):
+        Plan.parse(text)
