@@ -98,3 +98,31 @@ def test_without_running_statistics(plan: str, loss: Callable[..., torch.Tensor]
         return [*(step.loss for step in result.history), result.metrics["loss"], measured["loss"], float(outputs.sum())]
 
     assert train(plan) == pytest.approx(train("data=1"), rel=1e-12)
+
+
+def few(samples: int, plan: str, *size: int) -> meshfit.Result:
+    torch.manual_seed(0)
+    x = torch.randn(samples, 4, *size)
+    first, norm = (nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6)) if size else (nn.Linear(4, 6), nn.BatchNorm1d(6))
+    model = nn.Sequential(first, norm, nn.Flatten(), nn.LazyLinear(2))
+    model(x)
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    how = {"batch_size": 16, "epochs": 2, "shuffle": False, "devices": "cpu"}
+    return meshfit.fit(
+        model, (x, torch.arange(samples) % 2), loss=F.cross_entropy, optimizer=optimizer, plan=plan, **how
+    )
+
+
+@pytest.mark.parametrize("plan", ["data=1", "data=2", "shard=2", "server=1 data=2"])
+def test_a_last_batch_of_one_sample_is_refused_as_on_one_device(plan: str) -> None:
+    """Its variance would make the running one NaN, with nothing to show it before an evaluation."""
+    with pytest.raises(Exception, match="Expected more than 1 value per channel when training"):
+        few(17, plan)
+
+
+def test_a_microbatch_that_is_empty_on_all_ranks_changes_no_statistics() -> None:
+    """The last batch has one picture: of two microbatches the second has none."""
+    for spread, alone in zip(
+        *(few(17, f"{p} microbatches=2", 3, 3).model.buffers() for p in ("data=2", "data=1")), strict=True
+    ):
+        torch.testing.assert_close(spread, alone)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, random_split
 import meshfit
 from meshfit.data.datasets import open_source
 from meshfit.data.transform import crop, flip
+from meshfit.errors import DataError
 from tests.test_data_exact import IMAGES, LABELS, N, played
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -79,3 +80,13 @@ def test_a_part_in_order_keeps_to_few_row_groups(tmp_path: Path):
     assert part.blocks[-1] == len(part)
     whole = played(lambda: rows(tmp_path, most=10, columns=("x", "y")).split(0.5)[0], [(1, 0, 999)], epochs=2)
     assert sorted(y for e, labels, _ in whole if e == 1 for y in labels) == sorted(part.ids.tolist())
+
+
+def test_a_frame_is_refused_with_what_to_write() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": [1.0, 2.0], "y": [0, 1]})
+    for data in (frame, {"x": frame.x}, (frame.to_numpy(), frame.y)):
+        with pytest.raises(DataError, match=r"frame\[column\]\.to_numpy"):
+            open_source(data)
+    columns = {column: frame[column].to_numpy() for column in frame.columns}
+    assert open_source(columns)[1]["y"] == 1

@@ -325,7 +325,40 @@ def test_what_two_samples_do_not_tell_the_next_two_do() -> None:
         return (each * batch[1]).sum() / batch[1].sum().clamp(min=1)
 
     assert find_denominator(Objective(step=step), classes(), (X, mask), CPU, **LARGE).kind == "batch"
-    assert find_denominator(Objective(step=step), classes(), (X, torch.ones(8)), CPU, **LARGE).kind == "samples"
+
+
+def over_a_sum(each: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (each * mask).sum() / mask.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        over_a_sum,
+        lambda each, mask: each[mask > 0].mean(),
+        lambda each, mask: torch.masked_select(each, mask > 0).mean(),
+    ],
+)
+def test_a_mask_that_is_all_ones_in_the_samples_tried_may_not_be_in_others(mean) -> None:
+    def step(model: nn.Module, batch):
+        return mean(model(batch[0]).square().mean(-1), batch[1])
+
+    over = find_denominator(Objective(step=step), classes(), (X, torch.ones(8)), CPU)
+    assert over.kind == "batch"
+    assert "mask that is all ones" in over.why
+    pair = lambda model, batch: ((model(batch[0]).square().mean(-1) * batch[1]).sum(), batch[1].sum())
+    assert find_denominator(Objective(step=pair), classes(), (X, torch.ones(8)), CPU).kind == "pair"
+    summed = lambda model, batch: model(batch[0]).square().mean(-1)[batch[1] > 0].sum()
+    assert find_denominator(Objective(step=summed), classes(), (X, torch.ones(8)), CPU).kind == "sum"
+
+
+def test_all_samples_are_looked_at_not_the_first_eight_alone() -> None:
+    """Weights that are alike in the first eight and not in the others: the loss mixes samples, not the model."""
+    weights = torch.cat([torch.full((8,), 2.0), torch.tensor([2.0, 1, 3, 2, 0, 2, 5, 2])])
+    loss = lambda out, w: (out.square().mean(-1) * w).sum() / w.sum()
+    over = find_denominator(Objective(loss), classes(), (torch.cat([X, X]), weights), CPU)
+    assert over.kind == "batch"
+    assert not over.mixes
 
 
 def test_a_model_in_host_memory_runs_on_a_device() -> None:

@@ -1,5 +1,7 @@
 """The plan: text in, one value out, or one clear error."""
 
+import re
+
 import pytest
 
 from meshfit.axes.buffers.check import check
@@ -118,3 +120,19 @@ def test_a_refusal_for_a_buffer_names_a_plan_that_works(text: str) -> None:
     written = Written(writers=(BufferWriter(path="block", states=("mean",), updates=(), opaque=()),))
     with pytest.raises(PlanError, match=r"the buffer mean, which the forward writes(.|\n)*data=\d.* works"):
         check(Plan.parse(text), written, by_rows=False, joins=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data = 2", "write data=2"),
+        ("shard= 2 zero =1", "write shard=2 zero=1"),
+        ("DATA=2", "write data=2"),
+        ("zero1", "in meshfit that is zero=1"),
+        ({"data": 2, "tensor": 2}, 'plan="data=2 tensor=2"'),
+        (4, 'plan="data=4"'),
+    ],
+)
+def test_what_people_write_at_first_is_answered_with_what_works(text, said: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(said)):
+        Plan.parse(text)

@@ -175,3 +175,14 @@ def test_what_is_no_tracker_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         Track(5)
     with pytest.raises(JobError, match="project= is for trackers that it opens itself"):
         Track(print, project="digits")
+
+
+def test_of_ranks_that_torchrun_started_the_first_alone_tells_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else there would be as many runs of W&B as ranks. A function is called on every rank, as the script is."""
+    from meshfit.drive.here import Here
+
+    monkeypatch.setattr(Here, "first", property(lambda here: False, lambda here, value: None), raising=False)
+    heard, steps = LikeWandb(), []
+    fit(callbacks=[Track(heard), steps.append])
+    assert not heard.steps
+    assert len(steps) == 8

@@ -139,6 +139,8 @@ def fit(asked: dict[str, Any]) -> Result:
     training = begin(job, lockstep=bool(each_step))
     if isinstance(training, Ranked):
         training.said += note_of(training.model, [*callbacks, *each_step])
+    if not training.first:  # of torchrun's ranks: a run is told to a tracker once
+        callbacks, each_step = ([f for f in some if not isinstance(f, Track)] for some in (callbacks, each_step))
     with training, Progress(training, shown=shown) as bar, RunFolder(training) as folder:
         for tracker in (function for function in (*callbacks, *each_step) if isinstance(function, Track)):
             tracker.begin(about(training.job), folder.path)

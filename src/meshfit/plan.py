@@ -23,6 +23,7 @@ report:
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -241,9 +242,11 @@ class Plan:
     def parse(cls, text: str) -> Self:
         """Read the text form. Unknown words and unreadable numbers are a ``PlanError``."""
         if not isinstance(text, str):
-            raise PlanError(
-                f"plan={text!r} is not a plan", f'write plan="data={text}", say' if text else 'write "data=4"'
-            )
+            one = text if isinstance(text, int) and text > 0 else 4
+            words = " ".join(f"{key}={value}" for key, value in text.items()) if isinstance(text, dict) else ""
+            raise PlanError(f"plan={text!r} is not a plan", f'a plan is a text: plan="{words or f"data={one}"}"')
+        if (joined := re.sub(r"\s*=\s*", "=", text)) != text:
+            raise PlanError(f"the plan {text!r} has a space beside =", f"write {joined}")
         known = list(USUAL)
         given: dict[str, float | str] = {}
         for word, own in words_of(text):

@@ -26,7 +26,10 @@ OPEN = ("data", "shard")
 
 ELSEWHERE = {
     "data=2": ("dataparallel", "dataparallelism", "replicate", "replicas"),
-    "shard=2": ("deepspeed", "zero1", "zero2", "zero3", "sharding", "dpshard"),
+    "shard=2": ("deepspeed", "sharding", "dpshard"),
+    "zero=1": ("zero1",),
+    "zero=2": ("zero2",),
+    "zero=3": ("zero3",),
     "data=2 shard=4": ("hsdp",),
     "tensor=2": ("tensorparallel", "modelparallel", "mp"),
     "pipeline=2": ("pipe", "pipelineparallel", "stages"),
@@ -76,10 +79,13 @@ def translated(text: str, plan: Any) -> list[str]:
 
 def meant(key: str, value: str, known: list[str], degrees: Sequence[str]) -> str:
     plain = "".join(letter for letter in key.lower() if letter.isalnum())
+    if plain in known:  # in capitals
+        return f"write {plain}={value}"
     for here, names in ELSEWHERE.items():
         if plain in names:
             word, _, usual = here.partition("=")
-            return f"in meshfit that is {word}={value if value.isdecimal() and usual.isdecimal() else usual}"
+            own = value.isdecimal() and usual.isdecimal() and word != "zero"
+            return f"in meshfit that is {word}={value if own else usual}"
     if (near := did_you_mean(key, known)).startswith("did"):
         return near
     return f"its degrees are {', '.join(degrees)}, its other words in help(meshfit.Plan): data=2 shard=2, say"

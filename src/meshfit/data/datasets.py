@@ -357,6 +357,7 @@ def open_source(data: Any, name: str = "data") -> Source | SampleStream:
         return Memory(data.tensors, name)
     if isinstance(data, Mapping) and is_hugging_face(data):
         return open_source(one_split(data, None, name), name)
+    tree.refuse_frames(data, name)
     if isinstance(data, torch.Tensor | np.ndarray | tuple | Mapping):
         return Memory(dict(data) if isinstance(data, Mapping) else data, name)
     if isinstance(data, list) and data and all(isinstance(x, torch.Tensor | np.ndarray) for x in data):

@@ -225,3 +225,15 @@ def _stacked(samples: list[Any]) -> Any:
     if isinstance(first, bool | int | float | np.generic):
         return torch.as_tensor(np.array(samples))
     return Ragged(samples)
+
+
+def refuse_frames(data: Any, name: str) -> None:
+    """Of pandas or polars: which of torch's types a column becomes is for the caller to say."""
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else [data]
+    frame = next((part for part in parts if type(part).__name__ in ("DataFrame", "Series")), None)
+    if frame is not None:
+        raise DataError(
+            f"{name}= holds a {type(frame).__name__} of {type(frame).__module__.partition('.')[0]}",
+            f"give arrays: {name}={{column: frame[column].to_numpy() for column in frame.columns}}",
+            "or a file, of which ranks read what they need: meshfit.data.parquet(path), csv(path)",
+        )

@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,6 +38,8 @@ LIBC = ctypes.CDLL(None)
 LINE_BUFFERED = 1
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 Work = Callable[[World, Channel], Any]
 
@@ -168,11 +171,18 @@ def main(end: socket.socket, folder: str) -> NoReturn:
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` from the first frame that is not meshfit's own; all of it if there is none."""
-    inner = trace
-    while inner and inner.tb_frame.f_code.co_filename.startswith(OURS):
+    """``trace`` from the user's first frame, or from the library's that raised; all of it if all is meshfit's own."""
+    first, inner = None, trace
+    while inner:
+        path = inner.tb_frame.f_code.co_filename
+        if path.startswith(OURS):
+            first = None  # what came before was a library's, between frames of ours
+        else:
+            first = first or inner
+            if not path.startswith(LIBRARIES):
+                break
         inner = inner.tb_next
-    return inner or trace
+    return first or trace
 
 
 def _open_many() -> None:

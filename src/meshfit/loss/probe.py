@@ -66,18 +66,27 @@ def find_denominator(
     small = sum(p.numel() for p in model.parameters()) <= LARGEST
     copied = small and inside is None
     left_out = nullcontext if auxiliary else partial(balance.left_out, model)
-    if said is None:
-        ways = [TrialWay(device=home), TrialWay(device=home, training=True)]
-        trained = {"device": device, "gradients": False, "precision": precision or Precision()}
-        first = [TrialWay(device=home, exact=True)] if copied else [replace(way, **trained) for way in ways]
-        together = SAMPLES if small else max(2, microbatch)
-        said = _tried(objective, model, batch, together, (*first, *ways), inside or nullcontext, left_out)
-        if said.weight is not None and not any(p.dtype == torch.float64 for p in model.parameters()):
-            said = replace(said, weight=said.weight.float())  # the trial was in double precision, training is not
-    if not copied or said.kind == "batch" or said.gathers:
-        return said
-    some = tree.rows(batch, slice(0, samples_to_confirm(batch, SAMPLES, microbatch)), tree.size(batch))
-    return _confirmed(said, objective, model, tree.to_device(some, home), home, left_out)
+    ways = [TrialWay(device=home), TrialWay(device=home, training=True)]
+    trained = {"device": device, "gradients": False, "precision": precision or Precision()}
+    first = [TrialWay(device=home, exact=True)] if copied else [replace(way, **trained) for way in ways]
+    together = SAMPLES if small else max(2, microbatch)
+
+    def tried(some: Any) -> LossDenominator:
+        found = _tried(objective, model, some, together, (*first, *ways), inside or nullcontext, left_out)
+        if found.weight is not None and not any(p.dtype == torch.float64 for p in model.parameters()):
+            found = replace(found, weight=found.weight.float())  # the trial was in double precision, training is not
+        return found
+
+    found = said or tried(batch)
+    if not copied or found.kind == "batch" or found.gathers:
+        return found
+    there = tree.size(batch)  # the last ones: the trial took the first
+    some = tree.rows(batch, slice(there - samples_to_confirm(batch, SAMPLES, microbatch), there), there)
+    some = tree.to_device(some, home)
+    kept = _confirmed(found, objective, model, some, home, left_out)
+    if said is None and objective.loss and kept.mixes and (again := tried(some)).kind == "batch":
+        return again  # it is the loss, which these samples show and the first ones did not
+    return kept
 
 
 def _stated(objective: Objective, batch: Any) -> LossDenominator | None:

@@ -63,6 +63,8 @@ class LossRun:
     """Cross entropies within it: see ``CrossEntropies``."""
     values: dict[str, tuple[float, float | None]]
     """To be logged: each with its count, if it gives (sum, count)."""
+    full_mask: bool
+    """Whether it is over a mask that is all ones for these samples: see ``CrossEntropies``."""
 
 
 class SampleLoss:
@@ -127,8 +129,8 @@ class SampleLoss:
             if gradients and given and total.requires_grad:
                 found = torch.autograd.grad(total, given, allow_unused=True)
         count = float(torch.as_tensor(loss[1]).detach()) if pair else None
-        seen = entropies.seen if entropies is not None else []
-        return LossRun(float(total.detach()), count, list(found), seen, as_numbers(logged))
+        seen, full_mask = ([], False) if entropies is None else (entropies.seen, entropies.full_mask)
+        return LossRun(float(total.detach()), count, list(found), seen, as_numbers(logged), full_mask)
 
     def part(self, cut: slice) -> Any:
         """A copy of some samples: a model may write to its inputs."""

@@ -141,6 +141,12 @@ class LossTrial(SampleLoss):
         _, parts, cuts = compared[0]
         mean = sum(part.value * (cut.stop - cut.start) for part, cut in zip(parts, cuts, strict=True)) / self.samples
         self.why = f"of {self.samples} samples it is {whole.value:.6g}; the mean over two parts of them {mean:.6g}"
+        if near(mean, whole.value, self.limit):
+            self.why += ", but with another gradient"
+        if self._masked(whole):
+            self.why = (
+                f"it is over a mask that is all ones in the {self.samples} samples tried, and may not be in others"
+            )
         found = [over for over in self._candidates(whole) if all(self.explains(over, *each) for each in compared)]
         return [replace(over, gathers=self.gathers, logged=self._logged(over, compared)) for over in found]
 
@@ -184,6 +190,9 @@ class LossTrial(SampleLoss):
         if whole.count is not None:
             yield LossDenominator(kind="pair")
             return
+        if self._masked(whole):  # what else explains it here need not do so where the mask has zeros
+            yield LossDenominator(kind="sum")
+            return
         for result, target, ignore, weight in whole.seen:
             if target.is_floating_point() or float(result.detach()) != whole.value:
                 continue
@@ -194,6 +203,10 @@ class LossTrial(SampleLoss):
         if not any((target == ignore).any() for _, target, ignore, _ in whole.seen):
             yield LossDenominator(kind="samples")
         yield LossDenominator(kind="sum")
+
+    def _masked(self, whole: LossRun) -> bool:
+        """Whether the user's own code takes a mean over a mask, which happens to be all ones in these samples."""
+        return whole.full_mask and whole.count is None and bool(self.objective.code)
 
     def _followed(self, found: list[TargetPlace], ignore: int) -> list[TargetPlace]:
         """Of tensors that hold the same in these samples (tokens, and labels of which none is ignored), those that the

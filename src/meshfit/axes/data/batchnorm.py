@@ -111,10 +111,18 @@ class _GlobalBatchNorm(torch.autograd.Function):
         channels = x.shape[1]
         full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mean = torch.var_mean(full, axes, correction=0)
-        mine = torch.cat([mean, var, mean.new_full((1,), full.numel() / channels * counted())])
+        count = full.numel() / channels * counted()
+        mine = torch.cat([mean, var, mean.new_full((1,), count)])
         every = group.all_gather(mine)
         means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
         total = counts.sum()
+        if count <= 1:  # else there are enough; so the host seldom asks the device
+            if total == 1:  # of one value there is no variance: what torch says on one device
+                raise ValueError(
+                    "Expected more than 1 value per channel when training, got 1 from all devices together"
+                )
+            if total == 0:  # a microbatch that is empty on all ranks counts for nothing
+                running_mean, running_var, total = None, None, total + 1
         mean = (means * counts).sum(0) / total
         var = ((variances + (means - mean).square()) * counts).sum(0) / total
         if running_mean is not None:
