@@ -49,11 +49,20 @@ from meshfit.loss.objective import LossDenominator, Objective
 from meshfit.passes.loss_sum import LossSum
 from meshfit.passes.pipeline import LocalStages, Pipelined
 from meshfit.schedule.issue import pairs
-from meshfit.schedule.simulate import Simulated, formula, simulate
+from meshfit.schedule.simulate import Simulated, simulate
 
 POINTS, RATIO = 5.0, 1.6
 MICROBATCHES = (1, 2, 4, 8, 16)
 CPU = torch.device("cpu")
+
+
+def formula(word: str, ranks: int, microbatches: int, chunks: int = 1) -> float | None:
+    """The idle share as textbooks give it; None where there is no such formula."""
+    if word == "sequential":
+        return (ranks - 1) / ranks
+    if word in ("gpipe", "1f1b", "interleaved"):
+        return (ranks - 1) / (chunks * microbatches + ranks - 1)
+    return None
 
 
 class Stack(nn.Module):

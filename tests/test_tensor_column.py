@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshfit.axes.tensor.functions import Entrance, is_product
 from meshfit.comm import collectives
 from meshfit.comm.group import CountingGroup, RankGroup, Wait
-from meshfit.passes.backward import input_gradients
+from meshfit.passes.backward import input_backward
 from meshfit.torch_private.modules import own_parameters
 from tests.distributed import distributed
 
@@ -105,10 +105,10 @@ def test_halves_are_the_whole(frozen: bool) -> None:
         [out.sum() for out in through(every, x)], [x, every[0].weight, every[2].weight], allow_unused=True
     )
     outs = through(every, x.requires_grad_(), CountingGroup())
-    owed = input_gradients([torch.stack([out.sum() for out in outs]).sum()], [None], [x])
+    weights = input_backward([torch.stack([out.sum() for out in outs]).sum()], [None], [x])
     assert every[0].weight.grad is None
     torch.testing.assert_close(x.grad, want[0])
-    owed.pay()
+    weights.run()
     torch.testing.assert_close(every[0].weight.grad, want[1])
     torch.testing.assert_close(every[2].weight.grad, want[2])
 
