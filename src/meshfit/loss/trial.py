@@ -28,7 +28,7 @@ from meshfit.loss.outputs import NoRows, TooLargeOutputs, bytes_moved, cut_rows,
 from meshfit.loss.side import LossSide, Rounding, TrialWay
 from meshfit.loss.targets import CrossEntropies, are_targets, moved, places
 from meshfit.python_state import PythonState
-from meshfit.step import parted
+from meshfit.step import has_outputs, parted
 
 LARGEST_OUTPUTS = 2**28
 """Elements that a model returns for the trial, up to which the loss is tried by itself."""
@@ -75,6 +75,7 @@ class LossTrial:
         self.dims: tuple[int | None, ...] = ()
         self.moved, self.unfit, self.why = (0, 0), "", ""
         self.finite = True
+        self.outputs: bool | None = None
         self.names: tuple[str, ...] = ()
         """Of logged values."""
         self.wholes: list[Tensor] = []
@@ -83,7 +84,7 @@ class LossTrial:
     def explained(self) -> list[LossDenominator]:
         """All that make the whole out of the parts, the likeliest first."""
         try:
-            return [replace(over, gathers=self.gathers) for over in self._explained()]
+            return [replace(over, gathers=self.gathers, outputs=self.outputs) for over in self._explained()]
         finally:
             self.draws_otherwise = self.start.moved_others or self.state.drew(torchs=False)
             self.start.restore()
@@ -215,6 +216,7 @@ class LossTrial:
             warnings.catch_warnings(action="ignore"),  # of batches of one sample, which may never come
         ):
             result, given = run(cut)
+            self.outputs = has_outputs(result)
             loss, logged = parted(result)
             pair = isinstance(loss, tuple | list)
             total = check_scalar(loss[0] if pair else loss)
