@@ -11,6 +11,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 import meshfit
+from meshfit.errors import PlanError
 from meshfit.metrics import is_mean
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -190,6 +191,20 @@ def evaluated(model: nn.Module, batch: Any) -> Any:
     x, y = batch
     outputs = model(x)
     return F.cross_entropy(outputs, y, label_smoothing=0.1), {"largest": outputs.softmax(1).amax(1).mean()}, outputs
+
+
+def test_metrics_of_a_step_that_keeps_its_outputs_are_refused_before_a_recording_trains():
+    """Else the first evaluation said so, after the steps before it were trained."""
+    x, y = data()
+    step = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+    asked = {"metrics": {"f1": macro_f1}, "valid": (x, y), "steps": 2, "optimizer": torch.optim.SGD}
+    with pytest.raises(
+        PlanError, match=r"outputs that step= does not return(.|\n)*let step= return \(loss, {}, outputs"
+    ) as error:
+        meshfit.fit(net(), (x, y), step=step, plan="pipeline=2", **asked)
+    assert error.value.step == 0
+    result = meshfit.fit(net(), (x, y), step=step, plan="data=2", **asked)
+    assert "f1" in result.metrics
 
 
 @pytest.mark.parametrize("plan", ["data=1", "data=2", "pipeline=2"])

@@ -168,6 +168,8 @@ class LossDenominator:
     """Numbers that code keeps in Python, and every call of the loss changes alike: ``self.calls += 1``."""
     writes: str = ""
     """A trained weight that every forward writes, whatever the samples are."""
+    outputs: bool | None = None
+    """Whether a step returns outputs too, for metrics; None: it has not been tried."""
     mixes: bool = False
     """Of a loss of the whole batch: whether the model itself looks at other samples of the batch."""
     remembers: str = ""

@@ -23,7 +23,7 @@ from meshfit.loss.objective import LossDenominator, Objective, check_scalar, spl
 from meshfit.loss.outputs import cut_rows
 from meshfit.loss.targets import CrossEntropies
 from meshfit.python_state import PythonState
-from meshfit.step import parted
+from meshfit.step import has_outputs, parted
 from meshfit.torch_private.operators import TorchDispatchMode
 
 EXACT = 1e-6
@@ -89,6 +89,8 @@ class SampleLoss:
         self.gradients = way.gradients
         self.gathers = False
         """Whether the loss calls ``meshfit.gather``."""
+        self.returns_outputs: bool | None = None
+        """Whether a step returns outputs too, for metrics; None: it has not run."""
         self.start = Generators(way.device)
         self.state = PythonState(model, *objective.code)
         self._outputs: Any = None
@@ -122,6 +124,7 @@ class SampleLoss:
             warnings.catch_warnings(action="ignore"),  # of batches of one sample, which may never come
         ):
             result, given = self._together(cut) if self._outputs is None else self._alone(cut)
+            self.returns_outputs = has_outputs(result)
             loss, logged = parted(result)
             pair = isinstance(loss, tuple | list)
             total = check_scalar(loss[0] if pair else loss)

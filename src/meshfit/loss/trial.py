@@ -148,7 +148,8 @@ class LossTrial(SampleLoss):
                 f"it is over a mask that is all ones in the {self.samples} samples tried, and may not be in others"
             )
         found = [over for over in self._candidates(whole) if all(self.explains(over, *each) for each in compared)]
-        return [replace(over, gathers=self.gathers, logged=self._logged(over, compared)) for over in found]
+        more = {"gathers": self.gathers, "outputs": self.returns_outputs}
+        return [replace(over, logged=self._logged(over, compared), **more) for over in found]
 
     def _with_same_draws(self, whole: LossRun, cuts: list[slice]) -> tuple[LossRun, list[LossRun]]:
         """The whole and its parts; the whole once more if it draws, so that it draws what the parts drew."""

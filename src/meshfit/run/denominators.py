@@ -35,6 +35,15 @@ def find_denominators(run: "Run", tried: Tried, inside: Inside | None = None) ->
         found.append(_agreed(run, run.job.valid_objective, run.valid, tried, inside))
     elif len(found) > 1:
         found.append(_agreed(run, run.job.objective, run.loader, tried, inside))
+    step_alone = run.job.valid_objective.step is not None and found[-1].outputs is False
+    if run.job.metrics and run.plan.partitions_modules and step_alone:
+        step = "step=" if run.job.valid_step is None else "valid_step="
+        raise PlanError(
+            f"{run.plan}: metrics= are of outputs that {step} does not return",
+            "elsewhere the model is called once more for them; pipeline= and branch= run a recording of the step",
+            f"let {step} return (loss, {{}}, outputs)",
+            f"{run.plan.without('pipeline', 'branch')} works as it is",
+        )
     return found
 
 
