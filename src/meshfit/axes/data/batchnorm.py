@@ -125,7 +125,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
                 running_mean, running_var, total = None, None, total + 1
         mean = (means * counts).sum(0) / total
         var = ((variances + (means - mean).square()) * counts).sum(0) / total
-        if running_mean is not None:
+        if running_mean is not None and running_var is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((var * (total / (total - 1))).to(running_var.dtype), momentum)
         inverse = (var + eps).rsqrt()
