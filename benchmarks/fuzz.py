@@ -220,6 +220,7 @@ def _fitted(draw: Draw, plan: str, steps: int, folder: str | None) -> Trained:
     def scheduler(optimizer: Any) -> Any:
         if isinstance(optimizer, list):
             return [scheduler(one) for one in optimizer]
+        assert schedule is not None
         return schedule(optimizer, total) if schedule.__code__.co_argcount == 2 else schedule(optimizer)
 
     asked: dict[str, Any] = {

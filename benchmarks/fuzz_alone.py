@@ -62,7 +62,8 @@ def train(draw: Draw, *, shake: float = 0.0) -> Trained:
                 if not any(p is each for each in stepped):
                     p.grad = None
             norm = torch.nn.utils.clip_grad_norm_(stepped, draw.clip or float("inf"))
-            first[1:] or first.extend([loss.item(), norm.item(), values])
+            if not first:
+                first.extend([loss.item(), norm.item(), values])
             return loss
 
         if draw.optimizer == "lbfgs":

@@ -437,7 +437,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def matrices(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+def matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     ours = [p for p in model.parameters() if p.requires_grad]
     square = [p for p in ours if p.dim() == 2 and not p.is_complex()]
     return square, [p for p in ours if not (p.dim() == 2 and not p.is_complex())]
