@@ -22,6 +22,11 @@ LENGTH, WIDTH, HEADS = 8, odd_blocks.WIDTH, odd_blocks.HEADS
 SIZE = WIDTH // HEADS
 
 
+def _with_bias(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    assert isinstance(module, nn.Linear)
+    return out + module.bias
+
+
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +124,9 @@ class Nested(nn.Module):
         self.arms = nn.ModuleDict({"inside": nn.ModuleDict(arms)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(arm(x) for arm in self.arms["inside"].values())
+        arms = self.arms["inside"]
+        assert isinstance(arms, nn.ModuleDict)
+        return torch.stack([arm(x) for arm in arms.values()]).sum(0)
 
 
 class Lazy(nn.Module):
@@ -191,6 +198,8 @@ class Attention(nn.Module):
 
 
 class Causal(nn.Module):
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -296,6 +305,8 @@ class Buckets(nn.Module):
 
 
 class Position(nn.Module):
+    wave: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.randn(LENGTH, WIDTH) / 4)
@@ -378,6 +389,9 @@ class OnlyInTraining(nn.Module):
 
 class Average(nn.Module):
     """A moving average of activations, of which the forward uses the one before; a counter."""
+
+    mean: Tensor
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -542,7 +556,7 @@ class Hooked(nn.Module):
         super().__init__()
         self.inner, self.scale = MLP(), nn.Parameter(torch.ones(WIDTH))
         self.inner.register_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
-        self.inner.up.register_forward_hook(lambda module, args, out: out + module.bias)
+        self.inner.up.register_forward_hook(_with_bias)
         self.inner.down.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
 
     def forward(self, x: Tensor) -> Tensor:
