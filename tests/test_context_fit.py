@@ -1,5 +1,6 @@
 """Trainings whose sequences are cut over ranks: like one device, or refused before anything starts."""
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import meshfit
 from benchmarks import parity, zoo
@@ -357,3 +359,32 @@ def test_a_step_that_runs_on_gpus_alone_is_refused(plan: str) -> None:
     with pytest.raises(PlanError, match=r"FlexAttention does not support backward on CPU") as error:
         find_all(Plan.parse(plan), Flexible(), Objective(loss=loss), text(), "cuda")
     assert "data= and shard= take the model as it is" in str(error.value)
+
+
+class OwnCheckpoint(nn.Module):
+    """A block that its author has checkpointed, as ``gradient_checkpointing_enable`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + checkpoint(lambda x: self.down(F.gelu(self.up(x))), x, use_reentrant=False)
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["context=2", more("shard=2 context=2"), more("context=2 offload=activations"), more("pipeline=2 context=2")],
+)
+def test_checkpoints_of_the_model_itself_run_again_as_they_ran(plan: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), OwnCheckpoint(), nn.Linear(16, 4)).double()
+    alone, (x, y) = copy.deepcopy(model), torch.randn(2, 8, 8, 4, dtype=torch.float64)
+    how: dict[str, Any] = {"loss": F.l1_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "progress": False}
+    how |= {"batch_size": 4, "steps": 3, "shuffle": False}
+    meshfit.fit(alone, (x, y), plan="data=1", **how)
+    meshfit.fit(model, (x, y), plan=plan, **how)
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)

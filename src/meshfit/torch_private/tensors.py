@@ -44,7 +44,7 @@ class KeptTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        return cls(tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor))  # no node holds itself
+        return cls(unbound(tensor), version(tensor))
 
     def get(self) -> Tensor:
         self.check()
@@ -57,6 +57,14 @@ class KeptTensor:
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
                 f" a tensor of shape {tuple(self.tensor.shape)}, {now - self.version} times"
             )
+
+
+def unbound(tensor: Tensor) -> Tensor:
+    """What a hook may hold of a saved tensor: detached, since a node must not hold its own result. A wrapper around
+    tensors is in no graph itself and stays as it is: torch's checkpoint runs again from what it has saved, and the
+    tensors inside must still be in theirs."""
+    with without_subclasses():
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def detached_alias(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from meshfit.axes.context.recurrence import recurrences
 from meshfit.axes.forward import unwrap
 from meshfit.comm.group import CountingGroup, Traffic
 from meshfit.data import tree
-from meshfit.torch_private.tensors import storage_id
+from meshfit.torch_private.tensors import storage_id, unbound
 
 Step = Callable[[nn.Module, Any], Tensor]
 
@@ -274,7 +274,7 @@ class SavedBytes(saved_tensors_hooks):
         if storage_id(storage) not in self._known:
             self._counted[storage_id(storage)] = storage.nbytes()
             self._held.append(storage)  # its number must not be given away meanwhile
-        return x.detach()  # a result's node would hold itself
+        return unbound(x)
 
     @property
     def bytes(self) -> int:
