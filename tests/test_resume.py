@@ -202,7 +202,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         ({"keep": 0}, "above 0"),
         ({"keep_best": "-loss"}, "needs valid="),
         ({"keep_best": "-loss", "valid": (X, Y)}, "needs checkpoint="),
-        ({"keep_best": "accuracy", "valid": (X, Y)}, "not measured"),
+        ({"best": "accuracy", "valid": (X, Y)}, "not measured"),
     ],
 )
 def test_refused(asked: dict[str, Any], says: str) -> None:

@@ -16,6 +16,7 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from meshfit.anatomy.probe_optimizer import StateBytes
 from meshfit.axes.data.batchnorm import running_statistics
 from meshfit.cost import CollectiveCall, Cost, tallied
 from meshfit.exchange.compress import Codec
@@ -90,6 +91,17 @@ def worker_group(payload: Payload, up: int, down: int, *, workers: int, ranks: i
             *_said({"all_reduce": 8 * (len(payload.names) + 1)}, 1, ranks),
             *_said({"broadcast": 8 * (BROADCAST + workers)}, 2, ranks),
         ),
+    )
+
+
+def server(payload: Payload, state: StateBytes, *, workers: int, index: int = 0, ema: bool = False) -> Cost:
+    """Of one server, for a step of all ``workers``: synchronous, or each of them once."""
+    parcel, (up, down) = payload.parcels[index], payload.sizes[index]
+    shapes = [(tuple(shape), run.dtype) for run in parcel.runs for shape in run.layout.shapes if shape.numel()]
+    kept = sum(sum(state.of(shape, str(dtype).removeprefix("torch."))) for shape, dtype in shapes)
+    return Cost(
+        host={"weights": parcel.bytes * (1 + ema), "gradients": parcel.bytes, "optimizer": kept},
+        collectives=_said({"push": up, "pull": down}, workers),
     )
 
 

@@ -92,8 +92,8 @@ def without_weak_references(model: nn.Module) -> bool:
     more."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            refs = module._flat_weight_refs  # by which a parameter that was replaced is noticed: none will be
-            module._flat_weight_refs = [None] * len(refs)
+            count = len(module._flat_weight_refs)  # by which a parameter that was replaced is noticed: none will be
+            module._flat_weight_refs = [None] * count
     return not any(weakref.getweakrefcount(p) for p in model.parameters())
 
 
