@@ -1,6 +1,6 @@
 """A model that was built on meta: what plans are tried on, and how each rank comes to its part of the weights.
 
-The first rank makes one parameter at a time (deferred.py) and sends it to all; each keeps its part. So no rank ever
+The first rank makes one parameter at a time (deferred/) and sends it to all; each keeps its part. So no rank ever
 holds more than its part and one parameter, and all have the weights of the first, however each built the model. What
 each rank reads from a file by itself is not made (checkpoint/initial.py).
 """
